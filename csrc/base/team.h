@@ -1,0 +1,14 @@
+// team.h: a fixed set of threads that run one function together. The thread that calls rm_team_run is thread 0; n−1 workers
+// stand by, spin for some microseconds, then sleep on a futex. Workers keep the contract's floating-point environment; the
+// caller's is set for the call and restored. One rm_team_run at a time. After fork the child's team runs on the caller alone.
+#pragma once
+
+#include "kernels.h"
+#include "status.h"
+
+typedef struct rm_team rm_team;
+
+rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err);  // 1 ≤ n_threads ≤ 256
+void rm_team_destroy(rm_team *team);                                  // safe on NULL
+int rm_team_threads(const rm_team *team);
+void rm_team_run(void *team, rm_task_fn fn, void *arg);               // fits rm_ctx.run

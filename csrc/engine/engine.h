@@ -1,0 +1,128 @@
+// engine.h: the generator in C. It owns the weights, the KV cache, the requests and their records.
+//
+// One thread at a time may call it (the Python layer holds the lock); inside a call it uses its own thread team. A failed
+// call changes nothing that can be observed. Order:
+//
+//   create ─► sync_begin/push/commit ─► add … ─► step … (schedule, forward, commit) ─► result ─► release ─► destroy
+//
+// A request is one prompt and n samples of it. It is refused at add when malformed (RM_E_REQUEST) or when it can never fit
+// (RM_E_CAPACITY). Numbers of the contract: the logprob of a token depends on the weights and the tokens before it only.
+#pragma once
+
+#include "model/model.h"
+#include "weights/sync.h"
+
+typedef struct rm_engine rm_engine;
+
+typedef struct rm_engine_options {
+  rm_dtype dtype;
+  const rm_kernels *kernels;    // NULL: rm_kernels_best()
+  int n_threads;                // 0: one per core this process may run on
+  int64_t max_model_len, max_num_seqs;
+  int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
+  int64_t page_size;            // a multiple of 16
+  uint64_t kv_bytes;            // of KV cache; at least one page
+  uint64_t seed;                // seeds of requests that bring none
+  int prefix_caching;
+  int64_t n_eos;
+  const int32_t *eos_ids;       // view during create
+} rm_engine_options;
+
+// kind of work
+typedef enum rm_request_kind { RM_GENERATE, RM_SCORE } rm_request_kind;
+
+typedef struct rm_request {     // all pointers are views during add, except logits_out: until the request has finished
+  rm_request_kind kind;
+  const int32_t *prompt;        // [n_prompt] token ids
+  int64_t n_prompt;
+  int32_t n;                    // samples
+  int64_t max_tokens, min_tokens;
+  float temperature, top_p, min_p;
+  int32_t top_k;
+  int has_seed;
+  uint64_t seed;
+  const int32_t *stop_ids;      // [n_stop_ids] besides eos
+  int64_t n_stop_ids;
+  int ignore_eos;
+  int32_t logprobs;             // top-k of generated tokens, 0: only the sampled one
+  int32_t prompt_logprobs;      // −1: none; k ≥ 0: of the prompt, with top-k
+  float *logits_out;            // RM_SCORE: float32 [n_prompt][vocab] or NULL
+  int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
+} rm_request;
+
+typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;
+
+typedef struct rm_sample_view { // of one sample; valid until the next step or release
+  rm_finish finish;
+  int32_t stop_token;           // the id that ended it, −1: none
+  int64_t n_tokens;
+  const int32_t *tokens;        // [n_tokens]
+  const float *logprobs, *sampling_logprobs;   // [n_tokens]
+  const int64_t *versions;      // [n_tokens]
+  const uint8_t *no_contract;   // [n_tokens] 1 where stale KV was used (keep_kv)
+  const int32_t *top_ids;       // [n_tokens][logprobs]
+  const float *top_logprobs;
+  const int16_t *routed;        // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
+} rm_sample_view;
+
+typedef struct rm_request_view {
+  uint64_t id;
+  int finished;                 // all samples are
+  rm_code error;                // RM_OK, or what ended it (RM_FINISH_ERROR)
+  const char *message;
+  int64_t n_prompt, n_cached;   // prompt tokens served by the prefix cache
+  const float *prompt_logprobs; // [n_prompt − 1] or NULL
+  const float *prompt_sampling_logprobs;       // [n_prompt − 1] with score_sampling
+  const int32_t *prompt_top_ids;               // [n_prompt − 1][k]
+  const float *prompt_top_logprobs;
+  const int16_t *prompt_routed; // [n_prompt][moe_layers][k]; NULL in a dense model
+  int32_t n;
+} rm_request_view;
+
+rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out, rm_error *err);
+void rm_engine_destroy(rm_engine *engine);
+
+rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
+// One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused).
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
+int64_t rm_engine_unfinished(const rm_engine *engine);
+// Requests finished since the last call, at most capacity of them.
+int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
+rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err);
+rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err);
+rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err);      // of a finished one
+rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err);        // what was generated stays readable
+// Ends one sample at n_tokens (a stop string matched there); finish = stop.
+rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err);
+
+void rm_engine_pause(rm_engine *engine, int paused);           // a paused engine schedules nothing
+void rm_engine_reset_prefix_cache(rm_engine *engine);
+
+// Weights: sync.h with the engine's rules on top. What happens to running requests at commit:
+typedef enum rm_inflight { RM_INFLIGHT_REFUSE, RM_INFLIGHT_RESTART, RM_INFLIGHT_ABORT, RM_INFLIGHT_KEEP, RM_INFLIGHT_KEEP_KV } rm_inflight;
+// REFUSE: RM_E_STATE when any request runs (the Python layer's "wait" finishes them first). RESTART: they begin again.
+// KEEP: their tokens stay, their KV is recomputed under the new version. KEEP_KV: stale KV serves on, tokens lose contract.
+rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
+rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err);
+void rm_engine_sync_abort(rm_engine *engine);
+
+// Sleep by part. Weights: unsynced after wake. KV: running requests are preempted and recomputed after wake.
+enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2 };
+rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
+rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
+
+typedef struct rm_engine_stats {
+  int64_t version;              // −1: not synced
+  int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
+  int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
+  uint64_t weight_bytes, kv_bytes, workspace_bytes;
+  int n_threads;
+  unsigned asleep;
+  const char *isa, *family;
+  double forward_seconds, schedule_seconds, commit_seconds;
+} rm_engine_stats;
+void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
+const rm_params *rm_engine_params(const rm_engine *engine);
+rm_store *rm_engine_store(rm_engine *engine);   // for the version and digest; not for syncing

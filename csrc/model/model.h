@@ -1,0 +1,39 @@
+// model.h: one forward pass over a batch of rows: token ids in, hidden states of the asked-for rows out. The model owns its
+// activations and rope table, sized at creation; weights and KV are views given per call, so a swap of either costs nothing.
+#pragma once
+
+#include "base/team.h"
+#include "model/params.h"
+
+typedef struct rm_model rm_model;
+
+typedef struct rm_model_options {
+  rm_dtype dtype;
+  int64_t max_rows;             // rows of one forward
+  int64_t max_positions;        // longest context; also the length of the rope table
+  int64_t max_out_rows;         // rows of logits worked on at a time
+  int64_t page_size;
+} rm_model_options;
+
+// Views of the engine's; all arrays valid until the forward returns.
+typedef struct rm_batch {
+  int64_t n_rows, n_seqs, max_pages;
+  const int32_t *ids;           // [n_rows]
+  const int32_t *positions;     // [n_rows]
+  const int32_t *seq_of_row;    // [n_rows]
+  const int64_t *slots;         // [n_rows]
+  const int32_t *block_tables;  // [n_seqs][max_pages]
+  int64_t n_out;
+  const int32_t *out_rows;      // [n_out] rows whose hidden state is wanted, ascending
+  int16_t *routed;              // [n_rows][n_moe_layers][top_k], out; NULL in a dense model
+  uint8_t *row_flags;           // [n_rows], or-ed
+} rm_batch;
+
+rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options,
+                        rm_model **out, rm_error *err);
+void rm_model_destroy(rm_model *model);
+// Bytes of KV for one page over all layers, and where a layer's caches start in a block of n_pages.
+size_t rm_model_page_bytes(const rm_model *model);
+// hidden: T [n_out][hidden], carved in the model, valid until the next forward.
+void rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden);
+const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread

@@ -1,0 +1,65 @@
+// sync.h: how a new version of the weights gets in, whole or not at all.
+//
+//   begin ──► push … push ──► commit        one sync at a time; begin while one is open resets the open one
+//                └──────────► abort
+//
+// The store owns two blocks of params->bytes: the one that serves and the staging one (allocated at the first sync that
+// needs it). push copies one tensor into staging in the kernels' layout, checking name, shape, dtype, strides, range and
+// finiteness; commit checks that every required parameter has come once and swaps the blocks. Until that swap no byte of
+// the serving block changes, whatever fails. With `in_place` there is no staging: the serving block is marked unsynced at
+// begin and serves again after commit.
+//
+// The store is not thread-safe; its owner (engine.c) serialises. Nothing here waits.
+#pragma once
+
+#include "base/team.h"
+#include "model/params.h"
+#include "weights/names.h"
+
+typedef struct rm_store rm_store;
+
+// A tensor of the trainer: a view that must stay valid and unchanged during the push.
+typedef struct rm_tensor {
+  const void *data;
+  rm_src_dtype dtype;
+  int n_dims;                   // 0 … 4
+  int64_t shape[4];
+  int64_t strides[4];           // in elements, any sign
+  int64_t span_lo, span_hi;     // bytes before / after data that belong to the owner's buffer, both 0 when not known
+} rm_tensor;
+
+typedef struct rm_sync_options {
+  int64_t version;              // must exceed the serving version; −1: the next number
+  int cast;                     // convert from other float dtypes
+  int allow_nonfinite;
+  int allow_partial;            // strict=False: unexpected names are skipped, missing parameters keep the serving value
+  int allow_bias_removal;       // a router bias that the serving version has may be absent
+  int in_place;
+} rm_sync_options;
+
+typedef struct rm_sync_report {
+  int64_t version, n_tensors, n_parameters, n_skipped;
+  uint64_t bytes;               // of tensor data read
+  double seconds;               // begin to commit
+  double copy_seconds;          // inside push
+  uint64_t digest;              // of names and stored values; the same for every spelling of the same weights
+} rm_sync_report;
+
+rm_code rm_store_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, rm_store **out, rm_error *err);
+void rm_store_destroy(rm_store *store);
+
+int64_t rm_store_version(const rm_store *store);          // −1: never synced, or unsynced by a failed in-place sync
+const void *rm_store_weights(const rm_store *store);      // the serving block, NULL when unsynced; view until the next commit
+uint64_t rm_store_digest(const rm_store *store);
+// Which router biases the serving version carries; without one a layer's bias is zeros.
+int rm_store_is_open(const rm_store *store);
+
+rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
+rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err); // push's checks, nothing written
+rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
+void rm_sync_abort(rm_store *store);
+int rm_sync_complete(const rm_store *store);              // every required parameter has come
+
+// Sleep and wake of the weights: the blocks go back to the system; after wake the store is unsynced.
+void rm_store_discard(rm_store *store);

@@ -1,0 +1,298 @@
+// kernels.h: the operations of a Qwen3 forward pass over raw pointers, and the contract that every variant of them keeps.
+//
+// A variant (reference loops, AVX2, later AVX-512, AMX, CUDA) is one `rm_kernels` table. All tables of a family give the
+// same bits for the same arguments; docs/numerics.md states the arithmetic, kernels/cpu/ref.c is that text as plain loops.
+//
+// This layer knows no mesh, no model and no Python. It owns no memory: every pointer is a view that the caller keeps valid
+// until the call returns (on a stream: until the stream has passed it). Nothing here allocates, prints or keeps a global.
+// Calls on one ctx must not overlap; calls on different ctxs may. A call cannot fail: shapes are checked by whoever builds
+// the arguments, and a row that is not finite is reported through row_flags.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum rm_dtype { RM_BF16 = 0, RM_F32 = 1 } rm_dtype;
+
+static inline size_t rm_dtype_bytes(rm_dtype dtype) { return dtype == RM_BF16 ? 2 : 4; }
+static inline int64_t rm_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+static inline int64_t rm_min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t rm_max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Constants of the contract. Changing one changes bits.
+enum {
+  RM_LANES = 16,            // partial sums of a reduction (norm, softmax, log-sum-exp)
+  RM_K_BLOCK = 32,          // k per step of a dot product: one even chain, one odd chain
+  RM_N_TILE = 16,           // columns per tile of packed weights
+  RM_ATTN_BLOCK = 32,       // positions per softmax block
+  RM_ATTN_SEGMENT = 1024,   // positions per independent softmax state
+  RM_VOCAB_BLOCK = 128,     // vocabulary entries per (max, sum) partial
+  RM_MAX_TOP_K = 64,        // experts per token
+};
+
+// ------------------------------------------------------------------------------------------------ layouts
+// Packed weights of y = x·Wᵀ, W being [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb, kb) at index nb·(K/32) + kb.
+//   bf16: tile[16 k-pairs][16 n][2]   (what an AMX tile load wants, and one 32-bit lane per column for FMA)
+//   f32:  tile[32 k][16 n]
+static inline int64_t rm_packed_elems(int64_t n, int64_t k) { return rm_round_up(n, RM_N_TILE) * rm_round_up(k, RM_K_BLOCK); }
+static inline int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n, int64_t k) {
+  const int64_t tile = (n / RM_N_TILE) * (rm_round_up(k_total, RM_K_BLOCK) / RM_K_BLOCK) + k / RM_K_BLOCK;
+  const int64_t kk = k % RM_K_BLOCK, nn = n % RM_N_TILE;
+  const int64_t in = dtype == RM_BF16 ? (kk / 2) * 32 + nn * 2 + (kk & 1) : kk * RM_N_TILE + nn;
+  return tile * (RM_N_TILE * RM_K_BLOCK) + in;
+}
+// gate and up of a SwiGLU share one packed matrix, 16 columns of gate, then the 16 of up that belong to them.
+static inline int64_t rm_gate_up_row(int64_t row, int up) { return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE; }
+static inline int64_t rm_gate_up_rows(int64_t width) { return rm_round_up(width, RM_N_TILE) * 2; }
+
+// One layer's K and V caches: [page][kv_head][…]; page_size is a multiple of 16; pages are zeroed when handed out.
+//   K: packed like weights of [page_size][head_dim], so that q·Kᵀ is the gemm's dot product
+//   V: bf16 [page_size/2][head_dim↑16][2], f32 [page_size][head_dim↑16]: positions are the k of p·V
+static inline int64_t rm_k_page_elems(int64_t page_size, int64_t head_dim) { return page_size * rm_round_up(head_dim, RM_K_BLOCK); }
+static inline int64_t rm_v_page_elems(int64_t page_size, int64_t head_dim) { return page_size * rm_round_up(head_dim, RM_N_TILE); }
+static inline int64_t rm_v_index(rm_dtype dtype, int64_t head_dim, int64_t pos, int64_t d) {
+  const int64_t width = rm_round_up(head_dim, RM_N_TILE);
+  return dtype == RM_BF16 ? ((pos / 2) * width + d) * 2 + (pos & 1) : pos * width + d;
+}
+
+// ------------------------------------------------------------------------------------------------ context
+typedef void (*rm_task_fn)(void *arg, int thread, int n_threads);
+
+// What an op may use besides its arguments. On a GPU `stream` is a CUDA stream; on the CPU ops are complete at return.
+typedef struct rm_ctx {
+  void *stream;
+  void *workspace;          // 64-byte aligned scratch of at least workspace_bytes(limits) bytes; content undefined between ops
+  size_t workspace_bytes;
+  int n_threads;            // ≥ 1
+  void (*run)(void *team, rm_task_fn fn, void *arg);   // fn on every thread, back when all are done; NULL: on the caller alone
+  void *team;
+} rm_ctx;
+
+// Bounds that a workspace is sized for.
+typedef struct rm_limits {
+  int64_t max_rows;         // rows of one call
+  int64_t max_k;            // longest dot product (hidden, intermediate, heads·head_dim)
+  int64_t max_n;            // widest output, vocabulary excepted
+  int64_t vocab;
+  int64_t n_heads, n_kv_heads, head_dim;
+  int64_t max_positions;    // longest context
+  int64_t n_experts, top_k; // 0 in a dense model
+  int n_threads;
+} rm_limits;
+
+// The floating-point environment of the contract: nearest even, denormals flushed in and out, all exceptions masked. Table
+// functions must be entered with it; whoever owns the thread sets it and restores what was there.
+uint32_t rm_fp_enter(void);
+void rm_fp_leave(uint32_t saved);
+
+enum { RM_ROW_KV_NONFINITE = 1, RM_ROW_LOGITS_NONFINITE = 2 };  // bits of row_flags
+
+// ------------------------------------------------------------------------------------------------ arguments
+// "T" below is the op's dtype: uint16 words of bf16, or float32.
+
+typedef struct rm_embed_args {
+  void *out;                // T [rows][hidden]
+  const int32_t *ids;       // [rows], each in [0, vocab)
+  const void *table;        // T [vocab][hidden], or packed [vocab]×[hidden] when `packed` (tied embeddings)
+  int packed;
+  int64_t rows, hidden;
+  rm_dtype dtype;
+} rm_embed_args;
+
+// residual ← round(residual + x) when x is not NULL; out ← round(weight · round(residual / rms(residual))).
+typedef struct rm_rms_norm_args {
+  void *out;                // T [rows][n]; may be x
+  void *residual;           // T [rows][n], in and out
+  const void *x;            // T [rows][n] or NULL
+  const void *weight;       // T [n]
+  float eps;
+  int64_t rows, n;
+  rm_dtype dtype;
+} rm_rms_norm_args;
+
+// y[i][j] = round(dot(x[i], w[j]) + bias[j]). With groups, rows [group_rows[g], group_rows[g+1]) of x meet matrix g.
+// gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row), y[i][j] = round(round(silu(round gate)) · round up).
+typedef struct rm_gemm_args {
+  void *y;                  // y_dtype [m][n], row stride ldy; may not alias x
+  const void *x;            // T [m][k], row stride ldx
+  const void *w;            // packed T [n]×[k]; with groups: n_groups of them, group_stride elements apart
+  const void *bias;         // T [n] or NULL; never with groups or swiglu
+  const int32_t *group_rows;  // [n_groups + 1] ascending, or NULL
+  int64_t n_groups, group_stride;
+  int64_t m, n, k;          // n: columns of y (with swiglu the intermediate width)
+  int64_t ldx, ldy;
+  rm_dtype dtype, y_dtype;  // y_dtype: dtype, or RM_F32
+} rm_gemm_args;
+
+// Per head: q and k are RMS-normed over head_dim, rotated (pairs i, i + head_dim/2); k and v are written to their slot.
+// A k or v row of a head that is not finite is stored as zeros and flags its row.
+typedef struct rm_qk_rope_kv_args {
+  void *q_out;              // T [rows][n_heads][head_dim]
+  const void *qkv;          // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
+  const void *q_weight, *k_weight;   // T [head_dim]
+  const float *cos, *sin;   // [max_positions][head_dim/2], already rounded to T
+  const int32_t *positions; // [rows]
+  const int64_t *slots;     // [rows] page·page_size + offset, or -1: not written
+  void *k_cache, *v_cache;  // of this layer
+  uint8_t *row_flags;       // [rows], or-ed
+  float eps;
+  int64_t rows, n_heads, n_kv_heads, head_dim, page_size;
+  rm_dtype dtype;
+} rm_qk_rope_kv_args;
+
+// Row r attends to positions max(0, p − window + 1) … p of its sequence, p = positions[r]. Any mix of prefill and decode
+// rows; rows of one sequence that stand together are worked on together.
+typedef struct rm_attention_args {
+  void *out;                // T [rows][n_heads][head_dim]
+  const void *q;            // T [rows][n_heads][head_dim]
+  const void *k_cache, *v_cache;
+  const int32_t *positions; // [rows]
+  const int32_t *seq_of_row;  // [rows]
+  const int32_t *block_tables;  // [n_seqs][max_pages] page ids
+  int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
+  int64_t window;           // 0: none
+  float scale;
+  rm_dtype dtype;
+} rm_attention_args;
+
+// Scores are softmax(logits) in float32; the choice is by score + bias, ties to the lowest id, best first; a gate is the
+// score without the bias, divided by the sum of the chosen in ascending id order when `renormalize`.
+typedef struct rm_router_args {
+  int32_t *ids;             // [rows][top_k], distinct and in range whatever the input
+  float *gates;             // [rows][top_k]
+  const void *x;            // T [rows][hidden]
+  const void *w;            // packed T [n_experts]×[hidden]
+  const float *bias;        // [n_experts] or NULL
+  int64_t rows, hidden, n_experts, top_k;
+  int renormalize;
+  rm_dtype dtype;
+} rm_router_args;
+
+// Sorts the rows·top_k choices by expert, ascending row within one.
+typedef struct rm_permute_args {
+  void *x_out;              // T [rows·top_k][hidden]
+  int32_t *group_rows;      // [n_experts + 1]
+  int32_t *place;           // [rows][top_k] where in x_out a choice stands
+  const void *x;            // T [rows][hidden]
+  const int32_t *ids;       // [rows][top_k]
+  int64_t rows, hidden, n_experts, top_k;
+  rm_dtype dtype;
+} rm_permute_args;
+
+// out[r] = round(tree over the experts of r of round32(gate · y[place])), the complete binary tree of docs/numerics.md.
+typedef struct rm_combine_args {
+  void *out;                // T [rows][hidden]
+  const void *y;            // T [rows·top_k][hidden]
+  const int32_t *place;     // [rows][top_k]
+  const int32_t *ids;       // [rows][top_k]
+  const float *gates;       // [rows][top_k]
+  int64_t rows, hidden, n_experts, top_k;
+  rm_dtype dtype;
+} rm_combine_args;
+
+// logits = x·Wᵀ in float32; stats = (max, Σ exp(logit − max)), per 128 entries and merged ascending.
+// logprob(t) = (logit[t] − max) − log(sum).
+typedef struct rm_lm_head_args {
+  float *logits;            // [rows][ld_logits] or NULL: not kept
+  float *stats;             // [rows][2]
+  float *target_logprobs;   // [rows] or NULL
+  const int32_t *targets;   // [rows], −1: none; NULL without target_logprobs
+  uint8_t *row_flags;       // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
+  const void *x;            // T [rows][hidden], row stride ldx
+  const void *w;            // packed T [vocab]×[hidden]
+  int64_t rows, vocab, hidden, ldx, ld_logits;
+  rm_dtype dtype;
+} rm_lm_head_args;
+
+typedef struct rm_sample_params {
+  float temperature;        // ≥ 0; 0: greedy
+  float top_p;              // (0, 1]
+  float min_p;              // [0, 1]
+  int32_t top_k;            // −1 or ≥ 1
+  uint64_t seed, counter;   // the stream and the position in it
+  const int32_t *banned;    // [n_banned] token ids that may not be drawn (min_tokens)
+  int32_t n_banned;
+  int32_t forced;           // ≥ 0: nothing is drawn, the logprobs are this token's
+} rm_sample_params;
+
+// Order: banned, temperature, min_p, top_k, top_p. Ties by ascending id. Sums are of 40-bit fixed point, hence exact.
+typedef struct rm_sample_args {
+  int32_t *tokens;          // [rows]; −1 for a flagged row
+  float *logprobs;          // [rows] under the model: temperature 1, no filter
+  float *sampling_logprobs; // [rows] under the distribution drawn from; 0 when greedy; −inf for a forced token it excludes
+  const float *logits;      // [rows][ld_logits]
+  const float *stats;       // [rows][2] of lm_head
+  const rm_sample_params *params;  // [rows]
+  const uint8_t *row_flags; // [rows]
+  int64_t rows, vocab, ld_logits;
+} rm_sample_args;
+
+// The k largest logprobs of each row, descending, ties to the lowest id.
+typedef struct rm_top_logprobs_args {
+  int32_t *ids;             // [rows][k]
+  float *logprobs;          // [rows][k]
+  const float *logits;      // [rows][ld_logits]
+  const float *stats;       // [rows][2]
+  int64_t rows, vocab, ld_logits, k;
+} rm_top_logprobs_args;
+
+// Element types that a trainer may send.
+typedef enum rm_src_dtype { RM_SRC_BF16 = 0, RM_SRC_F32 = 1, RM_SRC_F16 = 2, RM_SRC_F64 = 3 } rm_src_dtype;
+typedef enum rm_layout { RM_PLAIN = 0, RM_PACKED = 1, RM_PACKED_GATE = 2, RM_PACKED_UP = 3 } rm_layout;
+
+// Copies src [rows][cols] into a parameter: plain rows, or packed tiles at rows [dst_row0, dst_row0 + rows) of a matrix
+// with dst_cols columns (gate and up: at rm_gate_up_row). Converts as torch's .to() does when the dtypes differ. In the same
+// pass it sums a digest of the stored values, which does not depend on layout or spelling, and looks for non-finite ones.
+// With `compare` nothing is written and diff_index is the first element whose stored bits differ.
+typedef struct rm_pack_args {
+  const void *src;
+  rm_src_dtype src_dtype;
+  int64_t rows, cols, row_stride, col_stride;  // strides in elements, any sign
+  void *dst;                // base of the whole matrix
+  rm_dtype dst_dtype;
+  rm_layout layout;
+  int64_t dst_row0, dst_cols;
+  int compare;
+  uint64_t digest;          // out: Σ over elements of mix(row·cols + col, stored bits) mod 2^64
+  int64_t nonfinite_index;  // out: lowest row·cols + col of a NaN or Inf, or −1
+  int64_t diff_index;       // out: with `compare`, or −1
+} rm_pack_args;
+
+// ------------------------------------------------------------------------------------------------ the table
+typedef struct rm_kernels {
+  const char *isa;          // "ref", "avx2", …
+  const char *family;       // variants of one family give the same bits: "x86"
+  size_t (*workspace_bytes)(const rm_limits *limits);   // enough for any op within the limits
+  void (*embed)(const rm_ctx *, const rm_embed_args *);
+  void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
+  void (*gemm)(const rm_ctx *, const rm_gemm_args *);
+  void (*gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
+  void (*qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
+  void (*attention)(const rm_ctx *, const rm_attention_args *);
+  void (*router)(const rm_ctx *, const rm_router_args *);
+  void (*permute)(const rm_ctx *, const rm_permute_args *);
+  void (*combine)(const rm_ctx *, const rm_combine_args *);
+  void (*lm_head)(const rm_ctx *, const rm_lm_head_args *);
+  void (*sample)(const rm_ctx *, const rm_sample_args *);
+  void (*top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
+  void (*pack)(const rm_ctx *, rm_pack_args *);
+} rm_kernels;
+
+typedef enum rm_isa { RM_ISA_REF, RM_ISA_AVX2, RM_ISA_AVX512F, RM_ISA_AVX512BF16, RM_ISA_AMX, RM_N_ISA } rm_isa;
+
+const char *rm_isa_name(rm_isa isa);
+// The table of exactly this instruction set; NULL where it is not built in or the processor cannot run it.
+const rm_kernels *rm_kernels_for(rm_isa isa);
+// The fastest table here. The environment variable RM_ISA = ref | avx2 | … caps the choice; an unknown word gives NULL.
+const rm_kernels *rm_kernels_best(void);
+
+// The rope table of the contract: cos and sin of round32(position · inv_freq[i]) times `scale`, rounded to dtype.
+void rm_rope_table(float *cos, float *sin, const float *inv_freq, int64_t n_positions, int64_t half_dim, float scale, rm_dtype dtype);
+
+#ifdef __cplusplus
+}
+#endif
