@@ -13,6 +13,7 @@ void rm_free(void *block);
 void *rm_map(size_t bytes);                          // zeroed, 2 MiB aligned when large; owned, rm_unmap; NULL on failure
 void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
+size_t rm_memory_available(void);                    // bytes the system can still give (RAM, cgroup); SIZE_MAX: it does not say
 
 // Carves cache-line aligned pieces out of one block; they die with it.
 typedef struct rm_arena {

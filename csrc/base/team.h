@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "status.h"
+#include "base/status.h"
 
 typedef struct rm_team rm_team;
 

@@ -1,0 +1,40 @@
+// fields.h: many arrays in one block. A table says where each pointer goes and how large its array is; the sum is checked,
+// one allocation is made by the caller, and each array is carved out of it. One table, so that the size that was asked for
+// and the pieces that are cut cannot disagree.
+#pragma once
+
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+
+enum { RM_FIELD_ALIGN = 64 };   // a cache line, what rm_carve gives
+
+typedef struct rm_field {
+  void *slot;                   // address of the pointer to fill
+  size_t count, bytes;          // elements, and bytes of one; a count of 0 leaves NULL
+} rm_field;
+
+// Bytes of a block for all fields, 0 when the sum does not fit in a size_t.
+static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {
+  size_t total = RM_FIELD_ALIGN;
+  for (size_t i = 0; i < n; i++) {
+    size_t bytes;
+    if (!rm_mul_size(fields[i].count, fields[i].bytes, &bytes) || !rm_add_size(bytes, RM_FIELD_ALIGN, &bytes) ||
+        !rm_add_size(total, bytes, &total))
+      return 0;
+  }
+  return total;
+}
+
+// Cuts up a block of rm_fields_bytes. Returns 1, or 0 when it is too small.
+static inline int rm_fields_place(const rm_field *fields, size_t n, void *block, size_t capacity) {
+  const size_t skip = (RM_FIELD_ALIGN - (uintptr_t)block % RM_FIELD_ALIGN) % RM_FIELD_ALIGN;
+  rm_arena arena = {(char *)block + skip, 0, capacity - skip};
+  for (size_t i = 0; i < n; i++) {
+    void *piece = NULL;
+    if (fields[i].count && !(piece = rm_carve(&arena, fields[i].count, fields[i].bytes))) return 0;
+    memcpy(fields[i].slot, &piece, sizeof piece);
+  }
+  return 1;
+}

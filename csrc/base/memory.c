@@ -1,0 +1,119 @@
+// memory.c: see memory.h. Two globals of the library live here, both atomic: the bytes mapped now, which P7 ("close gives
+// everything back") is tested by, and the countdown of the failure hook.
+//
+// Large blocks come from mmap and not from malloc because they must go back to the system at once (sleep, in-place sync),
+// and because 2 MiB alignment lets the kernel back them with huge pages: a decode step walks all the weights, and with 4 KiB
+// pages that is one TLB miss every 64 cache lines.
+#define _GNU_SOURCE
+#include "base/memory.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/checked.h"
+
+enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
+
+static _Atomic size_t mapped_bytes;
+static _Atomic long fail_countdown;   // 0: off
+static _Atomic int fail_for_ever;
+
+void rm_memory_fail_at(long n, int for_ever) {
+  atomic_store(&fail_for_ever, for_ever);
+  atomic_store(&fail_countdown, n);
+}
+
+// Counts this allocation; 1 when it is to fail.
+static int must_fail(void) {
+  long left = atomic_load_explicit(&fail_countdown, memory_order_relaxed);
+  while (left > 0) {
+    const long next = left == 1 && atomic_load(&fail_for_ever) ? 1 : left - 1;
+    if (atomic_compare_exchange_weak(&fail_countdown, &left, next)) return left == 1;
+  }
+  return 0;
+}
+
+void *rm_alloc(size_t count, size_t bytes) {
+  if (must_fail()) return NULL;
+  return calloc(count ? count : 1, bytes ? bytes : 1);
+}
+
+void *rm_realloc(void *old, size_t count, size_t bytes) {
+  size_t total;
+  if (!rm_mul_size(count, bytes, &total) || must_fail()) return NULL;
+  return realloc(old, total ? total : 1);
+}
+
+void rm_free(void *block) { free(block); }
+
+static size_t page_round(size_t bytes) {
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  return (bytes + page - 1) / page * page;
+}
+
+void *rm_map(size_t bytes) {
+  if (bytes == 0 || bytes > SIZE_MAX / 2 || must_fail()) return NULL;
+  const size_t length = page_round(bytes), slack = length >= HUGE_PAGE ? HUGE_PAGE : 0;
+  char *raw = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED) return NULL;
+  if (slack) {                       // keep the aligned part, give the ends back
+    const size_t head = (HUGE_PAGE - (uintptr_t)raw % HUGE_PAGE) % HUGE_PAGE;
+    if (head) munmap(raw, head);
+    if (slack > head) munmap(raw + head + length, slack - head);
+    raw += head;
+    madvise(raw, length, MADV_HUGEPAGE);   // a hint: without huge pages it is slower, not different
+  }
+  atomic_fetch_add(&mapped_bytes, length);
+  return raw;
+}
+
+void rm_unmap(void *block, size_t bytes) {
+  if (!block) return;
+  const size_t length = page_round(bytes);
+  munmap(block, length);
+  atomic_fetch_sub(&mapped_bytes, length);
+}
+
+// The number that follows `key` in a small text file of the system (the first number when key is ""), SIZE_MAX without one.
+static size_t number_in(const char *path, const char *key) {
+  FILE *file = fopen(path, "re");
+  if (!file) return SIZE_MAX;
+  char line[128];
+  size_t value = SIZE_MAX;
+  while (value == SIZE_MAX && fgets(line, sizeof line, file)) {
+    unsigned long long number;
+    if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), "%llu", &number) == 1) value = number;
+  }
+  fclose(file);
+  return value;
+}
+
+// mmap promises memory that is not there, and the promise is called in by the out-of-memory killer; so whoever is about to
+// take a second copy of the weights asks first.
+size_t rm_memory_available(void) {
+  size_t available = number_in("/proc/meminfo", "MemAvailable:");
+  if (available != SIZE_MAX && !rm_mul_size(available, 1024, &available)) available = SIZE_MAX;
+  const size_t limit = number_in("/sys/fs/cgroup/memory.max", ""), used = number_in("/sys/fs/cgroup/memory.current", "");
+  if (limit != SIZE_MAX && used != SIZE_MAX) {
+    const size_t cached = number_in("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    const size_t held = cached != SIZE_MAX && cached < used ? used - cached : used;
+    const size_t left = limit > held ? limit - held : 0;
+    if (left < available) available = left;
+  }
+  return available;
+}
+
+size_t rm_memory_mapped(void) { return atomic_load(&mapped_bytes); }
+
+void *rm_carve(rm_arena *arena, size_t count, size_t bytes) {
+  size_t wanted, end;
+  const size_t start = (arena->used + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+  if (!rm_mul_size(count, bytes, &wanted) || !rm_add_size(start, wanted, &end) || end > arena->capacity) return NULL;
+  arena->used = end;
+  return arena->base + start;
+}
