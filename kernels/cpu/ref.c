@@ -1,0 +1,206 @@
+// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant is held to these bits, so
+// nothing here is clever; it uses one thread and asks for next to no workspace. Attention, mixture of experts and sampling have
+// files of their own (ref_*.c).
+#include "ref.h"
+
+#include "tables.h"
+
+float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {
+  float acc = 0.0f;
+  for (int64_t k0 = 0; k0 < k_total; k0 += RM_K_BLOCK) {
+    const int64_t tile = rm_packed_index(dtype, k_total, n, k0);
+    float chain[2] = {0.0f, 0.0f};  // even k, odd k
+    for (int64_t kk = 0; kk < RM_K_BLOCK; kk++) {
+      const float xv = k0 + kk < k_total ? rm_get(dtype, x, k0 + kk) : 0.0f;
+      const float wv = rm_get(dtype, w, tile + (dtype == RM_BF16 ? (kk / 2) * 32 + (kk & 1) : kk * RM_N_TILE));
+      chain[kk & 1] = fmaf(xv, wv, chain[kk & 1]);
+    }
+    acc = acc + (chain[0] + chain[1]);
+  }
+  return acc;
+}
+
+float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps) {
+  float partial[RM_LANES] = {0};
+  for (int64_t i = 0; i < n; i++) {
+    const float v = rm_get(dtype, h, i);
+    partial[i % RM_LANES] = fmaf(v, v, partial[i % RM_LANES]);
+  }
+  return 1.0f / sqrtf(rm_tree16(partial) / (float)n + eps);
+}
+
+static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++)
+    for (int64_t k = 0; k < a->hidden; k++) {
+      const int64_t from = a->packed ? rm_packed_index(a->dtype, a->hidden, a->ids[r], k) : a->ids[r] * a->hidden + k;
+      rm_copy_elem(a->dtype, a->out, r * a->hidden + k, a->table, from);
+    }
+}
+
+static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
+  (void)ctx;
+  const rm_dtype dtype = a->dtype;
+  for (int64_t r = 0; r < a->rows; r++) {
+    void *h = rm_at_mut(dtype, a->residual, r * a->n);
+    if (a->x)
+      for (int64_t i = 0; i < a->n; i++) rm_put(dtype, h, i, rm_get(dtype, h, i) + rm_get(dtype, a->x, r * a->n + i));
+    const float scale = rm_ref_rms_scale(dtype, h, a->n, a->eps);
+    for (int64_t i = 0; i < a->n; i++) {
+      const float t = rm_round_to(dtype, rm_get(dtype, h, i) * scale);
+      rm_put(dtype, a->out, r * a->n + i, rm_get(dtype, a->weight, i) * t);
+    }
+  }
+}
+
+static void gemm_rows(const rm_gemm_args *a, const void *w, int64_t row0, int64_t row1) {
+  for (int64_t i = row0; i < row1; i++)
+    for (int64_t j = 0; j < a->n; j++) {
+      const float acc = rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, i * a->ldx), w, j, a->k);
+      rm_put(a->y_dtype, a->y, i * a->ldy + j, a->bias ? acc + rm_get(a->dtype, a->bias, j) : acc);
+    }
+}
+
+static void gemm_swiglu_rows(const rm_gemm_args *a, const void *w, int64_t row0, int64_t row1) {
+  for (int64_t i = row0; i < row1; i++)
+    for (int64_t j = 0; j < a->n; j++) {
+      const void *x = rm_at(a->dtype, a->x, i * a->ldx);
+      const float gate = rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 0), a->k));
+      const float up = rm_round_to(a->dtype, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 1), a->k));
+      const float silu = rm_round_to(a->dtype, gate / (1.0f + rm_exp(-gate)));
+      rm_put(a->y_dtype, a->y, i * a->ldy + j, silu * up);
+    }
+}
+
+static void each_group(const rm_gemm_args *a, void (*rows)(const rm_gemm_args *, const void *, int64_t, int64_t)) {
+  if (!a->group_rows) {
+    rows(a, a->w, 0, a->m);
+    return;
+  }
+  for (int64_t g = 0; g < a->n_groups; g++)
+    rows(a, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
+}
+
+static void gemm(const rm_ctx *ctx, const rm_gemm_args *a) {
+  (void)ctx;
+  each_group(a, gemm_rows);
+}
+
+static void gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) {
+  (void)ctx;
+  each_group(a, gemm_swiglu_rows);
+}
+
+// One head: out ← rope(norm(x)). `normed` is scratch of head_dim floats.
+static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, const void *x, const void *weight, float *normed, void *out) {
+  const rm_dtype dtype = a->dtype;
+  const int64_t half = a->head_dim / 2;
+  const float scale = rm_ref_rms_scale(dtype, x, a->head_dim, a->eps);
+  for (int64_t i = 0; i < a->head_dim; i++)
+    normed[i] = rm_round_to(dtype, rm_get(dtype, weight, i) * rm_round_to(dtype, rm_get(dtype, x, i) * scale));
+  for (int64_t i = 0; i < half; i++) {
+    const float c = a->cos[a->positions[row] * half + i], s = a->sin[a->positions[row] * half + i];
+    const float lo = normed[i], hi = normed[i + half];
+    rm_put(dtype, out, i, rm_round_to(dtype, lo * c) + rm_round_to(dtype, -hi * s));
+    rm_put(dtype, out, i + half, rm_round_to(dtype, hi * c) + rm_round_to(dtype, lo * s));
+  }
+}
+
+static int all_finite(rm_dtype dtype, const void *x, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    if (!rm_is_finite(rm_get(dtype, x, i))) return 0;
+  return 1;
+}
+
+static void store_kv(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *k, const void *v) {
+  const rm_dtype dtype = a->dtype;
+  const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
+  const int64_t k_base = (page * a->n_kv_heads + head) * rm_k_page_elems(a->page_size, a->head_dim);
+  const int64_t v_base = (page * a->n_kv_heads + head) * rm_v_page_elems(a->page_size, a->head_dim);
+  const int k_ok = all_finite(dtype, k, a->head_dim), v_ok = all_finite(dtype, v, a->head_dim);
+  static const uint32_t zero = 0;
+  for (int64_t d = 0; d < a->head_dim; d++) {
+    rm_copy_elem(dtype, a->k_cache, k_base + rm_packed_index(dtype, a->head_dim, pos, d), k_ok ? k : &zero, k_ok ? d : 0);
+    rm_copy_elem(dtype, a->v_cache, v_base + rm_v_index(dtype, a->head_dim, pos, d), v_ok ? v : &zero, v_ok ? d : 0);
+  }
+  if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
+}
+
+static void qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+  float *normed = ctx->workspace, *rotated = normed + a->head_dim;
+  const int64_t per_row = (a->n_heads + 2 * a->n_kv_heads) * a->head_dim;
+  for (int64_t r = 0; r < a->rows; r++) {
+    for (int64_t h = 0; h < a->n_heads; h++)
+      norm_and_rotate(a, r, rm_at(a->dtype, a->qkv, r * per_row + h * a->head_dim), a->q_weight, normed,
+                      rm_at_mut(a->dtype, a->q_out, (r * a->n_heads + h) * a->head_dim));
+    for (int64_t h = 0; h < a->n_kv_heads && a->slots[r] >= 0; h++) {
+      norm_and_rotate(a, r, rm_at(a->dtype, a->qkv, r * per_row + (a->n_heads + h) * a->head_dim), a->k_weight, normed, rotated);
+      store_kv(a, r, h, rotated, rm_at(a->dtype, a->qkv, r * per_row + (a->n_heads + a->n_kv_heads + h) * a->head_dim));
+    }
+  }
+}
+
+// (max, sum) of the logits of one vocabulary block.
+static void block_stats(const float *logits, int64_t n, float *max, float *sum) {
+  float partial[RM_LANES] = {0};
+  int finite = 1;
+  *max = -INFINITY;
+  for (int64_t i = 0; i < n; i++) {
+    *max = rm_max_f32(logits[i], *max);
+    finite &= rm_is_finite(logits[i]);
+  }
+  for (int64_t i = 0; i < n; i++) partial[i % RM_LANES] = partial[i % RM_LANES] + rm_exp(logits[i] - *max);
+  *sum = finite ? rm_tree16(partial) : NAN;
+}
+
+static void lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int32_t target = a->target_logprobs ? a->targets[r] : -1;
+    float max = -INFINITY, sum = 0.0f, target_logit = 0.0f;
+    for (int64_t v0 = 0; v0 < a->vocab; v0 += RM_VOCAB_BLOCK) {
+      const int64_t n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
+      float logits[RM_VOCAB_BLOCK], block_max, block_sum;
+      for (int64_t i = 0; i < n; i++) logits[i] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
+      if (a->logits) memcpy(a->logits + r * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
+      if (target >= v0 && target < v0 + n) target_logit = logits[target - v0];
+      block_stats(logits, n, &block_max, &block_sum);
+      if (v0 == 0) {
+        max = block_max;
+        sum = block_sum;
+        continue;
+      }
+      const float merged = rm_max_f32(block_max, max);
+      sum = fmaf(sum, rm_exp(max - merged), block_sum * rm_exp(block_max - merged));
+      max = merged;
+    }
+    a->stats[2 * r] = rm_canon(max);
+    a->stats[2 * r + 1] = rm_canon(sum);
+    if (rm_is_nan(sum)) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
+    if (a->target_logprobs) a->target_logprobs[r] = target < 0 ? 0.0f : rm_logprob(target_logit, a->stats + 2 * r);
+  }
+}
+
+static size_t workspace_bytes(const rm_limits *l) {
+  const int64_t head = rm_round_up(l->head_dim, RM_K_BLOCK);
+  return (size_t)(rm_max64(2 * head, l->n_experts) + 64) * sizeof(float);
+}
+
+const rm_kernels rm_table_ref = {
+    .isa = "ref",
+    .family = "x86",
+    .workspace_bytes = workspace_bytes,
+    .embed = embed,
+    .rms_norm = rms_norm,
+    .gemm = gemm,
+    .gemm_swiglu = gemm_swiglu,
+    .qk_rope_kv = qk_rope_kv,
+    .attention = rm_attention_ref,
+    .router = rm_router_ref,
+    .permute = rm_permute_ref,
+    .combine = rm_combine_ref,
+    .lm_head = lm_head,
+    .sample = rm_sample_ref,
+    .top_logprobs = rm_top_logprobs_ref,
+    .pack = rm_cpu_pack,
+};

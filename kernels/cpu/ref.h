@@ -1,0 +1,19 @@
+// ref.h: what the files of the reference variant share.
+#pragma once
+
+#include "scalar.h"
+
+// The dot product of docs/numerics.md §2: x[0 … k) against column n of a packed matrix with k_total columns.
+float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total);
+// 1 / sqrt(mean(h²) + eps) over h[0 … n).
+float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps);
+
+static inline const void *rm_at(rm_dtype dtype, const void *p, int64_t i) { return (const char *)p + i * (int64_t)rm_dtype_bytes(dtype); }
+static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (int64_t)rm_dtype_bytes(dtype); }
+
+void rm_attention_ref(const rm_ctx *, const rm_attention_args *);
+void rm_router_ref(const rm_ctx *, const rm_router_args *);
+void rm_permute_ref(const rm_ctx *, const rm_permute_args *);
+void rm_combine_ref(const rm_ctx *, const rm_combine_args *);
+void rm_sample_ref(const rm_ctx *, const rm_sample_args *);
+void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *);

@@ -1,0 +1,88 @@
+// ref_attention.c: the attention recurrence of docs/numerics.md §4, one row, one head, one position at a time.
+#include "ref.h"
+
+typedef struct head_view {      // one query head of one row, and the sequence it looks at
+  const rm_attention_args *a;
+  const void *q;                // T [head_dim]
+  const int32_t *pages;         // block table of the sequence
+  int64_t kv_head, first, last; // live positions, both included
+} head_view;
+
+static int64_t page_of(const head_view *h, int64_t t) {
+  return (h->pages[t / h->a->page_size] * h->a->n_kv_heads) + h->kv_head;
+}
+
+static float score(const head_view *h, int64_t t) {
+  const rm_attention_args *a = h->a;
+  const void *page = rm_at(a->dtype, a->k_cache, page_of(h, t) * rm_k_page_elems(a->page_size, a->head_dim));
+  return rm_ref_dot(a->dtype, h->q, page, t % a->page_size, a->head_dim) * a->scale;
+}
+
+static float value(const head_view *h, int64_t t, int64_t d) {
+  const rm_attention_args *a = h->a;
+  const int64_t page = page_of(h, t) * rm_v_page_elems(a->page_size, a->head_dim);
+  return rm_get(a->dtype, a->v_cache, page + rm_v_index(a->dtype, a->head_dim, t % a->page_size, d));
+}
+
+// One block of positions [t0, t0 + 32) into the state (m, l, acc) of its segment.
+static void add_block(const head_view *h, int64_t t0, float *m, float *l, float *acc) {
+  const rm_dtype dtype = h->a->dtype;
+  float p[RM_ATTN_BLOCK] = {0}, partial[RM_LANES], next = *m;
+  const int64_t from = rm_max64(t0, h->first), to = rm_min64(t0 + RM_ATTN_BLOCK - 1, h->last);
+  for (int64_t t = from; t <= to; t++) {
+    p[t - t0] = score(h, t);
+    next = rm_max_f32(p[t - t0], next);
+  }
+  const float alpha = rm_bits(*m) == rm_bits(-INFINITY) ? 0.0f : rm_exp(*m - next);
+  for (int64_t t = from; t <= to; t++) p[t - t0] = rm_exp(p[t - t0] - next);
+  for (int j = 0; j < RM_LANES; j++) partial[j] = p[j] + p[j + RM_LANES];
+  *l = fmaf(*l, alpha, rm_tree16(partial));
+  *m = next;
+  for (int j = 0; dtype == RM_BF16 && j < RM_ATTN_BLOCK; j++) p[j] = rm_bf16_to_f32(rm_f32_to_bf16(p[j]));
+  for (int64_t d = 0; d < h->a->head_dim; d++) {
+    float chain[2] = {0.0f, 0.0f};  // even positions, odd positions
+    for (int64_t t = from; t <= to; t++) chain[t & 1] = fmaf(p[t - t0], value(h, t, d), chain[t & 1]);
+    acc[d] = acc[d] * alpha + (chain[0] + chain[1]);
+  }
+}
+
+static void one_head(const head_view *h, float *acc, float *merged, void *out) {
+  const int64_t head_dim = h->a->head_dim;
+  float m_all = 0.0f, l_all = 0.0f;
+  const int64_t first_segment = h->first / RM_ATTN_SEGMENT;
+  for (int64_t segment = first_segment; segment <= h->last / RM_ATTN_SEGMENT; segment++) {
+    float m = -INFINITY, l = 0.0f;
+    for (int64_t d = 0; d < head_dim; d++) acc[d] = 0.0f;
+    const int64_t end = (segment + 1) * RM_ATTN_SEGMENT;
+    for (int64_t t0 = segment * RM_ATTN_SEGMENT; t0 < end; t0 += RM_ATTN_BLOCK)
+      if (t0 + RM_ATTN_BLOCK > h->first && t0 <= h->last) add_block(h, t0, &m, &l, acc);
+    if (segment == first_segment) {
+      m_all = m;
+      l_all = l;
+      memcpy(merged, acc, (size_t)head_dim * sizeof *acc);
+      continue;
+    }
+    const float next = rm_max_f32(m, m_all), a = rm_exp(m_all - next), b = rm_exp(m - next);
+    l_all = fmaf(l_all, a, l * b);
+    m_all = next;
+    for (int64_t d = 0; d < head_dim; d++) merged[d] = fmaf(merged[d], a, acc[d] * b);
+  }
+  for (int64_t d = 0; d < head_dim; d++) rm_put(h->a->dtype, out, d, merged[d] / l_all);
+}
+
+void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
+  float *acc = ctx->workspace, *merged = acc + a->head_dim;
+  for (int64_t r = 0; r < a->rows; r++)
+    for (int64_t head = 0; head < a->n_heads; head++) {
+      const int64_t at = (r * a->n_heads + head) * a->head_dim;
+      const head_view h = {
+          .a = a,
+          .q = rm_at(a->dtype, a->q, at),
+          .pages = a->block_tables + a->seq_of_row[r] * a->max_pages,
+          .kv_head = head / (a->n_heads / a->n_kv_heads),
+          .first = a->window > 0 ? rm_max64(0, a->positions[r] - a->window + 1) : 0,
+          .last = a->positions[r],
+      };
+      one_head(&h, acc, merged, rm_at_mut(a->dtype, a->out, at));
+    }
+}

@@ -1,0 +1,97 @@
+// ref_moe.c: router, permutation and combination of docs/numerics.md §5.
+#include "ref.h"
+
+// Whether an expert of key x and a higher id comes before one of key y.
+static int comes_before(float x, float y) { return rm_order_key(x) > rm_order_key(y); }
+
+static void choose(const float *scores, const rm_router_args *a, int32_t *ids) {
+  for (int64_t k = 0; k < a->top_k; k++) {
+    int64_t best = -1;
+    float best_key = 0.0f;
+    for (int64_t e = 0; e < a->n_experts; e++) {
+      const float key = a->bias ? scores[e] + a->bias[e] : scores[e];
+      int taken = 0;
+      for (int64_t i = 0; i < k; i++) taken |= ids[i] == e;
+      if (taken || (best >= 0 && !comes_before(key, best_key))) continue;
+      best = e;
+      best_key = key;
+    }
+    ids[k] = (int32_t)best;
+  }
+}
+
+// The chosen scores one by one in ascending expert id.
+static float sum_of_chosen(const float *scores, const rm_router_args *a, const int32_t *ids) {
+  float sum = 0.0f;
+  for (int64_t e = 0; e < a->n_experts; e++)
+    for (int64_t k = 0; k < a->top_k; k++)
+      if (ids[k] == e) sum = sum + scores[e];
+  return sum;
+}
+
+void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
+  float *scores = ctx->workspace;
+  for (int64_t r = 0; r < a->rows; r++) {
+    int32_t *ids = a->ids + r * a->top_k;
+    float partial[RM_LANES] = {0}, max = -INFINITY;
+    for (int64_t e = 0; e < a->n_experts; e++) {
+      scores[e] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->hidden), a->w, e, a->hidden));
+      max = rm_max_f32(scores[e], max);
+    }
+    for (int64_t e = 0; e < a->n_experts; e++) {
+      scores[e] = rm_exp(scores[e] - max);
+      partial[e % RM_LANES] = partial[e % RM_LANES] + scores[e];
+    }
+    const float total = rm_tree16(partial);
+    for (int64_t e = 0; e < a->n_experts; e++) scores[e] = scores[e] / total;
+    choose(scores, a, ids);
+    const float sum = a->renormalize ? sum_of_chosen(scores, a, ids) : 0.0f;
+    for (int64_t k = 0; k < a->top_k; k++) {
+      const float score = scores[ids[k]];
+      a->gates[r * a->top_k + k] = rm_canon(!a->renormalize || sum == 0.0f ? score : score / sum);
+    }
+  }
+}
+
+void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
+  (void)ctx;
+  int32_t n = 0;
+  for (int64_t e = 0; e < a->n_experts; e++) {
+    a->group_rows[e] = n;
+    for (int64_t r = 0; r < a->rows; r++)
+      for (int64_t k = 0; k < a->top_k; k++)
+        if (a->ids[r * a->top_k + k] == e) {
+          for (int64_t i = 0; i < a->hidden; i++) rm_copy_elem(a->dtype, a->x_out, n * a->hidden + i, a->x, r * a->hidden + i);
+          a->place[r * a->top_k + k] = n++;
+        }
+  }
+  a->group_rows[a->n_experts] = n;
+}
+
+// The node over expert ids [first, first + width) for row r and column i; 0 when no expert there was chosen.
+static int node(const rm_combine_args *a, int64_t r, int64_t i, int64_t first, int64_t width, float *value) {
+  if (width == 1) {
+    for (int64_t k = r * a->top_k; k < (r + 1) * a->top_k; k++)
+      if (a->ids[k] == first) {
+        *value = a->gates[k] * rm_get(a->dtype, a->y, a->place[k] * a->hidden + i);
+        return 1;
+      }
+    return 0;
+  }
+  float left, right;
+  const int has_left = node(a, r, i, first, width / 2, &left), has_right = node(a, r, i, first + width / 2, width / 2, &right);
+  if (has_left || has_right) *value = has_left && has_right ? left + right : has_left ? left : right;
+  return has_left || has_right;
+}
+
+void rm_combine_ref(const rm_ctx *ctx, const rm_combine_args *a) {
+  (void)ctx;
+  int64_t places = 1;
+  while (places < a->n_experts) places *= 2;
+  for (int64_t r = 0; r < a->rows; r++)
+    for (int64_t i = 0; i < a->hidden; i++) {
+      float value = 0.0f;
+      node(a, r, i, 0, places, &value);
+      rm_put(a->dtype, a->out, r * a->hidden + i, value);
+    }
+}

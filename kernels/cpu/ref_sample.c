@@ -1,0 +1,131 @@
+// ref_sample.c: token choice of docs/numerics.md §7. Weights are integers, so the order in which they are added is free; here
+// each pass over the vocabulary computes them again, and a threshold is found by bisection over keys, one bit a pass.
+#include "ref.h"
+
+#include "philox.h"
+
+typedef struct filter {         // which tokens are left, and their weights
+  const float *logits;
+  int64_t vocab;
+  const rm_sample_params *params;
+  float max;                    // of the logits that are not banned
+  uint32_t key;                 // tokens of a lower key are out …
+  int64_t ties;                 // … and of those of this key all but so many of the lowest ids
+} filter;
+
+static int is_banned(const rm_sample_params *params, int64_t v) {
+  for (int32_t i = 0; i < params->n_banned; i++)
+    if (params->banned[i] == v) return 1;
+  return 0;
+}
+
+static float scaled(const filter *f, int64_t v) { return (f->logits[v] + 0.0f - f->max) / f->params->temperature; }
+
+// Steps 1 and 2: the weight of a token that is not banned and passes min_p.
+static int enters(const filter *f, int64_t v, uint64_t *weight) {
+  const float e = rm_exp(scaled(f, v));
+  *weight = rm_token_weight(e);
+  return !is_banned(f->params, v) && !(f->params->min_p > 0.0f && !(e >= f->params->min_p));
+}
+
+// Visits what is left in ascending id: f->key and f->ties applied.
+static int is_left(const filter *f, int64_t v, int64_t *ties_seen, uint64_t *weight) {
+  const uint32_t key = rm_order_key(f->logits[v]);
+  if (!enters(f, v, weight) || key < f->key) return 0;
+  return key > f->key || (*ties_seen)++ < f->ties;
+}
+
+static uint64_t measure(const filter *f, int by_weight) {
+  uint64_t sum = 0, weight;
+  int64_t ties_seen = 0;
+  for (int64_t v = 0; v < f->vocab; v++)
+    if (is_left(f, v, &ties_seen, &weight)) sum += by_weight ? weight : 1;
+  return sum;
+}
+
+// Narrows to the shortest prefix, in descending logit and ascending id, whose measure reaches `need`.
+static void keep_prefix(filter *f, uint64_t need, int by_weight) {
+  const filter before = *f;
+  filter at = before;
+  uint32_t key = 0;
+  for (int bit = 31; bit >= 0; bit--) {
+    at.key = key | 1u << bit;
+    at.ties = at.key == before.key ? before.ties : at.key < before.key ? 0 : INT64_MAX;
+    if (at.key < before.key || measure(&at, by_weight) >= need) key = at.key;
+  }
+  f->key = key;
+  const int64_t all = key == before.key ? rm_min64(before.ties, f->vocab) : f->vocab;
+  for (f->ties = 0; f->ties < all && measure(f, by_weight) < need; f->ties++) continue;
+}
+
+static int32_t greedy(const float *logits, int64_t vocab, const rm_sample_params *params) {
+  int32_t best = -1;
+  for (int64_t v = 0; v < vocab; v++)
+    if (!is_banned(params, v) && !rm_is_nan(logits[v]) && (best < 0 || rm_order_key(logits[v]) > rm_order_key(logits[best]))) best = (int32_t)v;
+  return best;
+}
+
+static int32_t draw(const filter *f, uint64_t target) {
+  uint64_t sum = 0, weight;
+  int64_t ties_seen = 0;
+  for (int64_t v = 0; v < f->vocab; v++)
+    if (is_left(f, v, &ties_seen, &weight) && (sum += weight) > target) return (int32_t)v;
+  return -1;
+}
+
+static float logprob_under(const filter *f, int32_t token, uint64_t total) {
+  uint64_t weight = 0;
+  int64_t ties_seen = 0;
+  int left = 0;
+  for (int64_t v = 0; v <= token; v++) left = is_left(f, v, &ties_seen, &weight);
+  return left && weight ? rm_canon(scaled(f, token) - rm_log((float)total * 0x1p-40f)) : -INFINITY;
+}
+
+static void sample_row(const rm_sample_args *a, int64_t r) {
+  const rm_sample_params *params = a->params + r;
+  const float *logits = a->logits + r * a->ld_logits;
+  const int32_t likeliest = a->row_flags[r] ? -1 : greedy(logits, a->vocab, params);
+  a->tokens[r] = -1;
+  a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
+  if (likeliest < 0) return;
+
+  int32_t token = params->forced >= 0 ? params->forced : likeliest;
+  float under = token == likeliest ? 0.0f : -INFINITY;
+  if (params->temperature != 0.0f) {
+    filter f = {.logits = logits, .vocab = a->vocab, .params = params, .max = logits[likeliest] + 0.0f, .key = 0, .ties = INT64_MAX};
+    const int cuts_k = params->top_k > 0 && params->top_k < a->vocab;
+    if (cuts_k && measure(&f, 0) > (uint64_t)params->top_k) keep_prefix(&f, (uint64_t)params->top_k, 0);
+    if (params->top_p < 1.0f) keep_prefix(&f, rm_top_p_need(params->top_p, measure(&f, 1)), 1);
+    const uint64_t total = measure(&f, 1);
+    if (total == 0) return;
+    if (params->forced < 0) token = draw(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
+    under = logprob_under(&f, token, total);
+  }
+  a->tokens[r] = token;
+  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * r);
+  a->sampling_logprobs[r] = rm_samples_the_model(params, a->vocab) ? a->logprobs[r] : under;
+}
+
+void rm_sample_ref(const rm_ctx *ctx, const rm_sample_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++) sample_row(a, r);
+}
+
+void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const float *logits = a->logits + r * a->ld_logits;
+    int64_t last = -1;
+    for (int64_t k = 0; k < a->k; k++) {  // the next in the order (descending key, ascending id)
+      int64_t best = -1;
+      for (int64_t v = 0; v < a->vocab; v++) {
+        const uint32_t key = rm_order_key(logits[v]), last_key = last < 0 ? UINT32_MAX : rm_order_key(logits[last]);
+        if (last >= 0 && (key > last_key || (key == last_key && v <= last))) continue;
+        if (best < 0 || key > rm_order_key(logits[best])) best = v;
+      }
+      a->ids[r * a->k + k] = (int32_t)best;
+      a->logprobs[r * a->k + k] = rm_logprob(logits[best], a->stats + 2 * r);
+      last = best;
+    }
+  }
+}

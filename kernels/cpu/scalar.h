@@ -1,0 +1,142 @@
+// scalar.h: the arithmetic of docs/numerics.md on one number: bf16, canonical rounding, exp, log. ref*.c is written over it; the
+// vector headers state the same steps for 16 lanes. Needs FMA (fmaf must be the instruction) and rm_fp_enter's environment.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+// NaNs are told by their bits, and "greater" is written so that a NaN never wins: the same in every variant.
+static inline uint32_t rm_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+static inline float rm_float(uint32_t u) {
+  float x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+static inline int rm_is_nan(float x) { return (rm_bits(x) & 0x7fffffffu) > 0x7f800000u; }
+static inline int rm_is_finite(float x) { return (rm_bits(x) & 0x7f800000u) != 0x7f800000u; }
+static inline float rm_max_f32(float x, float m) { return x > m ? x : m; }
+
+static inline float rm_bf16_to_f32(uint16_t b) { return rm_float((uint32_t)b << 16); }
+
+static inline uint16_t rm_f32_to_bf16(float x) {
+  const uint32_t u = rm_bits(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  if ((u & 0x7f800000u) == 0) return (uint16_t)(u >> 16 & 0x8000u);
+  return (uint16_t)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+
+// Every float32 that is stored passes here: −0 becomes +0 and there is one NaN.
+static inline float rm_canon(float x) {
+  const float y = x + 0.0f;
+  return rm_is_nan(y) ? rm_float(0x7fc00000u) : y;
+}
+
+// round_T: the value that a T holds of x.
+static inline float rm_round_to(rm_dtype dtype, float x) {
+  const float y = rm_canon(x);
+  return dtype == RM_BF16 ? rm_bf16_to_f32(rm_f32_to_bf16(y)) : y;
+}
+
+static inline float rm_get(rm_dtype dtype, const void *p, int64_t i) {
+  return dtype == RM_BF16 ? rm_bf16_to_f32(((const uint16_t *)p)[i]) : ((const float *)p)[i];
+}
+
+// Stores round_T(x).
+static inline void rm_put(rm_dtype dtype, void *p, int64_t i, float x) {
+  const float y = rm_canon(x);
+  if (dtype == RM_BF16)
+    ((uint16_t *)p)[i] = rm_f32_to_bf16(y);
+  else
+    ((float *)p)[i] = y;
+}
+
+// Moves one element, bits untouched.
+static inline void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *from, int64_t j) {
+  if (dtype == RM_BF16)
+    ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
+  else
+    ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
+}
+
+// exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two exact-or-last steps.
+#define RM_EXP_LO (-88.0f)
+#define RM_EXP_HI 89.0f
+#define RM_LOG2E 0x1.715476p+0f
+#define RM_LN2_HI 0x1.62e4p-1f
+#define RM_LN2_LO 0x1.7f7d1cp-20f
+#define RM_ROUND_MAGIC 12582912.0f  // 1.5·2^23: adding it leaves the nearest integer in the low bits
+#define RM_EXP_Q0 0x1p-1f
+#define RM_EXP_Q1 0x1.555556p-3f
+#define RM_EXP_Q2 0x1.55547p-5f
+#define RM_EXP_Q3 0x1.1110acp-7f
+#define RM_EXP_Q4 0x1.6da76cp-10f
+#define RM_EXP_Q5 0x1.a17e08p-13f
+
+static inline float rm_exp(float x) {
+  x = RM_EXP_LO > x ? RM_EXP_LO : x;
+  x = RM_EXP_HI < x ? RM_EXP_HI : x;
+  const float t = fmaf(x, RM_LOG2E, RM_ROUND_MAGIC);
+  const float n = t - RM_ROUND_MAGIC;
+  const int32_t i = (int32_t)(rm_bits(t) - rm_bits(RM_ROUND_MAGIC));
+  float r = fmaf(n, -RM_LN2_HI, x);
+  r = fmaf(n, -RM_LN2_LO, r);
+  float q = fmaf(RM_EXP_Q5, r, RM_EXP_Q4);
+  q = fmaf(q, r, RM_EXP_Q3);
+  q = fmaf(q, r, RM_EXP_Q2);
+  q = fmaf(q, r, RM_EXP_Q1);
+  q = fmaf(q, r, RM_EXP_Q0);
+  const float p = fmaf(q, r * r, r) + 1.0f;
+  const int32_t half = i >> 1;
+  const float lo = rm_float((uint32_t)(half + 127) << 23), hi = rm_float((uint32_t)(i - half + 127) << 23);
+  return p * lo * hi;
+}
+
+// log of a positive normal number: x = 2^e·m, √½ ≤ m < √2, f = m − 1, log m = f − f²/2 + f³·p(f).
+static inline float rm_log(float x) {
+  if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;
+  if (!rm_is_finite(x)) return x;
+  const uint32_t shifted = rm_bits(x) - 0x3f3504f3u;  // √½
+  const int32_t e = (int32_t)shifted >> 23;
+  const float f = rm_float((shifted & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
+  const float n = (float)e;
+  float p = fmaf(0x1.1456e2p-4f, f, -0x1.de3b6ap-4f);
+  p = fmaf(p, f, 0x1.e6f066p-4f);
+  p = fmaf(p, f, -0x1.fc2224p-4f);
+  p = fmaf(p, f, 0x1.23376ap-3f);
+  p = fmaf(p, f, -0x1.555c4cp-3f);
+  p = fmaf(p, f, 0x1.99a4b6p-3f);
+  p = fmaf(p, f, -0x1.000006p-2f);
+  p = fmaf(p, f, 0x1.555548p-2f);
+  const float f2 = f * f;
+  float y = f * f2 * p;
+  y = fmaf(n, RM_LN2_LO, y);
+  y = fmaf(-0.5f, f2, y);
+  return fmaf(n, RM_LN2_HI, f + y);
+}
+
+// The fixed tree over the 16 partial sums of a reduction.
+static inline float rm_tree16(const float *partial) {
+  float s[RM_LANES];
+  memcpy(s, partial, sizeof s);
+  for (int step = RM_LANES / 2; step > 0; step /= 2)
+    for (int j = 0; j < step; j++) s[j] = s[j] + s[j + step];
+  return s[0];
+}
+
+// (logit − max) − log(sum), the one logprob there is.
+static inline float rm_logprob(float logit, const float *stats) { return rm_canon((logit - stats[0]) - rm_log(stats[1])); }
+
+// Floats as unsigned keys in ascending order; a NaN is lowest, −0 is +0.
+static inline uint32_t rm_order_key(float x) {
+  const uint32_t u = rm_bits(x + 0.0f);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return 0;
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
