@@ -1,0 +1,231 @@
+// attention.c: paged attention by the recurrence of docs/numerics.md §4. A unit of work is a run of rows of one sequence times
+// one kv head: all its query heads (rows × heads per kv head) meet each block of keys and values while it is in the L1 cache.
+// A page of K is a packed matrix and a page of V a k block, so both products are dots.h's.
+//
+// A block is computed for all queries of a unit; those for whom none of its positions is live get P = 0 and alpha = 1, which
+// leaves their state as it was. Threads take units from a counter: contexts differ in length, and who computes a unit does not
+// matter to its bits.
+#include <stdatomic.h>
+
+#include "dots.h"
+#include "variant.h"
+
+enum { UNIT_QUERIES = 24 };       // query heads of a unit, unless one row has more
+
+typedef struct attention_job {
+  const rm_attention_args *a;
+  int32_t *runs;                // [n_runs + 1] first row of each run
+  int64_t n_runs, per_kv;       // per_kv: query heads of a kv head
+  float *workspace;
+  int64_t stride;               // floats of one thread
+  _Atomic int64_t next;         // unit
+} attention_job;
+
+// The state of one unit, carved from a thread's workspace; q runs over rows × per_kv.
+typedef struct unit {
+  const rm_attention_args *a;
+  int64_t n_q, kv_head, width_k, width_v;  // head_dim padded to 32 and to 16
+  const int32_t *pages;
+  float *queries;               // a panel, [width_k / 32][n_q][32]
+  float *p;                     // [n_q][32] scores, then probabilities: a panel of one block
+  float *acc, *merged;          // [width_v / 16][n_q][16] of the segment, of the segments before
+  float *m, *l, *m_all, *l_all; // [n_q]
+  int64_t *first, *last;        // [n_q] live positions
+} unit;
+
+static int64_t queries_of(int64_t n_heads, int64_t n_kv_heads) { return rm_max64(UNIT_QUERIES, n_heads / n_kv_heads); }
+
+static int64_t unit_floats(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim) {
+  const int64_t per_query = rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE) + 4 + 4;
+  return rm_round_up(queries_of(n_heads, n_kv_heads) * per_query, RM_LANES);
+}
+
+static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
+  unit u = {.a = a, .n_q = n_q, .width_k = rm_round_up(a->head_dim, RM_K_BLOCK), .width_v = rm_round_up(a->head_dim, RM_N_TILE)};
+  u.queries = memory;
+  u.p = u.queries + n_q * u.width_k;
+  u.acc = u.p + n_q * RM_ATTN_BLOCK;
+  u.merged = u.acc + n_q * u.width_v;
+  u.first = (int64_t *)(u.merged + n_q * u.width_v);
+  u.last = u.first + n_q;
+  u.m = (float *)(u.last + n_q);
+  u.l = u.m + n_q;
+  u.m_all = u.l + n_q;
+  u.l_all = u.m_all + n_q;
+  return u;
+}
+
+// Dimensions 16·tile … of a query in acc or merged.
+static int64_t lanes_at(const unit *u, int64_t tile, int64_t q) { return (tile * u->n_q + q) * RM_LANES; }
+
+static int is_live(const unit *u, int64_t q, int64_t from, int64_t to) { return u->first[q] < to && u->last[q] >= from; }
+
+static int any_live(const unit *u, int64_t from, int64_t to) {
+  for (int64_t q = 0; q < u->n_q; q++)
+    if (is_live(u, q, from, to)) return 1;
+  return 0;
+}
+
+static int64_t within(int64_t n) { return n < 0 ? 0 : rm_min64(n, RM_LANES); }
+
+// Lanes of positions t0 + 16·half + lane that are live for q.
+VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
+  const int64_t base = t0 + half * RM_LANES;
+  return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
+}
+
+// Scores of q in p become probabilities; m, l and acc advance. The scores of lanes that are not live are undefined.
+VEC void softmax_step(rm_dtype T, unit *u, int64_t q, int64_t t0) {
+  float *p = u->p + q * RM_ATTN_BLOCK;
+  if (!is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) {
+    vf_store(p, vf_zero());
+    vf_store(p + RM_LANES, vf_zero());
+    return;
+  }
+  const int whole = u->first[q] <= t0 && u->last[q] >= t0 + RM_ATTN_BLOCK - 1;
+  const vf scale = vf_set1(u->a->scale), none = vf_set1(-INFINITY);
+  vf s0 = vf_mul(vf_load(p), scale), s1 = vf_mul(vf_load(p + RM_LANES), scale);
+  if (!whole) {
+    s0 = vf_pick(live_lanes(u, q, t0, 0), s0, none);
+    s1 = vf_pick(live_lanes(u, q, t0, 1), s1, none);
+  }
+  const float m = u->m[q], next = vf_max16(vf_max(s1, vf_max(s0, vf_set1(m))));
+  const float fall = m - next, alpha = m == -INFINITY ? 0.0f : fall == 0.0f ? 1.0f : rm_exp(fall);
+  vf p0 = vf_exp(vf_sub(s0, vf_set1(next))), p1 = vf_exp(vf_sub(s1, vf_set1(next)));
+  if (!whole) {
+    p0 = vf_keep(p0, live_lanes(u, q, t0, 0));
+    p1 = vf_keep(p1, live_lanes(u, q, t0, 1));
+  }
+  u->l[q] = fmaf(u->l[q], alpha, vf_tree16(vf_add(p0, p1)));
+  u->m[q] = next;
+  vf_store(p, T == RM_BF16 ? vf_to_bf16(p0) : p0);
+  vf_store(p + RM_LANES, T == RM_BF16 ? vf_to_bf16(p1) : p1);
+  for (int64_t tile = 0; alpha != 1.0f && tile < u->width_v / RM_LANES; tile++) {
+    float *acc = u->acc + lanes_at(u, tile, q);
+    vf_store(acc, vf_mul(vf_load(acc), vf_set1(alpha)));
+  }
+}
+
+// The page of position t for this kv head, as an index into pages of one head.
+static int64_t head_page(const unit *u, int64_t t) { return u->pages[t / u->a->page_size] * u->a->n_kv_heads + u->kv_head; }
+
+VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
+  const rm_attention_args *a = u->a;
+  const int64_t n_blocks = u->width_k / RM_K_BLOCK, step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
+  k_block values = {{NULL, NULL}, step};
+  memset(u->p, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->p);
+  for (int half = 0; half < 2; half++) {
+    const int64_t t = t0 + half * RM_LANES, in_page = t % a->page_size;
+    if (!any_live(u, t, t + RM_LANES)) continue;  // its page may not exist
+    const void *keys = at(T, a->k_cache, head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) + in_page * u->width_k);
+    tile_dots(T, u->queries, u->n_q, keys, n_blocks, u->p + half * RM_LANES, RM_ATTN_BLOCK, 1);
+    values.half[half] = at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + in_page * u->width_v);
+  }
+  if (!values.half[0]) values.half[0] = values.half[1];  // any finite numbers: their P is 0
+  if (!values.half[1]) values.half[1] = values.half[0];
+  for (int64_t q = 0; q < u->n_q; q++) softmax_step(T, u, q, t0);
+  for (int64_t d = 0; d < u->width_v; d += RM_N_TILE) {
+    const int64_t skip = T == RM_BF16 ? 2 * d : d;
+    const k_block columns = {{at(T, values.half[0], skip), at(T, values.half[1], skip)}, step};
+    block_dots(T, u->p, u->n_q, &columns, u->acc + d * u->n_q);
+  }
+}
+
+// The segment that ends: the first live one of a query is taken over, later ones are merged.
+static void end_segment(unit *u, int64_t from) {
+  for (int64_t q = 0; q < u->n_q; q++) {
+    if (!is_live(u, q, from, from + RM_ATTN_SEGMENT)) continue;
+    const int is_first = u->first[q] >= from;
+    const float next = is_first ? u->m[q] : rm_max_f32(u->m[q], u->m_all[q]);
+    const float before = rm_exp(u->m_all[q] - next), here = rm_exp(u->m[q] - next);
+    u->l_all[q] = is_first ? u->l[q] : fmaf(u->l_all[q], before, u->l[q] * here);
+    u->m_all[q] = next;
+    for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {
+      float *merged = u->merged + lanes_at(u, tile, q);
+      const vf acc = vf_load(u->acc + lanes_at(u, tile, q));
+      vf_store(merged, is_first ? acc : vf_fma(vf_load(merged), vf_set1(before), vf_mul(acc, vf_set1(here))));
+    }
+  }
+}
+
+static void begin_segment(unit *u) {
+  memset(u->acc, 0, (size_t)(u->n_q * u->width_v) * sizeof *u->acc);
+  for (int64_t q = 0; q < u->n_q; q++) {
+    u->m[q] = -INFINITY;
+    u->l[q] = 0.0f;
+  }
+}
+
+VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1, int64_t kv_head) {
+  const rm_attention_args *a = job->a;
+  const int64_t per = job->per_kv;
+  unit u = carve(a, memory, (row1 - row0) * per);
+  u.kv_head = kv_head;
+  u.pages = a->block_tables + a->seq_of_row[row0] * a->max_pages;
+  int64_t first = INT64_MAX, last = 0;
+  for (int64_t q = 0; q < u.n_q; q++) {
+    u.last[q] = a->positions[row0 + q / per];
+    u.first[q] = a->window > 0 ? rm_max64(0, u.last[q] - a->window + 1) : 0;
+    first = rm_min64(first, u.first[q]);
+    last = rm_max64(last, u.last[q]);
+  }
+  for (int64_t r = row0; r < row1; r++)
+    for (int64_t h = 0; h < per; h++)
+      fill_row(T, u.queries, u.n_q, (r - row0) * per + h, at(T, a->q, (r * a->n_heads + kv_head * per + h) * a->head_dim), a->head_dim);
+  for (int64_t from = first / RM_ATTN_SEGMENT * RM_ATTN_SEGMENT; from <= last; from += RM_ATTN_SEGMENT) {
+    const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK), end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
+    begin_segment(&u);
+    for (int64_t t0 = begin; t0 < end; t0 += RM_ATTN_BLOCK)
+      if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0);
+    end_segment(&u, from);
+  }
+  for (int64_t q = 0; q < u.n_q; q++) {
+    const int64_t out = ((row0 + q / per) * a->n_heads + kv_head * per + q % per) * a->head_dim;
+    for (int64_t d = 0; d < a->head_dim; d += RM_LANES) {
+      const vf y = vf_div(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(u.l_all[q]));
+      vt_store_n(T, a->out, out + d, vt_round(T, y), a->head_dim - d);
+    }
+  }
+}
+
+static void attention_task(void *arg, int thread, int n_threads) {
+  (void)n_threads;
+  attention_job *job = arg;
+  float *memory = job->workspace + thread * job->stride;
+  const int64_t heads = job->a->n_kv_heads, n_units = job->n_runs * heads;
+  for (;;) {
+    const int64_t i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+    if (i >= n_units) return;
+    const int32_t *run = job->runs + i / heads;
+    SPECIALIZE(job->a->dtype, attend(T, job, memory, run[0], run[1], i % heads));
+  }
+}
+
+// Runs of rows of one sequence, so many that a unit has UNIT_QUERIES queries. Returns a cost in cycles.
+static int64_t find_runs(attention_job *job) {
+  const rm_attention_args *a = job->a;
+  const int64_t rows = rm_max64(1, UNIT_QUERIES / job->per_kv);
+  int64_t positions = 0;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int64_t begin = job->n_runs ? job->runs[job->n_runs - 1] : 0;
+    if (r == 0 || a->seq_of_row[r] != a->seq_of_row[r - 1] || r - begin == rows) job->runs[job->n_runs++] = (int32_t)r;
+    positions += a->window > 0 ? rm_min64(a->window, a->positions[r] + 1) : a->positions[r] + 1;
+  }
+  job->runs[job->n_runs] = (int32_t)a->rows;
+  return positions * a->n_heads * a->head_dim / 8;
+}
+
+static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }  // an int32 takes the room of a float
+
+void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
+  attention_job job = {.a = a, .runs = ctx->workspace, .per_kv = a->n_heads / a->n_kv_heads};
+  job.workspace = (float *)ctx->workspace + runs_floats(a->rows);
+  job.stride = unit_floats(a->n_heads, a->n_kv_heads, a->head_dim);
+  const int64_t cost = find_runs(&job);
+  rm_parallel(ctx, cost, attention_task, &job);
+}
+
+size_t RM_FN(attention_workspace)(const rm_limits *l) {
+  if (l->n_kv_heads == 0) return 0;  // limits of a caller who has no heads
+  return (size_t)(runs_floats(l->max_rows) + l->n_threads * unit_floats(l->n_heads, l->n_kv_heads, l->head_dim)) * sizeof(float);
+}

@@ -1,0 +1,229 @@
+// dots.h: the dot product of docs/numerics.md §2 for blocks of rows × one tile of 16 packed columns, the inside of gemm, lm_head
+// and attention. Rows come from a panel of floats [k block][row][32], so that a bf16 activation is widened once and not once per
+// tile, and every operand of a register block stands at a constant distance from one pointer. Weights are widened on the way, a
+// shift for the even k and a mask for the odd.
+//
+// Two shapes of inner loop, the same sums. Three rows and more take the 16 even steps first, then the 16 odd ones: rows × 2
+// registers hold the chains and each weight vector meets every row. One and two rows keep both chains in flight, one row two
+// k blocks at a time: with fewer than eight chains the FMA's latency shows, and a decode step reads each weight but once.
+// With many rows bf16 weights are widened once into the L1 cache, not once per register block.
+#pragma once
+
+#include "vec.h"
+
+enum {
+  TILE = RM_N_TILE * RM_K_BLOCK,  // elements of a tile: 16 columns of one k block
+  PREFETCH = 1536,                // bytes ahead of a stream of weights
+};
+
+// How a k block of 16 columns lies in memory: packed tiles, or V, whose rows of pairs are `step` elements apart, 16 positions in
+// `half[0]` and 16 in `half[1]` (they may stand in different pages).
+typedef struct k_block {
+  const void *half[2];
+  int64_t step;                   // elements between pairs of k (bf16) or between single k (f32)
+} k_block;
+
+VEC vf even_of(rm_dtype dtype, const k_block *w, int p) {
+  if (dtype == RM_BF16) return vf_even(vi_load((const uint16_t *)w->half[p / 8] + p % 8 * w->step));
+  return vf_load((const float *)w->half[p / 8] + (p % 8 * 2) * w->step);
+}
+VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
+  if (dtype == RM_BF16) return vf_odd(vi_load((const uint16_t *)w->half[p / 8] + p % 8 * w->step));
+  return vf_load((const float *)w->half[p / 8] + (p % 8 * 2 + 1) * w->step);
+}
+VEC k_block packed_block(rm_dtype dtype, const void *w) {
+  return (k_block){{w, at(dtype, w, TILE / 2)}, dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE};
+}
+VEC void prefetch_block(rm_dtype dtype, const void *w, int p) {
+  const char *line = (const char *)w + PREFETCH + p * (dtype == RM_BF16 ? 64 : 128);
+  vec_prefetch(line);
+  if (dtype == RM_F32) vec_prefetch(line + 64);
+}
+
+VEC void add_to(float *acc, vf even, vf odd) { vf_store(acc, vf_add(vf_load(acc), vf_add(even, odd))); }
+
+// acc[r][0 … 16) += E + O of one k block, R rows of x [R][32], even steps before odd ones. lda is a constant, like R.
+VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
+  vf chain[RM_VEC_ROWS];
+  float even[RM_VEC_ROWS][RM_LANES];
+  for (int r = 0; r < R; r++) chain[r] = vf_zero();
+#pragma GCC unroll 16
+  for (int p = 0; p < 16; p++) {
+    const vf wv = even_of(dtype, w, p);
+    for (int r = 0; r < R; r++) chain[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p]), wv, chain[r]);
+  }
+  for (int r = 0; r < R; r++) {
+    vf_store(even[r], chain[r]);
+    chain[r] = vf_zero();
+  }
+#pragma GCC unroll 16
+  for (int p = 0; p < 16; p++) {
+    const vf wv = odd_of(dtype, w, p);
+    for (int r = 0; r < R; r++) chain[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p + 1]), wv, chain[r]);
+  }
+  for (int r = 0; r < R; r++) add_to(acc + r * lda, vf_load(even[r]), chain[r]);
+}
+
+// The same with both chains in flight.
+VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
+  vf even[2], odd[2];
+  for (int r = 0; r < R; r++) even[r] = odd[r] = vf_zero();
+#pragma GCC unroll 16
+  for (int p = 0; p < 16; p++) {
+    const vf we = even_of(dtype, w, p), wo = odd_of(dtype, w, p);
+    for (int r = 0; r < R; r++) {
+      even[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p]), we, even[r]);
+      odd[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p + 1]), wo, odd[r]);
+    }
+  }
+  for (int r = 0; r < R; r++) add_to(acc + r * lda, even[r], odd[r]);
+}
+
+VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
+  if (R <= 2)
+    block_flat(dtype, R, x, w, acc, lda);
+  else
+    block_tall(dtype, R, x, w, acc, lda);
+}
+
+// One row, all blocks of a tile column, `next` floats from a block of x to the next; two blocks side by side.
+VEC void row_dots(rm_dtype dtype, const float *x, int64_t next, const void *w, int64_t n_blocks, float *acc) {
+  vf sum = vf_load(acc);
+  int64_t b = 0;
+  for (; b + 2 <= n_blocks; b += 2, x += 2 * next) {
+    const void *w0 = at(dtype, w, b * TILE), *w1 = at(dtype, w, (b + 1) * TILE);
+    const k_block k0 = packed_block(dtype, w0), k1 = packed_block(dtype, w1);
+    const float *x1 = x + next;
+    vf e0 = vf_zero(), o0 = vf_zero(), e1 = vf_zero(), o1 = vf_zero();
+#pragma GCC unroll 16
+    for (int p = 0; p < 16; p++) {
+      prefetch_block(dtype, w0, p);
+      prefetch_block(dtype, w1, p);
+      e0 = vf_fma(vf_set1(x[2 * p]), even_of(dtype, &k0, p), e0);
+      o0 = vf_fma(vf_set1(x[2 * p + 1]), odd_of(dtype, &k0, p), o0);
+      e1 = vf_fma(vf_set1(x1[2 * p]), even_of(dtype, &k1, p), e1);
+      o1 = vf_fma(vf_set1(x1[2 * p + 1]), odd_of(dtype, &k1, p), o1);
+    }
+    sum = vf_add(sum, vf_add(e0, o0));
+    sum = vf_add(sum, vf_add(e1, o1));
+  }
+  vf_store(acc, sum);
+  if (b < n_blocks) {
+    const k_block last = packed_block(dtype, at(dtype, w, b * TILE));
+    block_flat(dtype, 1, x, &last, acc, RM_LANES);
+  }
+}
+
+VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w, int64_t n_blocks, float *acc, const int lda,
+                   int stream) {
+  for (int64_t b = 0; b < n_blocks; b++, x += next) {
+    const void *tile = at(dtype, w, b * TILE);
+    const k_block block = packed_block(dtype, tile);
+    if (stream)
+      for (int p = 0; p < 16; p++) prefetch_block(dtype, tile, p);
+    block_rows(dtype, R, x, &block, acc, lda);
+  }
+}
+
+// How many of the `left` rows the next register block takes: full ones, and no lonely row at the end.
+VEC int rows_at_once(int64_t left) {
+  if (left <= RM_VEC_ROWS) return (int)left;
+  return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
+}
+
+// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on;
+// `stream` says that w comes from memory.
+VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda, int stream) {
+  const int64_t next = rows * RM_K_BLOCK;
+  for (int64_t r = 0; r < rows;) {
+    const int n = rows_at_once(rows - r);
+    const float *xr = x + r * RM_K_BLOCK;
+    float *to = acc + r * lda;
+    switch (n) {
+      case 1: row_dots(dtype, xr, next, w, n_blocks, to); break;
+      case 2: rows_dots(dtype, 2, xr, next, w, n_blocks, to, lda, stream); break;
+      case 3: rows_dots(dtype, 3, xr, next, w, n_blocks, to, lda, stream); break;
+      default: rows_dots(dtype, RM_VEC_ROWS, xr, next, w, n_blocks, to, lda, stream); break;
+    }
+    r += n;
+    stream = 0;  // the first register block has brought w into the cache
+  }
+}
+
+// acc[r][0 … 16) += E + O of a single block given by its halves: p·V.
+VEC void block_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, float *acc) {
+  for (int64_t r = 0; r < rows;) {
+    const int n = rows_at_once(rows - r);
+    const float *xr = x + r * RM_K_BLOCK;
+    float *to = acc + r * RM_LANES;
+    switch (n) {
+      case 1: block_rows(dtype, 1, xr, w, to, RM_LANES); break;
+      case 2: block_rows(dtype, 2, xr, w, to, RM_LANES); break;
+      case 3: block_rows(dtype, 3, xr, w, to, RM_LANES); break;
+      default: block_rows(dtype, RM_VEC_ROWS, xr, w, to, RM_LANES); break;
+    }
+    r += n;
+  }
+}
+
+// Widens one row x[0 … k) into row r of a panel of `rows` rows, +0 behind k.
+VEC void fill_row(rm_dtype dtype, float *panel, int64_t rows, int64_t r, const void *x, int64_t k) {
+  float *to = panel + r * RM_K_BLOCK;
+  for (int64_t i = 0; i < k; i += RM_K_BLOCK, to += rows * RM_K_BLOCK) {
+    const int64_t second = i + RM_LANES;
+    vf_store(to, vt_load_n(dtype, x, i, k - i));
+    vf_store(to + RM_LANES, second < k ? vt_load_n(dtype, x, second, k - second) : vf_zero());
+  }
+}
+
+VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows, int64_t k) {
+  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, at(dtype, x, r * ldx), k);
+}
+
+enum {
+  PANEL_ROWS = 96,                // rows that share a pass over the weights; their panel should stay in the L2 cache
+  PANEL_TILES = 8,                // tile columns worked on together, so that a piece of the panel is used 8 times while in L1/L2
+  CHUNK_BLOCKS = 8,               // k blocks of such a piece: 16 KB of widened weights, half an L1 cache
+  WIDEN_ROWS = 10,                // from here on widening pays, and arithmetic takes longer than reading the weights
+};
+
+// bf16 tiles as float tiles; meanwhile `ahead`, as many tiles, is on its way into the cache.
+VEC void widen_tiles(float *to, const uint16_t *w, int64_t n_tiles, const uint16_t *ahead) {
+  for (int64_t i = 0; i < n_tiles * TILE; i += 2 * RM_LANES) {
+    vec_prefetch(ahead + i);
+    const vi pairs = vi_load(w + i);
+    vf_store(to + i, vf_even(pairs));
+    vf_store(to + i + RM_LANES, vf_odd(pairs));
+  }
+}
+
+// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
+VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
+  memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
+  if (rows < WIDEN_ROWS) {  // column by column, as they lie in memory
+    const int64_t chunk = rows <= RM_VEC_ROWS ? n_blocks : CHUNK_BLOCKS;
+    for (int64_t t = 0; t < n_tiles; t++)
+      for (int64_t b = 0; b < n_blocks; b += chunk)
+        tile_dots(dtype, panel + b * rows * RM_K_BLOCK, rows, at(dtype, w, (t * n_blocks + b) * TILE), rm_min64(chunk, n_blocks - b),
+                  acc + t * rows * RM_N_TILE, RM_N_TILE, 1);
+    return;
+  }
+  float wide[CHUNK_BLOCKS * TILE] __attribute__((aligned(64)));
+  for (int64_t b = 0; b < n_blocks; b += CHUNK_BLOCKS)
+    for (int64_t t = 0; t < n_tiles; t++) {
+      const int64_t tile = t * n_blocks + b, n = rm_min64(CHUNK_BLOCKS, n_blocks - b);
+      const float *x = panel + b * rows * RM_K_BLOCK;
+      float *to = acc + t * rows * RM_N_TILE;
+      if (dtype == RM_F32) {
+        tile_dots(RM_F32, x, rows, (const float *)w + tile * TILE, n, to, RM_N_TILE, 1);
+        continue;
+      }
+      const uint16_t *from = (const uint16_t *)w + tile * TILE;
+      const int64_t ahead = t + 1 < n_tiles ? n_blocks : b + n < n_blocks ? n - t * n_blocks : n;  // the next column, piece, or group
+      widen_tiles(wide, from, n, from + ahead * TILE);
+      tile_dots(RM_F32, x, rows, wide, n, to, RM_N_TILE, 0);
+    }
+}
+
+// Workspace of one thread: a panel, and the sums of its rows.
+static inline int64_t dots_floats(int64_t k) { return PANEL_ROWS * (rm_round_up(k, RM_K_BLOCK) + PANEL_TILES * RM_N_TILE); }

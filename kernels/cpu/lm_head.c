@@ -1,0 +1,118 @@
+// lm_head.c: logits in float32 and what is needed of them, (max, sum) and a target's logprob, in one pass over the head's
+// weights. A thread takes whole blocks of 128 vocabulary entries, eight tiles; it turns the logits of each row of a block into a
+// pair while they are in its cache, so that logits which nobody asked for are never written. The pairs of a row are then
+// merged in ascending order, sixteen rows side by side.
+#include "dots.h"
+#include "variant.h"
+
+enum { BLOCK_TILES = RM_VOCAB_BLOCK / RM_N_TILE };
+
+typedef struct head_job {
+  const rm_lm_head_args *a;
+  int64_t row0, rows, row_lanes;  // the ≤ PANEL_ROWS rows of this pass; row_lanes = rows↑16
+  int64_t n_vocab_blocks;
+  float *pairs;                 // [n_vocab_blocks][2][row_lanes]
+  float *target_logits;         // [row_lanes]
+  float *scratch;               // of dots.h, per thread
+} head_job;
+
+// Lanes j of a block's vector i that are entries of the vocabulary.
+VEC int64_t entries(int64_t n, int i) { return rm_min64(RM_LANES, n - i * RM_LANES); }
+
+// Row r of a block whose dot products are acc [tile][row][16].
+VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t block) {
+  float logits[RM_VOCAB_BLOCK];
+  const rm_lm_head_args *a = job->a;
+  const int64_t v0 = block * RM_VOCAB_BLOCK, n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
+  const vf none = vf_set1(-INFINITY);
+  vf max = none, partial = vf_zero();
+  int bad = 0;
+  for (int i = 0; entries(n, i) > 0; i++) {
+    const vi present = vi_first(entries(n, i));
+    const vf logit = vf_canon(vf_load(acc + (i * job->rows + r) * RM_LANES));
+    bad |= vf_any_nonfinite(vf_keep(logit, present));
+    max = vf_max(vf_pick(present, logit, none), max);
+    vf_store(logits + i * RM_LANES, logit);
+  }
+  const float block_max = vf_max16(max);
+  for (int i = 0; entries(n, i) > 0; i++) {
+    const vf e = vf_exp(vf_sub(vf_load(logits + i * RM_LANES), vf_set1(block_max)));
+    partial = vf_add(partial, vf_keep(e, vi_first(entries(n, i))));
+  }
+  float *pair = job->pairs + block * 2 * job->row_lanes + r;
+  pair[0] = block_max;
+  pair[job->row_lanes] = bad ? NAN : vf_tree16(partial);
+  const int64_t row = job->row0 + r;
+  if (a->logits) memcpy(a->logits + row * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
+  if (a->target_logprobs && a->targets[row] >= v0 && a->targets[row] < v0 + n) job->target_logits[r] = logits[a->targets[row] - v0];
+}
+
+VEC void head_blocks(rm_dtype T, const head_job *job, float *panel, int64_t from, int64_t to) {
+  const rm_lm_head_args *a = job->a;
+  const int64_t n_blocks = rm_round_up(a->hidden, RM_K_BLOCK) / RM_K_BLOCK, n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
+  float *acc = panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
+  fill_panel(T, panel, at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
+  for (int64_t block = from; block < to; block++) {
+    const int64_t tile = block * BLOCK_TILES, n_tiles = rm_min64(BLOCK_TILES, n_tiles_all - tile);
+    panel_dots(T, panel, job->rows, at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks, acc);
+    for (int64_t r = 0; r < job->rows; r++) block_of_row(job, acc, r, block);
+  }
+}
+
+static void blocks_task(void *arg, int thread, int n_threads) {
+  const head_job *job = arg;
+  float *panel = job->scratch + thread * dots_floats(job->a->hidden);
+  int64_t from, to;
+  rm_split(job->n_vocab_blocks, thread, n_threads, &from, &to);
+  if (from < to) SPECIALIZE(job->a->dtype, head_blocks(T, job, panel, from, to));
+}
+
+// Rows [lane0, lane0 + 16) of the pass.
+static void merge_lanes(const head_job *job, int64_t lane0) {
+  const rm_lm_head_args *a = job->a;
+  const float *pair = job->pairs + lane0;
+  vf max = vf_load(pair), sum = vf_load(pair + job->row_lanes);
+  for (int64_t b = 1; b < job->n_vocab_blocks; b++) {
+    pair += 2 * job->row_lanes;
+    const vf m = vf_load(pair), s = vf_load(pair + job->row_lanes), next = vf_max(m, max);
+    sum = vf_fma(sum, vf_exp(vf_sub(max, next)), vf_mul(s, vf_exp(vf_sub(m, next))));
+    max = next;
+  }
+  float maxima[RM_LANES], sums[RM_LANES];
+  vf_store(maxima, vf_canon(max));
+  vf_store(sums, vf_canon(sum));
+  for (int64_t lane = 0; lane < rm_min64(RM_LANES, job->rows - lane0); lane++) {
+    const int64_t row = job->row0 + lane0 + lane;
+    a->stats[2 * row] = maxima[lane];
+    a->stats[2 * row + 1] = sums[lane];
+    if (rm_is_nan(sums[lane])) a->row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
+    if (a->target_logprobs)
+      a->target_logprobs[row] = a->targets[row] < 0 ? 0.0f : rm_logprob(job->target_logits[lane0 + lane], a->stats + 2 * row);
+  }
+}
+
+static void merge_task(void *arg, int thread, int n_threads) {
+  const head_job *job = arg;
+  int64_t from, to;
+  rm_split(job->row_lanes / RM_LANES, thread, n_threads, &from, &to);
+  for (int64_t i = from; i < to; i++) merge_lanes(job, i * RM_LANES);
+}
+
+static int64_t pair_floats(int64_t vocab) { return (rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK * 2 + 1) * PANEL_ROWS; }
+
+void RM_FN(lm_head)(const rm_ctx *ctx, const rm_lm_head_args *a) {
+  head_job job = {.a = a, .n_vocab_blocks = rm_round_up(a->vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK};
+  job.pairs = ctx->workspace;
+  job.scratch = job.pairs + pair_floats(a->vocab);
+  for (job.row0 = 0; job.row0 < a->rows; job.row0 += PANEL_ROWS) {
+    job.rows = rm_min64(PANEL_ROWS, a->rows - job.row0);
+    job.row_lanes = rm_round_up(job.rows, RM_LANES);
+    job.target_logits = job.pairs + job.n_vocab_blocks * 2 * job.row_lanes;
+    rm_parallel(ctx, a->vocab / RM_N_TILE * (job.rows + 4) * a->hidden, blocks_task, &job);
+    rm_parallel(ctx, job.n_vocab_blocks * job.row_lanes * 4, merge_task, &job);
+  }
+}
+
+size_t RM_FN(lm_head_workspace)(const rm_limits *l) {
+  return (size_t)(pair_floats(l->vocab) + l->n_threads * dots_floats(l->max_k)) * sizeof(float);
+}

@@ -1,0 +1,160 @@
+// moe.c: router, permutation and combination of docs/numerics.md §5. The router's logits are a gemm of their own; what follows
+// is small and goes row by row. Combination follows a plan made once per row, the order in which its leaves and sums fall when
+// the tree is walked from the left, so that the loop over columns has no choices to make.
+#include "variant.h"
+
+#include "dots.h"
+
+enum { ROUTER_ROWS = 512 };       // rows whose logits are held at a time
+
+// ------------------------------------------------------------------------------------------------ router
+typedef struct router_job {
+  const rm_router_args *a;
+  int64_t row0, rows, width;    // width: experts padded to 16, the row stride of logits
+  float *logits;
+} router_job;
+
+typedef struct choice { uint32_t key; int32_t id; } choice;
+
+// The top_k of `keys`, best first: an insertion into a short sorted list. An equal key that comes later stays behind.
+static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
+  choice best[RM_MAX_TOP_K];
+  int64_t n = 0;
+  for (int64_t e = 0; e < a->n_experts; e++) {
+    const choice c = {rm_order_key(a->bias ? scores[e] + a->bias[e] : scores[e]), (int32_t)e};
+    if (n == a->top_k && c.key <= best[n - 1].key) continue;
+    int64_t i = n < a->top_k ? n++ : n - 1;
+    for (; i > 0 && best[i - 1].key < c.key; i--) best[i] = best[i - 1];
+    best[i] = c;
+  }
+  for (int64_t k = 0; k < a->top_k; k++) ids[k] = best[k].id;
+}
+
+// Positions 0 … k−1 in ascending order of ids.
+static void ascending(const int32_t *ids, int64_t k, int32_t *order) {
+  for (int64_t i = 0; i < k; i++) {
+    int64_t j = i;
+    for (; j > 0 && ids[order[j - 1]] > ids[i]; j--) order[j] = order[j - 1];
+    order[j] = (int32_t)i;
+  }
+}
+
+static void route_row(const router_job *job, int64_t r) {
+  const rm_router_args *a = job->a;
+  float *scores = job->logits + r * job->width;
+  int32_t *ids = a->ids + (job->row0 + r) * a->top_k, order[RM_MAX_TOP_K];
+  float *gates = a->gates + (job->row0 + r) * a->top_k;
+  vf max = vf_set1(-INFINITY), partial = vf_zero();
+  for (int64_t e = 0; e < a->n_experts; e += RM_LANES)
+    max = vf_max(vf_pick(vi_first(rm_min64(RM_LANES, a->n_experts - e)), vf_load(scores + e), max), max);
+  const vf top = vf_set1(vf_max16(max));
+  for (int64_t e = 0; e < a->n_experts; e += RM_LANES) {
+    const vf p = vf_keep(vf_exp(vf_sub(vf_load(scores + e), top)), vi_first(rm_min64(RM_LANES, a->n_experts - e)));
+    vf_store(scores + e, p);
+    partial = vf_add(partial, p);
+  }
+  const vf total = vf_set1(vf_tree16(partial));
+  for (int64_t e = 0; e < a->n_experts; e += RM_LANES) vf_store(scores + e, vf_div(vf_load(scores + e), total));
+  choose(a, scores, ids);
+  float sum = 0.0f;
+  ascending(ids, a->top_k, order);
+  for (int64_t k = 0; a->renormalize && k < a->top_k; k++) sum = sum + scores[ids[order[k]]];
+  for (int64_t k = 0; k < a->top_k; k++) gates[k] = rm_canon(!a->renormalize || sum == 0.0f ? scores[ids[k]] : scores[ids[k]] / sum);
+}
+
+static void route_task(void *arg, int thread, int n_threads) {
+  const router_job *job = arg;
+  int64_t from, to;
+  rm_split(job->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++) route_row(job, r);
+}
+
+void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
+  router_job job = {.a = a, .width = rm_round_up(a->n_experts, RM_LANES)};
+  job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden);  // behind what gemm uses
+  for (job.row0 = 0; job.row0 < a->rows; job.row0 += ROUTER_ROWS) {
+    job.rows = rm_min64(ROUTER_ROWS, a->rows - job.row0);
+    const rm_gemm_args gemm = {.y = job.logits, .x = at(a->dtype, a->x, job.row0 * a->hidden), .w = a->w, .m = job.rows, .n = a->n_experts,
+                               .k = a->hidden, .ldx = a->hidden, .ldy = job.width, .dtype = a->dtype, .y_dtype = RM_F32};
+    RM_FN(gemm)(ctx, &gemm);
+    rm_parallel(ctx, job.rows * a->n_experts * 4, route_task, &job);
+  }
+}
+
+size_t RM_FN(moe_workspace)(const rm_limits *l) {
+  const int64_t logits = l->n_experts ? ROUTER_ROWS * rm_round_up(l->n_experts, RM_LANES) : 0;
+  return (size_t)(l->n_threads * dots_floats(l->max_k) + logits) * sizeof(float);
+}
+
+// ------------------------------------------------------------------------------------------------ permute
+static void permute_task(void *arg, int thread, int n_threads) {
+  const rm_permute_args *a = arg;
+  const size_t bytes = (size_t)a->hidden * rm_dtype_bytes(a->dtype);
+  int64_t from, to;
+  rm_split(a->rows, thread, n_threads, &from, &to);
+  for (int64_t i = from * a->top_k; i < to * a->top_k; i++)
+    memcpy(at_mut(a->dtype, a->x_out, a->place[i] * a->hidden), at(a->dtype, a->x, i / a->top_k * a->hidden), bytes);
+}
+
+void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
+  const int64_t n = a->rows * a->top_k;
+  memset(a->group_rows, 0, (size_t)(a->n_experts + 1) * sizeof *a->group_rows);
+  for (int64_t i = 0; i < n; i++) a->group_rows[a->ids[i] + 1]++;
+  for (int64_t e = 0; e < a->n_experts; e++) a->group_rows[e + 1] += a->group_rows[e];
+  for (int64_t i = 0; i < n; i++) a->place[i] = a->group_rows[a->ids[i]]++;  // the starts become the ends …
+  for (int64_t e = a->n_experts; e > 0; e--) a->group_rows[e] = a->group_rows[e - 1];  // … and are put back
+  a->group_rows[0] = 0;
+  rm_permute_args args = *a;
+  rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
+}
+
+// ------------------------------------------------------------------------------------------------ combine
+// Leaves in ascending id, and after each how many sums of the two topmost values fall due.
+typedef struct tree_plan {
+  float gate[RM_MAX_TOP_K];
+  int64_t row[RM_MAX_TOP_K];    // of y
+  int sums[RM_MAX_TOP_K];
+} tree_plan;
+
+static int level(int32_t a, int32_t b) { return 31 - __builtin_clz((uint32_t)(a ^ b)); }  // where two ids of one tree meet
+
+static void plan_row(const rm_combine_args *a, int64_t r, tree_plan *plan) {
+  const int32_t *ids = a->ids + r * a->top_k;
+  int32_t order[RM_MAX_TOP_K];
+  int open[RM_MAX_TOP_K], n_open = 0;  // levels at which values on the stack will be joined, falling
+  ascending(ids, a->top_k, order);
+  for (int64_t k = 0; k < a->top_k; k++) {
+    plan->gate[k] = a->gates[r * a->top_k + order[k]];
+    plan->row[k] = a->place[r * a->top_k + order[k]];
+    const int next = k + 1 < a->top_k ? level(ids[order[k]], ids[order[k + 1]]) : 32;
+    for (plan->sums[k] = 0; n_open > 0 && open[n_open - 1] < next; n_open--) plan->sums[k]++;
+    open[n_open++] = next;
+  }
+}
+
+VEC void combine_row(rm_dtype T, const rm_combine_args *a, int64_t r) {
+  tree_plan plan;
+  plan_row(a, r, &plan);
+  for (int64_t i = 0; i < a->hidden; i += RM_LANES) {
+    const int64_t n = rm_min64(RM_LANES, a->hidden - i);
+    vf stack[RM_MAX_TOP_K];
+    int top = 0;
+    for (int64_t k = 0; k < a->top_k; k++) {
+      stack[top++] = vf_mul(vf_set1(plan.gate[k]), vt_load_n(T, a->y, plan.row[k] * a->hidden + i, n));
+      for (int s = 0; s < plan.sums[k]; s++, top--) stack[top - 2] = vf_add(stack[top - 2], stack[top - 1]);
+    }
+    vt_store_n(T, a->out, r * a->hidden + i, vt_round(T, stack[0]), n);
+  }
+}
+
+static void combine_task(void *arg, int thread, int n_threads) {
+  const rm_combine_args *a = arg;
+  int64_t from, to;
+  rm_split(a->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++) SPECIALIZE(a->dtype, combine_row(T, a, r));
+}
+
+void RM_FN(combine)(const rm_ctx *ctx, const rm_combine_args *a) {
+  rm_combine_args args = *a;
+  rm_parallel(ctx, a->rows * a->top_k * a->hidden / 4, combine_task, &args);
+}

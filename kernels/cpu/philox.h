@@ -1,0 +1,48 @@
+// philox.h: the integers of token choice (docs/numerics.md §7), shared by all CPU variants: exact, so there is nothing to vary.
+#pragma once
+
+#include "scalar.h"
+
+// trunc(e·2^40) of e in [0, 1]; 0 for anything that is not a positive normal number of that range.
+static inline uint64_t rm_token_weight(float e) {
+  const uint32_t u = rm_bits(e), exponent = u >> 23;
+  if (exponent == 0 || exponent > 127) return 0;
+  const uint64_t mantissa = (u & 0x7fffffu) | 0x800000u;
+  const uint32_t shift = 127 - exponent;
+  return shift < 64 ? mantissa << 17 >> shift : 0;
+}
+
+// max(1, ⌈top_p·total⌉), exactly: top_p is m·2^-s in binary.
+static inline uint64_t rm_top_p_need(float top_p, uint64_t total) {
+  const uint32_t u = rm_bits(top_p), exponent = u >> 23;
+  const uint64_t mantissa = exponent ? (u & 0x7fffffu) | 0x800000u : u & 0x7fffffu;
+  const uint32_t shift = 150 - (exponent ? exponent : 1);  // top_p < 1: 24 … 149
+  const unsigned __int128 product = (unsigned __int128)mantissa * total;
+  if (shift >= 128) return 1;
+  const uint64_t whole = (uint64_t)(product >> shift);
+  const uint64_t need = whole + (((unsigned __int128)whole << shift) != product);
+  return need ? need : 1;
+}
+
+static inline uint64_t rm_mul_high(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
+
+// Philox4x32-10 at (key = seed, counter), its first 64 bits.
+static inline uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
+  uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+  uint32_t x0 = (uint32_t)counter, x1 = (uint32_t)(counter >> 32), x2 = 0, x3 = 0;
+  for (int round = 0; round < 10; round++) {
+    const uint64_t p0 = (uint64_t)0xD2511F53u * x0, p1 = (uint64_t)0xCD9E8D57u * x2;
+    x0 = (uint32_t)(p1 >> 32) ^ x1 ^ k0;
+    x2 = (uint32_t)(p0 >> 32) ^ x3 ^ k1;
+    x1 = (uint32_t)p1;
+    x3 = (uint32_t)p0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return (uint64_t)x1 << 32 | x0;
+}
+
+// Whether what is drawn from is the model's own distribution, so that both logprobs are one number.
+static inline int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
+  return p->temperature == 1.0f && p->n_banned == 0 && !(p->min_p > 0.0f) && (p->top_k <= 0 || p->top_k >= vocab) && p->top_p >= 1.0f;
+}

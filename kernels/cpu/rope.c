@@ -1,0 +1,108 @@
+// rope.c: qk_rope_kv: the norm of each head of q and k, the rotation, and the write of k and v into their page. A row is one
+// thread's; its k is written in the layout of packed weights (a word per pair, 64 bytes apart), so that attention can take a
+// page for a matrix.
+#include "variant.h"
+
+typedef struct rope_job {
+  const rm_qk_rope_kv_args *a;
+  float *workspace;             // [threads][2][head_dim↑16 + 16]
+  int64_t stride;               // floats of one head there
+} rope_job;
+
+// normed[0 … head_dim) = round_T(weight · round_T(x · rsqrt)).
+VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const void *weight, float *normed) {
+  vf squares = vf_zero();
+  for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
+    const vf v = vt_load_n(T, x, i, a->head_dim - i);
+    squares = vf_fma(v, v, squares);
+  }
+  const vf scale = vf_set1(1.0f / sqrtf(vf_tree16(squares) / (float)a->head_dim + a->eps));
+  for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
+    const int64_t n = a->head_dim - i;
+    const vf t = vt_round(T, vf_mul(vt_load_n(T, x, i, n), scale));
+    vf_store(normed + i, vt_round(T, vf_mul(vt_load_n(T, weight, i, n), t)));
+  }
+}
+
+// out[0 … head_dim) = the rotated head, T; `normed` may be read 16 floats past its end.
+VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const float *normed, void *out) {
+  const int64_t half = a->head_dim / 2;
+  const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
+  for (int64_t i = 0; i < half; i += RM_LANES) {
+    const int64_t n = rm_min64(RM_LANES, half - i);
+    const vf c = vf_load_n(cos + i, n), s = vf_load_n(sin + i, n);
+    const vf lo = vf_load(normed + i), hi = vf_load(normed + half + i);
+    const vf first = vf_add(vt_round(T, vf_mul(lo, c)), vt_round(T, vf_mul(vf_neg(hi), s)));
+    const vf second = vf_add(vt_round(T, vf_mul(hi, c)), vt_round(T, vf_mul(lo, s)));
+    vt_store_n(T, out, i, vt_round(T, first), n);
+    vt_store_n(T, out, half + i, vt_round(T, second), n);
+  }
+}
+
+VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
+  int bad = 0;
+  for (int64_t i = 0; i < n; i += RM_LANES) bad |= vf_any_nonfinite(vt_load_n(T, x, i, n - i));
+  return !bad;
+}
+
+VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k, int finite) {
+  if (T == RM_F32) {
+    for (int64_t d = 0; d < head_dim; d++)
+      ((uint32_t *)page)[rm_packed_index(T, head_dim, pos, d)] = finite ? ((const uint32_t *)k)[d] : 0;
+    return;
+  }
+  uint32_t *words = (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / 2;
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    uint32_t pair = 0;
+    if (finite) memcpy(&pair, (const uint16_t *)k + d, sizeof pair);
+    words[d / 2 * RM_N_TILE] = pair;  // tiles of one 16-position group follow one another, 16 pairs each
+  }
+}
+
+VEC void store_v(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *v, int finite) {
+  if (T == RM_F32) {
+    uint32_t *to = (uint32_t *)page + rm_v_index(T, head_dim, pos, 0);
+    for (int64_t d = 0; d < head_dim; d++) to[d] = finite ? ((const uint32_t *)v)[d] : 0;
+    return;
+  }
+  uint16_t *to = (uint16_t *)page + rm_v_index(T, head_dim, pos, 0);
+  for (int64_t d = 0; d < head_dim; d++) to[2 * d] = finite ? ((const uint16_t *)v)[d] : 0;
+}
+
+VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, void *rotated) {
+  const rm_qk_rope_kv_args *a = job->a;
+  const int64_t head_dim = a->head_dim, base = row * (a->n_heads + 2 * a->n_kv_heads) * head_dim;
+  for (int64_t h = 0; h < a->n_heads; h++) {
+    norm_head(T, a, at(T, a->qkv, base + h * head_dim), a->q_weight, normed);
+    rotate_head(T, a, row, normed, at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
+  }
+  if (a->slots[row] < 0) return;
+  const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
+  for (int64_t h = 0; h < a->n_kv_heads; h++) {
+    const void *v = at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
+    norm_head(T, a, at(T, a->qkv, base + (a->n_heads + h) * head_dim), a->k_weight, normed);
+    rotate_head(T, a, row, normed, rotated);
+    const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
+    const int64_t place = page * a->n_kv_heads + h;
+    store_k(T, at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim, pos, rotated, k_ok);
+    store_v(T, at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim, pos, v, v_ok);
+    if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
+  }
+}
+
+static void rope_task(void *arg, int thread, int n_threads) {
+  const rope_job *job = arg;
+  float *normed = job->workspace + thread * 2 * job->stride;
+  int64_t from, to;
+  rm_split(job->a->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++) SPECIALIZE(job->a->dtype, rope_row(T, job, r, normed, normed + job->stride));
+}
+
+static int64_t head_floats(int64_t head_dim) { return rm_round_up(head_dim, RM_LANES) + RM_LANES; }
+
+void RM_FN(qk_rope_kv)(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+  rope_job job = {.a = a, .workspace = ctx->workspace, .stride = head_floats(a->head_dim)};
+  rm_parallel(ctx, a->rows * (a->n_heads + 4 * a->n_kv_heads) * a->head_dim, rope_task, &job);
+}
+
+size_t RM_FN(rope_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * 2 * head_floats(l->head_dim)) * sizeof(float); }

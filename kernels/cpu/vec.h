@@ -1,0 +1,94 @@
+// vec.h: what the sources of a fast variant share: the lanes of the build's vector header, elements of type T as lanes, exp,
+// symbol names that carry the variant, and the splitting of work over threads.
+//
+// dtype is passed as a constant to always_inline functions: SPECIALIZE turns one generic body into the bf16 and the f32 code.
+#pragma once
+
+#include RM_VEC_HEADER
+
+#define RM_CAT_(a, b) a##_##b
+#define RM_CAT(a, b) RM_CAT_(a, b)
+#define RM_FN(name) RM_CAT(rm_##name, RM_ISA)     // rm_gemm_avx2
+#define RM_STRING_(x) #x
+#define RM_STRING(x) RM_STRING_(x)
+
+#define SPECIALIZE(dtype, call_with_T) \
+  do { \
+    if ((dtype) == RM_BF16) { \
+      const rm_dtype T = RM_BF16; \
+      call_with_T; \
+    } else { \
+      const rm_dtype T = RM_F32; \
+      call_with_T; \
+    } \
+  } while (0)
+
+VEC const void *at(rm_dtype dtype, const void *p, int64_t i) { return (const char *)p + i * (dtype == RM_BF16 ? 2 : 4); }
+VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (dtype == RM_BF16 ? 2 : 4); }
+
+// ------------------------------------------------------------------------------------------------ lanes of T
+VEC vf vt_load(rm_dtype dtype, const void *p, int64_t i) {
+  return dtype == RM_BF16 ? vf_load_bf16((const uint16_t *)p + i) : vf_load((const float *)p + i);
+}
+VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
+  if (n >= RM_LANES) return vt_load(dtype, p, i);
+  if (dtype == RM_F32) return vf_load_n((const float *)p + i, n);
+  uint16_t lanes[RM_LANES] = {0};
+  for (int64_t j = 0; j < n; j++) lanes[j] = ((const uint16_t *)p)[i + j];
+  return vf_load_bf16(lanes);
+}
+VEC vf vt_round(rm_dtype dtype, vf x) { return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x); }
+// Stores lanes that round_T has passed.
+VEC void vt_store(rm_dtype dtype, void *p, int64_t i, vf x) {
+  if (dtype == RM_BF16)
+    vf_store_bf16((uint16_t *)p + i, x);
+  else
+    vf_store((float *)p + i, x);
+}
+VEC void vt_store_n(rm_dtype dtype, void *p, int64_t i, vf x, int64_t n) {
+  if (n >= RM_LANES) {
+    vt_store(dtype, p, i, x);
+  } else if (dtype == RM_F32) {
+    vf_store_n((float *)p + i, x, n);
+  } else {
+    uint16_t lanes[RM_LANES];
+    vf_store_bf16(lanes, x);
+    for (int64_t j = 0; j < n; j++) ((uint16_t *)p)[i + j] = lanes[j];
+  }
+}
+
+VEC vf vf_exp(vf x) {
+  x = vf_max(vf_set1(RM_EXP_LO), x);  // in this order a NaN in x stays
+  x = vf_min(vf_set1(RM_EXP_HI), x);
+  const vf magic = vf_set1(RM_ROUND_MAGIC);
+  const vf t = vf_fma(x, vf_set1(RM_LOG2E), magic), n = vf_sub(t, magic);
+  const vi i = vi_sub(vf_bits(t), vf_bits(magic));
+  vf r = vf_fma(n, vf_set1(-RM_LN2_HI), x);
+  r = vf_fma(n, vf_set1(-RM_LN2_LO), r);
+  vf q = vf_fma(vf_set1(RM_EXP_Q5), r, vf_set1(RM_EXP_Q4));
+  q = vf_fma(q, r, vf_set1(RM_EXP_Q3));
+  q = vf_fma(q, r, vf_set1(RM_EXP_Q2));
+  q = vf_fma(q, r, vf_set1(RM_EXP_Q1));
+  q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
+  const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
+  const vi half = vi_sra(i, 1), bias = vi_set1(127);
+  const vf lo = vi_floats(vi_sll(vi_add(half, bias), 23)), hi = vi_floats(vi_sll(vi_add(vi_sub(i, half), bias), 23));
+  return vf_mul(vf_mul(p, lo), hi);
+}
+
+// ------------------------------------------------------------------------------------------------ threads
+// Runs fn on the team when the work is worth waking it for, else on the caller. `cost` is in clock cycles, roughly.
+enum { RM_COST_OF_A_TEAM = 20000 };
+
+static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {
+  if (ctx->run && ctx->n_threads > 1 && cost > RM_COST_OF_A_TEAM)
+    ctx->run(ctx->team, fn, arg);
+  else
+    fn(arg, 0, 1);
+}
+
+// The part of [0, n) that belongs to a thread.
+static inline void rm_split(int64_t n, int thread, int n_threads, int64_t *from, int64_t *to) {
+  *from = n * thread / n_threads;
+  *to = n * (thread + 1) / n_threads;
+}
