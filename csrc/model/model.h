@@ -29,11 +29,14 @@ typedef struct rm_batch {
   uint8_t *row_flags;           // [n_rows], or-ed
 } rm_batch;
 
-rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options,
-                        rm_model **out, rm_error *err);
+rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options, rm_model **out,
+                        rm_error *err);
 void rm_model_destroy(rm_model *model);
-// Bytes of KV for one page over all layers, and where a layer's caches start in a block of n_pages.
+// Bytes of KV for one page over all layers. A block of n_pages holds, layer after layer, the K pages and then the V pages.
 size_t rm_model_page_bytes(const rm_model *model);
+size_t rm_model_workspace_bytes(const rm_model *model);   // activations, rope table and the ops' scratch
+void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
+void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
 // hidden: T [n_out][hidden], carved in the model, valid until the next forward.
 void rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden);
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #include "kernels.h"
-#include "status.h"
+#include "base/status.h"
 
 typedef struct rm_layer_spec {
   int is_moe;

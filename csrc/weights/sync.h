@@ -7,7 +7,8 @@
 // needs it). push copies one tensor into staging in the kernels' layout, checking name, shape, dtype, strides, range and
 // finiteness; commit checks that every required parameter has come once and swaps the blocks. Until that swap no byte of
 // the serving block changes, whatever fails. With `in_place` there is no staging: the serving block is marked unsynced at
-// begin and serves again after commit.
+// begin and serves again after commit. A failed push leaves the sync open with that tensor not there: it may be sent again,
+// and commit fails while it is missing.
 //
 // The store is not thread-safe; its owner (engine.c) serialises. Nothing here waits.
 #pragma once
@@ -51,11 +52,11 @@ void rm_store_destroy(rm_store *store);
 int64_t rm_store_version(const rm_store *store);          // −1: never synced, or unsynced by a failed in-place sync
 const void *rm_store_weights(const rm_store *store);      // the serving block, NULL when unsynced; view until the next commit
 uint64_t rm_store_digest(const rm_store *store);
-// Which router biases the serving version carries; without one a layer's bias is zeros.
 int rm_store_is_open(const rm_store *store);
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
-rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err); // push's checks, nothing written
+rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
+                      rm_error *err); // push's checks, nothing written
 rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
 void rm_sync_abort(rm_store *store);

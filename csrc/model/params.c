@@ -1,0 +1,253 @@
+// params.c: the layout of a version. The block holds the matrices in the order a forward pass reads them; each begins on a
+// cache line. What is one matrix for the kernels (q|k|v, gate|up) is several parameters that share an offset and differ in
+// dst_row0 or layout, so a parameter is always a contiguous run of one tensor of the checkpoint.
+//
+// A tied model has one matrix for both ends: the packed lm_head, out of which embed reads its rows.
+#include "model/params.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+
+enum { MAX_PARAMS = 1 << 20, ALIGN = 64 };
+
+typedef struct layout {
+  rm_params *params;            // list NULL while only counting
+  size_t end;                   // bytes laid out so far
+  int overflow;
+} layout;
+
+// The offset of a new piece of n elements.
+static size_t take(layout *l, int64_t n, rm_dtype dtype) {
+  size_t bytes, end;
+  const size_t start = l->end;
+  if (!rm_mul_size((size_t)n, rm_dtype_bytes(dtype), &bytes) || !rm_add_size(bytes, ALIGN - 1, &bytes) ||
+      !rm_add_size(start, bytes / ALIGN * ALIGN, &end) || end > SIZE_MAX / 4) {
+    l->overflow = 1;
+    return start;
+  }
+  l->end = end;
+  return start;
+}
+
+static size_t take_packed(layout *l, int64_t rows, int64_t cols) { return take(l, rm_packed_elems(rows, cols), l->params->dtype); }
+
+static void add(layout *l, rm_param p) {
+  rm_params *params = l->params;
+  if (params->list) params->list[params->n] = p;
+  params->n++;
+}
+
+static void add_matrix(layout *l, rm_param_kind kind, int layer, int expert, int64_t rows, int64_t cols, rm_layout how, size_t offset,
+                       int64_t dst_row0) {
+  add(l, (rm_param){.kind = kind,
+                    .layer = layer,
+                    .expert = expert,
+                    .rows = rows,
+                    .cols = cols,
+                    .n_dims = 2,
+                    .dtype = l->params->dtype,
+                    .layout = how,
+                    .offset = offset,
+                    .dst_row0 = dst_row0,
+                    .dst_cols = cols,
+                    .required = 1});
+}
+
+static void add_vector(layout *l, rm_param_kind kind, int layer, int64_t n, rm_dtype dtype, size_t offset, int required) {
+  add(l, (rm_param){.kind = kind,
+                    .layer = layer,
+                    .expert = -1,
+                    .rows = 1,
+                    .cols = n,
+                    .n_dims = 1,
+                    .dtype = dtype,
+                    .layout = RM_PLAIN,
+                    .offset = offset,
+                    .dst_cols = n,
+                    .required = required});
+}
+
+static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n) {
+  const size_t offset = take(l, n, l->params->dtype);
+  add_vector(l, kind, layer, n, l->params->dtype, offset, 1);
+  return offset;
+}
+
+static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols) {
+  const size_t offset = take_packed(l, rows, cols);
+  add_matrix(l, kind, layer, -1, rows, cols, RM_PACKED, offset, 0);
+  return offset;
+}
+
+static void lay_attention(layout *l, rm_layer_params *out, int layer) {
+  const rm_spec *s = l->params->spec;
+  const int64_t q = s->n_heads * s->head_dim, kv = s->n_kv_heads * s->head_dim, hidden = s->hidden_size;
+  out->qkv = take_packed(l, q + 2 * kv, hidden);
+  add_matrix(l, RM_P_Q, layer, -1, q, hidden, RM_PACKED, out->qkv, 0);
+  add_matrix(l, RM_P_K, layer, -1, kv, hidden, RM_PACKED, out->qkv, q);
+  add_matrix(l, RM_P_V, layer, -1, kv, hidden, RM_PACKED, out->qkv, q + kv);
+  out->o = new_packed(l, RM_P_O, layer, hidden, q);
+  out->qkv_bias = out->o_bias = SIZE_MAX;
+  if (s->attention_bias) {
+    const size_t each = rm_dtype_bytes(l->params->dtype);
+    out->qkv_bias = take(l, q + 2 * kv, l->params->dtype);
+    add_vector(l, RM_P_Q_BIAS, layer, q, l->params->dtype, out->qkv_bias, 1);
+    add_vector(l, RM_P_K_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)q * each, 1);
+    add_vector(l, RM_P_V_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)(q + kv) * each, 1);
+    out->o_bias = new_vector(l, RM_P_O_BIAS, layer, hidden);
+  }
+  out->q_norm = new_vector(l, RM_P_Q_NORM, layer, s->head_dim);
+  out->k_norm = new_vector(l, RM_P_K_NORM, layer, s->head_dim);
+}
+
+static void lay_dense(layout *l, rm_layer_params *out, int layer) {
+  const rm_spec *s = l->params->spec;
+  const int64_t width = s->intermediate_size, hidden = s->hidden_size;
+  out->gate_up = take_packed(l, rm_gate_up_rows(width), hidden);
+  add_matrix(l, RM_P_GATE, layer, -1, width, hidden, RM_PACKED_GATE, out->gate_up, 0);
+  add_matrix(l, RM_P_UP, layer, -1, width, hidden, RM_PACKED_UP, out->gate_up, 0);
+  out->down = new_packed(l, RM_P_DOWN, layer, hidden, width);
+  out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
+}
+
+static void lay_experts(layout *l, rm_layer_params *out, int layer) {
+  const rm_spec *s = l->params->spec;
+  const int64_t width = s->moe_intermediate_size, hidden = s->hidden_size, experts = s->n_experts;
+  const size_t each = rm_dtype_bytes(l->params->dtype);
+  out->gate_up = out->down = SIZE_MAX;
+  out->router = new_packed(l, RM_P_ROUTER, layer, experts, hidden);
+  out->router_bias = take(l, experts, RM_F32);
+  add_vector(l, RM_P_ROUTER_BIAS, layer, experts, RM_F32, out->router_bias, 0);
+  out->expert_gate_up_stride = rm_packed_elems(rm_gate_up_rows(width), hidden);
+  out->expert_down_stride = rm_packed_elems(hidden, width);
+  out->expert_gate_up = take(l, experts * out->expert_gate_up_stride, l->params->dtype);
+  out->expert_down = take(l, experts * out->expert_down_stride, l->params->dtype);
+  const size_t gate_up_bytes = (size_t)out->expert_gate_up_stride * each, down_bytes = (size_t)out->expert_down_stride * each;
+  for (int e = 0; e < (int)experts; e++)
+    add_matrix(l, RM_P_EXPERT_GATE, layer, e, width, hidden, RM_PACKED_GATE, out->expert_gate_up + (size_t)e * gate_up_bytes, 0);
+  for (int e = 0; e < (int)experts; e++)
+    add_matrix(l, RM_P_EXPERT_UP, layer, e, width, hidden, RM_PACKED_UP, out->expert_gate_up + (size_t)e * gate_up_bytes, 0);
+  for (int e = 0; e < (int)experts; e++)
+    add_matrix(l, RM_P_EXPERT_DOWN, layer, e, hidden, width, RM_PACKED, out->expert_down + (size_t)e * down_bytes, 0);
+}
+
+// In the order of (layer, kind, expert), which rm_params_find searches.
+static void lay_all(layout *l) {
+  rm_params *p = l->params;
+  const rm_spec *s = p->spec;
+  if (s->tie_word_embeddings) {
+    p->lm_head = p->embed = take_packed(l, s->vocab_size, s->hidden_size);
+    add_matrix(l, RM_P_EMBED, -1, -1, s->vocab_size, s->hidden_size, RM_PACKED, p->embed, 0);
+  } else {
+    p->embed = take(l, s->vocab_size * s->hidden_size, p->dtype);
+    add_matrix(l, RM_P_EMBED, -1, -1, s->vocab_size, s->hidden_size, RM_PLAIN, p->embed, 0);
+    p->lm_head = take_packed(l, s->vocab_size, s->hidden_size);
+  }
+  add_matrix(l, RM_P_LM_HEAD, -1, -1, s->vocab_size, s->hidden_size, RM_PACKED, p->lm_head, 0);
+  if (p->list) p->list[p->n - 1].required = !s->tie_word_embeddings;
+  p->final_norm = new_vector(l, RM_P_FINAL_NORM, -1, s->hidden_size);
+  for (int i = 0; i < (int)s->n_layers; i++) {
+    rm_layer_params *out = &p->layers[i];
+    out->input_norm = new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size);
+    out->post_norm = new_vector(l, RM_P_POST_NORM, i, s->hidden_size);
+    lay_attention(l, out, i);
+    if (s->layers[i].is_moe)
+      lay_experts(l, out, i);
+    else
+      lay_dense(l, out, i);
+  }
+}
+
+rm_code rm_params_create(const rm_spec *spec, rm_dtype dtype, rm_params **out, rm_error *err) {
+  *out = NULL;
+  const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;   // before anything of that size is walked or allocated
+  if (per_expert > MAX_PARAMS)
+    return rm_fail(err, RM_E_CONFIG, "num_experts=%lld in %lld layers make %lld tensors; the limit is %d", (long long)spec->n_experts,
+                   (long long)spec->n_moe_layers, (long long)per_expert, MAX_PARAMS);
+  rm_params *params = rm_alloc(1, sizeof *params);
+  if (!params) goto no_memory;
+  params->spec = spec;
+  params->dtype = dtype;
+  params->layers = rm_alloc((size_t)spec->n_layers, sizeof *params->layers);
+  if (!params->layers) goto no_memory;
+  layout count = {.params = params};
+  lay_all(&count);
+  if (count.overflow) {
+    rm_params_destroy(params);
+    return rm_fail(err, RM_E_CONFIG, "the sizes of this model overflow the address space");
+  }
+  params->list = rm_alloc((size_t)params->n, sizeof *params->list);
+  if (!params->list) goto no_memory;
+  params->n = 0;
+  layout fill = {.params = params};
+  lay_all(&fill);
+  params->bytes = fill.end;
+  *out = params;
+  return RM_OK;
+
+no_memory:
+  rm_params_destroy(params);
+  return rm_fail(err, RM_E_MEMORY, "no memory for the parameter table of %lld layers", (long long)spec->n_layers);
+}
+
+void rm_params_destroy(rm_params *params) {
+  if (!params) return;
+  rm_free(params->list);
+  rm_free(params->layers);
+  rm_free(params);
+}
+
+static int compare(const rm_param *p, rm_param_kind kind, int32_t layer, int32_t expert) {
+  if (p->layer != layer) return p->layer < layer ? -1 : 1;
+  if (p->kind != kind) return p->kind < kind ? -1 : 1;
+  return (p->expert > expert) - (p->expert < expert);
+}
+
+int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert) {
+  for (int64_t low = 0, high = params->n; low < high;) {
+    const int64_t middle = low + (high - low) / 2;
+    const int order = compare(&params->list[middle], kind, layer, expert);
+    if (order == 0) return middle;
+    if (order < 0)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return -1;
+}
+
+static const char *const hf_names[RM_N_PARAM_KIND] = {
+    [RM_P_EMBED] = "model.embed_tokens.weight",
+    [RM_P_LM_HEAD] = "lm_head.weight",
+    [RM_P_FINAL_NORM] = "model.norm.weight",
+    [RM_P_INPUT_NORM] = "input_layernorm.weight",
+    [RM_P_POST_NORM] = "post_attention_layernorm.weight",
+    [RM_P_Q] = "self_attn.q_proj.weight",
+    [RM_P_K] = "self_attn.k_proj.weight",
+    [RM_P_V] = "self_attn.v_proj.weight",
+    [RM_P_O] = "self_attn.o_proj.weight",
+    [RM_P_Q_BIAS] = "self_attn.q_proj.bias",
+    [RM_P_K_BIAS] = "self_attn.k_proj.bias",
+    [RM_P_V_BIAS] = "self_attn.v_proj.bias",
+    [RM_P_O_BIAS] = "self_attn.o_proj.bias",
+    [RM_P_Q_NORM] = "self_attn.q_norm.weight",
+    [RM_P_K_NORM] = "self_attn.k_norm.weight",
+    [RM_P_GATE] = "mlp.gate_proj.weight",
+    [RM_P_UP] = "mlp.up_proj.weight",
+    [RM_P_DOWN] = "mlp.down_proj.weight",
+    [RM_P_ROUTER] = "mlp.gate.weight",
+    [RM_P_ROUTER_BIAS] = "mlp.gate.e_score_correction_bias",
+    [RM_P_EXPERT_GATE] = "gate_proj.weight",
+    [RM_P_EXPERT_UP] = "up_proj.weight",
+    [RM_P_EXPERT_DOWN] = "down_proj.weight",
+};
+
+int rm_param_name(const rm_param *param, char *buffer, size_t capacity) {
+  const char *name = hf_names[param->kind];
+  if (param->layer < 0) return snprintf(buffer, capacity, "%s", name);
+  if (param->expert < 0) return snprintf(buffer, capacity, "model.layers.%d.%s", param->layer, name);
+  return snprintf(buffer, capacity, "model.layers.%d.mlp.experts.%d.%s", param->layer, param->expert, name);
+}

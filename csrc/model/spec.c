@@ -1,0 +1,98 @@
+// spec.c: the rules a model must keep. Each is checked once, here, so that nothing behind a spec has to ask again; a broken
+// one is named with the value seen. Upper limits are far beyond any model and keep every product of sizes within 63 bits.
+#include "model/spec.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/memory.h"
+
+enum { MAX_VOCAB = 1 << 26, MAX_WIDTH = 1 << 22, MAX_LAYERS = 1024, MAX_HEADS = 1 << 14, MAX_HEAD_DIM = 1024, MAX_EXPERTS = 16384 };
+
+static rm_code in_range(rm_error *err, const char *name, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s=%lld is not in [%lld, %lld]", name, (long long)value, (long long)low, (long long)high);
+}
+
+static rm_code check_attention(const rm_spec *s, rm_error *err) {
+  rm_code code;
+  if ((code = in_range(err, "num_attention_heads", s->n_heads, 1, MAX_HEADS))) return code;
+  if ((code = in_range(err, "num_key_value_heads", s->n_kv_heads, 1, s->n_heads))) return code;
+  if (s->n_heads % s->n_kv_heads)
+    return rm_fail(err, RM_E_CONFIG, "num_key_value_heads=%lld does not divide num_attention_heads=%lld", (long long)s->n_kv_heads,
+                   (long long)s->n_heads);
+  if ((code = in_range(err, "head_dim", s->head_dim, 2, MAX_HEAD_DIM))) return code;
+  if (s->head_dim % 2) return rm_fail(err, RM_E_CONFIG, "head_dim=%lld is odd; rope rotates pairs", (long long)s->head_dim);
+  if (s->n_heads * s->head_dim > MAX_WIDTH)
+    return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim=%lld is over %d", (long long)(s->n_heads * s->head_dim), MAX_WIDTH);
+  return RM_OK;
+}
+
+static rm_code check_rope(const rm_spec *s, rm_error *err) {
+  if (!(isfinite(s->rope_scale) && s->rope_scale > 0))
+    return rm_fail(err, RM_E_CONFIG, "rope_scale=%g is not finite and > 0", (double)s->rope_scale);
+  if (!s->inv_freq) return rm_fail(err, RM_E_CONFIG, "inv_freq is missing; wanted head_dim/2=%lld values", (long long)s->head_dim / 2);
+  for (int64_t i = 0; i < s->head_dim / 2; i++)
+    if (!(isfinite(s->inv_freq[i]) && s->inv_freq[i] >= 0))
+      return rm_fail(err, RM_E_CONFIG, "inv_freq[%lld]=%g is not finite and ≥ 0", (long long)i, (double)s->inv_freq[i]);
+  return RM_OK;
+}
+
+static rm_code check_experts(const rm_spec *s, rm_error *err) {
+  rm_code code;
+  if ((code = in_range(err, "num_experts", s->n_experts, 0, MAX_EXPERTS))) return code;
+  if (s->n_experts == 0) {
+    if (s->top_k || s->moe_intermediate_size)
+      return rm_fail(err, RM_E_CONFIG,
+                     "num_experts=0 with num_experts_per_tok=%lld and moe_intermediate_size=%lld; a dense model has 0 of each",
+                     (long long)s->top_k, (long long)s->moe_intermediate_size);
+    return RM_OK;
+  }
+  if (s->top_k > s->n_experts)
+    return rm_fail(err, RM_E_CONFIG, "num_experts_per_tok=%lld exceeds num_experts=%lld", (long long)s->top_k, (long long)s->n_experts);
+  if ((code = in_range(err, "num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K))) return code;
+  return in_range(err, "moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH);
+}
+
+static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
+  rm_code code;
+  if ((code = in_range(err, "num_hidden_layers", s->n_layers, 1, MAX_LAYERS))) return code;
+  if (!s->layers) return rm_fail(err, RM_E_CONFIG, "layers is missing; wanted num_hidden_layers=%lld entries", (long long)s->n_layers);
+  *n_moe = 0;
+  for (int64_t i = 0; i < s->n_layers; i++) {
+    if (s->layers[i].window < 0)
+      return rm_fail(err, RM_E_CONFIG, "layer %lld: sliding_window=%lld is negative", (long long)i, (long long)s->layers[i].window);
+    if (s->layers[i].is_moe && s->n_experts == 0)
+      return rm_fail(err, RM_E_CONFIG, "layer %lld is a mixture of experts but num_experts=0", (long long)i);
+    *n_moe += s->layers[i].is_moe != 0;
+  }
+  if (*n_moe < s->n_layers) return in_range(err, "intermediate_size", s->intermediate_size, 1, MAX_WIDTH);
+  return RM_OK;
+}
+
+rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
+  *out = NULL;
+  rm_code code;
+  int64_t n_moe = 0;
+  if ((code = in_range(err, "vocab_size", values->vocab_size, 1, MAX_VOCAB))) return code;
+  if ((code = in_range(err, "hidden_size", values->hidden_size, 1, MAX_WIDTH))) return code;
+  if ((code = check_attention(values, err))) return code;
+  if ((code = check_rope(values, err))) return code;
+  if ((code = check_experts(values, err))) return code;
+  if ((code = check_layers(values, &n_moe, err))) return code;
+  if (!(isfinite(values->rms_norm_eps) && values->rms_norm_eps > 0))
+    return rm_fail(err, RM_E_CONFIG, "rms_norm_eps=%g is not finite and > 0", (double)values->rms_norm_eps);
+
+  const size_t layers_bytes = (size_t)values->n_layers * sizeof *values->layers;
+  const size_t freq_bytes = (size_t)(values->head_dim / 2) * sizeof *values->inv_freq;
+  rm_spec *spec = rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes);   // one block: the spec, its layers, its frequencies
+  if (!spec) return rm_fail(err, RM_E_MEMORY, "no memory for a spec of %lld layers", (long long)values->n_layers);
+  *spec = *values;
+  spec->n_moe_layers = n_moe;
+  spec->layers = memcpy(spec + 1, values->layers, layers_bytes);
+  spec->inv_freq = memcpy((char *)(spec + 1) + layers_bytes, values->inv_freq, freq_bytes);
+  *out = spec;
+  return RM_OK;
+}
+
+void rm_spec_destroy(rm_spec *spec) { rm_free(spec); }

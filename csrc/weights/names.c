@@ -1,0 +1,269 @@
+// names.c: the table of spellings. A line of it is a pattern, in which the first # is the layer and the second the expert, and
+// what the tensor holds. Before matching, a name loses what wrappers put around modules (torch.compile, DDP, FSDP, activation
+// checkpointing) wherever it stands, and any leading "model.". So one line serves the checkpoint, the bare module and the
+// wrapped one. Regular expressions lost: sixty fixed patterns are checked in less time than one of them compiles.
+#include "weights/names.h"
+
+#include <string.h>
+
+#include "base/memory.h"
+
+typedef enum form {
+  ONE,                          // a parameter as it is
+  QKV,                          // q, k and v rows one after another
+  GATE_UP,                      // gate rows, then up rows
+  EXPERTS,                      // [experts][rows][cols] of one kind
+  EXPERTS_GATE_UP,              // [experts][gate rows, then up rows][cols]
+} form;
+
+typedef struct spelling {
+  const char *pattern;
+  form form;
+  rm_param_kind kind;           // of QKV: Q; of GATE_UP: the gate
+} spelling;
+
+static const spelling spellings[] = {
+    // Hugging Face checkpoints, Qwen3 and Qwen3-MoE
+    {"embed_tokens.weight", ONE, RM_P_EMBED},
+    {"lm_head.weight", ONE, RM_P_LM_HEAD},
+    {"norm.weight", ONE, RM_P_FINAL_NORM},
+    {"layers.#.input_layernorm.weight", ONE, RM_P_INPUT_NORM},
+    {"layers.#.post_attention_layernorm.weight", ONE, RM_P_POST_NORM},
+    {"layers.#.self_attn.q_proj.weight", ONE, RM_P_Q},
+    {"layers.#.self_attn.k_proj.weight", ONE, RM_P_K},
+    {"layers.#.self_attn.v_proj.weight", ONE, RM_P_V},
+    {"layers.#.self_attn.o_proj.weight", ONE, RM_P_O},
+    {"layers.#.self_attn.q_proj.bias", ONE, RM_P_Q_BIAS},
+    {"layers.#.self_attn.k_proj.bias", ONE, RM_P_K_BIAS},
+    {"layers.#.self_attn.v_proj.bias", ONE, RM_P_V_BIAS},
+    {"layers.#.self_attn.o_proj.bias", ONE, RM_P_O_BIAS},
+    {"layers.#.self_attn.q_norm.weight", ONE, RM_P_Q_NORM},
+    {"layers.#.self_attn.k_norm.weight", ONE, RM_P_K_NORM},
+    {"layers.#.mlp.gate_proj.weight", ONE, RM_P_GATE},
+    {"layers.#.mlp.up_proj.weight", ONE, RM_P_UP},
+    {"layers.#.mlp.down_proj.weight", ONE, RM_P_DOWN},
+    {"layers.#.mlp.gate.weight", ONE, RM_P_ROUTER},
+    {"layers.#.mlp.experts.#.gate_proj.weight", ONE, RM_P_EXPERT_GATE},
+    {"layers.#.mlp.experts.#.up_proj.weight", ONE, RM_P_EXPERT_UP},
+    {"layers.#.mlp.experts.#.down_proj.weight", ONE, RM_P_EXPERT_DOWN},
+    // modules of transformers 5: one tensor for all experts
+    {"layers.#.mlp.experts.gate_up_proj", EXPERTS_GATE_UP, RM_P_EXPERT_GATE},
+    {"layers.#.mlp.experts.down_proj", EXPERTS, RM_P_EXPERT_DOWN},
+    // fused projections, as inference engines hold them
+    {"layers.#.self_attn.qkv_proj.weight", QKV, RM_P_Q},
+    {"layers.#.self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
+    {"layers.#.mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
+    {"layers.#.mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
+    // torchtitan; its fused wqkv saves itself as wq, wk, wv
+    {"tok_embeddings.weight", ONE, RM_P_EMBED},
+    {"output.weight", ONE, RM_P_LM_HEAD},
+    {"layers.#.attention_norm.weight", ONE, RM_P_INPUT_NORM},
+    {"layers.#.ffn_norm.weight", ONE, RM_P_POST_NORM},
+    {"layers.#.attention.wq.weight", ONE, RM_P_Q},
+    {"layers.#.attention.wk.weight", ONE, RM_P_K},
+    {"layers.#.attention.wv.weight", ONE, RM_P_V},
+    {"layers.#.attention.qkv_linear.wq.weight", ONE, RM_P_Q},
+    {"layers.#.attention.qkv_linear.wk.weight", ONE, RM_P_K},
+    {"layers.#.attention.qkv_linear.wv.weight", ONE, RM_P_V},
+    {"layers.#.attention.wo.weight", ONE, RM_P_O},
+    {"layers.#.attention.q_norm.weight", ONE, RM_P_Q_NORM},
+    {"layers.#.attention.k_norm.weight", ONE, RM_P_K_NORM},
+    {"layers.#.feed_forward.w1.weight", ONE, RM_P_GATE},
+    {"layers.#.feed_forward.w2.weight", ONE, RM_P_DOWN},
+    {"layers.#.feed_forward.w3.weight", ONE, RM_P_UP},
+    {"layers.#.moe.router.gate.weight", ONE, RM_P_ROUTER},
+    {"layers.#.moe.experts.w1", EXPERTS, RM_P_EXPERT_GATE},
+    {"layers.#.moe.experts.w2", EXPERTS, RM_P_EXPERT_DOWN},
+    {"layers.#.moe.experts.w3", EXPERTS, RM_P_EXPERT_UP},
+    {"layers.#.moe.experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
+    {"layers.#.moe.experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
+    {"layers.#.moe.experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    {"layers.#.moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
+    {"layers.#.moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
+    {"layers.#.moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    // the bias of the choice of experts
+    {"layers.#.mlp.gate.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
+    {"layers.#.mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"layers.#.mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"layers.#.mlp.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
+    {"layers.#.mlp.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"layers.#.moe.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"layers.#.moe.expert_bias_E", ONE, RM_P_ROUTER_BIAS},
+};
+
+static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."};
+
+// ------------------------------------------------------------------------------------------------ bounds
+static int is_continuation(unsigned char c) { return (c & 0xC0) == 0x80; }
+
+// 1 when the bytes are UTF-8 without NUL or surrogates, so that they can stand in a message.
+static int is_text(const char *name, size_t length) {
+  const unsigned char *p = (const unsigned char *)name, *end = p + length;
+  while (p < end) {
+    const int more = *p == 0 ? -1 : *p < 0x80 ? 0 : *p >= 0xF5 ? -1 : *p >= 0xF0 ? 3 : *p >= 0xE0 ? 2 : *p >= 0xC2 ? 1 : -1;
+    if (more < 0 || end - p <= more) return 0;
+    if ((*p == 0xED && p[1] >= 0xA0) || (*p == 0xE0 && p[1] < 0xA0) || (*p == 0xF0 && p[1] < 0x90) || (*p == 0xF4 && p[1] >= 0x90))
+      return 0;
+    for (int i = 1; i <= more; i++)
+      if (!is_continuation(p[i])) return 0;
+    p += more + 1;
+  }
+  return 1;
+}
+
+static rm_code check_name(const char *name, size_t length, rm_error *err) {
+  if (length > RM_NAME_MAX) return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes; the limit is %d", length, RM_NAME_MAX);
+  if (!is_text(name, length)) return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes has a NUL byte or is not UTF-8", length);
+  return RM_OK;
+}
+
+// ------------------------------------------------------------------------------------------------ matching
+static size_t wrapper_length(const char *at) {
+  for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers; i++) {
+    const size_t n = strlen(wrappers[i]);
+    if (strncmp(at, wrappers[i], n) == 0) return n;
+  }
+  return 0;
+}
+
+// The name without wrappers and leading "model."; out has room for length + 1.
+static const char *bare_name(char *out, const char *name, size_t length) {
+  char *to = out;
+  memcpy(out, name, length);
+  out[length] = 0;
+  for (const char *from = out; *from;) {
+    size_t n;
+    while ((n = wrapper_length(from))) from += n;
+    while (*from && *from != '.') *to++ = *from++;
+    if (*from == '.') *to++ = *from++;
+  }
+  *to = 0;
+  const char *bare = out;
+  while (strncmp(bare, "model.", 6) == 0) bare += 6;
+  return bare;
+}
+
+// A decimal number without sign or leading zeros, −1 otherwise; moves *at behind it.
+static int32_t read_number(const char **at) {
+  const char *p = *at;
+  int32_t value = 0;
+  int digits = 0;
+  for (; *p >= '0' && *p <= '9'; p++, digits++) {
+    if (digits == 9) return -1;
+    value = value * 10 + (*p - '0');
+  }
+  if (digits == 0 || (digits > 1 && **at == '0')) return -1;
+  *at = p;
+  return value;
+}
+
+static int matches(const char *pattern, const char *name, int32_t numbers[2]) {
+  int n = 0;
+  numbers[0] = numbers[1] = -1;
+  for (; *pattern; pattern++) {
+    if (*pattern == '#') {
+      if ((numbers[n++] = read_number(&name)) < 0) return 0;
+    } else if (*pattern != *name++) {
+      return 0;
+    }
+  }
+  return *name == 0;
+}
+
+// ------------------------------------------------------------------------------------------------ targets
+static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0, rm_error *err) {
+  if (target->n_pieces == target->capacity) {
+    const int64_t capacity = target->capacity ? 2 * target->capacity : 4;
+    rm_piece *grown = rm_realloc(target->pieces, (size_t)capacity, sizeof *grown);
+    if (!grown) return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor", (long long)capacity);
+    target->pieces = grown;
+    target->capacity = capacity;
+  }
+  target->pieces[target->n_pieces++] = (rm_piece){param, outer, row0};
+  return RM_OK;
+}
+
+static int64_t extent(const rm_param *p) { return p->n_dims == 1 ? p->cols : p->rows; }
+
+// The parameters of `kinds`, one after another along the rows, for one expert (or none).
+static rm_code stack(const rm_params *params, rm_target *out, const rm_param_kind *kinds, int n_kinds, int32_t layer, int32_t expert,
+                     int64_t outer, rm_error *err) {
+  int64_t rows = 0;
+  for (int i = 0; i < n_kinds; i++) {
+    const int64_t index = rm_params_find(params, kinds[i], layer, expert);
+    if (index < 0) return RM_E_UNEXPECTED_KEY;
+    const rm_code code = add_piece(out, index, outer, rows, err);
+    if (code) return code;
+    rows += extent(&params->list[index]);
+  }
+  const rm_param *first = &params->list[out->pieces[0].param];
+  out->n_dims = first->n_dims;
+  out->shape[0] = rows;
+  if (first->n_dims == 2) out->shape[1] = first->cols;
+  return RM_OK;
+}
+
+static rm_code stack_experts(const rm_params *params, rm_target *out, const rm_param_kind *kinds, int n_kinds, int32_t layer,
+                             rm_error *err) {
+  const int64_t experts = params->spec->n_experts;
+  for (int32_t e = 0; e < experts; e++) {
+    const rm_code code = stack(params, out, kinds, n_kinds, layer, e, e, err);
+    if (code) return code;
+  }
+  if (experts == 0) return RM_E_UNEXPECTED_KEY;
+  out->n_dims = 3;
+  out->shape[2] = out->shape[1];
+  out->shape[1] = out->shape[0];
+  out->shape[0] = experts;
+  return RM_OK;
+}
+
+static rm_code fill(const rm_params *params, const spelling *s, const int32_t numbers[2], rm_target *out, rm_error *err) {
+  const rm_param_kind next = (rm_param_kind)(s->kind + 1);
+  const rm_param_kind kinds[3] = {s->kind, next, (rm_param_kind)(s->kind + 2)};   // Q K V, gate up: neighbours in the enum
+  switch (s->form) {
+    case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
+    case QKV: return stack(params, out, kinds, 3, numbers[0], numbers[1], 0, err);
+    case GATE_UP: return stack(params, out, kinds, 2, numbers[0], numbers[1], 0, err);
+    case EXPERTS: return stack_experts(params, out, kinds, 1, numbers[0], err);
+    case EXPERTS_GATE_UP: return stack_experts(params, out, kinds, 2, numbers[0], err);
+  }
+  return RM_E_UNEXPECTED_KEY;
+}
+
+// A name of a known form that this model has no place for: says which of the numbers or options it is.
+static rm_code no_place(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_error *err) {
+  const rm_spec *spec = params->spec;
+  if (numbers[0] >= spec->n_layers)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, numbers[0], (long long)spec->n_layers);
+  if (numbers[1] >= 0 && spec->layers[numbers[0]].is_moe && numbers[1] >= spec->n_experts)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1], (long long)spec->n_experts);
+  if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has attention_bias=False", name);
+  if (s->kind >= RM_P_GATE && numbers[0] >= 0)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d %s", name, numbers[0],
+                   spec->layers[numbers[0]].is_moe ? "is a mixture of experts" : "has no experts");
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", name);
+}
+
+rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out, rm_error *err) {
+  rm_code code = check_name(name, length, err);
+  if (code) return code;
+  char shown[RM_NAME_MAX + 1], buffer[RM_NAME_MAX + 1];
+  memcpy(shown, name, length);
+  shown[length] = 0;
+  const char *bare = bare_name(buffer, name, length);
+  out->n_pieces = 0;
+  for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
+    int32_t numbers[2];
+    if (!matches(spellings[i].pattern, bare, numbers)) continue;
+    code = fill(params, &spellings[i], numbers, out, err);
+    return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
+  }
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", shown);
+}
+
+void rm_target_clear(rm_target *target) {
+  rm_free(target->pieces);
+  *target = (rm_target){0};
+}

@@ -1,0 +1,411 @@
+// sync.c: two blocks and a swap. What is known of each parameter during a sync is a byte of flags; what a version is, is its
+// block, its per-parameter digests and which router biases it carries, and all three change hands in commit, after the last
+// thing that can fail.
+//
+// In place there is one block: begin takes it out of service and makes it the staging one, so that everything after is the
+// same code. Until the first byte is written it can go back as it was.
+#include "weights/sync.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/memory.h"
+#include "weights/check.h"
+
+enum { MAX_ENTRIES = 1000000 };
+enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been written to
+
+typedef struct version_state {
+  char *block;                  // owned; NULL: none
+  uint64_t *digests;            // [n] of each parameter's name and stored values, 0 where it has none
+  uint64_t digest;              // their sum
+} version_state;
+
+struct rm_store {
+  const rm_params *params;      // view
+  const rm_kernels *kernels;    // view
+  rm_ctx ctx;
+  version_state serving, staging;
+  int64_t version;              // of serving, −1
+  int64_t last_version;         // ever committed, −1
+  uint8_t *has_bias;            // [n_layers] the last committed version carried a router bias here
+  int64_t tied_head, tied_embed;  // indices; −1 when not tied
+
+  int open;
+  rm_sync_options options;      // with the version resolved
+  int64_t version_before;       // in place: what serves again if nothing gets written
+  int has_base;                 // partial, and staging began as what served
+  uint8_t *flags;               // [n]
+  rm_target target;             // of the tensor at hand
+  rm_sync_report report;
+  int64_t n_entries;            // pushes, whatever became of them
+  double began;
+};
+
+static double now_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// ------------------------------------------------------------------------------------------------ the store
+rm_code rm_store_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, rm_store **out, rm_error *err) {
+  *out = NULL;
+  rm_store *store = rm_alloc(1, sizeof *store);
+  if (!store) goto no_memory;
+  store->params = params;
+  store->kernels = kernels;
+  store->ctx = (rm_ctx){.n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
+  store->version = store->last_version = -1;
+  store->tied_head = store->tied_embed = -1;
+  if (params->spec->tie_word_embeddings) {
+    store->tied_head = rm_params_find(params, RM_P_LM_HEAD, -1, -1);
+    store->tied_embed = rm_params_find(params, RM_P_EMBED, -1, -1);
+  }
+  store->flags = rm_alloc((size_t)params->n, sizeof *store->flags);
+  store->has_bias = rm_alloc((size_t)params->spec->n_layers, sizeof *store->has_bias);
+  store->serving.digests = rm_alloc((size_t)params->n, sizeof *store->serving.digests);
+  store->staging.digests = rm_alloc((size_t)params->n, sizeof *store->staging.digests);
+  if (!store->flags || !store->has_bias || !store->serving.digests || !store->staging.digests) goto no_memory;
+  *out = store;
+  return RM_OK;
+
+no_memory:
+  rm_store_destroy(store);
+  return rm_fail(err, RM_E_MEMORY, "no memory for the books of %lld parameters", (long long)params->n);
+}
+
+static void drop_block(rm_store *store, version_state *state) {
+  rm_unmap(state->block, store->params->bytes);
+  state->block = NULL;
+}
+
+void rm_store_destroy(rm_store *store) {
+  if (!store) return;
+  drop_block(store, &store->serving);
+  drop_block(store, &store->staging);
+  rm_free(store->serving.digests);
+  rm_free(store->staging.digests);
+  rm_free(store->has_bias);
+  rm_free(store->flags);
+  rm_target_clear(&store->target);
+  rm_free(store);
+}
+
+int64_t rm_store_version(const rm_store *store) { return store->version; }
+const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
+uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
+int rm_store_is_open(const rm_store *store) { return store->open; }
+
+void rm_store_discard(rm_store *store) {
+  rm_sync_abort(store);
+  drop_block(store, &store->serving);
+  drop_block(store, &store->staging);
+  store->version = -1;
+}
+
+static void swap_states(rm_store *store) {
+  const version_state other = store->serving;
+  store->serving = store->staging;
+  store->staging = other;
+}
+
+// ------------------------------------------------------------------------------------------------ begin
+static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
+  if (*version == -1) *version = store->last_version + 1;
+  if (*version < 0) return rm_fail(err, RM_E_VERSION, "version %lld is negative", (long long)*version);
+  if (*version <= store->last_version)
+    return rm_fail(err, RM_E_VERSION, "version %lld does not exceed %lld, the last one", (long long)*version,
+                   (long long)store->last_version);
+  return RM_OK;
+}
+
+// The block that pushes will write: new, the one left by the last swap, or in place the serving one.
+static rm_code take_staging(rm_store *store, rm_error *err) {
+  if (store->options.in_place && store->serving.block) {
+    drop_block(store, &store->staging);
+    swap_states(store);
+    store->version = -1;
+    return RM_OK;
+  }
+  if (store->staging.block) return RM_OK;
+  const size_t bytes = store->params->bytes, available = rm_memory_available();
+  if (bytes > available)
+    return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %.2f GiB and %.2f GiB are available%s",
+                   store->serving.block ? "a second copy" : "one copy", (double)bytes / 0x1p30, (double)available / 0x1p30,
+                   store->serving.block ? "; mode=\"inplace\" needs none" : "");
+  store->staging.block = rm_map(bytes);
+  if (!store->staging.block) return rm_fail(err, RM_E_MEMORY, "the system gives no %.2f GiB for the weights", (double)bytes / 0x1p30);
+  return RM_OK;
+}
+
+typedef struct copy_job {
+  char *to;
+  const char *from;
+  size_t bytes;
+} copy_job;
+
+static void copy_task(void *arg, int thread, int n_threads) {
+  const copy_job *job = arg;
+  const size_t part = (job->bytes / (size_t)n_threads + 63) / 64 * 64, start = part * (size_t)thread;
+  if (start >= job->bytes) return;
+  memcpy(job->to + start, job->from + start, part < job->bytes - start ? part : job->bytes - start);
+}
+
+// Partial: what is not sent keeps its value, so staging starts as a copy of what serves.
+static void copy_serving(rm_store *store) {
+  copy_job job = {store->staging.block, store->serving.block, store->params->bytes};
+  store->ctx.run(store->ctx.team, copy_task, &job);
+  memcpy(store->staging.digests, store->serving.digests, (size_t)store->params->n * sizeof *store->serving.digests);
+}
+
+rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err) {
+  int64_t version = options->version;
+  rm_code code = check_version(store, &version, err);
+  if (code) return code;
+  rm_sync_abort(store);
+  store->began = now_seconds();
+  store->options = *options;
+  store->options.version = version;
+  store->version_before = store->version;
+  store->has_base = options->allow_partial && store->serving.block != NULL;
+  if ((code = take_staging(store, err))) return code;
+  if (store->has_base && store->serving.block) copy_serving(store);
+  memset(store->flags, 0, (size_t)store->params->n);
+  store->report = (rm_sync_report){.version = version};
+  store->n_entries = 0;
+  store->open = 1;
+  return RM_OK;
+}
+
+// ------------------------------------------------------------------------------------------------ check
+static rm_code check_new(const rm_store *store, const char *name, rm_error *err) {
+  for (int64_t i = 0; i < store->target.n_pieces; i++) {
+    const int64_t index = store->target.pieces[i].param;
+    if (!(store->flags[index] & SEEN)) continue;
+    char earlier[128];
+    rm_param_name(&store->params->list[index], earlier, sizeof earlier);
+    return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", name, earlier);
+  }
+  return RM_OK;
+}
+
+// Everything that can be said before a byte is read. *skip: an unexpected name that allow_partial lets pass.
+static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
+  *skip = 0;
+  if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
+  rm_code code = rm_names_resolve(store->params, name, length, &store->target, err);
+  if (code == RM_E_UNEXPECTED_KEY && store->options.allow_partial) {
+    rm_error_clear(err);
+    *skip = 1;
+    return RM_OK;
+  }
+  if (code) return code;
+  memcpy(shown, name, length);
+  shown[length] = 0;
+  if ((code = check_new(store, shown, err))) return code;
+  return rm_tensor_check(store->params, &store->target, tensor, store->options.cast, shown, err);
+}
+
+rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  char shown[RM_NAME_MAX + 1];
+  int skip;
+  return check_all(store, name, length, tensor, shown, &skip, err);
+}
+
+// ------------------------------------------------------------------------------------------------ push
+static uint64_t mix64(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
+}
+
+// Of a parameter's Hugging Face name and its values, so that versions can be compared by one number.
+static uint64_t named_digest(const rm_param *param, uint64_t values) {
+  char name[128];
+  const int length = rm_param_name(param, name, sizeof name);
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (int i = 0; i < length; i++) hash = (hash ^ (unsigned char)name[i]) * 0x100000001B3u;
+  return mix64(hash ^ mix64(values + 0x9E3779B97F4A7C15u));
+}
+
+// The other half of a tied pair, when it is here and this one must therefore be equal to it; −1 otherwise.
+static int64_t tied_twin(const rm_store *store, int64_t index) {
+  const int64_t twin = index == store->tied_head ? store->tied_embed : index == store->tied_embed ? store->tied_head : -1;
+  return twin >= 0 && (store->flags[twin] & SEEN) ? twin : -1;
+}
+
+static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor) {
+  const rm_param *param = &store->params->list[piece->param];
+  const int n = tensor->n_dims;
+  const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2], col_stride = tensor->strides[n - 1];
+  const int64_t start = n == 1 ? piece->row0 * col_stride : piece->row0 * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
+  return (rm_pack_args){
+      .src = (const char *)tensor->data + start * (int64_t)rm_src_bytes(tensor->dtype),
+      .src_dtype = tensor->dtype,
+      .rows = param->rows,
+      .cols = param->cols,
+      .row_stride = row_stride,
+      .col_stride = col_stride,
+      .dst = store->staging.block + param->offset,
+      .dst_dtype = param->dtype,
+      .layout = param->layout,
+      .dst_row0 = param->dst_row0,
+      .dst_cols = param->dst_cols,
+  };
+}
+
+// Where in the tensor the sender finds an element of a piece.
+static rm_dims_text show_index(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor, int64_t element) {
+  const int64_t cols = store->params->list[piece->param].cols, row = element / cols, col = element % cols;
+  const int64_t at1[1] = {piece->row0 + col}, at2[2] = {piece->row0 + row, col}, at3[3] = {piece->outer, piece->row0 + row, col};
+  return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
+}
+
+static rm_code copy_piece(rm_store *store, const rm_piece *piece, const char *name, const rm_tensor *tensor, uint64_t *digest,
+                          rm_error *err) {
+  const rm_param *param = &store->params->list[piece->param];
+  const int64_t twin = tied_twin(store, piece->param);
+  rm_pack_args args = pack_args(store, piece, tensor);
+  args.compare = twin >= 0;
+  if (!args.compare) {
+    store->flags[piece->param] |= DIRTY;
+    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
+  }
+  store->kernels->pack(&store->ctx, &args);
+  if (args.nonfinite_index >= 0 && !store->options.allow_nonfinite)
+    return rm_fail(err, RM_E_NONFINITE, "%s: element %s is not finite as %s", name,
+                   show_index(store, piece, tensor, args.nonfinite_index).text, rm_dtype_name(param->dtype));
+  if (args.diff_index >= 0) {
+    char other[128];
+    rm_param_name(&store->params->list[twin], other, sizeof other);
+    return rm_fail(err, RM_E_TIED_WEIGHT, "%s differs from %s at element %s, and tie_word_embeddings is set", name, other,
+                   show_index(store, piece, tensor, args.diff_index).text);
+  }
+  *digest = piece->param == store->tied_head ? 0 : named_digest(param, args.digest);   // a tied matrix counts once
+  return RM_OK;
+}
+
+rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  char shown[RM_NAME_MAX + 1];
+  int skip;
+  if (store->open && store->n_entries >= MAX_ENTRIES) return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
+  if (store->open) store->n_entries++;
+  rm_code code = check_all(store, name, length, tensor, shown, &skip, err);
+  if (code) return code;
+  if (skip) {
+    store->report.n_skipped++;
+    return RM_OK;
+  }
+  const double start = now_seconds();
+  const rm_target *target = &store->target;
+  for (int64_t i = 0; i < target->n_pieces && !code; i++)
+    code = copy_piece(store, &target->pieces[i], shown, tensor, &store->staging.digests[target->pieces[i].param], err);
+  store->report.copy_seconds += now_seconds() - start;
+  if (code) return code;
+
+  uint64_t elements = 1;
+  for (int i = 0; i < tensor->n_dims; i++) elements *= (uint64_t)tensor->shape[i];
+  store->report.bytes += elements * rm_src_bytes(tensor->dtype);
+  store->report.n_tensors++;
+  for (int64_t i = 0; i < target->n_pieces; i++) {
+    store->flags[target->pieces[i].param] |= SEEN;
+    store->report.n_parameters++;
+  }
+  return RM_OK;
+}
+
+// ------------------------------------------------------------------------------------------------ commit
+// A parameter that did not come keeps its value when the sync began with one and nothing was written over it.
+static int keeps_value(const rm_store *store, int64_t index) { return store->has_base && !(store->flags[index] & DIRTY); }
+
+// One that must be there and is not: required, or optional with a push that failed half way.
+static int is_absent(const rm_store *store, int64_t index) {
+  const int wanted = store->params->list[index].required || (store->flags[index] & DIRTY);
+  return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
+}
+
+int rm_sync_complete(const rm_store *store) {
+  for (int64_t i = 0; i < store->params->n; i++)
+    if (is_absent(store, i)) return 0;
+  return store->open;
+}
+
+static rm_code list_absent(const rm_store *store, rm_error *err) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < store->params->n; i++) n += is_absent(store, i);
+  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters", (long long)store->options.version, (long long)n,
+          (long long)store->params->n);
+  const char *before = ": ";
+  for (int64_t i = 0; i < store->params->n; i++) {
+    if (!is_absent(store, i)) continue;
+    char name[128];
+    rm_param_name(&store->params->list[i], name, sizeof name);
+    rm_error_append(err, "%s%s", before, name);
+    before = ", ";
+  }
+  return RM_E_INCOMPLETE_SYNC;
+}
+
+// A router bias is zeros when it never came; one that the last version had and this one lacks is most likely a mistake.
+static rm_code check_biases(const rm_store *store, rm_error *err) {
+  if (store->options.allow_bias_removal) return RM_OK;
+  for (int64_t i = 0; i < store->params->n; i++) {
+    const rm_param *param = &store->params->list[i];
+    if (param->kind != RM_P_ROUTER_BIAS || (store->flags[i] & SEEN) || keeps_value(store, i) || !store->has_bias[param->layer]) continue;
+    char name[128];
+    rm_param_name(param, name, sizeof name);
+    return rm_fail(err, RM_E_MISSING_KEY,
+                   "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True makes it zeros)", name,
+                   (long long)store->last_version, (long long)store->options.version);
+  }
+  return RM_OK;
+}
+
+static void settle_biases(rm_store *store) {
+  for (int64_t i = 0; i < store->params->n; i++) {
+    const rm_param *param = &store->params->list[i];
+    if (param->kind != RM_P_ROUTER_BIAS) continue;
+    const int has = (store->flags[i] & SEEN) || (keeps_value(store, i) && store->has_bias[param->layer]);
+    store->has_bias[param->layer] = (uint8_t)has;
+    if (has) continue;
+    memset(store->staging.block + param->offset, 0, (size_t)param->cols * rm_dtype_bytes(param->dtype));
+    store->staging.digests[i] = 0;
+  }
+}
+
+rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err) {
+  if (!store->open) return rm_fail(err, RM_E_STATE, "a sync was to be committed and none is open");
+  rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
+  if (code) {
+    rm_sync_abort(store);
+    return code;
+  }
+  settle_biases(store);
+  store->staging.digest = 0;
+  for (int64_t i = 0; i < store->params->n; i++) store->staging.digest += store->staging.digests[i];
+  swap_states(store);
+  store->version = store->last_version = store->options.version;
+  store->open = 0;
+  store->report.digest = store->serving.digest;
+  store->report.seconds = now_seconds() - store->began;
+  if (report) *report = store->report;
+  return RM_OK;
+}
+
+static int anything_written(const rm_store *store) {
+  for (int64_t i = 0; i < store->params->n; i++)
+    if (store->flags[i] & DIRTY) return 1;
+  return 0;
+}
+
+void rm_sync_abort(rm_store *store) {
+  if (!store->open) return;
+  store->open = 0;
+  // In place with nothing written yet: the block is the old version still.
+  if (store->options.in_place && store->version_before >= 0 && store->version < 0 && !anything_written(store)) {
+    swap_states(store);
+    store->version = store->version_before;
+  }
+}
