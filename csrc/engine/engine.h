@@ -71,7 +71,7 @@ typedef struct rm_request_view {
   rm_code error;                // RM_OK, or what ended it (RM_FINISH_ERROR)
   const char *message;
   int64_t n_prompt, n_cached;   // prompt tokens served by the prefix cache
-  const float *prompt_logprobs; // [n_prompt − 1] or NULL
+  const float *prompt_logprobs; // [n_prompt − 1]; NULL when not asked for
   const float *prompt_sampling_logprobs;       // [n_prompt − 1] with score_sampling
   const int32_t *prompt_top_ids;               // [n_prompt − 1][k]
   const float *prompt_top_logprobs;
@@ -79,6 +79,7 @@ typedef struct rm_request_view {
   int32_t n;
 } rm_request_view;
 
+// The spec is a view and must outlive the engine; the options are copied.
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out, rm_error *err);
 void rm_engine_destroy(rm_engine *engine);
 
@@ -92,7 +93,8 @@ rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *ou
 rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err);
 rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err);      // of a finished one
 rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err);        // what was generated stays readable
-// Ends one sample at n_tokens (a stop string matched there); finish = stop.
+// Ends one sample at n_tokens (a stop string matched there); finish = stop. Also of one that has ended by itself meanwhile;
+// RM_E_STATE for one that was aborted or failed.
 rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err);
 
 void rm_engine_pause(rm_engine *engine, int paused);           // a paused engine schedules nothing
@@ -100,15 +102,20 @@ void rm_engine_reset_prefix_cache(rm_engine *engine);
 
 // Weights: sync.h with the engine's rules on top. What happens to running requests at commit:
 typedef enum rm_inflight { RM_INFLIGHT_REFUSE, RM_INFLIGHT_RESTART, RM_INFLIGHT_ABORT, RM_INFLIGHT_KEEP, RM_INFLIGHT_KEEP_KV } rm_inflight;
-// REFUSE: RM_E_STATE when any request runs (the Python layer's "wait" finishes them first). RESTART: they begin again.
+// REFUSE: RM_E_STATE when any request is unfinished, and the sync stays open (the Python layer's "wait" finishes them first).
+// RESTART: they begin again, with all their samples, also those that had ended: n_tokens goes back to 0.
 // KEEP: their tokens stay, their KV is recomputed under the new version. KEEP_KV: stale KV serves on, tokens lose contract.
+// Under both a request without a token yet begins again, so that a score, and a prompt's records, are of one version.
+// Steps may go on while a staged sync is open. An in-place sync begins only when no request is unfinished (RM_E_STATE), and
+// until its commit there are no weights to step with.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
 rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 
-// Sleep by part. Weights: unsynced after wake. KV: running requests are preempted and recomputed after wake.
+// Sleep by part. Weights: unsynced after wake; not while a sync is open. KV: running requests are preempted and recomputed after
+// wake; a sync may come meanwhile. A part that is asleep already, or awake, is left as it is.
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);

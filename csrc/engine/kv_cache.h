@@ -37,9 +37,12 @@ int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const in
 // Enters a full page. If an equal one is indexed already, nothing happens. A poisoned page must not be entered.
 void rm_kv_index(rm_kv_cache *cache, int32_t page, int64_t version, int32_t parent, const int32_t *tokens, int has_logprobs);
 void rm_kv_reset(rm_kv_cache *cache);                          // forgets the index; held pages stay held
+void rm_kv_renew(rm_kv_cache *cache);                          // all pages are zero again (mapped anew); none may be held
 
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page);       // [page_size], view
 int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t page);       // [page_size][routed_per_token], view
 
-typedef struct rm_kv_stats { int64_t hits, misses, evictions, pages_held, pages_cached, pages_free; } rm_kv_stats;
+typedef struct rm_kv_stats {
+  int64_t hits, misses, evictions, pages_held, pages_cached, pages_free;
+} rm_kv_stats;
 rm_kv_stats rm_kv_statistics(const rm_kv_cache *cache);

@@ -1,0 +1,240 @@
+// engine.c: making and ending an engine, and the three calls of a step. The rest of engine.h is in requests.c (add, views,
+// abort) and lifecycle.c (sync, sleep, wake).
+#define _GNU_SOURCE
+#include <assert.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "engine/state.h"
+
+enum {
+  MAX_POSITIONS = 1 << 24,         // float32 counts that far, and rope multiplies positions in float32
+  MAX_SEQUENCES = 1 << 16,
+  MAX_BATCHED = 1 << 20,
+  MAX_PAGE = 1 << 12,
+  LOGITS_BYTES = 64 << 20,         // of logits at a time; but …
+  MIN_OUT_ROWS = 32,               // … lm_head's weights should serve that many rows a pass
+};
+
+static int threads_allowed(void) {
+  cpu_set_t set;
+  const int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  return n < 1 ? 1 : n > 256 ? 256 : n;
+}
+
+static rm_code check_range(const char *name, int64_t value, int64_t lo, int64_t hi, rm_error *err) {
+  if (value >= lo && value <= hi) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s=%lld is not in [%lld, %lld]", name, (long long)value, (long long)lo, (long long)hi);
+}
+
+static rm_code check_options(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
+  rm_code code;
+  if ((code = check_range("max_model_len", options->max_model_len, 1, MAX_POSITIONS, err))) return code;
+  if ((code = check_range("max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES, err))) return code;
+  if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED, err))) return code;
+  if ((code = check_range("page_size", options->page_size, 16, MAX_PAGE, err))) return code;
+  if ((code = check_range("n_threads", options->n_threads, 0, 256, err))) return code;
+  if ((code = check_range("num_experts", spec->n_experts, 0, INT16_MAX, err))) return code;
+  if (options->page_size % 16) return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16", (long long)options->page_size);
+  if (options->dtype != RM_BF16 && options->dtype != RM_F32)
+    return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
+  if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
+    return rm_fail(err, RM_E_CONFIG, "%lld eos ids but no array", (long long)options->n_eos);
+  for (int64_t i = 0; i < options->n_eos; i++)
+    if ((code = check_range("eos_token_id", options->eos_ids[i], 0, spec->vocab_size - 1, err))) return code;
+  return RM_OK;
+}
+
+// ---------------------------------------------------------------------------------------------- creation
+static void zero_page(void *owner, int32_t page) {
+  const rm_engine *engine = owner;
+  rm_model_zero_page(engine->model, engine->kv, engine->n_pages, page);
+}
+
+static rm_code create_cache(rm_engine *engine, rm_error *err) {
+  const uint64_t page_bytes = rm_model_page_bytes(engine->model), wanted = engine->options.kv_bytes;
+  if (wanted < page_bytes)
+    return rm_fail(err, RM_E_CAPACITY, "kv_bytes=%llu holds no page: one takes %llu bytes", (unsigned long long)wanted,
+                   (unsigned long long)page_bytes);
+  engine->n_pages = (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
+  engine->kv_bytes = (size_t)engine->n_pages * page_bytes;
+  const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};
+  const rm_code code = rm_kv_create(&options, &engine->cache, err);
+  if (code) return code;
+  if (!(engine->kv = rm_map(engine->kv_bytes))) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of KV cache", engine->kv_bytes);
+  return RM_OK;
+}
+
+// Everything a step writes to, in one block.
+static rm_code create_plan(rm_engine *engine, rm_error *err) {
+  rm_plan *plan = &engine->plan;
+  const size_t rows = (size_t)engine->options.max_num_batched_tokens, seqs = (size_t)engine->options.max_num_seqs;
+  const size_t outs = (size_t)engine->max_out_rows, draws = (size_t)engine->max_draws;
+  const rm_field fields[] = {
+      {&engine->block_tables, seqs, (size_t)engine->max_pages * sizeof(int32_t)},
+      {&engine->places, seqs, sizeof(int32_t)},
+      {&plan->ids, rows, sizeof(int32_t)},
+      {&plan->positions, rows, sizeof(int32_t)},
+      {&plan->seq_of_row, rows, sizeof(int32_t)},
+      {&plan->slots, rows, sizeof(int64_t)},
+      {&plan->out_rows, rows, sizeof(int32_t)},
+      {&plan->outs, rows, sizeof(rm_out_row)},
+      {&plan->scheduled, seqs, sizeof(rm_sequence *)},
+      {&plan->draws, seqs, sizeof(rm_draw)},
+      {&plan->routed, engine->routed_per_token ? rows : 0, (size_t)engine->routed_per_token * sizeof(int16_t)},
+      {&plan->row_flags, rows, sizeof(uint8_t)},
+      {&plan->tokens, seqs, sizeof(int32_t)},
+      {&plan->logprobs, seqs, sizeof(float)},
+      {&plan->sampling_logprobs, seqs, sizeof(float)},
+      {&plan->logits, outs, (size_t)engine->ld_logits * sizeof(float)},
+      {&plan->stats, outs, 2 * sizeof(float)},
+      {&plan->target_logprobs, outs, sizeof(float)},
+      {&plan->targets, outs, sizeof(int32_t)},
+      {&plan->out_flags, outs, sizeof(uint8_t)},
+      {&plan->params, draws, sizeof(rm_sample_params)},
+      {&plan->draw_stats, draws, 2 * sizeof(float)},
+      {&plan->draw_flags, draws, sizeof(uint8_t)},
+      {&plan->unused_logprobs, draws, sizeof(float)},
+      {&plan->unused_tokens, draws, sizeof(int32_t)},
+  };
+  const size_t n = sizeof fields / sizeof *fields;
+  engine->block_bytes = rm_fields_bytes(fields, n);
+  engine->block = engine->block_bytes ? rm_map(engine->block_bytes) : NULL;
+  if (!engine->block || !rm_fields_place(fields, n, engine->block, engine->block_bytes))
+    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", engine->block_bytes,
+                   rows, seqs);
+  for (engine->n_places = 0; engine->n_places < engine->options.max_num_seqs; engine->n_places++)
+    engine->places[engine->n_places] = (int32_t)(engine->options.max_num_seqs - 1 - engine->n_places);
+  return RM_OK;
+}
+
+static rm_code create_parts(rm_engine *engine, rm_error *err) {
+  const rm_engine_options *options = &engine->options;
+  const rm_model_options model = {options->dtype, options->max_num_batched_tokens, options->max_model_len, engine->max_out_rows,
+                                  options->page_size};
+  rm_code code;
+  if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
+  if ((code = rm_params_create(engine->spec, options->dtype, &engine->params, err))) return code;
+  if ((code = rm_model_create(engine->params, engine->kernels, engine->team, &model, &engine->model, err))) return code;
+  if ((code = rm_store_create(engine->params, engine->kernels, engine->team, &engine->store, err))) return code;
+  if ((code = create_cache(engine, err))) return code;
+  return create_plan(engine, err);
+}
+
+static void derive(rm_engine *engine) {
+  const rm_engine_options *options = &engine->options;
+  engine->routed_per_token = engine->spec->n_moe_layers * engine->spec->top_k;
+  engine->max_pages = (options->max_model_len + options->page_size - 1) / options->page_size;
+  engine->ld_logits = rm_round_up(engine->spec->vocab_size, RM_VOCAB_BLOCK);
+  const int64_t fitting = rm_max64(LOGITS_BYTES / (engine->ld_logits * (int64_t)sizeof(float)), MIN_OUT_ROWS);
+  engine->max_out_rows = rm_min64(fitting, options->max_num_batched_tokens);
+  engine->max_draws = rm_min64(rm_max64(options->max_num_seqs, engine->max_out_rows), options->max_num_batched_tokens);
+}
+
+rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out, rm_error *err) {
+  *out = NULL;
+  rm_code code = check_options(spec, options, err);
+  if (code) return code;
+  const rm_kernels *kernels = options->kernels ? options->kernels : rm_kernels_best();
+  if (!kernels)
+    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
+  rm_engine *engine = rm_alloc(1, sizeof *engine);
+  if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  engine->spec = spec;
+  engine->kernels = kernels;
+  engine->options = *options;
+  engine->options.eos_ids = NULL;
+  engine->next_id = 1;
+  rm_list_init(&engine->waiting);
+  rm_list_init(&engine->active);
+  rm_list_init(&engine->live);
+  rm_list_init(&engine->finished);
+  derive(engine);
+  int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
+  if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
+  engine->options.eos_ids = eos;
+  code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  if (code) {
+    rm_engine_destroy(engine);
+    return code;
+  }
+  *out = engine;
+  return RM_OK;
+}
+
+void rm_engine_destroy(rm_engine *engine) {
+  if (!engine) return;
+  for (uint64_t b = 0; b < engine->n_buckets; b++)
+    for (rm_group *group = engine->buckets[b], *next; group; group = next) {
+      next = group->next_in_bucket;
+      rm_free(group);
+    }
+  rm_free(engine->buckets);
+  rm_unmap(engine->block, engine->block_bytes);
+  rm_unmap(engine->kv, engine->kv_bytes);
+  rm_kv_destroy(engine->cache);
+  rm_store_destroy(engine->store);
+  rm_model_destroy(engine->model);
+  rm_params_destroy(engine->params);
+  rm_team_destroy(engine->team);
+  rm_free((void *)engine->options.eos_ids);
+  rm_free(engine);
+}
+
+// ---------------------------------------------------------------------------------------------- a step
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
+  *n_work = 0;
+  if (engine->asleep)
+    return rm_fail(err, RM_E_STATE, "a step while %s asleep", engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
+  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a step before any weights were synced");
+  if (engine->paused || !engine->n_live) return RM_OK;
+  const uint32_t saved = rm_fp_enter();
+  const double start = now();
+  rm_schedule(engine);
+  assert(engine->plan.n_rows > 0);   // the oldest can always go on
+  const double scheduled = now();
+  rm_forward(engine);
+  const double forwarded = now();
+  rm_commit(engine);
+  engine->stats.schedule_seconds += scheduled - start;
+  engine->stats.forward_seconds += forwarded - scheduled;
+  engine->stats.commit_seconds += now() - forwarded;
+  engine->stats.rows += engine->plan.n_rows;
+  engine->stats.steps++;
+  rm_fp_leave(saved);
+  *n_work = engine->plan.n_rows;
+  return RM_OK;
+}
+
+void rm_engine_pause(rm_engine *engine, int paused) { engine->paused = paused != 0; }
+void rm_engine_reset_prefix_cache(rm_engine *engine) { rm_kv_reset(engine->cache); }
+const rm_params *rm_engine_params(const rm_engine *engine) { return engine->params; }
+rm_store *rm_engine_store(rm_engine *engine) { return engine->store; }
+int64_t rm_engine_unfinished(const rm_engine *engine) { return engine->n_live; }
+
+void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
+  const rm_kv_stats kv = rm_kv_statistics(engine->cache);
+  *out = engine->stats;
+  out->version = rm_store_version(engine->store);
+  out->waiting = engine->n_waiting;
+  out->running = engine->n_active;
+  out->kv_pages = engine->n_pages;
+  out->kv_pages_free = rm_kv_free_pages(engine->cache);
+  out->prefix_hits = kv.hits;
+  out->prefix_misses = kv.misses;
+  out->evictions = kv.evictions;
+  out->weight_bytes = engine->params->bytes;
+  out->kv_bytes = engine->kv ? engine->kv_bytes : 0;
+  out->workspace_bytes = rm_model_workspace_bytes(engine->model) + engine->block_bytes;
+  out->n_threads = rm_team_threads(engine->team);
+  out->asleep = engine->asleep;
+  out->isa = engine->kernels->isa;
+  out->family = engine->kernels->family;
+}

@@ -1,0 +1,236 @@
+// group.c: what a request may ask for, and the one block that will hold its answer. The block is sized for the longest
+// answer; it comes zeroed from the system, so what is not generated is never touched and costs address space only.
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/fields.h"
+#include "engine/sequence.h"
+
+enum { MAX_SAMPLES = 16384 };
+
+#define REFUSE_UNLESS(condition, ...)                                                                                                      \
+  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
+
+static rm_code check_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err) {
+  REFUSE_UNLESS(n == 0 || ids, "%s: %lld of them but no array", what, (long long)n);
+  for (int64_t i = 0; i < n; i++)
+    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld] = %d is not in [0, %lld)", what, (long long)i, ids[i], (long long)vocab);
+  return RM_OK;
+}
+
+static rm_code check_sampling(const rm_request *request, rm_error *err) {
+  REFUSE_UNLESS(request->temperature >= 0 && isfinite(request->temperature), "temperature=%g must be finite and at least 0",
+                (double)request->temperature);
+  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1, "top_p=%g is not in (0, 1]", (double)request->top_p);
+  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1, "min_p=%g is not in [0, 1]", (double)request->min_p);
+  REFUSE_UNLESS(request->top_k >= -1, "top_k=%d must be -1 (all), 0 (all) or positive", request->top_k);
+  return RM_OK;
+}
+
+static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error *err) {
+  REFUSE_UNLESS(request->logprobs >= 0 && request->logprobs <= vocab, "logprobs=%d is not in [0, %lld]", request->logprobs,
+                (long long)vocab);
+  REFUSE_UNLESS(request->prompt_logprobs >= -1 && request->prompt_logprobs <= vocab, "prompt_logprobs=%d is not in [-1, %lld]",
+                request->prompt_logprobs, (long long)vocab);
+  return RM_OK;
+}
+
+static rm_code check_lengths(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
+  const long long n_prompt = request->n_prompt, longest = rules->max_model_len;
+  REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "the prompt is empty");
+  if (request->kind == RM_SCORE) {
+    REFUSE_UNLESS(n_prompt <= longest, "a prompt of %lld tokens is longer than max_model_len=%lld", n_prompt, longest);
+    return RM_OK;
+  }
+  REFUSE_UNLESS(n_prompt < longest, "a prompt of %lld tokens leaves no place for a generated one in max_model_len=%lld", n_prompt, longest);
+  REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n=%d is not in [1, %d]", request->n, MAX_SAMPLES);
+  REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens=%lld must be positive", (long long)request->max_tokens);
+  REFUSE_UNLESS(request->min_tokens >= 0 && request->min_tokens <= request->max_tokens, "min_tokens=%lld is not in [0, max_tokens=%lld]",
+                (long long)request->min_tokens, (long long)request->max_tokens);
+  return RM_OK;
+}
+
+// Positions that get KV: the last token generated is never fed back.
+static rm_code check_capacity(int64_t n_positions, const rm_request_rules *rules, rm_error *err) {
+  const int64_t n_pages = (n_positions + rules->page_size - 1) / rules->page_size;
+  if (n_pages <= rules->n_pages) return RM_OK;
+  return rm_fail(err, RM_E_CAPACITY, "%lld tokens need %lld pages of %lld positions; the KV cache has %lld", (long long)n_positions,
+                 (long long)n_pages, (long long)rules->page_size, (long long)rules->n_pages);
+}
+
+static rm_code check(const rm_request *request, const rm_request_rules *rules, int64_t capacity, rm_error *err) {
+  rm_code code;
+  REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
+  if ((code = check_lengths(request, rules, err))) return code;
+  if ((code = check_ids("token id", request->prompt, request->n_prompt, rules->vocab, err))) return code;
+  const int draws = request->kind == RM_GENERATE || request->score_sampling;
+  if (draws && (code = check_sampling(request, err))) return code;
+  if ((code = check_logprobs(request, rules->vocab, err))) return code;
+  REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
+  if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, rules->vocab, err))) return code;
+  return check_capacity(request->n_prompt + rm_max64(capacity - 1, 0), rules, err);
+}
+
+// ---------------------------------------------------------------------------------------------- token sets
+static int compare_ids(const void *a, const void *b) {
+  const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+  return (x > y) - (x < y);
+}
+
+static int64_t sort_unique(int32_t *ids, int64_t n) {
+  int64_t kept = 0;
+  if (n) qsort(ids, (size_t)n, sizeof *ids, compare_ids);
+  for (int64_t i = 0; i < n; i++)
+    if (!kept || ids[kept - 1] != ids[i]) ids[kept++] = ids[i];
+  return kept;
+}
+
+static int64_t fill_set(int32_t *out, const rm_request *request, const rm_request_rules *rules, int with_eos) {
+  if (request->n_stop_ids) memcpy(out, request->stop_ids, (size_t)request->n_stop_ids * sizeof *out);
+  if (with_eos && rules->n_eos) memcpy(out + request->n_stop_ids, rules->eos_ids, (size_t)rules->n_eos * sizeof *out);
+  return sort_unique(out, request->n_stop_ids + (with_eos ? rules->n_eos : 0));
+}
+
+int rm_group_stops_at(const rm_group *group, int32_t token) {
+  return group->n_stops && bsearch(&token, group->stops, (size_t)group->n_stops, sizeof token, compare_ids);
+}
+
+// ---------------------------------------------------------------------------------------------- the block
+enum { GROUP_FIELDS = 8, SEQUENCE_FIELDS = 8 };
+
+static void group_fields(rm_group *group, const rm_request *request, const rm_request_rules *rules, rm_field fields[GROUP_FIELDS]) {
+  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;   // one too many, so that none is not NULL
+  const size_t top = group->prompt_top ? targets : 0, set = (size_t)request->n_stop_ids + (size_t)rules->n_eos;
+  const rm_field all[GROUP_FIELDS] = {
+      {&group->sequences, (size_t)group->n, sizeof *group->sequences},
+      {&group->stops, set, sizeof *group->stops},
+      {&group->banned, set, sizeof *group->banned},
+      {&group->prompt_logprobs, targets, sizeof *group->prompt_logprobs},
+      {&group->prompt_sampling, group->score_sampling ? targets : 0, sizeof *group->prompt_sampling},
+      {&group->prompt_top_ids, top, (size_t)group->prompt_top * sizeof *group->prompt_top_ids},
+      {&group->prompt_top_logprobs, top, (size_t)group->prompt_top * sizeof *group->prompt_top_logprobs},
+      {&group->prompt_routed, rules->routed_per_token ? (size_t)group->n_prompt : 0, (size_t)rules->routed_per_token * sizeof(int16_t)},
+  };
+  memcpy(fields, all, sizeof all);
+}
+
+static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_request_rules *rules, rm_field fields[SEQUENCE_FIELDS]) {
+  const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
+  const rm_field all[SEQUENCE_FIELDS] = {
+      {&seq->ids, (size_t)group->n_prompt + capacity, sizeof *seq->ids},
+      {&seq->logprobs, capacity, sizeof *seq->logprobs},
+      {&seq->sampling_logprobs, capacity, sizeof *seq->sampling_logprobs},
+      {&seq->versions, capacity, sizeof *seq->versions},
+      {&seq->no_contract, capacity, sizeof *seq->no_contract},
+      {&seq->routed, rules->routed_per_token ? capacity : 0, (size_t)rules->routed_per_token * sizeof *seq->routed},
+      {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
+      {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
+  };
+  memcpy(fields, all, sizeof all);
+}
+
+// The group, its records, then n equal parts for the sequences.
+static rm_group *allocate(const rm_group *values, const rm_request *request, const rm_request_rules *rules) {
+  rm_group model = *values;
+  rm_sequence sample = {0};
+  rm_field fields[GROUP_FIELDS + SEQUENCE_FIELDS];
+  size_t total, parts;
+  group_fields(&model, request, rules, fields);
+  sequence_fields(&sample, &model, rules, fields + GROUP_FIELDS);
+  const size_t own = rm_fields_bytes(fields, GROUP_FIELDS), part = rm_fields_bytes(fields + GROUP_FIELDS, SEQUENCE_FIELDS);
+  if (!own || !part || !rm_mul_size(part, (size_t)model.n, &parts) || !rm_add_size(own, parts, &total) ||
+      !rm_add_size(total, sizeof model, &total))
+    return NULL;
+  rm_group *group = rm_alloc(1, total);
+  if (!group) return NULL;
+  *group = model;
+  char *at = (char *)(group + 1);
+  group_fields(group, request, rules, fields);
+  rm_fields_place(fields, GROUP_FIELDS, at, own);
+  at += own;
+  for (int32_t i = 0; i < group->n; i++, at += part) {
+    sequence_fields(&group->sequences[i], group, rules, fields);
+    rm_fields_place(fields, SEQUENCE_FIELDS, at, part);
+  }
+  return group;
+}
+
+static uint64_t splitmix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+static rm_group values_of(const rm_request *request, int64_t capacity) {
+  const int score = request->kind == RM_SCORE;
+  rm_group group = {
+      .kind = request->kind,
+      .n_prompt = request->n_prompt,
+      .capacity = capacity,
+      .n = score ? 1 : request->n,
+      .min_tokens = request->min_tokens,
+      .temperature = request->temperature,
+      .top_p = request->top_p,
+      .min_p = request->min_p,
+      .top_k = request->top_k == 0 ? -1 : request->top_k,
+      .top_logprobs = request->logprobs,
+      .prompt_top = rm_max64(request->prompt_logprobs, 0),
+      .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
+      .score_sampling = score && request->score_sampling,
+      .logits_out = score ? request->logits_out : NULL,
+  };
+  if (group.want_prompt_logprobs) group.n_targets = group.logits_out ? group.n_prompt : group.n_prompt - 1;
+  return group;
+}
+
+static int64_t capacity_of(const rm_request *request, const rm_request_rules *rules) {
+  return request->kind == RM_SCORE ? 0 : rm_min64(request->max_tokens, rules->max_model_len - request->n_prompt);
+}
+
+rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
+                        rm_error *err) {
+  const int64_t capacity = capacity_of(request, rules);
+  *out = NULL;
+  const rm_code code = check(request, rules, capacity, err);
+  if (code) return code;
+  const rm_group values = values_of(request, capacity);
+  rm_group *group = allocate(&values, request, rules);
+  if (!group)
+    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %d samples of %lld + %lld tokens", values.n, (long long)values.n_prompt,
+                   (long long)capacity);
+  group->n_stops = fill_set(group->stops, request, rules, !request->ignore_eos);
+  group->n_banned = fill_set(group->banned, request, rules, 1);
+  if (group->min_tokens && group->n_banned >= rules->vocab) {
+    rm_free(group);
+    return rm_fail(err, RM_E_REQUEST, "min_tokens=%lld, but every token of the vocabulary is a stop token", (long long)request->min_tokens);
+  }
+  group->id = id;
+  rm_list_init(&group->link);
+  const uint64_t seed = request->has_seed ? request->seed : splitmix(rules->engine_seed ^ splitmix(id));
+  for (int32_t i = 0; i < group->n; i++) {
+    rm_sequence *seq = &group->sequences[i];
+    seq->group = group;
+    seq->index = i;
+    seq->order = first_order + (uint64_t)i;
+    seq->seed = seed + (uint64_t)i;
+    rm_list_init(&seq->link);
+    memcpy(seq->ids, request->prompt, (size_t)request->n_prompt * sizeof *seq->ids);
+  }
+  rm_group_rewind(group);
+  *out = group;
+  return RM_OK;
+}
+
+void rm_group_rewind(rm_group *group) {
+  group->n_done = 0;
+  group->n_scored = group->n_prompt_routed = group->n_cached = 0;
+  group->started = group->mixed = 0;
+  for (int32_t i = 0; i < group->n; i++) {
+    rm_sequence *seq = &group->sequences[i];
+    seq->status = RM_WAITING;
+    seq->finish = RM_RUNNING;
+    seq->stop_token = seq->place = -1;
+    seq->n_tokens = seq->n_routed = 0;
+  }
+}

@@ -1,0 +1,260 @@
+// kv_cache.c: see kv_cache.h. A content that has been indexed gets a name ("node"), a number that is never used again, and
+// the key of a page is (version, node of its parent, its tokens). Names instead of page ids or hashes as parents: an evicted
+// page's id comes back with other content, and a hash can collide; a dead name can only fail to be found. A page that holds
+// the same content as an indexed one takes its name too, so that what follows it can still be indexed.
+//
+// Free pages come from a stack, then from the pages that were never used, then from the cached page released longest ago.
+// Sequences release their pages last first, so a prefix outlives what followed it.
+#include "engine/kv_cache.h"
+
+#include <assert.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+
+typedef struct rm_page {
+  uint64_t node, parent;        // name of the content, 0: none; name of what comes before it, 0: the start
+  int64_t version;
+  uint64_t hash;
+  int32_t references;
+  int32_t chain;                // next page of its bucket + 1; of the free stack when free
+  int32_t older, newer;         // neighbours among the cached + 1
+  uint8_t indexed, has_logprobs;
+} rm_page;
+
+struct rm_kv_cache {
+  rm_kv_options options;
+  rm_page *pages;               // [n_pages]
+  int32_t *tokens;              // [n_pages][page_size] of indexed pages
+  float *logprobs;              // [n_pages][page_size]
+  int16_t *routed;              // [n_pages][page_size][routed_per_token]
+  int32_t *buckets;             // [n_buckets] page + 1
+  uint64_t n_buckets;           // a power of two
+  uint64_t last_node;
+  int64_t n_fresh;              // pages [n_fresh, n_pages) were never used and are zero
+  int32_t free, oldest, newest; // page + 1
+  int64_t n_free, n_cached, n_held;
+  int64_t hits, misses, evictions;
+};
+
+rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
+  *out = NULL;
+  if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)
+    return rm_fail(err, RM_E_CAPACITY, "%lld pages of KV cache; between 1 and %d are possible", (long long)options->n_pages, INT32_MAX / 2);
+  rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
+  if (!cache) return rm_fail(err, RM_E_MEMORY, "no memory for the KV cache's table");
+  cache->options = *options;
+  const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size;
+  size_t routed;
+  for (cache->n_buckets = 1; cache->n_buckets < 2 * n; cache->n_buckets *= 2) continue;
+  cache->pages = rm_alloc(n, sizeof *cache->pages);
+  cache->tokens = rm_alloc(n, size * sizeof *cache->tokens);
+  cache->logprobs = rm_alloc(n, size * sizeof *cache->logprobs);
+  cache->buckets = rm_alloc(cache->n_buckets, sizeof *cache->buckets);
+  int ok = cache->pages && cache->tokens && cache->logprobs && cache->buckets;
+  if (ok && options->routed_per_token) {
+    ok = rm_mul_size(size * sizeof *cache->routed, (size_t)options->routed_per_token, &routed);
+    if (ok) ok = (cache->routed = rm_alloc(n, routed)) != NULL;
+  }
+  if (!ok) {
+    rm_kv_destroy(cache);
+    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %lld pages of KV cache", (long long)options->n_pages);
+  }
+  *out = cache;
+  return RM_OK;
+}
+
+void rm_kv_destroy(rm_kv_cache *cache) {
+  if (!cache) return;
+  rm_free(cache->pages);
+  rm_free(cache->tokens);
+  rm_free(cache->logprobs);
+  rm_free(cache->routed);
+  rm_free(cache->buckets);
+  rm_free(cache);
+}
+
+// ---------------------------------------------------------------------------------------------- the index
+static uint64_t mix(uint64_t h, uint64_t value) {
+  h = (h ^ value) * 0x9E3779B97F4A7C15u;
+  return h ^ (h >> 29);
+}
+
+static uint64_t hash_key(const rm_kv_cache *cache, int64_t version, uint64_t parent, const int32_t *tokens) {
+  uint64_t h = mix(mix(0x243F6A8885A308D3u, (uint64_t)version), parent);
+  for (int64_t i = 0; i < cache->options.page_size; i++) h = mix(h, (uint32_t)tokens[i]);
+  return h;
+}
+
+// The indexed page of exactly this key, or −1.
+static int32_t look_up(const rm_kv_cache *cache, uint64_t hash, int64_t version, uint64_t parent, const int32_t *tokens) {
+  const size_t size = (size_t)cache->options.page_size;
+  for (int32_t at = cache->buckets[hash & (cache->n_buckets - 1)]; at; at = cache->pages[at - 1].chain) {
+    const rm_page *page = &cache->pages[at - 1];
+    if (page->hash == hash && page->version == version && page->parent == parent &&
+        !memcmp(cache->tokens + (size_t)(at - 1) * size, tokens, size * sizeof *tokens))
+      return at - 1;
+  }
+  return -1;
+}
+
+static void remove_from_index(rm_kv_cache *cache, int32_t id) {
+  rm_page *page = &cache->pages[id];
+  int32_t *at = &cache->buckets[page->hash & (cache->n_buckets - 1)];
+  while (*at != id + 1) at = &cache->pages[*at - 1].chain;
+  *at = page->chain;
+  page->indexed = page->has_logprobs = 0;
+  page->node = 0;
+}
+
+// ---------------------------------------------------------------------------------------------- the cached, by age
+static void cached_append(rm_kv_cache *cache, int32_t id) {
+  rm_page *page = &cache->pages[id];
+  page->older = cache->newest;
+  page->newer = 0;
+  if (cache->newest)
+    cache->pages[cache->newest - 1].newer = id + 1;
+  else
+    cache->oldest = id + 1;
+  cache->newest = id + 1;
+  cache->n_cached++;
+}
+
+static void cached_remove(rm_kv_cache *cache, int32_t id) {
+  rm_page *page = &cache->pages[id];
+  if (page->older)
+    cache->pages[page->older - 1].newer = page->newer;
+  else
+    cache->oldest = page->newer;
+  if (page->newer)
+    cache->pages[page->newer - 1].older = page->older;
+  else
+    cache->newest = page->older;
+  cache->n_cached--;
+}
+
+static void free_push(rm_kv_cache *cache, int32_t id) {
+  cache->pages[id].node = 0;
+  cache->pages[id].chain = cache->free;
+  cache->free = id + 1;
+  cache->n_free++;
+}
+
+// ---------------------------------------------------------------------------------------------- pages
+int64_t rm_kv_free_pages(const rm_kv_cache *cache) { return cache->n_free + cache->n_cached + cache->options.n_pages - cache->n_fresh; }
+
+int32_t rm_kv_alloc(rm_kv_cache *cache) {
+  int32_t id;
+  int dirty = 1;
+  if (cache->free) {
+    id = cache->free - 1;
+    cache->free = cache->pages[id].chain;
+    cache->n_free--;
+  } else if (cache->n_fresh < cache->options.n_pages) {
+    id = (int32_t)cache->n_fresh++;
+    dirty = 0;
+  } else if (cache->oldest) {
+    id = cache->oldest - 1;
+    cached_remove(cache, id);
+    remove_from_index(cache, id);
+    cache->evictions++;
+  } else {
+    return -1;
+  }
+  if (dirty) cache->options.zero_page(cache->options.owner, id);
+  cache->pages[id].references = 1;
+  cache->n_held++;
+  return id;
+}
+
+void rm_kv_retain(rm_kv_cache *cache, int32_t id) {
+  if (cache->pages[id].references++) return;
+  assert(cache->pages[id].indexed);
+  cached_remove(cache, id);
+  cache->n_held++;
+}
+
+void rm_kv_release(rm_kv_cache *cache, int32_t id) {
+  assert(cache->pages[id].references > 0);
+  if (--cache->pages[id].references) return;
+  cache->n_held--;
+  if (cache->pages[id].indexed)
+    cached_append(cache, id);
+  else
+    free_push(cache, id);
+}
+
+int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) { return cache->pages[id].references; }
+
+int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const int32_t *tokens, int need_logprobs) {
+  const uint64_t node = parent < 0 ? 0 : cache->pages[parent].node;
+  int32_t id = -1;
+  if (parent < 0 || node) id = look_up(cache, hash_key(cache, version, node, tokens), version, node, tokens);
+  if (id < 0 || (need_logprobs && !cache->pages[id].has_logprobs)) {
+    cache->misses++;
+    return -1;
+  }
+  cache->hits++;
+  rm_kv_retain(cache, id);
+  return id;
+}
+
+void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent, const int32_t *tokens, int has_logprobs) {
+  rm_page *page = &cache->pages[id];
+  const uint64_t node = parent < 0 ? 0 : cache->pages[parent].node;
+  const size_t size = (size_t)cache->options.page_size;
+  if (page->node || (parent >= 0 && !node)) return;
+  const uint64_t hash = hash_key(cache, version, node, tokens);
+  const int32_t equal = look_up(cache, hash, version, node, tokens);
+  if (equal >= 0) {
+    page->node = cache->pages[equal].node;
+    if (has_logprobs && !cache->pages[equal].has_logprobs) {   // same content, so the record is its record too
+      memcpy(rm_kv_logprobs(cache, equal), rm_kv_logprobs(cache, id), size * sizeof(float));
+      cache->pages[equal].has_logprobs = 1;
+    }
+    return;
+  }
+  int32_t *bucket = &cache->buckets[hash & (cache->n_buckets - 1)];
+  memcpy(cache->tokens + (size_t)id * size, tokens, size * sizeof *tokens);
+  page->node = ++cache->last_node;
+  page->parent = node;
+  page->version = version;
+  page->hash = hash;
+  page->chain = *bucket;
+  page->indexed = 1;
+  page->has_logprobs = has_logprobs != 0;
+  *bucket = id + 1;
+}
+
+void rm_kv_reset(rm_kv_cache *cache) {
+  while (cache->oldest) {
+    const int32_t id = cache->oldest - 1;
+    cached_remove(cache, id);
+    cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;
+    free_push(cache, id);
+  }
+  for (int64_t id = 0; id < cache->n_fresh; id++) {
+    cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;
+    cache->pages[id].node = 0;
+  }
+  memset(cache->buckets, 0, cache->n_buckets * sizeof *cache->buckets);
+}
+
+void rm_kv_renew(rm_kv_cache *cache) {
+  assert(!cache->n_held);
+  rm_kv_reset(cache);
+  cache->free = 0;
+  cache->n_free = cache->n_fresh = 0;
+}
+
+float *rm_kv_logprobs(rm_kv_cache *cache, int32_t id) { return cache->logprobs + (int64_t)id * cache->options.page_size; }
+
+int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t id) {
+  return cache->routed + (int64_t)id * cache->options.page_size * cache->options.routed_per_token;
+}
+
+rm_kv_stats rm_kv_statistics(const rm_kv_cache *cache) {
+  return (rm_kv_stats){cache->hits,   cache->misses,   cache->evictions,
+                       cache->n_held, cache->n_cached, rm_kv_free_pages(cache) - cache->n_cached};
+}

@@ -1,0 +1,223 @@
+// sampler.c: from the batch to tokens and logprobs. The forward gives hidden states of the wanted rows; they go through lm_head
+// max_out_rows at a time, so that a long prompt with logprobs needs no logits for all of its rows at once, and rows
+// whose target's logprob is all that is wanted never have their logits stored.
+//
+// A call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of the
+// n samples of a prompt), which is the same call with a row stride of 0.
+#include "engine/state.h"
+
+// What one call of lm_head left: rows [first, first + n) of outs; indices below are relative to first.
+typedef struct rm_chunk {
+  int64_t first, n;
+  int has_logits;
+} rm_chunk;
+
+static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int64_t i) { return &plan->outs[chunk->first + i]; }
+
+static int needs_logits(const rm_out_row *out) {
+  const rm_group *group = out->seq->group;
+  return out->draws || group->logits_out || group->score_sampling || group->prompt_top;
+}
+
+static rm_chunk run_lm_head(rm_engine *engine, const char *hidden, int64_t first) {
+  rm_plan *plan = &engine->plan;
+  rm_chunk chunk = {first, rm_min64(plan->n_out - first, engine->max_out_rows), 0};
+  for (int64_t i = 0; i < chunk.n; i++) {
+    const rm_out_row *out = out_row(plan, &chunk, i);
+    plan->targets[i] = out->target;
+    plan->out_flags[i] = plan->row_flags[plan->out_rows[first + i]];
+    chunk.has_logits |= needs_logits(out);
+  }
+  const rm_lm_head_args args = {
+      .logits = chunk.has_logits ? plan->logits : NULL,
+      .stats = plan->stats,
+      .target_logprobs = plan->target_logprobs,
+      .targets = plan->targets,
+      .row_flags = plan->out_flags,
+      .x = hidden + (size_t)(first * engine->spec->hidden_size) * rm_dtype_bytes(engine->options.dtype),
+      .w = (const char *)rm_store_weights(engine->store) + engine->params->lm_head,
+      .rows = chunk.n,
+      .vocab = engine->spec->vocab_size,
+      .hidden = engine->spec->hidden_size,
+      .ldx = engine->spec->hidden_size,
+      .ld_logits = engine->ld_logits,
+      .dtype = engine->options.dtype,
+  };
+  engine->kernels->lm_head(rm_model_ctx(engine->model), &args);
+  for (int64_t i = 0; i < chunk.n; i++) plan->row_flags[plan->out_rows[first + i]] |= plan->out_flags[i];
+  return chunk;
+}
+
+// ---------------------------------------------------------------------------------------------- records of prompts
+// Rows [i, end) that belong to one prompt, positions ascending by one.
+static int64_t prompt_run(const rm_plan *plan, const rm_chunk *chunk, int64_t i) {
+  const rm_out_row *first = out_row(plan, chunk, i);
+  int64_t end = i + 1;
+  while (end < chunk->n && out_row(plan, chunk, end)->seq == first->seq && out_row(plan, chunk, end)->target >= 0) end++;
+  return end;
+}
+
+static void run_sample(rm_engine *engine, int64_t row, int64_t n, int64_t ld_logits, const float *stats, const uint8_t *flags,
+                       int32_t *tokens, float *logprobs, float *sampling_logprobs) {
+  const rm_sample_args args = {
+      .tokens = tokens,
+      .logprobs = logprobs,
+      .sampling_logprobs = sampling_logprobs,
+      .logits = engine->plan.logits + row * engine->ld_logits,
+      .stats = stats,
+      .params = engine->plan.params,
+      .row_flags = flags,
+      .rows = n,
+      .vocab = engine->spec->vocab_size,
+      .ld_logits = ld_logits,
+  };
+  engine->kernels->sample(rm_model_ctx(engine->model), &args);
+}
+
+static rm_sample_params params_of(const rm_group *group) {
+  return (rm_sample_params){
+      .temperature = group->temperature,
+      .top_p = group->top_p,
+      .min_p = group->min_p,
+      .top_k = group->top_k,
+      .forced = -1,
+  };
+}
+
+// Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
+static void score_sampling(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n) {
+  rm_plan *plan = &engine->plan;
+  const rm_out_row *out = out_row(plan, chunk, row);
+  for (int64_t i = 0; i < n; i++) {
+    plan->params[i] = params_of(out->seq->group);
+    plan->params[i].forced = out[i].target;
+  }
+  run_sample(engine, row, n, engine->ld_logits, plan->stats + 2 * row, plan->out_flags + row, plan->unused_tokens, plan->unused_logprobs,
+             out->seq->group->prompt_sampling + out->position);
+}
+
+static void top_logprobs(rm_engine *engine, int64_t row, int64_t n, int32_t k, int32_t *ids, float *logprobs) {
+  const rm_top_logprobs_args args = {
+      .ids = ids,
+      .logprobs = logprobs,
+      .logits = engine->plan.logits + row * engine->ld_logits,
+      .stats = engine->plan.stats + 2 * row,
+      .rows = n,
+      .vocab = engine->spec->vocab_size,
+      .ld_logits = engine->ld_logits,
+      .k = k,
+  };
+  engine->kernels->top_logprobs(rm_model_ctx(engine->model), &args);
+}
+
+static void record_prompt_run(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t end) {
+  rm_plan *plan = &engine->plan;
+  const rm_out_row *out = out_row(plan, chunk, row);
+  rm_group *group = out->seq->group;
+  const int64_t n = end - row, k = group->prompt_top, at = out->position;
+  memcpy(group->prompt_logprobs + at, plan->target_logprobs + row, (size_t)n * sizeof(float));
+  if (k) top_logprobs(engine, row, n, (int32_t)k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k);
+  if (!group->score_sampling) return;
+  for (int64_t i = row; i < end; i += engine->max_draws) score_sampling(engine, chunk, i, rm_min64(end - i, engine->max_draws));
+}
+
+static void record_prompts(rm_engine *engine, const rm_chunk *chunk) {
+  const rm_plan *plan = &engine->plan;
+  const int64_t vocab = engine->spec->vocab_size;
+  for (int64_t i = 0; i < chunk->n; i++) {
+    const rm_out_row *out = out_row(plan, chunk, i);
+    if (out->seq->group->logits_out)
+      memcpy(out->seq->group->logits_out + out->position * vocab, plan->logits + i * engine->ld_logits, (size_t)vocab * sizeof(float));
+  }
+  for (int64_t i = 0, end; i < chunk->n; i = end) {
+    end = i + 1;
+    if (out_row(plan, chunk, i)->target < 0) continue;
+    end = prompt_run(plan, chunk, i);
+    record_prompt_run(engine, chunk, i, end);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- draws
+// The end of the longest run from draw d: rows that follow one another (*step 1) or are one (*step 0).
+static int64_t draw_run(const rm_engine *engine, int64_t d, int64_t end, int *step) {
+  const rm_draw *draws = engine->plan.draws;
+  int64_t at = d + 1;
+  *step = at < end && draws[at].out == draws[d].out ? 0 : 1;
+  while (at < end && at - d < engine->max_draws && draws[at].out == draws[at - 1].out + *step) at++;
+  return at;
+}
+
+static void run_draws(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, int step) {
+  rm_plan *plan = &engine->plan;
+  const int64_t first = plan->draws[d].out - chunk->first;
+  for (int64_t i = 0; i < end - d; i++) {
+    const rm_sequence *seq = plan->draws[d + i].seq;
+    const rm_group *group = seq->group;
+    const int64_t row = first + i * step;
+    rm_sample_params *params = &plan->params[i];
+    *params = params_of(group);
+    params->seed = seq->seed;
+    params->counter = (uint64_t)rm_sequence_length(seq);
+    if (seq->n_tokens < group->min_tokens) {
+      params->banned = group->banned;
+      params->n_banned = (int32_t)group->n_banned;
+    }
+    memcpy(plan->draw_stats + 2 * i, plan->stats + 2 * row, 2 * sizeof(float));
+    plan->draw_flags[i] = plan->out_flags[row];
+  }
+  run_sample(engine, first, end - d, step ? engine->ld_logits : 0, plan->draw_stats, plan->draw_flags, plan->tokens + d, plan->logprobs + d,
+             plan->sampling_logprobs + d);
+}
+
+// Top-k of the row that a draw came from, straight into the record of the token that will be appended.
+static void record_top(rm_engine *engine, const rm_chunk *chunk, int64_t d) {
+  const rm_draw *draw = &engine->plan.draws[d];
+  rm_sequence *seq = draw->seq;
+  const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
+  if (!k) return;
+  if (d > 0 && draw[-1].out == draw->out) {   // a sibling's: its first token, like this one
+    memcpy(seq->top_ids + at, draw[-1].seq->top_ids + at, (size_t)k * sizeof *seq->top_ids);
+    memcpy(seq->top_logprobs + at, draw[-1].seq->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
+    return;
+  }
+  top_logprobs(engine, draw->out - chunk->first, 1, (int32_t)k, seq->top_ids + at, seq->top_logprobs + at);
+}
+
+static int64_t draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t d) {
+  const rm_plan *plan = &engine->plan;
+  int64_t end = d;
+  while (end < plan->n_draws && plan->draws[end].out < chunk->first + chunk->n) end++;
+  for (int64_t at = d, stop; at < end; at = stop) {
+    int step;
+    stop = draw_run(engine, at, end, &step);
+    run_draws(engine, chunk, at, stop, step);
+  }
+  for (int64_t at = d; at < end; at++) record_top(engine, chunk, at);
+  return end;
+}
+
+void rm_forward(rm_engine *engine) {
+  rm_plan *plan = &engine->plan;
+  const void *hidden;
+  const rm_batch batch = {
+      .n_rows = plan->n_rows,
+      .n_seqs = engine->options.max_num_seqs,
+      .max_pages = engine->max_pages,
+      .ids = plan->ids,
+      .positions = plan->positions,
+      .seq_of_row = plan->seq_of_row,
+      .slots = plan->slots,
+      .block_tables = engine->block_tables,
+      .n_out = plan->n_out,
+      .out_rows = plan->out_rows,
+      .routed = plan->routed,
+      .row_flags = plan->row_flags,
+  };
+  memset(plan->row_flags, 0, (size_t)plan->n_rows);
+  rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden);
+  for (int64_t first = 0, d = 0; first < plan->n_out; first += engine->max_out_rows) {
+    const rm_chunk chunk = run_lm_head(engine, hidden, first);
+    record_prompts(engine, &chunk);
+    d = draw_tokens(engine, &chunk, d);
+  }
+}

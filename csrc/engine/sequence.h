@@ -1,0 +1,104 @@
+// sequence.h: who fills which field of a request. A request becomes a group: one prompt, n sequences (its samples). A
+// sequence is what is scheduled; a group is what is asked for, answered and released. A group is one block of memory, made
+// at add and large enough for everything that can be recorded, so that no step allocates.
+//
+//   sequence:   WAITING ──► ACTIVE ──► DONE       WAITING: holds no page and no place
+//                  │  ▲        ▲                  ACTIVE: has a place (a row of block tables) and pages
+//                  │  └────────┤ preempt          JOINING: within a step only; will share the pages of the sequence that is
+//                  └► JOINING ─┘                           computing the prompt, and draws from the same row of logits
+//
+// Fields below stand under the file that writes them. group.c writes all of them once, at add.
+#pragma once
+
+#include "engine/engine.h"
+#include "engine/list.h"
+
+typedef enum rm_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_status;
+
+typedef struct rm_group rm_group;
+
+typedef struct rm_sequence {
+  // scheduler.c
+  rm_link link;                 // first member; in `waiting` or `active`, both ordered by `order`
+  rm_status status;
+  int32_t place;                // row of the block tables while ACTIVE
+  int64_t n_pages;              // entries of that row
+  int64_t kv_len;               // positions whose KV is in the pages; ids[0 … kv_len) are what it was made of
+  int64_t next;                 // first position not yet fed since the start; < kv_len where a row is fed again for its logits
+  int64_t first_row, n_rows;    // of the step at hand
+  // commit.c
+  int64_t n_tokens;             // generated
+  int64_t n_routed;             // generated tokens whose routing is recorded
+  int64_t n_indexed;            // leading pages that need no indexing any more
+  int stale;                    // KV of an older version serves (keep_kv)
+  rm_finish finish;
+  int32_t stop_token;
+  int32_t *ids;                 // [n_prompt + capacity] the prompt, then what was generated
+  float *logprobs, *sampling_logprobs;   // [capacity]
+  int64_t *versions;            // [capacity]
+  uint8_t *no_contract;         // [capacity]
+  int16_t *routed;              // [capacity][routed_per_token]
+  // sampler.c
+  int32_t *top_ids;             // [capacity][logprobs]
+  float *top_logprobs;
+  // group.c only
+  rm_group *group;
+  int32_t index;                // which sample
+  uint64_t order;               // of arrival, over all sequences: the priority
+  uint64_t seed;
+} rm_sequence;
+
+struct rm_group {
+  rm_link link;                 // first member; in `live` while unfinished, then in `finished` until reported
+  // group.c only
+  uint64_t id;
+  rm_group *next_in_bucket;
+  rm_request_kind kind;
+  int64_t n_prompt, capacity;   // capacity: tokens that each sequence may generate
+  int64_t n_targets;            // rows of the prompt whose logprob or logits are wanted: [0, n_targets)
+  int32_t n;
+  int64_t min_tokens;
+  float temperature, top_p, min_p;
+  int32_t top_k, top_logprobs, prompt_top;
+  int want_prompt_logprobs, score_sampling;
+  float *logits_out;
+  int32_t *stops;               // [n_stops] ascending: tokens that end a sequence
+  int32_t *banned;              // [n_banned] ascending: tokens that may not come before min_tokens
+  int64_t n_stops, n_banned;
+  rm_sequence *sequences;       // [n]
+  // scheduler.c
+  rm_sequence *leader;          // ACTIVE and computing the prompt for all, or NULL
+  int started;                  // n_cached is known
+  int64_t n_cached;
+  // sampler.c and commit.c: records of the prompt
+  int64_t n_scored;             // target rows that are recorded
+  int64_t n_prompt_routed;      // positions whose routing is recorded
+  float *prompt_logprobs;       // [n_prompt − 1], as are the next three
+  float *prompt_sampling;
+  int32_t *prompt_top_ids;      // × prompt_top
+  float *prompt_top_logprobs;
+  int16_t *prompt_routed;       // [n_prompt][routed_per_token]
+  int mixed;                    // records and KV may be of different versions (keep): pages take no logprobs from the records
+  // commit.c
+  int32_t n_done;
+  rm_code error;
+  char message[192];
+};
+
+static inline int64_t rm_sequence_length(const rm_sequence *seq) { return seq->group->n_prompt + seq->n_tokens; }
+
+// The limits that a request is held against.
+typedef struct rm_request_rules {
+  int64_t vocab, max_model_len, page_size, n_pages;
+  int64_t routed_per_token;
+  const int32_t *eos_ids;       // [n_eos]
+  int64_t n_eos;
+  uint64_t engine_seed;
+} rm_request_rules;
+
+// group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
+rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
+                        rm_error *err);
+// Back to the state after create, but for records already allocated: nothing generated, nothing recorded.
+void rm_group_rewind(rm_group *group);
+int rm_group_stops_at(const rm_group *group, int32_t token);

@@ -1,0 +1,112 @@
+// state.h: the inside of an engine, shared by the files of this folder and nobody else. A step is three calls:
+//
+//   rm_schedule   (scheduler.c)   which rows of which sequences; fills the plan's inputs, hands out pages
+//   rm_forward    (sampler.c)     model, lm_head, draws, logprobs of prompts; fills the plan's results
+//   rm_commit     (commit.c)      results into the records; pages indexed, prompts shared, the finished put away
+//
+// A plan is one step's batch. Its arrays are made once, for the largest step.
+#pragma once
+
+#include "base/fields.h"
+#include "engine/kv_cache.h"
+#include "engine/sequence.h"
+
+// A row of logits that is wanted: the last row of a sequence, from which tokens are drawn, or a row of a prompt.
+typedef struct rm_out_row {
+  rm_sequence *seq;
+  int64_t position;
+  int32_t target;               // the token whose logprob is wanted, −1: none
+  int draws;                    // tokens are drawn from it
+} rm_out_row;
+
+// One token to draw. Draws stand in the order of their rows; several may share one.
+typedef struct rm_draw {
+  rm_sequence *seq;
+  int32_t out;                  // index in outs
+} rm_draw;
+
+typedef struct rm_plan {
+  int64_t n_rows, n_out, n_scheduled, n_draws;
+  // scheduler.c
+  int32_t *ids, *positions, *seq_of_row;   // [max_rows], see rm_batch
+  int64_t *slots;
+  int32_t *out_rows;
+  rm_out_row *outs;             // [max_rows]
+  rm_sequence **scheduled;      // [max_num_seqs]
+  rm_draw *draws;               // [max_num_seqs]
+  // sampler.c
+  int16_t *routed;              // [max_rows][routed_per_token]
+  uint8_t *row_flags;           // [max_rows]
+  int32_t *tokens;              // [max_num_seqs] of the draws
+  float *logprobs, *sampling_logprobs;
+  // scratch of sampler.c
+  float *logits;                // [max_out_rows][ld_logits]
+  float *stats;                 // [max_out_rows][2]
+  float *target_logprobs;       // [max_out_rows]
+  int32_t *targets;             // [max_out_rows]
+  uint8_t *out_flags;           // [max_out_rows]
+  rm_sample_params *params;     // [max_draws], as are the next three
+  float *draw_stats;            // × 2
+  uint8_t *draw_flags;
+  float *unused_logprobs;
+  int32_t *unused_tokens;
+} rm_plan;
+
+struct rm_engine {
+  // set at creation
+  const rm_spec *spec;          // view
+  rm_engine_options options;    // eos_ids: owned
+  const rm_kernels *kernels;
+  int64_t routed_per_token;     // n_moe_layers · top_k
+  int64_t max_pages;            // of one sequence
+  int64_t n_pages;              // of the KV cache
+  size_t kv_bytes;
+  int64_t max_out_rows, ld_logits;
+  int64_t max_draws;            // tokens of one call of the sample op
+  rm_team *team;                // owned, as all below
+  rm_params *params;
+  rm_model *model;
+  rm_store *store;
+  rm_kv_cache *cache;
+  void *kv;                     // NULL while asleep
+  int32_t *block_tables;        // [max_num_seqs][max_pages]
+  int32_t *places;              // stack of free rows of block_tables
+  int64_t n_places;
+  void *block;                  // of the plan's arrays and the two above
+  size_t block_bytes;
+  rm_plan plan;
+  // scheduler.c
+  rm_link waiting, active;      // sequences
+  int64_t n_waiting, n_active, n_joining;
+  const rm_sequence *blocked;   // the head of the queue when it last found too few pages free …
+  int64_t blocked_free;         // … and how many those were
+  // engine.c
+  rm_link live, finished;       // groups: unfinished by arrival; finished and not yet reported
+  int64_t n_live;
+  rm_group **buckets;           // [n_buckets] all groups by id
+  uint64_t n_buckets;
+  int64_t n_groups;
+  uint64_t next_id, next_order;
+  int paused;
+  unsigned asleep;
+  rm_engine_stats stats;
+};
+
+// scheduler.c
+void rm_schedule(rm_engine *engine);
+void rm_preempt(rm_engine *engine, rm_sequence *seq);              // ACTIVE → WAITING, its pages given back
+void rm_enqueue(rm_engine *engine, rm_sequence *seq);              // into `waiting`, by order
+void rm_release_places(rm_engine *engine, rm_sequence *seq);       // leaves its list; pages and place given back
+void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *leader);   // JOINING → ACTIVE on the leader's prompt
+
+// sampler.c
+void rm_forward(rm_engine *engine);
+
+// commit.c
+void rm_commit(rm_engine *engine);
+void rm_finish_sequence(rm_engine *engine, rm_sequence *seq, rm_finish finish);   // → DONE; the group too when it was the last
+void rm_finish_group(rm_engine *engine, rm_group *group, rm_finish finish);       // all that are not DONE
+
+static inline int32_t *rm_block_table(const rm_engine *engine, const rm_sequence *seq) {
+  return engine->block_tables + seq->place * engine->max_pages;
+}
