@@ -1,0 +1,89 @@
+// arrays.c: see arrays.h. Each check has its own error class, so that a caller can tell a wrong dtype from a wrong layout.
+#include "arrays.h"
+
+#include <string.h>
+
+static const char *type_name(int type) {
+  switch (type) {
+    case NPY_FLOAT32: return "float32";
+    case NPY_FLOAT64: return "float64";
+    case NPY_UINT8: return "uint8";
+    case NPY_INT8: return "int8";
+    case NPY_UINT16: return "uint16";
+    case NPY_INT16: return "int16";
+    case NPY_INT32: return "int32";
+    case NPY_UINT32: return "uint32";
+    case NPY_INT64: return "int64";
+    case NPY_UINT64: return "uint64";
+    default: return "another dtype";
+  }
+}
+
+static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *want) {
+  if (PyArray_NDIM(array) != want->n_dims) {
+    rm_raise_code(module, RM_E_SHAPE, "%s has %d dims, wanted %d", want->name, PyArray_NDIM(array), want->n_dims);
+    return -1;
+  }
+  for (int i = 0; i < want->n_dims; i++) {
+    const long long size = (long long)PyArray_DIM(array, i);
+    if (want->shape[i] >= 0 && size != want->shape[i]) {
+      rm_raise_code(module, RM_E_SHAPE, "%s has size %lld in dim %d, wanted %lld", want->name, size, i, (long long)want->shape[i]);
+      return -1;
+    }
+    want->shape[i] = size;
+  }
+  return 0;
+}
+
+static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_want *want) {
+  const char *fault = NULL;
+  if (!PyArray_IS_C_CONTIGUOUS(array)) fault = "not C-contiguous";
+  else if (!PyArray_ISALIGNED(array)) fault = "not aligned";
+  else if (!PyArray_ISNOTSWAPPED(array)) fault = "in the other byte order";
+  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array)) fault = "read-only";
+  if (!fault) return 0;
+  rm_raise_code(module, RM_E_LAYOUT, "%s is %s; arrays are passed as they lie, copy it first", want->name, fault);
+  return -1;
+}
+
+int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data) {
+  *data = NULL;
+  if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
+  if (!PyArray_Check(object)) {
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is %R, wanted a numpy array of %s", want->name, (PyObject *)Py_TYPE(object),
+                  type_name(want->type));
+    return -1;
+  }
+  PyArrayObject *array = (PyArrayObject *)object;
+  if (!PyArray_EquivTypenums(PyArray_TYPE(array), want->type)) {
+    rm_raise_code(module, RM_E_DTYPE, "%s has dtype %S, wanted %s", want->name, (PyObject *)PyArray_DESCR(array), type_name(want->type));
+    return -1;
+  }
+  if (want->n_dims >= 0 && check_shape(module, array, want)) return -1;
+  if (check_layout(module, array, want)) return -1;
+  *data = PyArray_DATA(array);
+  return 0;
+}
+
+int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int32_t **ids, int64_t *n_out) {
+  PyArrayObject *array = (PyArrayObject *)object;
+  if (!PyArray_Check(object) || !PyArray_EquivTypenums(PyArray_TYPE(array), NPY_INT32) || PyArray_NDIM(array) != 1 ||
+      !PyArray_ISCARRAY_RO(array)) {
+    rm_raise_code(module, RM_E_REQUEST, "%s is not a C-contiguous int32 array of one dim", name);
+    return -1;
+  }
+  *ids = PyArray_DATA(array);
+  *n_out = PyArray_DIM(array, 0);
+  return 0;
+}
+
+PyObject *rm_array_new(int type, int n_dims, const int64_t *shape, const void *source) {
+  npy_intp dims[4] = {0, 0, 0, 0};
+  for (int i = 0; i < n_dims; i++) dims[i] = (npy_intp)shape[i];
+  if (!source) return PyArray_ZEROS(n_dims, dims, type, 0);
+  PyObject *array = PyArray_SimpleNew(n_dims, dims, type);
+  if (!array) return NULL;
+  const size_t bytes = (size_t)PyArray_NBYTES((PyArrayObject *)array);
+  if (bytes) memcpy(PyArray_DATA((PyArrayObject *)array), source, bytes);
+  return array;
+}

@@ -1,0 +1,29 @@
+// core.h: what the files of the extension share. This folder is the only one that includes Python.h; it converts arguments,
+// releases the GIL, calls the engine and turns an rm_error into an exception. No maths, no policy, no C global that holds a
+// PyObject: exception classes and types live in the module's state.
+//
+// Include this before any system header, as Python.h asks. setup.py passes Py_LIMITED_API (one binary for CPython ≥ 3.11).
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "base/status.h"
+
+typedef struct rm_module_state {
+  PyObject *errors[RM_N_CODE];  // owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY
+  PyObject *error_base;         // owned rollmesh.errors.Error
+  PyObject *engine_type;        // owned _core.Engine
+} rm_module_state;
+
+rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
+
+// Sets the exception that belongs to err->code, with its message; clears err; returns NULL, so that a function can
+// `return rm_raise(module, &err)`. An exception that is set already (a callback raised) stays.
+PyObject *rm_raise(PyObject *module, rm_error *err);
+// The same with a sentence of one's own, for what the extension itself refuses. Takes PyErr_Format's formats. Returns NULL.
+PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);
+
+// Parts of the module, each called once while it is executed; 0, or −1 with an exception set.
+int rm_ops_add(PyObject *module);          // ops.c: _core.KERNELS and the functions over arrays
+int rm_engine_type_add(PyObject *module);  // engine.c: _core.Engine

@@ -1,0 +1,439 @@
+// engine.c: _core.Engine's life, requests and steps. A method converts its arguments, enters, releases the GIL where the
+// engine computes, and turns a failing rm_code into its exception. Policy (defaults, queues, stop strings) is Python's.
+#include "engine.h"
+
+#include <unistd.h>
+
+#include "attributes.h"
+
+PyObject *rm_engine_module(rm_engine_object *self) { return PyType_GetModule(Py_TYPE((PyObject *)self)); }
+
+int rm_engine_enter(rm_engine_object *self) {
+  PyObject *module = rm_engine_module(self);
+  if (self->pid != (long)getpid()) {
+    rm_raise_code(module, RM_E_STATE, "this generator belongs to process %ld; a forked child has to make its own", self->pid);
+    return -1;
+  }
+  if (!self->engine) {
+    rm_raise_code(module, RM_E_STATE, "the generator is closed");
+    return -1;
+  }
+  if (atomic_exchange(&self->busy, 1)) {
+    rm_raise_code(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
+    return -1;
+  }
+  return 0;
+}
+
+void rm_engine_leave(rm_engine_object *self) { atomic_store(&self->busy, 0); }
+
+// ------------------------------------------------------------------------------------------------ create, destroy
+#define SPEC(python_name, type, member) {python_name, type, offsetof(rm_spec, member)}
+static const rm_attribute spec_fields[] = {
+    SPEC("vocab_size", RM_ATTR_I64, vocab_size),
+    SPEC("hidden_size", RM_ATTR_I64, hidden_size),
+    SPEC("intermediate_size", RM_ATTR_I64, intermediate_size),
+    SPEC("num_layers", RM_ATTR_I64, n_layers),
+    SPEC("num_heads", RM_ATTR_I64, n_heads),
+    SPEC("num_kv_heads", RM_ATTR_I64, n_kv_heads),
+    SPEC("head_dim", RM_ATTR_I64, head_dim),
+    SPEC("num_experts", RM_ATTR_I64, n_experts),
+    SPEC("top_k", RM_ATTR_I64, top_k),
+    SPEC("moe_intermediate_size", RM_ATTR_I64, moe_intermediate_size),
+    SPEC("norm_topk_prob", RM_ATTR_BOOL, norm_topk_prob),
+    SPEC("attention_bias", RM_ATTR_BOOL, attention_bias),
+    SPEC("tie_word_embeddings", RM_ATTR_BOOL, tie_word_embeddings),
+    SPEC("rms_norm_eps", RM_ATTR_F32, rms_norm_eps),
+    SPEC("rope_scale", RM_ATTR_F32, rope_scale),
+};
+
+#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_engine_options, member)}
+static const rm_attribute option_fields[] = {
+    OPTION("threads", RM_ATTR_INT, n_threads),
+    OPTION("max_model_len", RM_ATTR_I64, max_model_len),
+    OPTION("max_num_seqs", RM_ATTR_I64, max_num_seqs),
+    OPTION("max_num_batched_tokens", RM_ATTR_I64, max_num_batched_tokens),
+    OPTION("block_size", RM_ATTR_I64, page_size),
+    OPTION("kv_bytes", RM_ATTR_U64, kv_bytes),
+    OPTION("seed", RM_ATTR_U64, seed),
+    OPTION("enable_prefix_caching", RM_ATTR_BOOL, prefix_caching),
+};
+
+#define N_FIELDS(table) (sizeof(table) / sizeof(table)[0])
+
+// The spec as the engine wants it: scalars by name, then inv_freq, layer_is_moe and layer_windows as arrays.
+static rm_spec *make_spec(PyObject *module, PyObject *object) {
+  rm_spec values = {0}, *spec = NULL;
+  rm_error err = RM_ERROR_INIT;
+  PyObject *inv_freq = NULL, *is_moe = NULL, *windows = NULL;
+  rm_layer_spec *layers = NULL;
+  void *data;
+  if (rm_attributes_read(object, spec_fields, N_FIELDS(spec_fields), &values)) return NULL;
+  if (!(inv_freq = PyObject_GetAttrString(object, "inv_freq"))) goto out;
+  if (!(is_moe = PyObject_GetAttrString(object, "layer_is_moe"))) goto out;
+  if (!(windows = PyObject_GetAttrString(object, "layer_windows"))) goto out;
+  rm_array_want want = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {values.head_dim / 2}};
+  if (rm_array_data(module, inv_freq, &want, &data)) goto out;
+  values.inv_freq = data;
+  want = (rm_array_want){"layer_is_moe", NPY_UINT8, RM_ARRAY_IN, 1, {values.n_layers}};
+  if (rm_array_data(module, is_moe, &want, &data)) goto out;
+  const uint8_t *moe = data;
+  want = (rm_array_want){"layer_windows", NPY_INT64, RM_ARRAY_IN, 1, {values.n_layers}};
+  if (rm_array_data(module, windows, &want, &data)) goto out;
+  const int64_t *window = data;
+  layers = PyMem_Calloc((size_t)rm_max64(values.n_layers, 1), sizeof *layers);
+  if (!layers) {
+    PyErr_NoMemory();
+    goto out;
+  }
+  for (int64_t i = 0; i < values.n_layers; i++) layers[i] = (rm_layer_spec){.is_moe = moe[i] != 0, .window = window[i]};
+  values.layers = layers;
+  if (rm_spec_create(&values, &spec, &err)) rm_raise(module, &err);
+out:
+  PyMem_Free(layers);
+  Py_XDECREF(inv_freq);
+  Py_XDECREF(is_moe);
+  Py_XDECREF(windows);
+  return spec;
+}
+
+static int choose_dtype(PyObject *module, PyObject *name, rm_dtype *dtype) {
+  if (PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0) *dtype = RM_BF16;
+  else if (PyUnicode_CompareWithASCIIString(name, "float32") == 0) *dtype = RM_F32;
+  else {
+    rm_raise_code(module, RM_E_CONFIG, "dtype = %R, wanted 'bfloat16' or 'float32'", name);
+    return -1;
+  }
+  return 0;
+}
+
+// None leaves the choice to the engine; a name asks for exactly that instruction set.
+static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **kernels) {
+  *kernels = NULL;
+  if (isa == Py_None) return 0;
+  for (int i = 0; i < RM_N_ISA; i++)
+    if (PyUnicode_CompareWithASCIIString(isa, rm_isa_name((rm_isa)i)) == 0) *kernels = rm_kernels_for((rm_isa)i);
+  if (*kernels) return 0;
+  rm_raise_code(module, RM_E_CONFIG, "isa = %R is not an instruction set that this build has and this processor can run", isa);
+  return -1;
+}
+
+static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
+  rm_engine_options options = {0};
+  if (rm_attributes_read(object, option_fields, N_FIELDS(option_fields), &options)) return -1;
+  int failed = -1;
+  PyObject *dtype = NULL, *isa = NULL, *eos = NULL;
+  if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.dtype)) goto out;
+  if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.kernels)) goto out;
+  if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
+  if (rm_array_ids(module, eos, "eos_token_ids", &options.eos_ids, &options.n_eos)) goto out;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_engine_create(self->spec, &options, &self->engine, &err);
+  Py_END_ALLOW_THREADS
+  if (code) rm_raise(module, &err);
+  else failed = 0;
+out:
+  Py_XDECREF(dtype);
+  Py_XDECREF(isa);
+  Py_XDECREF(eos);
+  return failed;
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"spec", "options", NULL};
+  PyObject *spec, *options;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Engine", names, &spec, &options)) return NULL;
+  PyObject *module = PyType_GetModule(type);
+  if (!module) return NULL;
+  const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  rm_engine_object *self = (rm_engine_object *)alloc(type, 0);
+  if (!self) return NULL;
+  self->pid = (long)getpid();
+  self->requests = PyDict_New();
+  if (self->requests && (self->spec = make_spec(module, spec)) && !make_engine(module, self, options)) return (PyObject *)self;
+  Py_DECREF(self);
+  return NULL;
+}
+
+// In a forked child the engine's threads do not exist and its pages are the parent's copies: they are left alone.
+static void destroy(rm_engine_object *self) {
+  rm_engine *engine = self->engine;
+  rm_spec *spec = self->spec;
+  self->engine = NULL;
+  self->spec = NULL;
+  if (self->pid != (long)getpid()) return;
+  Py_BEGIN_ALLOW_THREADS
+    rm_engine_destroy(engine);
+    rm_spec_destroy(spec);
+  Py_END_ALLOW_THREADS
+}
+
+static int engine_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(((rm_engine_object *)object)->requests);
+  return 0;
+}
+
+static int engine_clear(PyObject *object) {
+  Py_CLEAR(((rm_engine_object *)object)->requests);
+  return 0;
+}
+
+static void engine_dealloc(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  destroy((rm_engine_object *)object);  // before the arrays that it may write to
+  engine_clear(object);
+  const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF(type);
+}
+
+static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (!self->engine) Py_RETURN_NONE;
+  if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
+  destroy(self);
+  PyDict_Clear(self->requests);
+  rm_engine_leave(self);
+  Py_RETURN_NONE;
+}
+
+// ------------------------------------------------------------------------------------------------ requests
+#define REQUEST(python_name, type, member) {python_name, type, offsetof(rm_request, member)}
+static const rm_attribute request_fields[] = {
+    REQUEST("n", RM_ATTR_I32, n),
+    REQUEST("max_tokens", RM_ATTR_I64, max_tokens),
+    REQUEST("min_tokens", RM_ATTR_I64, min_tokens),
+    REQUEST("temperature", RM_ATTR_F32, temperature),
+    REQUEST("top_p", RM_ATTR_F32, top_p),
+    REQUEST("min_p", RM_ATTR_F32, min_p),
+    REQUEST("top_k", RM_ATTR_I32, top_k),
+    REQUEST("has_seed", RM_ATTR_BOOL, has_seed),
+    REQUEST("seed", RM_ATTR_U64, seed),
+    REQUEST("ignore_eos", RM_ATTR_BOOL, ignore_eos),
+    REQUEST("logprobs", RM_ATTR_I32, logprobs),
+    REQUEST("prompt_logprobs", RM_ATTR_I32, prompt_logprobs),
+    REQUEST("score", RM_ATTR_BOOL, kind),
+    REQUEST("score_sampling", RM_ATTR_BOOL, score_sampling),
+};
+_Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int), "`score` is read as the kind");
+
+static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request *request, PyObject *logits) {
+  PyObject *key = PyLong_FromUnsignedLongLong(id);
+  PyObject *value = Py_BuildValue("(iiO)", (int)request->logprobs, (int)request->prompt_logprobs, logits);
+  if (key && value && !PyDict_SetItem(self->requests, key, value)) {
+    Py_DECREF(value);
+    return key;
+  }
+  Py_XDECREF(key);
+  Py_XDECREF(value);
+  return NULL;
+}
+
+static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
+  PyObject *prompt, *stop_ids, *object, *logits, *result = NULL;
+  if (!PyArg_ParseTuple(args, "OOOO:add", &prompt, &stop_ids, &object, &logits)) return NULL;
+  PyObject *module = rm_engine_module(self);
+  rm_request request = {0};
+  if (rm_attributes_read(object, request_fields, N_FIELDS(request_fields), &request)) return NULL;
+  if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
+  if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
+  if (rm_engine_enter(self)) return NULL;
+  const int64_t vocab = self->spec->vocab_size;
+  rm_array_want want = {"logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
+  void *data;
+  uint64_t id;
+  rm_error err = RM_ERROR_INIT;
+  if (rm_array_data(module, logits, &want, &data)) goto out;
+  request.logits_out = data;
+  if (rm_engine_add(self->engine, &request, &id, &err)) {
+    rm_raise(module, &err);
+    goto out;
+  }
+  result = remember(self, id, &request, logits);
+  if (!result) {  // no memory for the record: the request must not write to an array that nobody holds
+    if (rm_engine_abort(self->engine, id, &err) || rm_engine_release(self->engine, id, &err)) rm_error_clear(&err);
+  }
+out:
+  rm_engine_leave(self);
+  return result;
+}
+
+typedef rm_code (*id_call)(rm_engine *, uint64_t, rm_error *);
+
+static int call_with_id(rm_engine_object *self, PyObject *argument, id_call call) {
+  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
+  if (id == (unsigned long long)-1 && PyErr_Occurred()) return -1;
+  if (rm_engine_enter(self)) return -1;
+  rm_error err = RM_ERROR_INIT;
+  const rm_code code = call(self->engine, id, &err);
+  rm_engine_leave(self);
+  if (code) rm_raise(rm_engine_module(self), &err);
+  return code ? -1 : 0;
+}
+
+static PyObject *engine_abort(rm_engine_object *self, PyObject *id) {
+  if (call_with_id(self, id, rm_engine_abort)) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_release(rm_engine_object *self, PyObject *id) {
+  if (call_with_id(self, id, rm_engine_release)) return NULL;
+  if (PyDict_DelItem(self->requests, id)) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {
+  unsigned long long id;
+  int sample;
+  long long n_tokens;
+  if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
+  if (rm_engine_enter(self)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  const rm_code code = rm_engine_stop_sample(self->engine, id, sample, n_tokens, &err);
+  rm_engine_leave(self);
+  if (code) return rm_raise(rm_engine_module(self), &err);
+  Py_RETURN_NONE;
+}
+
+// ------------------------------------------------------------------------------------------------ steps
+static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  int64_t n_work = 0;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_engine_step(self->engine, &n_work, &err);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) return rm_raise(rm_engine_module(self), &err);
+  return PyLong_FromLongLong(n_work);
+}
+
+static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  const int64_t n = rm_engine_unfinished(self->engine);
+  rm_engine_leave(self);
+  return PyLong_FromLongLong(n);
+}
+
+static int append_ids(PyObject *list, const uint64_t *ids, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    PyObject *id = PyLong_FromUnsignedLongLong(ids[i]);
+    const int failed = !id || PyList_Append(list, id);
+    Py_XDECREF(id);
+    if (failed) return -1;
+  }
+  return 0;
+}
+
+static PyObject *engine_finished(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  PyObject *list = PyList_New(0);
+  if (!list) return NULL;
+  if (rm_engine_enter(self)) {
+    Py_DECREF(list);
+    return NULL;
+  }
+  uint64_t ids[256];
+  int64_t n;
+  int failed = 0;
+  do {
+    n = rm_engine_finished(self->engine, ids, (int64_t)N_FIELDS(ids));
+    failed = append_ids(list, ids, n);
+  } while (!failed && n == (int64_t)N_FIELDS(ids));
+  rm_engine_leave(self);
+  if (!failed) return list;
+  Py_DECREF(list);
+  return NULL;
+}
+
+static PyObject *engine_pause(rm_engine_object *self, PyObject *paused) {
+  const int value = PyObject_IsTrue(paused);
+  if (value < 0 || rm_engine_enter(self)) return NULL;
+  rm_engine_pause(self->engine, value);
+  rm_engine_leave(self);
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_engine_reset_prefix_cache(self->engine);
+  rm_engine_leave(self);
+  Py_RETURN_NONE;
+}
+
+static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (*change)(rm_engine *, unsigned, rm_error *)) {
+  const unsigned long mask = PyLong_AsUnsignedLong(parts);
+  if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+  if (rm_engine_enter(self)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = change(self->engine, (unsigned)mask, &err);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) return rm_raise(rm_engine_module(self), &err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_engine_sleep); }
+static PyObject *engine_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_engine_wake); }
+
+// ------------------------------------------------------------------------------------------------ type
+#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
+static PyMethodDef methods[] = {
+    METHOD("close", engine_close, METH_NOARGS, "Gives everything back. Idempotent."),
+    METHOD("add", engine_add, METH_VARARGS, "add(prompt, stop_token_ids, request, logits): takes a request, returns its id."),
+    METHOD("abort", engine_abort, METH_O, "Ends a request; what was generated stays readable."),
+    METHOD("release", engine_release, METH_O, "Forgets a finished request."),
+    METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
+    METHOD("step", engine_step, METH_NOARGS, "Schedule, forward, commit. Returns the rows computed."),
+    METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
+    METHOD("finished", engine_finished, METH_NOARGS, "Ids of requests that finished since the last call."),
+    METHOD("pause", engine_pause, METH_O, "A paused engine schedules nothing."),
+    METHOD("reset_prefix_cache", engine_reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
+    METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV."),
+    METHOD("wake", engine_wake, METH_O, "Takes the memory of parts again."),
+    METHOD("request", rm_engine_py_request, METH_O, "State and prompt records of a request, as a dict."),
+    METHOD("sample", rm_engine_py_sample, METH_VARARGS, "sample(id, i): tokens and records of one sample, as a dict."),
+    METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),
+    METHOD("stats", rm_engine_py_stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
+    METHOD("manifest", rm_engine_py_manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
+    METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
+    METHOD("sync_resolve", rm_engine_py_sync_resolve, METH_O, "Indices into the manifest that a name stands for."),
+    METHOD("sync_check", rm_engine_py_sync_check, METH_VARARGS, "sync_check(name, tensor): push's checks, nothing written."),
+    METHOD("sync_push", rm_engine_py_sync_push, METH_VARARGS, "sync_push(name, tensor): copies into staging."),
+    METHOD("sync_commit", rm_engine_py_sync_commit, METH_O, "Swaps versions; the argument says what happens to running requests."),
+    METHOD("sync_abort", rm_engine_py_sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
+    METHOD("sync_state", rm_engine_py_sync_state, METH_NOARGS, "(version or None, digest, open, complete)"),
+    {NULL, NULL, 0, NULL},
+};
+
+int rm_engine_type_add(PyObject *module) {
+  PyType_Slot slots[] = {
+      {Py_tp_new, engine_new},
+      {Py_tp_dealloc, engine_dealloc},
+      {Py_tp_traverse, engine_traverse},
+      {Py_tp_clear, engine_clear},
+      {Py_tp_methods, methods},
+      {Py_tp_doc, "Engine(spec, options): the C engine behind rollmesh.Generator. One thread at a time."},
+      {0, NULL},
+  };
+  PyType_Spec spec = {
+      .name = "rollmesh._core.Engine",
+      .basicsize = sizeof(rm_engine_object),
+      .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+      .slots = slots,
+  };
+  rm_module_state *state = rm_state(module);
+  state->engine_type = PyType_FromModuleAndSpec(module, &spec, NULL);
+  if (!state->engine_type) return -1;
+  return PyModule_AddType(module, (PyTypeObject *)state->engine_type);
+}

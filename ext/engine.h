@@ -1,0 +1,42 @@
+// engine.h: _core.Engine, the Python object over one rm_engine. Split over engine.c (life, requests, steps), engine_views.c
+// (results, copied out as arrays) and engine_sync.c (weights).
+//
+// One writer: every method that touches the rm_engine stands between rm_engine_enter and rm_engine_leave. A second thread
+// inside, a closed engine, and an engine of the parent process after fork are refused with StateError. The lock that makes
+// threads wait for one another is generator.py's; this flag only makes a mistake there an exception and not a race.
+#pragma once
+
+#include "arrays.h"
+
+#include <stdatomic.h>
+
+#include "engine/engine.h"
+
+typedef struct rm_engine_object {
+  PyObject_HEAD
+  rm_engine *engine;            // owned; NULL once closed
+  rm_spec *spec;                // owned; the engine's view
+  PyObject *requests;           // owned dict: id → (logprobs, prompt_logprobs, logits array or None) until release
+  atomic_int busy;
+  long pid;                     // of the process that made it
+} rm_engine_object;
+
+PyObject *rm_engine_module(rm_engine_object *self);   // view
+int rm_engine_enter(rm_engine_object *self);          // 0, or −1 with StateError set
+void rm_engine_leave(rm_engine_object *self);
+
+// Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.
+// engine_views.c
+PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *id);
+PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
+PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
+// engine_sync.c
+PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
+PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name);
+PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *inflight);
+PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored);
+PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored);

@@ -1,0 +1,150 @@
+// engine_sync.c: weights in. A tensor is held (DLPack's capsule or the array) while the engine reads it without the GIL, and
+// let go afterwards whatever happened.
+#include "engine.h"
+
+#include "tensor.h"
+#include "weights/names.h"
+
+// The UTF-8 of a key; *held is an owned object that keeps it. Lone surrogates pass, so that the engine can refuse the name.
+static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
+  if (!PyUnicode_Check(name)) {
+    rm_raise_code(module, RM_E_UNEXPECTED_KEY, "a weight's name is %R, wanted str", (PyObject *)Py_TYPE(name));
+    return -1;
+  }
+  char *bytes;
+  *held = PyUnicode_AsEncodedString(name, "utf-8", "surrogatepass");
+  if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
+  *text = bytes;
+  return 0;
+}
+
+PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"version", "cast", "allow_nonfinite", "allow_partial", "allow_bias_removal", "in_place", NULL};
+  long long version = -1;
+  rm_sync_options options = {0};
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L|$ppppp:sync_begin", names, &version, &options.cast, &options.allow_nonfinite,
+                                   &options.allow_partial, &options.allow_bias_removal, &options.in_place))
+    return NULL;
+  options.version = version;
+  if (rm_engine_enter(self)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_engine_sync_begin(self->engine, &options, &err);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) return rm_raise(rm_engine_module(self), &err);
+  Py_RETURN_NONE;
+}
+
+PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
+  PyObject *module = rm_engine_module(self), *held = NULL, *list = NULL;
+  const char *text;
+  Py_ssize_t length;
+  rm_target target = {0};
+  rm_error err = RM_ERROR_INIT;
+  if (key_bytes(module, name, &held, &text, &length)) goto out;
+  if (rm_engine_enter(self)) goto out;
+  const rm_code code = rm_names_resolve(rm_engine_params(self->engine), text, (size_t)length, &target, &err);
+  rm_engine_leave(self);
+  if (code) {
+    rm_raise(module, &err);
+    goto out;
+  }
+  list = PyList_New((Py_ssize_t)target.n_pieces);
+  for (int64_t i = 0; list && i < target.n_pieces; i++) {
+    PyObject *index = PyLong_FromLongLong(target.pieces[i].param);
+    if (!index || PyList_SetItem(list, (Py_ssize_t)i, index)) Py_CLEAR(list);
+  }
+out:
+  rm_target_clear(&target);
+  Py_XDECREF(held);
+  return list;
+}
+
+typedef rm_code (*sync_call)(rm_engine *, const char *, size_t, const rm_tensor *, rm_error *);
+
+static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object, sync_call call) {
+  PyObject *module = rm_engine_module(self), *key = NULL, *owner = NULL, *result = NULL;
+  const char *text;
+  Py_ssize_t length;
+  rm_tensor tensor;
+  rm_error err = RM_ERROR_INIT;
+  if (key_bytes(module, name, &key, &text, &length)) goto out;
+  if (rm_tensor_from_object(module, object, name, &tensor, &owner)) goto out;
+  if (rm_engine_enter(self)) goto out;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = call(self->engine, text, (size_t)length, &tensor, &err);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) rm_raise(module, &err);
+  else result = Py_NewRef(Py_None);
+out:
+  Py_XDECREF(owner);
+  Py_XDECREF(key);
+  return result;
+}
+
+PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args) {
+  PyObject *name, *tensor;
+  if (!PyArg_ParseTuple(args, "OO:sync_check", &name, &tensor)) return NULL;
+  return with_tensor(self, name, tensor, rm_engine_sync_check);
+}
+
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
+  PyObject *name, *tensor;
+  if (!PyArg_ParseTuple(args, "OO:sync_push", &name, &tensor)) return NULL;
+  return with_tensor(self, name, tensor, rm_engine_sync_push);
+}
+
+static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
+  static const char *const words[] = {"refuse", "restart", "abort", "keep", "keep_kv"};
+  _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "words are in the order of rm_inflight");
+  for (int i = 0; i < 5; i++) {
+    if (PyUnicode_Check(word) && PyUnicode_CompareWithASCIIString(word, words[i]) == 0) {
+      *out = (rm_inflight)i;
+      return 0;
+    }
+  }
+  rm_raise_code(module, RM_E_CONFIG, "inflight = %R, wanted refuse, restart, abort, keep or keep_kv", word);
+  return -1;
+}
+
+PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
+  PyObject *module = rm_engine_module(self);
+  rm_inflight inflight;
+  if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
+  rm_sync_report r;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_engine_sync_commit(self->engine, inflight, &r, &err);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) return rm_raise(module, &err);
+  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:K,s:d,s:d,s:K}", "version", (long long)r.version, "num_tensors", (long long)r.n_tensors,
+                       "num_parameters", (long long)r.n_parameters, "num_skipped", (long long)r.n_skipped, "bytes",
+                       (unsigned long long)r.bytes, "seconds", r.seconds, "copy_seconds", r.copy_seconds, "digest",
+                       (unsigned long long)r.digest);
+}
+
+PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_engine_sync_abort(self->engine);
+  rm_engine_leave(self);
+  Py_RETURN_NONE;
+}
+
+PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  const rm_store *store = rm_engine_store(self->engine);
+  const int64_t version = rm_store_version(store);
+  const uint64_t digest = rm_store_digest(store);
+  const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
+  rm_engine_leave(self);
+  return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version), (unsigned long long)digest,
+                       open ? Py_True : Py_False, complete ? Py_True : Py_False);
+}

@@ -1,0 +1,184 @@
+// engine_views.c: what the engine knows, copied out. The engine's views die with the next step; the arrays made here are
+// the caller's.
+#include "engine.h"
+
+#include "weights/names.h"
+
+static const char *finish_name(rm_finish finish) {
+  switch (finish) {
+    case RM_FINISH_STOP: return "stop";
+    case RM_FINISH_LENGTH: return "length";
+    case RM_FINISH_ABORT: return "abort";
+    case RM_FINISH_ERROR: return "error";
+    default: return NULL;
+  }
+}
+
+static PyObject *finish_object(rm_finish finish) {
+  const char *name = finish_name(finish);
+  return name ? PyUnicode_FromString(name) : Py_NewRef(Py_None);
+}
+
+// Puts a new reference into the dict and drops it; −1 when it is NULL or cannot be put.
+static int put(PyObject *dict, const char *key, PyObject *value) {
+  const int failed = !value || PyDict_SetItemString(dict, key, value);
+  Py_XDECREF(value);
+  return failed ? -1 : 0;
+}
+
+static PyObject *array_or_none(const void *data, int type, int n_dims, const int64_t *shape) {
+  return data ? rm_array_new(type, n_dims, shape, data) : Py_NewRef(Py_None);
+}
+
+// logprobs and prompt_logprobs as they were asked for at add: the widths of the arrays of the view.
+static int asked_for(rm_engine_object *self, PyObject *id, int *logprobs, int *prompt_logprobs) {
+  PyObject *record = PyDict_GetItemWithError(self->requests, id);
+  if (!record) {
+    if (!PyErr_Occurred()) rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
+    return -1;
+  }
+  PyObject *logits;
+  return PyArg_ParseTuple(record, "iiO", logprobs, prompt_logprobs, &logits) ? 0 : -1;
+}
+
+static PyObject *error_object(rm_engine_object *self, const rm_request_view *view) {
+  if (!view->error) return Py_NewRef(Py_None);
+  const char *message = view->message ? view->message : rm_code_name(view->error);
+  PyObject *type = rm_state(rm_engine_module(self))->errors[view->error];
+  return PyObject_CallFunction(type, "s", message);
+}
+
+static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_view *view, int top) {
+  const rm_spec *spec = self->spec;
+  const int64_t n = view->n_prompt;
+  const int64_t one[1] = {n - 1}, ranked[2] = {n - 1, top}, routed[3] = {n, spec->n_moe_layers, spec->top_k};
+  if (put(dict, "prompt_logprobs", array_or_none(view->prompt_logprobs, NPY_FLOAT32, 1, one))) return -1;
+  if (put(dict, "prompt_sampling_logprobs", array_or_none(view->prompt_sampling_logprobs, NPY_FLOAT32, 1, one))) return -1;
+  if (put(dict, "prompt_top_ids", array_or_none(top > 0 ? view->prompt_top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
+  if (put(dict, "prompt_top_logprobs", array_or_none(top > 0 ? view->prompt_top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
+  return put(dict, "prompt_routed", array_or_none(view->prompt_routed, NPY_INT16, 3, routed));
+}
+
+PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
+  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
+  if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+  int logprobs, prompt_logprobs;
+  if (rm_engine_enter(self)) return NULL;
+  PyObject *dict = NULL;
+  rm_request_view view;
+  rm_error err = RM_ERROR_INIT;
+  if (asked_for(self, argument, &logprobs, &prompt_logprobs)) goto out;
+  if (rm_engine_view(self->engine, id, &view, &err)) {
+    rm_raise(rm_engine_module(self), &err);
+    goto out;
+  }
+  dict = PyDict_New();
+  if (dict && (put(dict, "finished", PyBool_FromLong(view.finished)) || put(dict, "error", error_object(self, &view)) ||
+               put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) || put(dict, "n", PyLong_FromLong(view.n)) ||
+               put_prompt(self, dict, &view, prompt_logprobs)))
+    Py_CLEAR(dict);
+out:
+  rm_engine_leave(self);
+  return dict;
+}
+
+static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view, int top) {
+  const rm_spec *spec = self->spec;
+  const int64_t n = view->n_tokens, fed = n > 0 ? n - 1 : 0;
+  const int64_t one[1] = {n}, ranked[2] = {n, top}, routed[3] = {fed, spec->n_moe_layers, spec->top_k};
+  if (put(dict, "finish", finish_object(view->finish))) return -1;
+  if (put(dict, "stop_token", PyLong_FromLong(view->stop_token))) return -1;
+  if (put(dict, "token_ids", rm_array_new(NPY_INT32, 1, one, view->tokens))) return -1;
+  if (put(dict, "logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->logprobs))) return -1;
+  if (put(dict, "sampling_logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->sampling_logprobs))) return -1;
+  if (put(dict, "versions", rm_array_new(NPY_INT64, 1, one, view->versions))) return -1;
+  if (put(dict, "no_contract", rm_array_new(NPY_UINT8, 1, one, view->no_contract))) return -1;
+  if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
+  if (put(dict, "top_logprobs", array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
+  if (!spec->n_moe_layers) return put(dict, "routed", Py_NewRef(Py_None));
+  return put(dict, "routed", rm_array_new(NPY_INT16, 3, routed, fed ? view->routed : NULL));
+}
+
+PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
+  PyObject *argument;
+  int sample, logprobs, prompt_logprobs;
+  if (!PyArg_ParseTuple(args, "Oi:sample", &argument, &sample)) return NULL;
+  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
+  if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+  if (rm_engine_enter(self)) return NULL;
+  PyObject *dict = NULL;
+  rm_sample_view view;
+  rm_error err = RM_ERROR_INIT;
+  if (asked_for(self, argument, &logprobs, &prompt_logprobs)) goto out;
+  if (rm_engine_sample_view(self->engine, id, sample, &view, &err)) {
+    rm_raise(rm_engine_module(self), &err);
+    goto out;
+  }
+  dict = PyDict_New();
+  if (dict && put_sample(self, dict, &view, logprobs)) Py_CLEAR(dict);
+out:
+  rm_engine_leave(self);
+  return dict;
+}
+
+PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
+  unsigned long long id;
+  int sample;
+  long long start;
+  if (!PyArg_ParseTuple(args, "KiL:tokens", &id, &sample, &start)) return NULL;
+  if (rm_engine_enter(self)) return NULL;
+  PyObject *result = NULL;
+  rm_sample_view view;
+  rm_error err = RM_ERROR_INIT;
+  if (rm_engine_sample_view(self->engine, id, sample, &view, &err)) {
+    rm_raise(rm_engine_module(self), &err);
+    goto out;
+  }
+  const int64_t from = rm_min64(rm_max64(start, 0), view.n_tokens), shape[1] = {view.n_tokens - from};
+  result = Py_BuildValue("(NN)", finish_object(view.finish), rm_array_new(NPY_INT32, 1, shape, shape[0] ? view.tokens + from : NULL));
+out:
+  rm_engine_leave(self);
+  return result;
+}
+
+PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_engine_stats s;
+  rm_engine_statistics(self->engine, &s);
+  rm_engine_leave(self);
+  // clang-format off
+  return Py_BuildValue(
+    "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:K,s:K,s:K,s:i,s:I,s:z,s:z,s:d,s:d,s:d}",
+    "version", (long long)s.version, "waiting", (long long)s.waiting, "running", (long long)s.running, "steps", (long long)s.steps,
+    "rows", (long long)s.rows, "generated_tokens", (long long)s.generated_tokens, "prompt_tokens", (long long)s.prompt_tokens,
+    "cached_tokens", (long long)s.cached_tokens, "preemptions", (long long)s.preemptions,
+    "kv_pages", (long long)s.kv_pages, "kv_pages_free", (long long)s.kv_pages_free, "prefix_hits", (long long)s.prefix_hits,
+    "prefix_misses", (long long)s.prefix_misses, "evictions", (long long)s.evictions,
+    "weight_bytes", (unsigned long long)s.weight_bytes, "kv_bytes", (unsigned long long)s.kv_bytes,
+    "workspace_bytes", (unsigned long long)s.workspace_bytes, "threads", s.n_threads, "asleep", s.asleep,
+    "isa", s.isa, "family", s.family, "forward_seconds", s.forward_seconds, "schedule_seconds", s.schedule_seconds,
+    "commit_seconds", s.commit_seconds);
+  // clang-format on
+}
+
+static PyObject *manifest_entry(const rm_param *param) {
+  char name[256];
+  rm_param_name(param, name, sizeof name);
+  PyObject *shape = param->n_dims == 1 ? Py_BuildValue("(L)", (long long)param->cols)
+                                       : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
+  return Py_BuildValue("(sNsO)", name, shape, param->dtype == RM_BF16 ? "bfloat16" : "float32", param->required ? Py_True : Py_False);
+}
+
+PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  const rm_params *params = rm_engine_params(self->engine);
+  PyObject *list = PyList_New((Py_ssize_t)params->n);
+  for (int64_t i = 0; list && i < params->n; i++) {
+    PyObject *entry = manifest_entry(&params->list[i]);
+    if (!entry || PyList_SetItem(list, (Py_ssize_t)i, entry)) Py_CLEAR(list);
+  }
+  rm_engine_leave(self);
+  return list;
+}

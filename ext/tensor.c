@@ -1,0 +1,391 @@
+// tensor.c: see tensor.h. The capsule of a DLPack producer is not consumed but held: its own destructor gives the data back.
+#include "tensor.h"
+
+#include <string.h>
+
+#include "arrays.h"
+#include "base/checked.h"
+
+// ------------------------------------------------------------------------------------------------ DLPack's structures
+// The published C ABI (dlpack.h, versions 0.x and 1.x).
+typedef struct dl_device {
+  int32_t type, id;
+} dl_device;
+typedef struct dl_dtype {
+  uint8_t code, bits;
+  uint16_t lanes;
+} dl_dtype;
+typedef struct dl_tensor {
+  void *data;
+  dl_device device;
+  int32_t n_dims;
+  dl_dtype dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+} dl_tensor;
+typedef struct dl_versioned {
+  uint32_t major, minor;
+  void *context;
+  void (*deleter)(struct dl_versioned *);
+  uint64_t flags;
+  dl_tensor tensor;
+} dl_versioned;
+
+enum { DL_CPU = 1, DL_CUDA_HOST = 3 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
+
+static int64_t element_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
+
+// Dims and shape as given; every size ≥ 0 and their product addressable.
+static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape, rm_tensor *out) {
+  if (n_dims < 0 || n_dims > 4) {
+    rm_raise_code(module, RM_E_SHAPE, "%.200U: a tensor of %d dims; no parameter has more than 4", name, n_dims);
+    return -1;
+  }
+  out->n_dims = n_dims;
+  int64_t bytes = element_bytes(out->dtype);
+  for (int i = 0; i < n_dims; i++) {
+    if (shape[i] < 0) {
+      rm_raise_code(module, RM_E_SHAPE, "%.200U: size %lld in dim %d", name, (long long)shape[i], i);
+      return -1;
+    }
+    out->shape[i] = shape[i];
+    if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes)) {
+      rm_raise_code(module, RM_E_SHAPE, "%.200U: the sizes up to dim %d (%lld) overflow", name, i, (long long)shape[i]);
+      return -1;
+    }
+  }
+  return 0;
+}
+
+static void take_span(rm_tensor *out, uintptr_t start, uintptr_t end) {
+  const uintptr_t data = (uintptr_t)out->data;
+  if (start > data || end < data) return;        // not the buffer behind this tensor
+  out->span_lo = (int64_t)(data - start);
+  out->span_hi = (int64_t)(end - data);
+}
+
+// ------------------------------------------------------------------------------------------------ NumPy
+static int text_is(PyObject *text, const char *want) {
+  return text && PyUnicode_Check(text) && PyUnicode_CompareWithASCIIString(text, want) == 0;
+}
+
+// 1 when dtype.metadata["rollmesh"] == "bfloat16", 0 when not, −1 with an exception.
+static int has_bf16_metadata(PyObject *dtype) {
+  PyObject *metadata = PyObject_GetAttrString(dtype, "metadata");
+  if (!metadata) return -1;
+  int is = 0;
+  if (metadata != Py_None) {
+    PyObject *word = PyMapping_GetItemString(metadata, "rollmesh");
+    if (!word) PyErr_Clear();
+    is = text_is(word, "bfloat16");
+    Py_XDECREF(word);
+  }
+  Py_DECREF(metadata);
+  return is;
+}
+
+static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, rm_src_dtype *out) {
+  const int type = PyArray_TYPE(array), native = !PyArray_ISBYTESWAPPED(array);
+  PyObject *dtype = (PyObject *)PyArray_DESCR(array);
+  *out = type == NPY_FLOAT ? RM_SRC_F32 : type == NPY_DOUBLE ? RM_SRC_F64 : RM_SRC_F16;
+  if (native && (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_HALF)) return 0;
+  *out = RM_SRC_BF16;
+  if (native && type == NPY_USHORT) {
+    const int is = has_bf16_metadata(dtype);
+    if (is) return is < 0 ? -1 : 0;
+  }
+  if (PyTypeNum_ISUSERDEF(type) && PyArray_ITEMSIZE(array) == 2) {
+    PyObject *word = PyObject_GetAttrString(dtype, "name");
+    if (!word) return -1;
+    const int is = text_is(word, "bfloat16");
+    Py_DECREF(word);
+    if (is) return 0;
+  }
+  rm_raise_code(module, RM_E_DTYPE, "%.200U: %R; wanted bfloat16, float32, float16 or float64 in native byte order", name, dtype);
+  return -1;
+}
+
+// The memory that an array is a view of: the last of its bases that owns some. as_strided puts a plain object with a `base`
+// in between. Without a known owner the span stays unknown.
+static int numpy_span(PyArrayObject *array, rm_tensor *out) {
+  PyObject *at = Py_NewRef((PyObject *)array);
+  for (int depth = 0; depth < 64; depth++) {
+    if (PyArray_Check(at) && PyArray_CHKFLAGS((PyArrayObject *)at, NPY_ARRAY_OWNDATA)) {
+      PyArrayObject *owner = (PyArrayObject *)at;
+      if (PyArray_IS_C_CONTIGUOUS(owner) || PyArray_IS_F_CONTIGUOUS(owner)) {
+        const uintptr_t start = (uintptr_t)PyArray_DATA(owner);
+        take_span(out, start, start + (uintptr_t)PyArray_NBYTES(owner));
+      }
+      break;
+    }
+    Py_buffer view;
+    if (!PyArray_Check(at) && PyObject_CheckBuffer(at)) {
+      if (PyObject_GetBuffer(at, &view, PyBUF_SIMPLE) == 0) {
+        take_span(out, (uintptr_t)view.buf, (uintptr_t)view.buf + (uintptr_t)view.len);
+        PyBuffer_Release(&view);
+      } else {
+        PyErr_Clear();
+      }
+      break;
+    }
+    PyObject *base = PyArray_Check(at) ? Py_XNewRef(PyArray_BASE((PyArrayObject *)at)) : PyObject_GetAttrString(at, "base");
+    if (!base && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+      Py_DECREF(at);
+      return -1;
+    }
+    PyErr_Clear();
+    Py_DECREF(at);
+    if (!base) return 0;
+    at = base;
+  }
+  Py_DECREF(at);
+  return 0;
+}
+
+static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm_tensor *out) {
+  if (numpy_dtype(module, name, array, &out->dtype)) return -1;
+  int64_t shape[4] = {0};
+  const int n_dims = PyArray_NDIM(array);
+  for (int i = 0; i < n_dims && i < 4; i++) shape[i] = PyArray_DIM(array, i);
+  if (take_shape(module, name, n_dims, shape, out)) return -1;
+  const int64_t each = element_bytes(out->dtype);
+  for (int i = 0; i < n_dims; i++) {
+    const int64_t stride = PyArray_STRIDE(array, i);
+    if (stride % each && shape[i] > 1) {
+      rm_raise_code(module, RM_E_LAYOUT, "%.200U: stride of %lld bytes in dim %d is no multiple of the %lld of an element", name,
+                    (long long)stride, i, (long long)each);
+      return -1;
+    }
+    out->strides[i] = stride / each;
+  }
+  out->data = PyArray_DATA(array);
+  return numpy_span(array, out);
+}
+
+// ------------------------------------------------------------------------------------------------ torch
+// An attribute that need not exist: new reference, or NULL without an exception; *failed on any other exception.
+static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) {
+  PyObject *value = PyObject_GetAttrString(object, attr);
+  if (value) return value;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError))
+    PyErr_Clear();
+  else
+    *failed = 1;
+  return NULL;
+}
+
+static int attr_is_true(PyObject *object, const char *attr, int *failed) {
+  PyObject *value = optional_attr(object, attr, failed);
+  const int is = value == Py_True;
+  Py_XDECREF(value);
+  return is;
+}
+
+static int method_is_true(PyObject *object, const char *method, int *failed) {
+  PyObject *bound = optional_attr(object, method, failed);
+  if (!bound) return 0;
+  PyObject *value = PyObject_CallNoArgs(bound);
+  Py_DECREF(bound);
+  if (!value) *failed = 1;
+  const int is = value == Py_True;
+  Py_XDECREF(value);
+  return is;
+}
+
+// str(object.attr) == want; 1 when there is no such attribute.
+static int attr_reads(PyObject *object, const char *attr, const char *want, int *failed) {
+  PyObject *value = optional_attr(object, attr, failed);
+  if (!value) return 1;
+  PyObject *text = PyObject_Str(value);
+  Py_DECREF(value);
+  if (!text) *failed = 1;
+  const int is = text_is(text, want);
+  Py_XDECREF(text);
+  return is;
+}
+
+// Why this kind of torch tensor has no plain memory to read; NULL when it may have, or with *failed and an exception.
+static const char *torch_objection(PyObject *object, int *failed) {
+  PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+  if (!type) *failed = 1;
+  const int fake = text_is(type, "FakeTensor") || text_is(type, "FunctionalTensor"), distributed = text_is(type, "DTensor");
+  Py_XDECREF(type);
+  if (fake) return "a fake tensor, which has no data";
+  if (distributed) return "a DTensor; send .full_tensor(), or .to_local() where it is replicated";
+  if (!*failed && attr_is_true(object, "is_quantized", failed)) return "a quantized tensor";
+  if (!*failed && attr_is_true(object, "is_meta", failed)) return "a meta tensor, which has no data";
+  if (!*failed && attr_is_true(object, "is_sparse", failed)) return "a sparse tensor";
+  if (!*failed && attr_is_true(object, "is_nested", failed)) return "a nested tensor";
+  if (!*failed && !attr_reads(object, "layout", "torch.strided", failed)) return "a tensor whose layout is not strided";
+  if (!*failed && method_is_true(object, "is_neg", failed)) return "a lazily negated view; send .resolve_neg()";
+  return NULL;
+}
+
+// The storage behind a torch tensor. One that was resized to nothing (as sharded trainers do) must not be read at all.
+static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
+  int failed = 0;
+  PyObject *method = optional_attr(object, "untyped_storage", &failed);
+  if (!method) return failed ? -1 : 0;
+  PyObject *storage = PyObject_CallNoArgs(method), *start = NULL, *bytes = NULL;
+  Py_DECREF(method);
+  int result = -1;
+  if (!storage) goto out;
+  if (!(start = PyObject_CallMethod(storage, "data_ptr", NULL)) || !(bytes = PyObject_CallMethod(storage, "nbytes", NULL))) goto out;
+  const unsigned long long at = PyLong_AsUnsignedLongLong(start), length = PyLong_AsUnsignedLongLong(bytes);
+  if (PyErr_Occurred()) goto out;
+  if (length == 0) {
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U: the tensor's storage is empty (0 bytes)", name);
+    goto out;
+  }
+  take_span(out, (uintptr_t)at, (uintptr_t)(at + length));
+  result = 0;
+out:
+  Py_XDECREF(storage);
+  Py_XDECREF(start);
+  Py_XDECREF(bytes);
+  return result;
+}
+
+// ------------------------------------------------------------------------------------------------ DLPack
+static int refuse(PyObject *module, PyObject *name, const char *what) {
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %s; wanted a dense tensor on the CPU", name, what);
+  return -1;
+}
+
+static int check_device(PyObject *module, PyObject *object, PyObject *name) {
+  PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
+  if (!device) return -1;
+  PyObject *first = PyTuple_Check(device) && PyTuple_Size(device) == 2 ? PyTuple_GetItem(device, 0) : NULL;
+  const long type = first ? PyLong_AsLong(first) : 0;
+  Py_DECREF(device);
+  if (PyErr_Occurred()) return -1;
+  if (!first) return refuse(module, name, "__dlpack_device__ did not return a pair");
+  if (type == DL_CPU || type == DL_CUDA_HOST) return 0;
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU",
+                name, type);
+  return -1;
+}
+
+// Asks for a versioned capsule; a producer that has not heard of versions gives the old kind.
+static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name) {
+  PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL, *capsule = NULL;
+  if (method && (none = PyTuple_New(0)) && (version = Py_BuildValue("{s:(ii)}", "max_version", 1, 1))) {
+    capsule = PyObject_Call(method, none, version);
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
+      PyErr_Clear();
+      capsule = PyObject_CallNoArgs(method);
+    }
+  }
+  Py_XDECREF(method);
+  Py_XDECREF(none);
+  Py_XDECREF(version);
+  if (!capsule && PyErr_ExceptionMatches(PyExc_BufferError)) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: the producer refuses: %S", name, value ? value : Py_None);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+  }
+  return capsule;
+}
+
+static int dlpack_dtype(PyObject *module, PyObject *name, dl_dtype dtype, rm_src_dtype *out) {
+  static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  if (dtype.lanes == 1) {
+    if (dtype.code == DL_BFLOAT && dtype.bits == 16) return *out = RM_SRC_BF16, 0;
+    if (dtype.code == DL_FLOAT && dtype.bits == 32) return *out = RM_SRC_F32, 0;
+    if (dtype.code == DL_FLOAT && dtype.bits == 16) return *out = RM_SRC_F16, 0;
+    if (dtype.code == DL_FLOAT && dtype.bits == 64) return *out = RM_SRC_F64, 0;
+  }
+  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "a float of fewer than 16 bits, DLPack code ";
+  if (dtype.code < sizeof kinds / sizeof *kinds)
+    rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d with %d lanes; wanted bfloat16, float32, float16 or float64", name, kind,
+                  (int)dtype.bits, (int)dtype.lanes);
+  else
+    rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d; wanted bfloat16, float32, float16 or float64", name, kind, (int)dtype.code);
+  return -1;
+}
+
+static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm_tensor *out) {
+  int64_t next = 1;
+  for (int i = out->n_dims - 1; i >= 0; i--) {
+    out->strides[i] = t->strides ? t->strides[i] : next;
+    next *= rm_max64(out->shape[i], 1);                 // checked in take_shape
+  }
+  uintptr_t data = (uintptr_t)t->data;
+  if (data && __builtin_add_overflow(data, t->byte_offset, &data)) {
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U: byte offset %llu is outside the address space", name, (unsigned long long)t->byte_offset);
+    return -1;
+  }
+  out->data = (const void *)data;
+  return 0;
+}
+
+static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, rm_tensor *out) {
+  const dl_tensor *t;
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+    if (managed->major != 1) {
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: DLPack version %u.%u; wanted 1.x", name, managed->major, managed->minor);
+      return -1;
+    }
+    t = &managed->tensor;
+  } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+    t = PyCapsule_GetPointer(capsule, "dltensor");      // DLManagedTensor begins with its DLTensor
+  } else {
+    return refuse(module, name, "__dlpack__ did not return a fresh DLPack capsule");
+  }
+  if (t->device.type != DL_CPU && t->device.type != DL_CUDA_HOST) return refuse(module, name, "the capsule's tensor is not on the CPU");
+  if (t->n_dims > 0 && !t->shape) return refuse(module, name, "the capsule's tensor has dims but no shape");
+  if (dlpack_dtype(module, name, t->dtype, &out->dtype)) return -1;
+  if (take_shape(module, name, t->n_dims, t->shape, out)) return -1;
+  return take_strides(module, name, t, out);
+}
+
+// A tensor that records gradients refuses DLPack; its values are wanted, so they are asked of a detached view.
+static PyObject *detached(PyObject *object) {
+  int failed = 0;
+  const int records = attr_is_true(object, "requires_grad", &failed);
+  if (failed) return NULL;
+  return records ? PyObject_CallMethod(object, "detach", NULL) : Py_NewRef(object);
+}
+
+static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner) {
+  int failed = 0;
+  const char *objection = torch_objection(object, &failed);
+  if (failed) return -1;
+  if (objection) return refuse(module, name, objection);
+  if (check_device(module, object, name)) return -1;
+  PyObject *plain = detached(object), *capsule = NULL;
+  int result = -1;
+  if (!plain || !(capsule = ask_capsule(module, plain, name))) goto out;
+  if (from_capsule(module, capsule, name, out) || torch_span(module, plain, name, out)) goto out;
+  *owner = PyTuple_Pack(2, capsule, plain);
+  result = *owner ? 0 : -1;
+out:
+  Py_XDECREF(capsule);
+  Py_XDECREF(plain);
+  return result;
+}
+
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner) {
+  memset(out, 0, sizeof *out);
+  *owner = NULL;
+  if (PyArray_Check(object)) {
+    if (from_numpy(module, (PyArrayObject *)object, name, out)) return -1;
+    *owner = Py_NewRef(object);
+    return 0;
+  }
+  int failed = 0;
+  PyObject *method = optional_attr(object, "__dlpack_device__", &failed);
+  if (failed) return -1;
+  if (!method) {
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %R is neither a NumPy array nor a DLPack tensor", name,
+                  (PyObject *)Py_TYPE(object));
+    return -1;
+  }
+  Py_DECREF(method);
+  return from_dlpack(module, object, name, out, owner);
+}

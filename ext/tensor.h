@@ -1,0 +1,16 @@
+// tensor.h: a trainer's tensor, whatever library it is of, as an rm_tensor. NumPy arrays come through their C API (with
+// ml_dtypes' bfloat16, or uint16 words whose dtype carries the metadata {"rollmesh": "bfloat16"}); everything else through
+// DLPack, both kinds of capsule. No byte of the data is read here and nothing is converted or copied.
+//
+// A producer may be anybody's code, so what it says is checked: dims, sizes, overflow, device, element type; and where the
+// buffer behind it can be seen (a NumPy base, a torch storage) its ends go into span_lo and span_hi for the engine to check
+// the strides against. Exceptions of that code pass through, but for BufferError, which is DLPack's way to refuse.
+#pragma once
+
+#include "core.h"
+
+#include "weights/sync.h"
+
+// *owner: new reference that keeps the data alive; drop it when the tensor has been read. `name` (str) is for messages.
+// 0, or −1 with the exception set: UnsupportedTensorError, DTypeError, ShapeError, LayoutError, or the producer's own.
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner);

@@ -1,0 +1,121 @@
+"""Checks of the generator's arguments: each returns the value in its plain form or raises an error that names what was seen and
+what is wanted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import CapacityError, ConfigError, RequestError
+from rollmesh.mesh import Mesh
+from rollmesh.sampling import SamplingParams
+from rollmesh.spec import ModelSpec
+
+EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
+PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h
+
+
+def check_surroundings(mesh: Mesh | None, comm: object, device: str, ep_backend: str, sequence_parallel: bool) -> None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
+    if comm is not None:
+        raise ConfigError(f"comm = {comm!r}, wanted None: mesh support is not built yet, one rank needs no transport")
+    if device != "cpu":
+        raise ConfigError(f"device = {device!r}, wanted 'cpu': other devices are not built yet")
+    if ep_backend == "deepep":
+        raise ConfigError("ep_backend = 'deepep' is not built in, wanted one of " + ", ".join(EP_BACKENDS))
+    if ep_backend not in EP_BACKENDS:
+        raise ConfigError(f"ep_backend = {ep_backend!r}, wanted one of {', '.join(EP_BACKENDS)}")
+    if not isinstance(sequence_parallel, bool):
+        raise ConfigError(f"sequence_parallel = {sequence_parallel!r}, wanted a bool")
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
+        raise ConfigError(f"{name} = {value!r}, wanted an integer in [{low}, {high}]")
+    return int(value)
+
+
+def page_positions(name: str, value: Any) -> int:
+    if integer(name, value, 16, 4096) % 16:
+        raise ConfigError(f"{name} = {value!r}, wanted a multiple of 16")
+    return int(value)
+
+
+def gib_bytes(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < 2**20:
+        raise ConfigError(f"{name} = {value!r}, wanted a number of GiB above 0")
+    return int(value * 2**30)
+
+
+def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) -> tuple[int, ...]:
+    """The ids given; else the tokenizer's and the model config's together."""
+    if given is None:
+        from_tokenizer = getattr(tokenizer, "eos_token_id", None)
+        given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
+    ids = [given] if isinstance(given, (int, np.integer)) else list(given)
+    return tuple(integer("eos_token_ids", token, 0, spec.vocab_size - 1) for token in ids)
+
+
+def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
+    """A model may have more ids than its tokenizer (padding), never fewer."""
+    count = getattr(tokenizer, "get_vocab_size", None)
+    size = count() if callable(count) else len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    if size > spec.vocab_size:
+        raise ConfigError(f"the tokenizer has {size} tokens, wanted at most vocab_size = {spec.vocab_size}")
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ConfigError(f"timeout = {timeout!r}, wanted seconds >= 0 or None")
+    return time.monotonic() + timeout
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """One prompt or several. One: a text, a list of ints, or an integer array of one dim."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
+        raise RequestError(f"prompts is a {type(prompts).__name__}, wanted text, token ids, or a list of them")
+    if getattr(prompts, "ndim", None) == 1:
+        return [prompts]
+    items = list(prompts)
+    return [items] if items and isinstance(items[0], (int, np.integer)) else items
+
+
+def param_list(params: Any, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    chosen = list(params) if isinstance(params, Sequence) else []
+    if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
+        raise RequestError(f"params is not a SamplingParams or a sequence of {count} of them")
+    return chosen
+
+
+@contextmanager
+def naming_prompt(index: int) -> Iterator[None]:
+    """Says which prompt of the call was refused."""
+    try:
+        yield
+    except (RequestError, CapacityError) as error:
+        raise type(error)(f"prompt {index}: {error}") from error
+
+
+def part_mask(parts: Any) -> int:
+    names = [parts] if isinstance(parts, str) else list(parts)
+    unknown = [name for name in names if name not in PARTS]
+    if unknown or not names:
+        raise ConfigError(f"parts = {parts!r}, wanted 'weights', 'kv' or both")
+    mask = 0
+    for name in names:
+        mask |= PARTS[name]
+    return mask

@@ -1,0 +1,109 @@
+"""The exceptions of rollmesh. Each status code of the C core (csrc/base/status.h) has the class of the same name here.
+
+Everything derives from `Error`; what a caller can cause derives from `ValueError` too, so that code which knows nothing of
+rollmesh still catches bad input. Failed allocations raise the built-in `MemoryError`.
+
+Attributes beyond the message are set where they are known: `request_id`, `tensor`, `index`, `names`.
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of every exception that rollmesh raises itself."""
+
+
+class ConfigError(Error, ValueError):
+    """A setting of the model, the mesh, the engine or a run breaks a rule; the message names the rule and the value."""
+
+
+class RequestError(Error, ValueError):
+    """A request is malformed. Only that request is refused."""
+
+
+class StateError(Error, ValueError):
+    """The call does not fit the state: closed, asleep, a sync open or not open, requests running."""
+
+
+class NotSyncedError(StateError):
+    """There are no weights yet: nothing was synced, or an in-place sync failed half way."""
+
+
+class VersionError(Error, ValueError):
+    """A weight version that does not exceed the serving one."""
+
+
+class MissingKeyError(Error, ValueError):
+    """Parameters that a complete set of weights must have did not come; the message lists them."""
+
+
+class UnexpectedKeyError(Error, ValueError):
+    """A name that is no parameter of this model."""
+
+
+class DuplicateKeyError(Error, ValueError):
+    """A parameter came twice, under one name or under two spellings of it."""
+
+
+class TiedWeightError(Error, ValueError):
+    """lm_head was sent although it is tied to the embedding, and differs from it."""
+
+
+class ShapeError(Error, ValueError):
+    """A tensor's shape is not the parameter's. Nothing is ever broadcast, reshaped or transposed to fit."""
+
+
+class DTypeError(Error, ValueError):
+    """An element type that is refused, or one that would need `cast=True`."""
+
+
+class LayoutError(Error, ValueError):
+    """Strides or extents that reach outside the tensor's buffer, or cannot be addressed."""
+
+
+class UnsupportedTensorError(Error, ValueError):
+    """An object that is no dense CPU tensor: sparse, quantized, meta, fake, on another device, or no tensor at all."""
+
+
+class NonFiniteError(Error, ValueError):
+    """A weight is NaN or infinite; the message names the tensor and the index."""
+
+
+class LimitError(Error, ValueError):
+    """A count or a size beyond what any model needs."""
+
+
+class IncompleteSyncError(MissingKeyError):
+    """A set pushed in pieces was closed before every required parameter had come."""
+
+
+class CapacityError(Error, ValueError):
+    """It can never fit: a request longer than the cache, a second copy of the weights beyond the machine's memory."""
+
+
+class DeadlineError(Error, TimeoutError):
+    """A call did not finish within the `timeout` it was given."""
+
+
+class NumericsError(Error):
+    """A row of logits, K or V is not finite."""
+
+
+class FormatError(Error, ValueError):
+    """A file or a stream of weights is malformed: header, offsets, length or checksum."""
+
+
+class AuthError(Error):
+    """A weight store that is not the one meant: foreign owner, wrong mode, another nonce."""
+
+
+class SyncAbortedError(Error):
+    """The other side of a weight stream gave up or went away before the set was complete."""
+
+
+__all__ = [
+    "AuthError", "CapacityError", "ConfigError", "DTypeError", "DeadlineError", "DuplicateKeyError", "Error", "FormatError",
+    "IncompleteSyncError", "LayoutError", "LimitError", "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError",
+    "RequestError", "ShapeError", "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError",
+    "UnsupportedTensorError", "VersionError",
+]  # fmt: skip

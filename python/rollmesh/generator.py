@@ -1,0 +1,606 @@
+"""The generator: rollouts from weights that a trainer pushes in. A token's way is generate → Requests.add → engine step …
+step → RequestOutput; a weight's way is sync_weights → check → push → commit.
+
+Threads: every method may be called from any thread. Calls take turns (turn.py): generate holds the turn for one engine step at
+a time, so another thread's sync_weights, submit or metrics comes in between two steps; a sync holds it whole. A call from
+inside another one (a weights iterator that generates) is a StateError, and so is every call in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import _core
+from rollmesh.arguments import (
+    PARTS,
+    check_surroundings,
+    check_vocabulary,
+    deadline_of,
+    eos_ids,
+    gib_bytes,
+    integer,
+    naming_prompt,
+    page_positions,
+    param_list,
+    part_mask,
+    prompt_list,
+)
+from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
+from rollmesh.mesh import Mesh
+from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
+from rollmesh.progress import Progress
+from rollmesh.requests import Ids, Requests, token_ids
+from rollmesh.sampling import SamplingParams
+from rollmesh.selftest import Scorer, run_self_test
+from rollmesh.spec import ModelSpec
+from rollmesh.sync import Sync, SyncOptions, check_mapping, check_source, local_tensor, push_entries, push_mapping, report_of
+from rollmesh.text import TextCodec
+from rollmesh.turn import Turn
+
+PAUSE_POLL_S = 0.02
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+
+
+class ParameterInfo(NamedTuple):
+    """One entry of Generator.manifest()."""
+
+    shape: tuple[int, ...]
+    dtype: str  # "bfloat16" or "float32"
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineOptions:
+    """Options as ext/engine.c reads them; the fields are rm_engine_options'."""
+
+    dtype: str
+    isa: str | None
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_bytes: int
+    seed: int
+    enable_prefix_caching: bool
+    eos_token_ids: Ids
+
+
+class Generator:
+    """Generates with a model whose weights come from its trainer only. Nothing is loaded at creation.
+
+    spec                    what the model is
+    mesh                    ranks; this build serves one
+    comm                    None: the ranks of this process
+    device                  "cpu"
+    dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
+    ep_backend              how tokens would travel between expert ranks; no effect with one rank
+    sequence_parallel       no effect with one rank
+    tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts, texts and stop strings
+    eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
+    max_model_len           positions of prompt and completion together; also fixes the rope table
+    max_num_seqs            samples that run at once
+    max_num_batched_tokens  rows of one engine step; longer prompts are prefilled in chunks of it
+    block_size              positions of a KV page, a multiple of 16
+    kv_cache_gib            2^30 bytes of KV cache
+    enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
+    threads                 None: as many as this process may use cores
+    seed                    0 <= seed < 2^64; gives seeds to requests that bring none
+    isa                     None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
+
+    Raises ConfigError for a setting that breaks a rule, MemoryError where memory is short.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        mesh: Mesh | None = None,
+        comm: None = None,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        ep_backend: str = "alltoall",
+        sequence_parallel: bool = False,
+        tokenizer: Any = None,
+        eos_token_ids: int | Sequence[int] | None = None,
+        max_model_len: int = 4096,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        kv_cache_gib: float = 1.0,
+        enable_prefix_caching: bool = True,
+        threads: int | None = None,
+        seed: int = 0,
+        isa: str | None = None,
+    ):
+        if not isinstance(spec, ModelSpec):
+            raise ConfigError(f"spec is a {type(spec).__name__}, wanted a ModelSpec (ModelSpec.from_hf makes one)")
+        check_surroundings(mesh, comm, device, ep_backend, sequence_parallel)
+        self.spec = spec
+        self.mesh = mesh or Mesh()
+        self.tokenizer = tokenizer
+        self._codec = None if tokenizer is None else TextCodec(tokenizer)
+        check_vocabulary(tokenizer, spec)
+        self.dtype = dtype
+        self.max_model_len = integer("max_model_len", max_model_len, 1, 2**31 - 1)
+        self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
+        options = _EngineOptions(
+            dtype=dtype,
+            isa=isa,
+            threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),
+            max_model_len=self.max_model_len,
+            max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
+            max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
+            block_size=page_positions("block_size", block_size),
+            kv_bytes=gib_bytes("kv_cache_gib", kv_cache_gib),
+            seed=integer("seed", seed, 0, 2**64 - 1),
+            enable_prefix_caching=bool(enable_prefix_caching),
+            eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
+        )
+        self._engine = _core.Engine(spec.engine_values(self.max_model_len), options)
+        self._manifest = self._engine.manifest()
+        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype)
+        self._turn = Turn()
+        self._pid = os.getpid()
+        self._version: int | None = None
+        self._sync: Sync | None = None  # the open one
+        self._submitted: set[int] = set()  # ids for poll
+        self._running = threading.Event()  # clear while paused
+        self._running.set()
+        self._closed = False
+
+    # ---------------------------------------------------------------------------------------- state
+    @property
+    def version(self) -> int | None:
+        """Version of the serving weights; None before the first sync and while they are asleep."""
+        return self._version
+
+    def manifest(self) -> dict[str, ParameterInfo]:
+        """The Hugging Face names, shapes and dtypes that a sync must bring. Packed and torchtitan spellings are taken too."""
+        self._check_alive()
+        return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._manifest}
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since creation, sizes in bytes, times in seconds, "isa" and "family", and kv_usage in [0, 1]."""
+        with self._call():
+            stats = self._engine.stats()
+        pages = stats["kv_pages"]
+        usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
+        asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
+        return {**stats, "version": self._version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
+
+    def _check_alive(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(f"this generator belongs to process {self._pid}; a forked child has to make its own")
+        if self._closed:
+            raise StateError("the generator is closed")
+
+    @contextmanager
+    def _call(self, deadline: float | None = None) -> Iterator[None]:
+        self._check_alive()  # before the lock: after fork it may be held by a thread that does not exist here
+        with self._turn.take(deadline):
+            self._check_alive()
+            yield
+
+    # ---------------------------------------------------------------------------------------- generation
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts and returns one RequestOutput each, in their order.
+
+        prompts: text or token ids, one or a list; params: one for all or one per prompt, SamplingParams() by default.
+        on_error "raise" lets the others finish, then raises the first error with all outputs in its attribute `outputs`;
+        "return" puts each error into its output's `error`. After `timeout` seconds what still runs is aborted and has a
+        DeadlineError. Errors of one request: RequestError, CapacityError, NumericsError, DeadlineError. Of the call:
+        NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other exception abort what was added.
+        """
+        if on_error not in ("raise", "return"):
+            raise ConfigError(f"on_error = {on_error!r}, wanted 'raise' or 'return'")
+        deadline = deadline_of(timeout)
+        items = prompt_list(prompts)
+        chosen = param_list(params, len(items))
+        ids: list[int | None] = []
+        errors: dict[int, Error] = {}
+        try:
+            with self._call(deadline):
+                self._before_step()
+                for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
+                    try:
+                        ids.append(self._add(prompt, param, index))
+                    except (RequestError, CapacityError) as error:
+                        ids.append(None)
+                        errors[index] = error
+            added = [request for request in ids if request is not None]
+            late = self._drive(added, deadline, Progress(len(added), use_tqdm))
+            with self._call():
+                outputs = [
+                    _refused(item, errors[index]) if request is None else self._requests.take(request)
+                    for index, (item, request) in enumerate(zip(items, ids, strict=True))
+                ]
+        except BaseException:
+            self._forget([request for request in ids if request is not None])
+            raise
+        for index, output in enumerate(outputs):
+            if output.request_id in late and output.error is None:
+                late_error = DeadlineError(f"request {output.request_id} did not finish within {timeout} s")
+                outputs[index] = replace(output, error=late_error)
+        first = next((output.error for output in outputs if output.error is not None), None)
+        if first is not None and on_error == "raise":
+            first.outputs = outputs  # type: ignore[attr-defined]
+            raise first
+        return outputs
+
+    def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
+        """Queues prompts and returns their request ids; poll() does the work. All are taken, or none and an error raised."""
+        items = prompt_list(prompts)
+        chosen = param_list(params, len(items))
+        with self._call():
+            self._close_open_sync()
+            ids: list[int] = []
+            try:
+                for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
+                    ids.append(self._add(prompt, param, index))
+            except BaseException:
+                self._requests.forget(ids)
+                raise
+            self._submitted.update(ids)
+            return ids
+
+    def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
+        """Runs one engine step, or as many as it takes to finish min_outputs submitted requests (fewer when no more are
+        left, the timeout comes or the generator is paused), and returns the finished ones, oldest first, errors inside."""
+        deadline = deadline_of(timeout)
+        outputs: list[RequestOutput] = []
+        while True:
+            with self._call(deadline):
+                self._close_open_sync()
+                waiting = self._submitted - self._requests.done_of(self._submitted)
+                rows = self._requests.step() if waiting and self._running.is_set() else 0
+                for request in sorted(self._requests.done_of(self._submitted)):
+                    self._submitted.discard(request)
+                    outputs.append(self._requests.take(request))
+                left = len(self._submitted)
+            if len(outputs) >= min_outputs or not left or not rows or (deadline is not None and time.monotonic() >= deadline):
+                return sorted(outputs, key=lambda output: output.request_id)
+
+    def abort(self, ids: int | Sequence[int] | None = None) -> None:
+        """Ends requests; None: all. They come out of poll (or generate) with what they have and finish_reason "abort"."""
+        with self._call():
+            known = self._requests.live()
+            wanted = known if ids is None else [ids] if isinstance(ids, int) else list(ids)
+            self._requests.abort([request for request in wanted if request in set(known)])
+
+    def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
+        with naming_prompt(index):
+            if not isinstance(prompt, str):
+                return self._requests.add(token_ids(prompt), params)
+            if self._codec is None:
+                raise RequestError("a text prompt needs a tokenizer, and the generator has none")
+            return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
+
+    def _before_step(self) -> None:
+        """What a call that is about to run the engine to an end has to find."""
+        self._close_open_sync()
+        if not self._running.is_set():
+            raise StateError("the generator is paused; resume() it first")
+        asleep = self._engine.stats()["asleep"]
+        if asleep:
+            parts = " and ".join(part for part, bit in PARTS.items() if asleep & bit)
+            raise StateError(f"{parts} asleep; wake() first")
+
+    def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
+        """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
+        open_ids = set(ids)
+        with progress:
+            while open_ids:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return self._cut_off(open_ids)
+                with self._call():
+                    done = self._requests.done_of(open_ids)
+                    if not done and self._running.is_set():
+                        self._close_open_sync()
+                        rows = self._requests.step()
+                        done = self._requests.done_of(open_ids)
+                        if rows == 0 and not done:
+                            self._before_step()
+                            raise Error(f"the engine has nothing to do, but {len(open_ids)} requests are not finished")
+                open_ids -= done
+                progress.advance(len(done))
+                if not done and not self._running.is_set():
+                    self._running.wait(PAUSE_POLL_S)  # not for longer: an abort or a close wants to be noticed too
+        return set()
+
+    def _cut_off(self, ids: set[int]) -> set[int]:
+        with self._call():
+            running = ids - self._requests.done_of(ids)
+            self._requests.abort(running)
+        return running
+
+    def _forget(self, ids: Sequence[int]) -> None:
+        """Clean-up after an exception: nothing of the call stays in the engine."""
+        if ids and not self._closed and os.getpid() == self._pid:
+            with self._call():
+                self._requests.forget(ids)
+
+    # ---------------------------------------------------------------------------------------- scoring
+    def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
+        """float32 [len, vocab] per sequence: row i holds the logits of the token after 0..i."""
+        sequences = self._sequences(ids_list)
+        arrays = [np.zeros((len(ids), self.spec.vocab_size), np.float32) for ids in sequences]
+        self._score(sequences, [None] * len(sequences), arrays)
+        return arrays
+
+    def score(
+        self, ids_list: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[NDArray[np.float32]]:
+        """float32 [len − 1] per sequence: logprob of token i+1 given 0..i, bit for bit what generate recorded as .logprobs.
+
+        With params (one, or one per sequence) it is .sampling_logprobs: under temperature and filters, -inf for a token that
+        they exclude. min_tokens must be 0: where a completion begins is not known here, so what it bans is not either.
+        """
+        sequences = self._sequences(ids_list)
+        chosen: list[SamplingParams | None] = [None] * len(sequences)
+        if params is not None:
+            chosen = [*param_list(params, len(sequences))]
+            for param in chosen:
+                if param is not None and param.min_tokens > 0:
+                    raise RequestError(f"min_tokens = {param.min_tokens} in score, wanted 0")
+        return self._score(sequences, chosen, None)
+
+    @staticmethod
+    def _sequences(ids_list: Sequence[Prompt]) -> list[Ids]:
+        sequences = []
+        for index, ids in enumerate(prompt_list(ids_list)):
+            with naming_prompt(index):
+                sequences.append(token_ids(ids))
+        return sequences
+
+    def _score(
+        self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], logits: Sequence[NDArray[np.float32]] | None
+    ) -> list[NDArray[np.float32]]:
+        ids: list[int] = []
+        try:
+            with self._call():
+                self._before_step()
+                for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
+                    with naming_prompt(index):
+                        ids.append(self._requests.add_score(sequence, param, logits[index] if logits is not None else None))
+            self._drive(ids, None, Progress(len(ids), False))
+            with self._call():
+                return [self._requests.take_scores(request) for request in ids]
+        except BaseException:
+            self._forget(ids)
+            raise
+
+    # ---------------------------------------------------------------------------------------- weights
+    def sync_weights(
+        self,
+        source: Any,
+        version: int | None = None,
+        cast: bool = False,
+        strict: bool = True,
+        mode: Literal["staged", "inplace"] = "staged",
+        inflight: Literal["wait", "restart", "abort", "keep"] = "wait",
+        keep_kv: bool = False,
+        allow_nonfinite: bool = False,
+        allow_bias_removal: bool = False,
+        timeout: float | None = None,
+    ) -> SyncReport:
+        """Takes a whole set of weights: all of it serves afterwards, or the old version does.
+
+        source      a state dict, or an iterator of (name, tensor): torch (DTensor and FSDP shards are gathered), NumPy, DLPack
+        version     must exceed the serving one; None: the next number
+        cast        convert other float dtypes as torch's .to() does; else DTypeError
+        strict      False: unknown names are skipped, missing parameters keep their values
+        mode        "inplace" needs no second copy; if it fails half way the generator is unsynced
+        inflight    running requests (in place they must be finished first, by "wait" or otherwise): "wait" finishes them first, "restart" begins them again, "abort" ends them, "keep" keeps
+                    their tokens and recomputes their KV under the new version
+        keep_kv     with "keep": stale KV serves on; tokens computed from it carry no contract
+        allow_bias_removal  a router bias that the serving version has may be absent (then zero)
+
+        Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError, DTypeError, LayoutError,
+        UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, StateError, DeadlineError; for a
+        mapping each lists all offenders. An exception of the source passes on. In all cases the old version serves.
+        """
+        options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
+        check_source(source)
+        deadline = deadline_of(timeout)
+        with self._call(deadline):
+            self._reset_sync("a later sync began")
+            if options.mode == "inplace":
+                self._wait_for_running(options, deadline)
+            try:
+                options.begin(self._engine)
+                if isinstance(source, Mapping):
+                    check_mapping(self._engine, self._manifest, source, options)
+                    push_mapping(self._engine, source, deadline)
+                else:
+                    push_entries(self._engine, source, deadline)
+                self._wait_for_running(options, deadline)
+                return self._commit(options)
+            except BaseException:
+                self._engine.sync_abort()
+                self._version = self._engine.sync_state()[0]
+                raise
+
+    def begin_sync(
+        self,
+        version: int | None = None,
+        cast: bool = False,
+        strict: bool = True,
+        mode: Literal["staged", "inplace"] = "staged",
+        inflight: Literal["wait", "restart", "abort", "keep"] = "wait",
+        keep_kv: bool = False,
+        allow_nonfinite: bool = False,
+        allow_bias_removal: bool = False,
+    ) -> Sync:
+        """Opens a set that is pushed in pieces, in any order; see Sync. One that is open already is reset."""
+        options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
+        with self._call():
+            self._reset_sync("a later sync began")
+            if options.mode == "inplace":
+                self._wait_for_running(options, None)
+            options.begin(self._engine)
+            self._version = self._engine.sync_state()[0]
+            self._sync = Sync(self, options)
+            return self._sync
+
+    def _sync_push(self, sync: Sync, name: str, tensor: Any) -> None:
+        local = local_tensor(tensor)  # before the turn: gathering a DTensor is a collective of the trainer's
+        with self._call():
+            sync.require_open()
+            if name in sync.names and not sync.scoped:
+                self._finish_sync(sync, None)
+                sync.reopen()
+                sync.options.begin(self._engine)
+                self._sync = sync
+            self._engine.sync_push(name, local)
+            sync.names.add(name)
+
+    def _sync_commit(self, sync: Sync, timeout: float | None) -> SyncReport:
+        with self._call():
+            sync.require_open()
+            return self._finish_sync(sync, deadline_of(timeout))
+
+    def _sync_abort(self, sync: Sync) -> None:
+        if sync.closed is not None or self._closed:
+            return
+        with self._call():
+            if sync is self._sync:
+                self._reset_sync("it was aborted")
+
+    def _finish_sync(self, sync: Sync, deadline: float | None) -> SyncReport:
+        self._sync = None
+        sync.closed = "it failed"
+        try:
+            self._wait_for_running(sync.options, deadline)
+            sync.report = self._commit(sync.options)
+        except BaseException:
+            self._engine.sync_abort()
+            self._version = self._engine.sync_state()[0]
+            raise
+        sync.closed = f"it was committed as version {sync.report.version}"
+        return sync.report
+
+    def _commit(self, options: SyncOptions) -> SyncReport:
+        report = report_of(self._engine.sync_commit(options.at_commit))
+        self._version = report.version
+        if options.inflight == "restart":
+            self._requests.rewind()
+        return report
+
+    def _reset_sync(self, why: str) -> None:
+        if self._sync is not None:
+            self._sync.closed, self._sync = why, None
+            self._engine.sync_abort()
+            self._version = self._engine.sync_state()[0]
+
+    def _close_open_sync(self) -> None:
+        """The first step after pushes closes a set that has no block to close it."""
+        if self._sync is not None and not self._sync.scoped:
+            self._finish_sync(self._sync, None)
+
+    def _wait_for_running(self, options: SyncOptions, deadline: float | None) -> None:
+        """inflight="wait": what runs is finished on the old version, under this turn."""
+        while options.inflight == "wait" and self._engine.unfinished():
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineError(f"{self._engine.unfinished()} requests were still running at the sync's timeout")
+            if self._requests.step() == 0 and (left := self._engine.unfinished()):
+                raise StateError(f"{left} requests cannot finish (paused or asleep): resume() or wake(), or choose another inflight")
+
+    def self_test(
+        self,
+        scorer: Scorer,
+        prompts: Sequence[Prompt] | None = None,
+        threshold: float | None = None,
+        max_tokens: int = 32,
+        seed: int = 0,
+    ) -> SelfTestReport:
+        """Generates tokens and holds their logprobs against the trainer's.
+
+        scorer: a function from a list of int32 arrays to a list of [len − 1] logprobs, or a transformers model. prompts: token
+        ids or text; None: eight random ones. threshold: largest |Δ logprob| allowed; None: 1e-3 in float32, 0.1 in bfloat16.
+        Raises NumericsError (threshold, largest difference, where) above it.
+        """
+        return run_self_test(self, scorer, prompts, threshold, max_tokens, seed)
+
+    # ---------------------------------------------------------------------------------------- pause, sleep, close
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep" freezes them until
+        resume(). submit() goes on queueing; generate, score and logits are refused."""
+        if mode not in ("abort", "wait", "keep"):
+            raise ConfigError(f"pause mode = {mode!r}, wanted 'abort', 'wait' or 'keep'")
+        with self._call():
+            if mode == "abort":
+                self._requests.abort(self._requests.live())
+            while mode == "wait" and self._running.is_set() and self._engine.unfinished():
+                if self._requests.step() == 0 and (left := self._engine.unfinished()):
+                    raise StateError(f"{left} requests cannot finish while a part is asleep")
+            self._engine.pause(True)
+            self._running.clear()
+
+    def resume(self) -> None:
+        """Schedules again."""
+        with self._call():
+            self._engine.pause(False)
+            self._running.set()
+
+    def sleep(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
+        """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(); running requests
+        lose their KV and recompute it after wake()."""
+        mask = part_mask(parts)
+        with self._call():
+            self._reset_sync("the weights were put to sleep")
+            self._engine.sleep(mask)
+            self._version = self._engine.sync_state()[0]
+
+    def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
+        """Takes the memory again. Weights need a sync before they serve."""
+        mask = part_mask(parts)
+        with self._call():
+            self._engine.wake(mask)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        with self._call():
+            self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives memory and threads back. Every later call but close() is a StateError. Unfinished requests are lost."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._turn.take():
+            self._closed = True
+            if self._sync is not None:
+                self._sync.closed, self._sync = "the generator was closed", None
+            self._version = None
+            self._engine.close()
+        self._running.set()  # a generate of another thread wakes up and finds it closed
+
+    def __enter__(self) -> Generator:
+        self._check_alive()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _refused(prompt: Any, error: Error) -> RequestOutput:
+    """The output of a request that the engine did not take."""
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(-1, text, np.zeros(0, np.int32), [], True, error=error)

@@ -1,0 +1,359 @@
+"""The generator's own forward ops over NumPy arrays: for tests, and for a trainer that wants the same function.
+
+Every op of the numeric contract (docs/numerics.md) is here, in every variant that this machine runs: `isa="ref"` is the
+specification, `isa=None` the fastest; all give the same bits, with any number of `threads`. A bf16 array is an array of
+uint16 words, or an ml_dtypes.bfloat16 array (seen as words, not copied); bf16 results are uint16 words. Float32 works in
+the same order of summation. Arrays must be C-contiguous; sizes, dtypes and ranges of indices are checked
+(ShapeError, DTypeError, LayoutError, RequestError) and nothing is ever cast.
+
+Weights of a matrix product are packed once by `pack` (or `pack_gate_up` for SwiGLU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import _core
+from rollmesh._core import available_isas, best_isa
+from rollmesh.errors import ConfigError, DTypeError
+
+__all__ = [
+    "LmHead",
+    "Routing",
+    "SampleParams",
+    "Sampled",
+    "attention",
+    "available_isas",
+    "best_isa",
+    "combine",
+    "embed",
+    "gemm",
+    "gemm_swiglu",
+    "kv_cache",
+    "lm_head",
+    "pack",
+    "pack_gate_up",
+    "permute",
+    "qk_rope_kv",
+    "rms_norm",
+    "rope_table",
+    "router",
+    "sample",
+    "top_logprobs",
+]
+
+Array = NDArray[Any]
+_LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
+
+
+class LmHead(NamedTuple):
+    """Of each row: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)), the target's logprob, flags."""
+
+    logits: NDArray[np.float32] | None
+    stats: NDArray[np.float32]
+    target_logprobs: NDArray[np.float32] | None
+    row_flags: NDArray[np.uint8]
+
+
+class Routing(NamedTuple):
+    """Experts [rows, top_k], best first, and their gate values."""
+
+    ids: NDArray[np.int32]
+    gates: NDArray[np.float32]
+
+
+class Sampled(NamedTuple):
+    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it was drawn from."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    sampling_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SampleParams:
+    """How one row is drawn. `forced` ≥ 0 draws nothing and asks for that token's logprobs."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = -1
+    seed: int = 0
+    counter: int = 0
+    banned: Sequence[int] = ()
+    forced: int = -1
+
+
+def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
+    """The op table of a variant with a thread team and workspace of its own, kept for the next call."""
+    return _kernels(best_isa() if isa is None else isa, threads)
+
+
+@lru_cache(maxsize=16)
+def _kernels(isa: str, threads: int) -> _core.Kernels:
+    return _core.Kernels(isa, threads)
+
+
+def _words(array: Array) -> Array:
+    """bf16 as the C side takes it; ml_dtypes has a dtype number of its own, but the name is stable."""
+    return array.view(np.uint16) if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16" else array
+
+
+def _optional(array: Array | None) -> Array | None:
+    return None if array is None else _words(array)
+
+
+def _numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:
+    if dtype not in ("bfloat16", "float32"):
+        raise DTypeError(f"dtype={dtype!r}, wanted 'bfloat16' or 'float32'")
+    return np.uint16 if dtype == "bfloat16" else np.float32
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def packed_size(n: int, k: int) -> int:
+    """Elements of a packed matrix of n rows (outputs) and k columns."""
+    return _round_up(n, 16) * _round_up(k, 32)
+
+
+# ---------------------------------------------------------------------------------------------- weights
+def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
+    """[n, k], or [groups, n, k] for the matrices of a grouped gemm, in the packed layout: one dim. Converts like torch's .to()."""
+    weight = np.asarray(_words(weight))
+    matrices = weight if weight.ndim == 3 else weight[None]
+    size = packed_size(matrices.shape[1], matrices.shape[2])
+    out = np.zeros(len(matrices) * size, _numpy_dtype(dtype))
+    for group, matrix in enumerate(matrices):
+        kernels(isa, threads).pack(out[group * size : (group + 1) * size], matrix, _LAYOUT_PACKED, 0)
+    return out
+
+
+def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
+    """gate and up, both [n, k] or [groups, n, k], interleaved by 16 columns as gemm_swiglu takes them."""
+    gate, up = np.asarray(_words(gate)), np.asarray(_words(up))
+    gates, ups = (gate, up) if gate.ndim == 3 else (gate[None], up[None])
+    size = 2 * packed_size(gates.shape[1], gates.shape[2])
+    out = np.zeros(len(gates) * size, _numpy_dtype(dtype))
+    for group, pair in enumerate(zip(gates, ups, strict=True)):
+        for matrix, layout in zip(pair, (_LAYOUT_GATE, _LAYOUT_UP), strict=True):
+            kernels(isa, threads).pack(out[group * size : (group + 1) * size], matrix, layout, 0)
+    return out
+
+
+def embed(ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+    """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden) is given."""
+    table = _words(table)
+    vocab, hidden = packed if packed else table.shape
+    out = np.empty((len(ids), hidden), table.dtype) if out is None else _words(out)
+    kernels(isa, threads).embed(out, ids, table, packed is not None, vocab, hidden)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- dense ops
+def rms_norm(residual: Array, weight: Array, *, eps: float, x: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+    """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
+    residual = _words(residual)
+    out = np.empty_like(residual) if out is None else _words(out)
+    kernels(isa, threads).rms_norm(out, residual, _optional(x), _words(weight), eps)
+    return out
+
+
+def gemm(
+    x: Array,
+    w: Array,
+    n: int,
+    *,
+    bias: Array | None = None,
+    group_rows: Array | None = None,
+    float32_out: bool = False,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g."""
+    x = _words(x)
+    out = np.empty((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else _words(out)
+    kernels(isa, threads).gemm(out, x, _words(w), _optional(bias), group_rows, n, False)
+    return out
+
+
+def gemm_swiglu(
+    x: Array, w: Array, n: int, *, group_rows: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
+) -> Array:
+    """silu(gate) · up with w of pack_gate_up; n is the width of one of them."""
+    x = _words(x)
+    out = np.empty((x.shape[0], n), x.dtype) if out is None else _words(out)
+    kernels(isa, threads).gemm(out, x, _words(w), None, group_rows, n, True)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- attention
+def kv_cache(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16") -> tuple[Array, Array]:
+    """Zeroed (k, v) pages of one layer."""
+    k = np.zeros((num_pages, num_kv_heads, page_size * _round_up(head_dim, 32)), _numpy_dtype(dtype))
+    return k, np.zeros((num_pages, num_kv_heads, page_size * _round_up(head_dim, 16)), k.dtype)
+
+
+def rope_table(inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16") -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype."""
+    cos = np.empty((num_positions, len(inv_freq)), np.float32)
+    sin = np.empty_like(cos)
+    _core.rope_table(cos, sin, inv_freq, scale, _numpy_dtype(dtype) is np.uint16)
+    return cos, sin
+
+
+def qk_rope_kv(
+    qkv: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    slots: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    num_heads: int,
+    page_size: int,
+    eps: float,
+    row_flags: NDArray[np.uint8] | None = None,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim]; writes k and v to their slots; returns q [rows, heads, head_dim].
+
+    A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
+    """
+    qkv = _words(qkv)
+    rows = qkv.shape[0]
+    out = np.empty((rows, num_heads, len(q_weight)), qkv.dtype) if out is None else _words(out)
+    flags = np.zeros(rows, np.uint8) if row_flags is None else row_flags
+    caches = (_words(k_cache), _words(v_cache))
+    kernels(isa, threads).qk_rope_kv(
+        out, qkv, _words(q_weight), _words(k_weight), cos, sin, positions, slots, *caches, flags, num_heads, page_size, eps
+    )
+    return out
+
+
+def attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    positions: Array,
+    seq_of_row: Array,
+    block_tables: Array,
+    *,
+    page_size: int,
+    scale: float,
+    window: int = 0,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence, through its block table."""
+    q = _words(q)
+    out = np.empty_like(q) if out is None else _words(out)
+    kernels(isa, threads).attention(out, q, _words(k_cache), _words(v_cache), positions, seq_of_row, block_tables, page_size, window, scale)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- mixture of experts
+def router(
+    x: Array, w: Array, num_experts: int, top_k: int, *, bias: Array | None = None, renormalize: bool = True, isa: str | None = None, threads: int = 1
+) -> Routing:
+    """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
+    x = _words(x)
+    routing = Routing(np.empty((x.shape[0], top_k), np.int32), np.empty((x.shape[0], top_k), np.float32))
+    kernels(isa, threads).router(*routing, x, _words(w), bias, num_experts, renormalize)
+    return routing
+
+
+def permute(x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1) -> tuple[Array, NDArray[np.int32], NDArray[np.int32]]:
+    """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows, top_k])."""
+    x = _words(x)
+    x_out = np.empty((ids.size, x.shape[1]), x.dtype)
+    group_rows, place = np.empty(num_experts + 1, np.int32), np.empty_like(ids)
+    kernels(isa, threads).permute(x_out, group_rows, place, x, ids, num_experts)
+    return x_out, group_rows, place
+
+
+def combine(
+    y: Array,
+    place: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    gates: NDArray[np.float32],
+    num_experts: int,
+    *,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """Each row's sum of gate · y[place] over its experts, by the contract's tree: [rows, hidden]."""
+    y = _words(y)
+    out = np.empty((ids.shape[0], y.shape[1]), y.dtype) if out is None else _words(out)
+    kernels(isa, threads).combine(out, y, place, ids, gates, num_experts)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- logits and tokens
+def lm_head(
+    x: Array, w: Array, vocab: int, *, targets: NDArray[np.int32] | None = None, keep_logits: bool = True, isa: str | None = None, threads: int = 1
+) -> LmHead:
+    """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1: none)."""
+    x = _words(x)
+    rows = x.shape[0]
+    logits = np.empty((rows, vocab), np.float32) if keep_logits else None
+    logprobs = None if targets is None else np.empty(rows, np.float32)
+    head = LmHead(logits, np.empty((rows, 2), np.float32), logprobs, np.zeros(rows, np.uint8))
+    kernels(isa, threads).lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, _words(w), vocab)
+    return head
+
+
+def sample(
+    logits: NDArray[np.float32],
+    stats: NDArray[np.float32],
+    params: SampleParams | Sequence[SampleParams],
+    *,
+    row_flags: NDArray[np.uint8] | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Sampled:
+    """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
+    rows = logits.shape[0]
+    each = [params] * rows if isinstance(params, SampleParams) else list(params)
+    if len(each) != rows:
+        raise ConfigError(f"{len(each)} params for {rows} rows")
+    starts = np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32)
+    columns = (
+        np.array([p.temperature for p in each], np.float32),
+        np.array([p.top_p for p in each], np.float32),
+        np.array([p.min_p for p in each], np.float32),
+        np.array([p.top_k for p in each], np.int32),
+        np.array([p.seed for p in each], np.uint64),
+        np.array([p.counter for p in each], np.uint64),
+        np.array([p.forced for p in each], np.int32),
+        starts,
+        np.array([token for p in each for token in p.banned], np.int32),
+    )
+    sampled = Sampled(np.empty(rows, np.int32), np.empty(rows, np.float32), np.empty(rows, np.float32))
+    flags = np.zeros(rows, np.uint8) if row_flags is None else row_flags
+    kernels(isa, threads).sample(*sampled, logits, stats, flags, *columns)
+    return sampled
+
+
+def top_logprobs(
+    logits: NDArray[np.float32], stats: NDArray[np.float32], k: int, *, isa: str | None = None, threads: int = 1
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest id."""
+    ids, logprobs = np.empty((logits.shape[0], k), np.int32), np.empty((logits.shape[0], k), np.float32)
+    kernels(isa, threads).top_logprobs(ids, logprobs, logits, stats)
+    return ids, logprobs

@@ -1,0 +1,30 @@
+"""A progress bar over finished requests, when tqdm is installed and one is wanted."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import TracebackType
+from typing import Any
+
+
+class Progress:
+    """Shows finished/total on stderr. Without tqdm, or with wanted=False, it counts in silence."""
+
+    def __init__(self, total: int, wanted: bool):
+        self._total = total
+        self._wanted = wanted and importlib.util.find_spec("tqdm") is not None
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._wanted:
+            self._bar = importlib.import_module("tqdm").tqdm(total=self._total, desc="requests", unit="req", dynamic_ncols=True)
+        return self
+
+    def advance(self, count: int) -> None:
+        if self._bar is not None and count:
+            self._bar.update(count)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,268 @@
+"""Requests in flight: what Python remembers of each while the C engine works on it, and how its records become a
+RequestOutput. Used under the generator's turn only.
+
+    add ──► step … step ──► done ──► take (copies out, releases)
+                  └─ stop strings are looked for after every step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import _core
+from rollmesh.errors import NumericsError, RequestError
+from rollmesh.outputs import CONTRACT_VERSION, CompletionOutput, Contract, RequestOutput, TopLogprobs
+from rollmesh.sampling import SamplingParams
+from rollmesh.text import StopWatcher, TextCodec
+from rollmesh.views import RequestView
+
+Ids = NDArray[np.int32]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class _EngineRequest:
+    """A request as ext/engine.c reads it; the fields are rm_request's."""
+
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    min_p: float
+    top_k: int
+    has_seed: bool
+    seed: int
+    ignore_eos: bool
+    logprobs: int
+    prompt_logprobs: int
+    score: bool
+    score_sampling: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams, score: bool, score_sampling: bool) -> _EngineRequest:
+        return cls(
+            n=1 if score else params.n,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            top_k=params.top_k,
+            has_seed=params.seed is not None,
+            seed=params.seed or 0,
+            ignore_eos=params.ignore_eos,
+            logprobs=0 if score else params.logprobs or 0,
+            prompt_logprobs=0 if score else -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            score=score,
+            score_sampling=score_sampling,
+        )
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt_ids: Ids
+    prompt: str | None
+    params: SamplingParams
+    watchers: list[StopWatcher] = field(default_factory=list)  # one a sample, when there are stop strings
+    stopped: dict[int, str] = field(default_factory=dict)  # sample → the stop string that ended it
+
+
+class Requests:
+    """All requests of one engine."""
+
+    def __init__(self, engine: _core.Engine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
+        self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
+        self._family = engine.stats()["family"]
+        self._live: dict[int, _Request] = {}
+        self._watched: set[int] = set()  # live requests with stop strings
+        self._done: set[int] = set()
+
+    # ---------------------------------------------------------------------------------------- in
+    def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
+        """Queues a generation. RequestError or CapacityError when the engine refuses it."""
+        watchers: list[StopWatcher] = []
+        if params.stop:
+            if self._codec is None:
+                raise RequestError(f"stop = {params.stop!r} needs text, and the generator has no tokenizer")
+            watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
+        stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
+        request = self._engine.add(prompt_ids, stop_ids, _EngineRequest.of(params, False, False), None)
+        self._live[request] = _Request(prompt_ids, prompt, params, watchers)
+        if watchers:
+            self._watched.add(request)
+        return request
+
+    def add_score(self, ids: Ids, params: SamplingParams | None, logits: NDArray[np.float32] | None = None) -> int:
+        """Queues a scoring pass over `ids`; `logits` [len, vocab] is filled when given."""
+        chosen = params or GREEDY
+        request = self._engine.add(ids, np.zeros(0, np.int32), _EngineRequest.of(chosen, True, params is not None), logits)
+        self._live[request] = _Request(ids, None, chosen)
+        return request
+
+    # ---------------------------------------------------------------------------------------- work
+    def step(self) -> int:
+        """One engine step. Returns the rows it computed: 0 means that there is nothing to do."""
+        rows = self._engine.step()
+        for request in list(self._watched):
+            self._watch(request)
+        self._done.update(self._engine.finished())
+        return rows
+
+    def _watch(self, request: int) -> None:
+        record = self._live[request]
+        running = False
+        for sample, watcher in enumerate(record.watchers):
+            if sample in record.stopped:
+                continue
+            finish, fresh = self._engine.tokens(request, sample, watcher.num_tokens)
+            running |= finish is None
+            if finish not in (None, "length"):
+                continue  # eos and stop tokens come first, as in vLLM; an aborted or failed sample keeps its reason
+            for token in fresh.tolist():
+                stop = watcher.push(token)
+                if stop is not None:
+                    record.stopped[sample] = stop
+                    if finish is None:
+                        self._engine.stop_sample(request, sample, watcher.num_tokens)
+                    break
+        if not running:
+            self._watched.discard(request)
+
+    def abort(self, requests: Iterable[int]) -> None:
+        """Ends those that still run; they are done afterwards, with finish_reason "abort"."""
+        for request in requests:
+            if request in self._live and request not in self._done:
+                self._engine.abort(request)
+        self._done.update(self._engine.finished())
+
+    def rewind(self) -> None:
+        """After a sync with inflight="restart": requests that ran begin again, and so does the search for stop strings."""
+        self._done.update(self._engine.finished())
+        for request, record in self._live.items():
+            if request not in self._done and record.watchers:
+                record.watchers = [StopWatcher(w.codec, w.stops, w.min_tokens) for w in record.watchers]
+                record.stopped.clear()
+                self._watched.add(request)
+
+    # ---------------------------------------------------------------------------------------- out
+    def live(self) -> list[int]:
+        """Ids that were added and not taken, oldest first."""
+        return sorted(self._live)
+
+    def done_of(self, requests: set[int]) -> set[int]:
+        """Those that are finished and can be taken."""
+        return self._done & requests
+
+    def forget(self, requests: Iterable[int]) -> None:
+        """Aborts and releases, without results."""
+        requests = [request for request in requests if request in self._live]
+        self.abort(requests)
+        for request in requests:
+            self._release(request)
+
+    def _release(self, request: int) -> None:
+        self._engine.release(request)
+        del self._live[request]
+        self._watched.discard(request)
+        self._done.discard(request)
+
+    def take(self, request: int) -> RequestOutput:
+        """The output of a request that is done; its records leave the engine."""
+        record, view = self._live[request], self._engine.request(request)
+        outputs = [self._completion(request, record, index, view) for index in range(view["n"])]
+        self._release(request)
+        return RequestOutput(
+            request_id=request,
+            prompt=record.prompt,
+            prompt_token_ids=record.prompt_ids,
+            outputs=outputs,
+            finished=True,
+            num_cached_tokens=view["num_cached_tokens"],
+            prompt_logprobs=view["prompt_logprobs"],
+            prompt_top_logprobs=_top(view["prompt_top_ids"], view["prompt_top_logprobs"]),
+            error=view["error"],
+        )
+
+    def take_scores(self, request: int) -> NDArray[np.float32]:
+        """float32 [len − 1] of a scoring pass; raises what ended it."""
+        record, view = self._live[request], self._engine.request(request)
+        self._release(request)
+        if view["error"] is not None:
+            raise view["error"]
+        name = "prompt_logprobs" if view["prompt_sampling_logprobs"] is None else "prompt_sampling_logprobs"
+        scores: NDArray[np.float32] | None = view[name]  # type: ignore[literal-required]
+        if scores is None:
+            if len(record.prompt_ids) > 1:
+                raise NumericsError(f"request {request} ended without scores")
+            return np.zeros(0, np.float32)
+        return scores
+
+    def _completion(self, request: int, record: _Request, index: int, view: RequestView) -> CompletionOutput:
+        sample = self._engine.sample(request, index)
+        tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
+        finish = sample["finish"]
+        reason: int | str | None = None
+        num_text = len(tokens)
+        if index in record.stopped:
+            finish, reason = "stop", record.stopped[index]
+        elif finish == "stop":
+            num_text -= 1
+            if sample["stop_token"] not in self._eos or record.params.ignore_eos:
+                reason = sample["stop_token"]
+        text = ""
+        if index in record.stopped:
+            text = record.watchers[index].text
+        elif self._codec is not None and num_text:
+            text = self._codec.decode(tokens[:num_text].tolist())
+        contract = None
+        if len(tokens) and not sample["no_contract"].any():
+            first, last = int(versions[0]), int(versions[-1])  # versions only grow
+            used = (first,) if first == last else tuple(np.unique(versions).tolist())
+            contract = Contract(self._family, CONTRACT_VERSION, self._dtype, used)
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=tokens,
+            finish_reason=finish,
+            stop_reason=reason,
+            cumulative_logprob=float(np.sum(logprobs, dtype=np.float64)),
+            logprobs=logprobs,
+            sampling_logprobs=sample["sampling_logprobs"],
+            versions=versions,
+            contract=contract,
+            top_logprobs=_top(sample["top_ids"], sample["top_logprobs"]),
+            routed_experts=_routed(view["prompt_routed"], sample["routed"], len(tokens)),
+        )
+
+
+def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None) -> TopLogprobs | None:
+    return None if ids is None or logprobs is None else TopLogprobs(ids, logprobs)
+
+
+def _routed(prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | None, num_tokens: int) -> NDArray[np.int16] | None:
+    """[prompt + n − 1, moe_layers, k]: the last token was never fed back. None in a dense model or when nothing was generated."""
+    if prompt is None or generated is None or num_tokens == 0:
+        return None
+    return np.concatenate([prompt, generated])
+
+
+def token_ids(prompt: Any) -> Ids:
+    """A sequence of ints as the engine takes them. RequestError for anything else; the engine checks the range."""
+    try:
+        array = np.asarray(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"prompt is not a sequence of token ids: {error}") from error
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RequestError(f"prompt has dtype {array.dtype} and shape {array.shape}, wanted integer token ids of one dim")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > 2**31 - 1:
+        raise RequestError(f"prompt has token id {low if low < 0 else high}, wanted ids in [0, vocab_size)")
+    return np.array(array, dtype=np.int32)

@@ -1,0 +1,240 @@
+"""A new version of the weights, from the caller's side. The engine does the work (csrc/weights/sync.h); here are the order of
+the calls, what an error lists, and when an open set closes.
+
+    mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
+    iterator     checked and copied entry by entry; what is missing shows at the end
+    begin_sync   the same in pieces, by a `with` block or by push … commit
+
+A set that was opened without `with` also closes at the generator's next step and at a repeated name: complete, it is
+committed; incomplete, IncompleteSyncError is raised and the old version serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rollmesh import _core
+from rollmesh.errors import (
+    ConfigError,
+    DeadlineError,
+    DuplicateKeyError,
+    Error,
+    LimitError,
+    MissingKeyError,
+    NonFiniteError,
+    StateError,
+    TiedWeightError,
+    UnexpectedKeyError,
+    UnsupportedTensorError,
+)
+from rollmesh.outputs import SyncReport
+from rollmesh.views import ManifestEntry, SyncValues
+
+if TYPE_CHECKING:
+    from rollmesh.generator import Generator
+
+MODES = ("staged", "inplace")
+INFLIGHT = ("wait", "restart", "abort", "keep")
+MAX_LISTED = 50  # offenders spelled out in one message
+MAX_NAME = 120  # characters of a name in a message
+
+
+@dataclass(frozen=True, slots=True)
+class SyncOptions:
+    """What Generator.sync_weights and begin_sync take; their docstrings say what each means."""
+
+    version: int | None = None
+    cast: bool = False
+    strict: bool = True
+    mode: str = "staged"
+    inflight: str = "wait"
+    keep_kv: bool = False
+    allow_nonfinite: bool = False
+    allow_bias_removal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode = {self.mode!r}, wanted one of {', '.join(MODES)}")
+        if self.inflight not in INFLIGHT:
+            raise ConfigError(f"inflight = {self.inflight!r}, wanted one of {', '.join(INFLIGHT)}")
+        if self.keep_kv and self.inflight != "keep":
+            raise ConfigError(f"keep_kv=True goes with inflight='keep', not {self.inflight!r}")
+        if self.version is not None and (isinstance(self.version, bool) or not 0 <= int(self.version) < 2**63):
+            raise ConfigError(f"version = {self.version!r}, wanted an integer in [0, 2^63)")
+
+    def begin(self, engine: _core.Engine) -> None:
+        engine.sync_begin(
+            -1 if self.version is None else int(self.version),
+            cast=self.cast,
+            allow_nonfinite=self.allow_nonfinite,
+            allow_partial=not self.strict,
+            allow_bias_removal=self.allow_bias_removal,
+            in_place=self.mode == "inplace",
+        )
+
+    @property
+    def at_commit(self) -> str:
+        """The engine's word for what happens to running requests; "wait" has finished them before."""
+        return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(self.inflight, self.inflight)
+
+
+def report_of(values: SyncValues) -> SyncReport:
+    return SyncReport(
+        version=values["version"],
+        num_tensors=values["num_tensors"],
+        num_parameters=values["num_parameters"],
+        num_skipped=values["num_skipped"],
+        bytes=values["bytes"],
+        seconds=values["seconds"],
+        copy_seconds=values["copy_seconds"],
+        digest=f"{values['digest']:016x}",
+    )
+
+
+# -------------------------------------------------------------------------------------------------- entries
+def is_sharded(tensor: Any) -> bool:
+    return callable(getattr(tensor, "full_tensor", None))
+
+
+def local_tensor(tensor: Any) -> Any:
+    """The tensor that the engine can read: a DTensor or FSDP shard is gathered, autograd is left behind."""
+    if is_sharded(tensor):
+        tensor = tensor.full_tensor()
+    if getattr(tensor, "requires_grad", False):
+        tensor = tensor.detach()
+    return tensor
+
+
+def short(name: object) -> str:
+    text = name if isinstance(name, str) else repr(name)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
+
+
+def listed(things: list[str]) -> str:
+    rest = len(things) - MAX_LISTED
+    return "; ".join(things[:MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def raise_faults(faults: dict[type[Error], list[str]]) -> None:
+    """One error for all offenders of the first kind, names before tensors; the other kinds are counted in it."""
+    for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
+        if kind in faults:
+            others = ", ".join(f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind)
+            head = "missing: " if kind is MissingKeyError else ""
+            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}" + (f" (besides: {others})" if others else ""))
+
+
+def check_mapping(engine: _core.Engine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
+    """All that can be said before a byte is copied. A tensor that would have to be gathered first is checked at its push."""
+    limit = 8 * len(manifest) + 1024
+    if len(source) > limit:
+        raise LimitError(f"{len(source)} weights for a model of {len(manifest)} parameters, wanted at most {limit}")
+    faults: dict[type[Error], list[str]] = {}
+    spelled: dict[int, str] = {}  # parameter → the name it came under
+    for name, tensor in source.items():
+        try:
+            for index in engine.sync_resolve(name):
+                if index in spelled:
+                    faults.setdefault(DuplicateKeyError, []).append(f"{manifest[index][0]} as {short(spelled[index])} and as {short(name)}")
+                    break
+                spelled[index] = name
+            if not is_sharded(tensor):
+                engine.sync_check(name, local_tensor(tensor))
+        except UnexpectedKeyError as error:
+            if options.strict or not isinstance(name, str):
+                faults.setdefault(UnexpectedKeyError, []).append(str(error))
+        except Error as error:
+            faults.setdefault(type(error), []).append(str(error))
+    if options.strict:
+        missing = [name for index, (name, _, _, required) in enumerate(manifest) if required and index not in spelled]
+        if missing:
+            faults[MissingKeyError] = missing
+    raise_faults(faults)
+
+
+def push_mapping(engine: _core.Engine, source: Mapping[str, Any], deadline: float | None) -> None:
+    """Copies every entry. Values that are not finite, or not tied as they should be, are only seen here; all are listed."""
+    faults: dict[type[Error], list[str]] = {}
+    for name, tensor in source.items():
+        check_deadline(deadline, name)
+        try:
+            engine.sync_push(name, local_tensor(tensor))
+        except (NonFiniteError, TiedWeightError) as error:
+            faults.setdefault(type(error), []).append(str(error))
+    raise_faults(faults)
+
+
+def check_source(source: Any) -> None:
+    """A mapping, or any iterable of (name, tensor) pairs. A module is refused: its state_dict() is meant."""
+    if callable(getattr(source, "state_dict", None)):
+        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted its state_dict()")
+    if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
+        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted a mapping or an iterator of (name, tensor)")
+
+
+def check_deadline(deadline: float | None, name: object) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise DeadlineError(f"the sync did not finish within its timeout; it stood at {short(name)}")
+
+
+def push_entries(engine: _core.Engine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
+    """Copies what an iterator gives, entry by entry."""
+    for entry in entries:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
+        check_deadline(deadline, entry[0])
+        engine.sync_push(entry[0], local_tensor(entry[1]))
+
+
+# -------------------------------------------------------------------------------------------------- an open set
+class Sync:
+    """One set of weights that is being pushed in pieces; made by Generator.begin_sync.
+
+    As a context manager it commits when the block ends and aborts when the block raises; meanwhile the old version serves.
+    Without `with`: push …, then commit() or abort(), or leave closing to the next step or repeated name.
+    """
+
+    def __init__(self, generator: Generator, options: SyncOptions):
+        self._generator = generator
+        self.options = options
+        self.scoped = False
+        self.names: set[str] = set()
+        self.closed: str | None = None  # why, once it is
+        self.report: SyncReport | None = None
+
+    def push(self, name: str, tensor: Any) -> None:
+        """Copies one tensor into staging. Raises what is wrong with it; the set stays open."""
+        self._generator._sync_push(self, name, tensor)
+
+    def commit(self, timeout: float | None = None) -> SyncReport:
+        """Closes the set and swaps versions. IncompleteSyncError when something is missing; then the old version serves."""
+        return self._generator._sync_commit(self, timeout)
+
+    def abort(self) -> None:
+        """Drops what was pushed. Nothing happens when the set is closed already."""
+        self._generator._sync_abort(self)
+
+    def reopen(self) -> None:
+        """A repeated name after a complete set: the next set begins, with the next version."""
+        self.options = replace(self.options, version=None)
+        self.names, self.closed = set(), None
+
+    def require_open(self) -> None:
+        if self.closed is not None:
+            raise StateError(f"this sync is closed: {self.closed}")
+
+    def __enter__(self) -> Sync:
+        self.require_open()
+        self.scoped = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+        elif self.closed is None:
+            self.commit()
