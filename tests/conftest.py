@@ -1,0 +1,92 @@
+"""What all tests share: seeds that a failure names, generators that are always closed, two torch threads, and the one line
+that parity tests leave in the summary."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+SUMMARY = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SUMMARY] = []
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of torch that spin would starve the engine's
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_torch_threads() -> None:
+    """torch takes every core by default; the machines that run this have two."""
+    try:
+        import torch
+    except ImportError:  # sanitizer runs have none
+        return
+    torch.set_num_threads(2)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash[SUMMARY]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed fixed by the test's id; RM_TEST_SEED=n replaces it. A failing test's report shows it."""
+    value = int(os.environ.get("RM_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
+    request.node.user_properties.append(("seed", value))
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.failed:
+        seeds = [value for key, value in item.user_properties if key == "seed"]
+        if seeds:
+            report.sections.append(("seed", f"RM_TEST_SEED={seeds[0]}"))
+    return report
+
+
+def _factory() -> Iterator[Callable[..., Any]]:
+    import helpers
+    import rollmesh
+
+    made: list[Any] = []
+
+    def make(model: Any = None, *, weights: Any = "random", dtype: str = "float32", seed: int = 0, **options: Any) -> Any:
+        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one), synced to version 1 with
+        its random weights, with `weights` (any source), or, at None, not at all."""
+        case = model if isinstance(model, helpers.Case) else helpers.Case("", model or helpers.tiny_config())
+        options.setdefault("max_model_len", case.max_model_len if isinstance(model, helpers.Case) else 256)
+        options.setdefault("kv_cache_gib", 0.02)
+        options.setdefault("threads", 2)
+        gen = rollmesh.Generator(rollmesh.ModelSpec.from_hf(case.config), dtype=dtype, **options)
+        made.append(gen)
+        if isinstance(weights, str):
+            weights = helpers.numpy_state_dict(case.config, seed or case.seed, dtype, case.router_bias)
+        if weights is not None:
+            gen.sync_weights(weights)
+        return gen
+
+    yield make
+    for gen in made:
+        gen.close()
+
+
+tiny_generator = pytest.fixture(_factory, name="tiny_generator")
+module_generator = pytest.fixture(_factory, name="module_generator", scope="module")
+
+sys.path.insert(0, os.path.dirname(__file__))

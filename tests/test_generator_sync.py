@@ -1,0 +1,298 @@
+"""Weights into a generator, from the caller's side: mapping, iterator, block and pieces; what an error says and leaves behind; requests
+in flight; the self-test. What the engine accepts as a tensor or a name is test_sync.py's question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import tiny_config
+from test_generator import STATES, make, same, sequence, word_tokenizer
+
+import rollmesh as rm
+
+
+@pytest.fixture
+def gen() -> Iterator[rm.Generator]:
+    with make() as generator:
+        generator.sync_weights(STATES[0], version=1)
+        yield generator
+
+
+# -------------------------------------------------------------------------------------------------- sync
+def test_a_mapping_an_iterator_and_pieces_are_the_same_sync() -> None:
+    digests, numbers = set(), set()
+    with make() as generator:
+        for version, how in enumerate(("mapping", "iterator", "reversed", "block", "pieces")):
+            if how == "mapping":
+                report = generator.sync_weights(STATES[0], version=version)
+            elif how in ("iterator", "reversed"):
+                items = list(STATES[0].items())
+                report = generator.sync_weights(iter(items if how == "iterator" else items[::-1]), version=version)
+            else:
+                sync = generator.begin_sync(version=version)
+                if how == "block":
+                    with sync as s:
+                        for name, tensor in STATES[0].items():
+                            s.push(name, tensor)
+                else:
+                    for name, tensor in STATES[0].items():
+                        sync.push(name, tensor)
+                    sync.commit()
+                assert sync.report is not None
+                report = sync.report
+            assert report.version == generator.version == version
+            assert report.num_tensors == report.num_parameters == len(STATES[0])
+            assert report.num_skipped == 0
+            assert report.bytes == sum(tensor.nbytes for tensor in STATES[0].values())
+            assert report.seconds >= report.copy_seconds > 0
+            assert report.gb_per_s == report.bytes / report.copy_seconds / 1e9
+            digests.add(report.digest)
+            numbers.add(generator.generate([1, 2, 3], rm.SamplingParams(seed=1), use_tqdm=False)[0].outputs[0].logprobs.tobytes())
+        assert len(digests) == len(numbers) == 1
+        assert len(digests.pop()) == 16
+        assert generator.sync_weights(STATES[1]).digest not in digests
+
+
+def test_one_error_lists_all_offenders(gen: rm.Generator) -> None:
+    names = list(STATES[0])
+    before = gen.score([[1, 2, 3, 4]])[0].tobytes()
+
+    def check(kind: type[rm.Error], state: dict[str, Any], words: Sequence[str], **options: Any) -> None:
+        with pytest.raises(kind) as caught:
+            gen.sync_weights(state, **options)
+        for word in words:
+            assert word in str(caught.value)
+        assert gen.version == 1
+        assert gen.score([[1, 2, 3, 4]])[0].tobytes() == before
+
+    state = dict(STATES[1])
+    check(rm.MissingKeyError, {name: state[name] for name in names[5:]}, names[:5])
+    check(rm.UnexpectedKeyError, {**state, "alpha": state[names[0]], "beta.weight": state[names[0]]}, ["alpha", "beta.weight"])
+    check(rm.ShapeError, {**state, names[1]: state[names[0]], names[2]: state[names[0]]}, names[1:3])
+    wide = {name: state[name].astype(np.float64) for name in (names[1], names[3])}
+    check(rm.DTypeError, {**state, **wide}, list(wide))
+    poisoned = {name: tensor.copy() for name, tensor in state.items()}
+    poisoned[names[4]].flat[3] = np.nan
+    poisoned[names[7]].flat[0] = np.inf
+    check(rm.NonFiniteError, poisoned, [names[4], names[7]])
+    check(rm.LimitError, {f"weight{i}": state[names[0]] for i in range(100_000)}, ["100000"])
+    check(rm.UnexpectedKeyError, {**{name: state[name] for name in names[1:]}, "gamma": state[names[0]]}, ["gamma", "1 MissingKeyError"])
+    check(rm.IncompleteSyncError, iter([(name, state[name]) for name in names[3:]]), names[:3])  # type: ignore[arg-type]
+    for bad in ({"mode": "fast"}, {"inflight": "now"}, {"keep_kv": True}, {"version": -1}, {"timeout": -1}):
+        check(rm.ConfigError, state, [str(next(iter(bad.values())))], **bad)
+    check(rm.errors.DeadlineError, state, ["timeout"], timeout=0)
+
+
+def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    state = {name: torch.nn.Parameter(torch.from_numpy(tensor.copy())) for name, tensor in STATES[1].items()}
+    with make() as other:
+        want = other.sync_weights(STATES[1], version=2).digest
+    assert gen.sync_weights(state, version=2).digest == want
+
+    class Sharded:  # has what a DTensor has
+        def __init__(self, tensor: Any):
+            self.tensor = tensor
+
+        def full_tensor(self) -> Any:
+            return self.tensor
+
+    sharded = {name: Sharded(tensor) for name, tensor in state.items()}
+    assert gen.sync_weights(sharded).digest == want
+    with pytest.raises(rm.UnsupportedTensorError, match="state_dict"):
+        gen.sync_weights(torch.nn.Linear(2, 2))
+
+
+def test_a_set_in_pieces_closes_at_the_first_step(gen: rm.Generator) -> None:
+    sync = gen.begin_sync()
+    for name, tensor in STATES[1].items():
+        sync.push(name, tensor)
+    assert gen.version == 1
+    output = gen.generate([1, 2], use_tqdm=False)[0].outputs[0]  # complete: committed
+    assert gen.version == 2
+    assert set(output.versions.tolist()) == {2}
+    with pytest.raises(rm.StateError, match="committed as version 2"):
+        sync.push("lm_head.weight", STATES[1]["lm_head.weight"])
+    before = gen.score([[1, 2, 3]])[0].tobytes()
+    for close in (lambda: gen.generate([1], use_tqdm=False), lambda: gen.score([[1, 2]]), lambda: gen.submit([1]), gen.poll):
+        sync = gen.begin_sync()
+        sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
+        with pytest.raises(rm.IncompleteSyncError, match=r"lm_head\.weight"):
+            close()
+        with pytest.raises(rm.StateError, match="closed"):
+            sync.push("lm_head.weight", STATES[0]["lm_head.weight"])
+        assert gen.version == 2
+        assert gen.score([[1, 2, 3]])[0].tobytes() == before
+
+
+def test_a_set_in_pieces_closes_at_a_repeated_name(gen: rm.Generator) -> None:
+    sync = gen.begin_sync(version=7)
+    for state in STATES:
+        for name, tensor in state.items():
+            sync.push(name, tensor)
+    assert gen.version == 7  # the first set; the second is open
+    sync.commit()
+    assert gen.version == 8
+    sync = gen.begin_sync()
+    sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
+    with pytest.raises(rm.IncompleteSyncError, match=r"lm_head\.weight"):
+        sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
+    assert gen.version == 8
+    with gen.begin_sync() as block:
+        for name, tensor in STATES[0].items():
+            block.push(name, tensor)
+        with pytest.raises(rm.DuplicateKeyError):
+            block.push("lm_head.weight", STATES[0]["lm_head.weight"])
+    assert gen.version == 9  # the block goes on after an error that it handled
+
+
+def test_inside_a_block_the_old_version_serves(gen: rm.Generator) -> None:
+    before = gen.score([[1, 2, 3]])[0].tobytes()
+    with gen.begin_sync() as sync:
+        for name, tensor in STATES[1].items():
+            sync.push(name, tensor)
+            assert gen.score([[1, 2, 3]])[0].tobytes() == before
+    assert gen.version == 2
+    assert gen.score([[1, 2, 3]])[0].tobytes() != before
+    with pytest.raises(rm.IncompleteSyncError), gen.begin_sync() as sync:
+        sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
+    assert gen.version == 2
+
+
+@pytest.mark.parametrize("inflight", ["wait", "restart", "abort", "keep", "keep_kv"])
+def test_requests_in_flight(gen: rm.Generator, inflight: str) -> None:
+    params = rm.SamplingParams(max_tokens=24, seed=1)
+    request = gen.submit([1, 2, 3], params)[0]
+    for _ in range(10):
+        gen.poll()
+    options: dict[str, Any] = {"inflight": "keep", "keep_kv": True} if inflight == "keep_kv" else {"inflight": inflight}
+    gen.sync_weights(STATES[1], version=2, **options)
+    (output,) = gen.poll(min_outputs=1)
+    assert output.request_id == request
+    sample = output.outputs[0]
+    versions = sample.versions.tolist()
+    want = {"wait": [1] * 24, "restart": [2] * 24, "abort": [1] * 10, "keep": [1] * 10 + [2] * 14, "keep_kv": [1] * 10 + [2] * 14}[inflight]
+    assert versions == want
+    assert sample.finish_reason == ("abort" if inflight == "abort" else "length")
+    assert (sample.contract is None) == (inflight == "keep_kv")
+    if sample.contract is not None:
+        assert sample.contract.weight_versions == tuple(sorted(set(want)))
+    score = gen.score([sequence(output)])[0][2:]
+    new = np.array(want) == 2
+    if inflight != "keep_kv":
+        assert score[new].tobytes() == sample.logprobs[new].tobytes()
+    elif new.any():
+        assert score[new].tobytes() != sample.logprobs[new].tobytes()
+
+
+def test_restart_starts_stop_strings_again() -> None:
+    tokenizer = word_tokenizer()
+    with make(tokenizer=tokenizer) as generator, make(tokenizer=tokenizer) as fresh:
+        generator.sync_weights(STATES[0], version=1)
+        fresh.sync_weights(STATES[1], version=2)
+        free = rm.SamplingParams(max_tokens=60, seed=5, n=3)
+        early = generator.generate("abc", free, use_tqdm=False)[0].outputs[0].token_ids[3:4].tolist()  # stops sample 0 of version 1
+        late = fresh.generate("abc", free, use_tqdm=False)[0].outputs[1].token_ids[20:21].tolist()
+        params = dataclasses.replace(free, stop=[tokenizer.decode(early), tokenizer.decode(late)])
+        generator.submit("abc", params)
+        for _ in range(6):
+            assert generator.poll() == []
+        generator.sync_weights(STATES[1], version=2, inflight="restart")
+        (output,) = generator.poll(min_outputs=1)
+        want = fresh.generate("abc", params, use_tqdm=False)[0]
+        assert any(sample.finish_reason == "stop" for sample in want.outputs)
+        assert all(same(a, b) and a.text == b.text for a, b in zip(output.outputs, want.outputs, strict=True))
+
+
+def test_wait_cannot_finish_what_is_paused(gen: rm.Generator) -> None:
+    gen.submit([1, 2, 3], rm.SamplingParams(max_tokens=24, seed=1))
+    gen.poll()
+    gen.pause("keep")
+    with pytest.raises(rm.StateError, match="paused"):
+        gen.sync_weights(STATES[1])
+    assert gen.version == 1
+    gen.sync_weights(STATES[1], inflight="keep")
+    gen.resume()
+    assert set(gen.poll(min_outputs=1)[0].outputs[0].versions.tolist()) == {1, 2}
+
+
+def test_in_place_sync(gen: rm.Generator) -> None:
+    gen.submit([1, 2], rm.SamplingParams(max_tokens=4))
+    assert gen.sync_weights(STATES[1], mode="inplace").version == 2  # finished the request first
+    assert gen.poll()[0].outputs[0].versions.tolist() == [1] * 4
+    before = gen.score([[1, 2, 3]])[0].tobytes()
+    with pytest.raises(rm.MissingKeyError):  # a mapping is checked before a byte is written
+        gen.sync_weights({"lm_head.weight": STATES[0]["lm_head.weight"]}, mode="inplace")
+    assert gen.score([[1, 2, 3]])[0].tobytes() == before
+    with pytest.raises(rm.MissingKeyError):
+        gen.sync_weights(iter(list(STATES[0].items())[:4]), mode="inplace")
+    assert gen.version is None
+    with pytest.raises(rm.NotSyncedError):
+        gen.generate([1], use_tqdm=False)
+    gen.sync_weights(STATES[1], mode="inplace")
+    assert gen.score([[1, 2, 3]])[0].tobytes() == before
+
+
+def test_sync_from_another_thread_between_the_steps_of_generate(gen: rm.Generator) -> None:
+    results: list[rm.RequestOutput] = []
+    params = rm.SamplingParams(max_tokens=200, seed=1)
+    steps = gen.metrics()["steps"]
+    thread = threading.Thread(target=lambda: results.extend(gen.generate([[1, 2]] * 4, params, use_tqdm=False)))
+    thread.start()
+    while gen.metrics()["steps"] < steps + 5:
+        time.sleep(0.001)
+    gen.sync_weights(STATES[1], inflight="keep")
+    thread.join(30)
+    assert not thread.is_alive()
+    for output in results:
+        assert np.all(np.diff(output.outputs[0].versions) >= 0)
+        assert set(output.outputs[0].versions.tolist()) == {1, 2}
+
+
+# -------------------------------------------------------------------------------------------------- self-test, close
+def test_self_test(gen: rm.Generator) -> None:
+    report = gen.self_test(gen.score)
+    assert report.max_abs_diff == report.mean_abs_diff == 0.0
+    assert report.num_tokens == 8 * (7 + 32)
+    assert report.version == 1
+
+    def off_by(delta: float) -> Any:
+        def scorer(sequences: list[np.ndarray]) -> list[np.ndarray]:
+            scores = gen.score(sequences)
+            scores[2][11] += np.float32(delta)
+            return scores
+
+        return scorer
+
+    assert gen.self_test(off_by(0.0625), threshold=0.125).worst == (2, 12)
+    with pytest.raises(rm.NumericsError, match=r"0\.25.*sequence 2, token 12"):
+        gen.self_test(off_by(0.25), prompts=[[1], [2], [3]], threshold=0.125)
+    with pytest.raises(rm.NumericsError):
+        gen.self_test(off_by(float("nan")))
+    with make() as other:
+        other.sync_weights(STATES[1])
+        with pytest.raises(rm.NumericsError):
+            gen.self_test(other.score)  # a generator with other weights is no trainer of this one
+
+
+def test_self_test_with_a_transformers_model() -> None:
+    pytest.importorskip("transformers")
+    import helpers
+
+    case = helpers.Case("self_test", tiny_config(), prompt_lens=(5,))
+    model = helpers.hf_model(case)
+    with make() as generator:
+        generator.sync_weights(model.state_dict())
+        model.train()
+        report = generator.self_test(model)
+        assert 0.0 < report.max_abs_diff <= 1e-3  # float32, two orders of summation
+        assert model.training
+        with pytest.raises(rm.NumericsError):
+            generator.self_test(model, threshold=0.0)

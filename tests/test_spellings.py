@@ -1,0 +1,73 @@
+"""One set of weights under every spelling that a trainer may use: Hugging Face checkpoints, transformers 5 modules,
+inference engines' fused tensors, torchtitan as it spelled itself over time. Input: random weights with a router bias that turns choices. Oracle: each other. Bound: zero,
+on the digest, the logits and the routing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+import rollmesh
+
+torch = pytest.importorskip("torch", reason="state dicts of torch modules")
+
+MODELS = {
+    "moe": helpers.Case("", helpers.tiny_config(True, num_hidden_layers=3, mlp_only_layers=[1], head_dim=24), router_bias=True),
+    "moe_odd": helpers.Case("", helpers.tiny_config(True, hidden_size=44, moe_intermediate_size=19, num_experts=5, num_experts_per_tok=3)),
+    "moe_tied": helpers.Case("", helpers.tiny_config(True, tie_word_embeddings=True, num_key_value_heads=1), router_bias=True),
+    "dense": helpers.Case("", helpers.tiny_config(num_attention_heads=6, num_key_value_heads=3, hidden_size=52)),
+    "dense_bias": helpers.Case("", helpers.tiny_config(attention_bias=True)),
+}
+
+
+def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    state, config = helpers.state_dict(case, dtype), case.config
+    yield "checkpoint", state
+    yield "checkpoint, other order", dict(reversed(state.items()))
+    module = helpers.module_state_dict(state, config)
+    yield "fused", helpers.fused_state_dict(state, config)
+    yield "module", module
+    yield "module, bias as expert_bias", {key.replace("gate.e_score_correction_bias", "expert_bias"): x for key, x in module.items()}
+    # What a trainer has at hand: the module's own state_dict(), with lm_head and embed_tokens one tensor when tied.
+    net = helpers.hf_model(dataclasses.replace(case, router_bias=False), dtype)
+    biases = {key: x for key, x in state.items() if key.endswith("e_score_correction_bias")}
+    yield "transformers", {**net.state_dict(), **biases}
+    if config["tie_word_embeddings"]:
+        yield "tied, lm_head sent too", {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    if not config["attention_bias"]:  # torchtitan has no such option
+        for style in ("plain", "shapes", "nested"):
+            yield f"titan {style}", helpers.titan_state_dict(state, config, style)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_spelling_is_the_same_model(name: str, dtype: str, tiny_generator: Callable[..., Any]) -> None:
+    case = MODELS[name]
+    gen = tiny_generator(case, dtype=dtype, weights=None)
+    prompts = helpers.prompts(case.config, [1, 33, 70])
+    seen: dict[str, tuple[str, bytes, bytes]] = {}
+    for spelling, state in spellings(case, dtype):
+        digest = gen.sync_weights(state).digest
+        logits = b"".join(x.tobytes() for x in gen.logits(prompts))
+        outs = gen.generate(prompts, rollmesh.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        routed = b"".join(np.asarray(out.outputs[0].routed_experts).tobytes() for out in outs) if case.is_moe else b""
+        seen[spelling] = (digest, logits, routed)
+    first = seen["checkpoint"]
+    assert {spelling: tuple(a == b for a, b in zip(other, first)) for spelling, other in seen.items()} == dict.fromkeys(seen, (True,) * 3)
+
+
+def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> None:
+    """The digest and the numbers do see the router bias: the test above could have failed."""
+    case = MODELS["moe"]
+    gen = tiny_generator(case, weights=None)
+    prompts = helpers.prompts(case.config, [70])
+    state = helpers.state_dict(case)
+    before = gen.sync_weights(state).digest, gen.logits(prompts)[0].tobytes()
+    moved = {key: x + 0.25 * torch.arange(8) if key.endswith("correction_bias") else x for key, x in state.items()}
+    after = gen.sync_weights(moved).digest, gen.logits(prompts)[0].tobytes()
+    assert before[0] != after[0]
+    assert before[1] != after[1]
