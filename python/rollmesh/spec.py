@@ -24,6 +24,7 @@ from rollmesh import rope as _rope
 from rollmesh.errors import ConfigError, FormatError
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
+MAX_HEAD_DIM = 1024  # the engine's (csrc/model/spec.c checks the other sizes)
 
 
 def _keys(words: str) -> frozenset[str]:
@@ -289,8 +290,8 @@ def _read(c: _Reader, model_type: str) -> ModelSpec:
     head_dim = c.integer("head_dim", 2) if c.given("head_dim") else hidden // heads if moe else 128
     if heads % kv_heads:
         raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    if head_dim < 2 or head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} is odd or 0; rope rotates pairs")
+    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
+        raise ConfigError(f"head_dim={head_dim} is not an even number in [2, {MAX_HEAD_DIM}]; rope rotates pairs")
     is_moe_layer = _moe_layers(c, layers) if moe else (False,) * layers
     vocab, max_positions = c.integer("vocab_size", 1), c.integer("max_position_embeddings", 1, 32768)
     spec = ModelSpec(

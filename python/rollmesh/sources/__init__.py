@@ -1,0 +1,19 @@
+"""Where weights come from when they are not already tensors of this process. Each source gives what `Generator.sync_weights` takes:
+a mapping, or an iterator of (name, tensor).
+
+    SafetensorsFolder(path)          a checkpoint folder or file, read tensor by tensor
+    SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in /dev/shm, zero copy to read
+    send_weights, receive_weights    over any torch.distributed group, in buckets
+    bucketed(entries, bytes)         groups a stream into buckets
+
+Nothing here unpickles, listens on a port, or imports torch before it is needed.
+"""
+
+from __future__ import annotations
+
+from rollmesh.sources.arrays import BF16, bucketed
+from rollmesh.sources.folder import SafetensorsFolder
+from rollmesh.sources.shared import SharedReader, SharedWriter
+from rollmesh.sources.stream import receive_weights, send_weights
+
+__all__ = ["BF16", "SafetensorsFolder", "SharedReader", "SharedWriter", "bucketed", "receive_weights", "send_weights"]

@@ -1,0 +1,159 @@
+"""Tensors as bytes and back, for the sources that move them: a view as a NumPy array, a description in JSON, a 64-bit sum.
+
+bfloat16 has no NumPy dtype. Here it is uint16 words whose dtype says so in its metadata, which views and slices keep and
+which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import DTypeError, FormatError, LimitError, UnsupportedTensorError
+
+BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": BF16,
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "float64": np.dtype(np.float64),
+}
+ALIGN = 64  # bytes; where a tensor begins in a file or a bucket
+MAX_ENTRIES = 1_000_000
+MAX_NAME = 1024
+MAX_HEADER = 256 << 20
+
+_SUM_COLUMNS = 512
+_SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
+
+
+def as_array(name: str, tensor: Any) -> NDArray[Any]:
+    """A C-contiguous array in one of DTYPES; a view where the tensor is one already. Torch tensors may be on any device."""
+    if isinstance(tensor, np.ndarray):
+        if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
+            return np.ascontiguousarray(tensor).view(BF16)
+        array = np.ascontiguousarray(tensor)
+        if array.dtype.name == "bfloat16":  # ml_dtypes
+            return array.view(np.uint16).view(BF16)
+        if array.dtype.isnative and array.dtype.name in DTYPES:
+            return array
+        raise DTypeError(f"{name}: {array.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+    if type(tensor).__module__.split(".")[0] != "torch" and not callable(getattr(tensor, "untyped_storage", None)):
+        raise UnsupportedTensorError(f"{name}: {type(tensor).__name__} is neither a NumPy array nor a torch tensor")
+    import torch
+
+    if callable(getattr(tensor, "full_tensor", None)):
+        tensor = tensor.full_tensor()
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BF16)  # type: ignore[no-any-return]
+    if str(tensor.dtype).removeprefix("torch.") in DTYPES:
+        return tensor.numpy()  # type: ignore[no-any-return]
+    raise DTypeError(f"{name}: {tensor.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+
+
+def dtype_name(array: NDArray[Any]) -> str:
+    return "bfloat16" if array.dtype.metadata else array.dtype.name
+
+
+def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def checksum(data: NDArray[np.uint8]) -> str:
+    """64 bits over all bytes, at memory speed: 512 sums of words for each 16 MiB, and a hash of those. A change of any one
+    word shows for certain, more than one with 1 − 2⁻⁶⁴."""
+    hasher = hashlib.blake2b(str(data.size).encode(), digest_size=8)
+    whole = data.size // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
+    words = data[:whole].view(np.uint64)
+    for at in range(0, words.size, _SUM_WORDS):
+        hasher.update(np.add.reduce(words[at : at + _SUM_WORDS].reshape(-1, _SUM_COLUMNS), axis=0, dtype=np.uint64).tobytes())
+    hasher.update(data[whole:].tobytes())
+    return hasher.hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------- descriptions
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a block of bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+    sum: str
+
+
+def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
+    """Places and sums of arrays one after another, and the bytes of the block."""
+    entries, at = [], 0
+    for name, array in arrays:
+        entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, checksum(bytes_of(array))))
+        at = (at + array.nbytes + ALIGN - 1) // ALIGN * ALIGN
+    return entries, at
+
+
+def describe(entries: Iterable[Entry], **more: Any) -> bytes:
+    return json.dumps({**more, "tensors": [asdict(entry) for entry in entries]}).encode()
+
+
+def parse(text: bytes, block: int) -> tuple[list[Entry], dict[str, Any]]:
+    """What `describe` wrote, for a block of so many bytes. Every place in it is checked; FormatError names the first wrong one."""
+    try:
+        values = json.loads(text)
+        tensors = values.pop("tensors")
+        entries = [Entry(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"a description of weights that is not one: {error}") from error
+    if len(entries) > MAX_ENTRIES:
+        raise LimitError(f"{len(entries)} weights in one set; the limit is {MAX_ENTRIES}")
+    for entry in entries:
+        _check_entry(entry, block)
+    return entries, values
+
+
+def _check_entry(entry: Entry, block: int) -> None:
+    if not isinstance(entry.name, str) or len(entry.name) > MAX_NAME:
+        raise LimitError(f"a tensor name of more than {MAX_NAME} characters, or none at all")
+    sizes = (*entry.shape, entry.offset, entry.bytes)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+        raise FormatError(f"{entry.name}: sizes {sizes} are not all integers >= 0")
+    if entry.dtype not in DTYPES:
+        raise FormatError(f"{entry.name}: dtype {entry.dtype!r} is not one of {', '.join(DTYPES)}")
+    needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    if entry.bytes != needed or entry.offset + entry.bytes > block or entry.offset % ALIGN:
+        where = f"{entry.bytes} bytes at {entry.offset} of {block}"
+        raise FormatError(f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes {needed}")
+
+
+def take(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
+    """The tensor as a view of the block. FormatError when its sum differs."""
+    data = block[entry.offset : entry.offset + entry.bytes]
+    if verify and (seen := checksum(data)) != entry.sum:
+        raise FormatError(f"{entry.name}: the sum of its bytes is {seen}, wanted {entry.sum}")
+    return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+    """Groups of consecutive entries of at most bucket_bytes together; an entry larger than that is a group of its own."""
+    if bucket_bytes <= 0:
+        raise LimitError(f"bucket_bytes={bucket_bytes} is not > 0")
+    bucket: list[tuple[str, Any]] = []
+    size = 0
+    for name, tensor in entries:
+        nbytes = int(tensor.nbytes)
+        if bucket and size + nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,92 @@
+"""A Hugging Face checkpoint folder as a mapping: `gen.sync_weights(SafetensorsFolder(path))`.
+
+Nothing is read but the headers until an entry is asked for, and then only its pages, so a checkpoint larger than memory can be
+pushed. The library `safetensors` checks the headers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollmesh.errors import FormatError, UnsupportedTensorError
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsFolder(Mapping[str, Any]):
+    """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name.
+
+    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs ml_dtypes). Raises FormatError
+    for a file that is missing, truncated or malformed.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._files: dict[Path, Any] = {}
+        self._where = self._names()
+
+    def __getitem__(self, name: str) -> Any:
+        file = self._where[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except TypeError as error:  # "data type 'bfloat16' not understood"
+            raise UnsupportedTensorError(f"{name} in {file}: {error}; install torch or ml_dtypes") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def _names(self) -> dict[str, Path]:
+        if self.path.is_file():
+            return dict.fromkeys(self._open(self.path).keys(), self.path)
+        if (index := self.path / INDEX).is_file():
+            return self._indexed(index)
+        where: dict[str, Path] = {}
+        for file in sorted(self.path.glob("*.safetensors")):
+            for name in self._open(file).keys():  # noqa: SIM118  (a safe_open is no dict)
+                if name in where:
+                    raise FormatError(f"{name} is in {where[name].name} and in {file.name}")
+                where[name] = file
+        if not where:
+            raise FormatError(f"{self.path} has no *.safetensors")
+        return where
+
+    def _indexed(self, index: Path) -> dict[str, Path]:
+        try:
+            weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{index} is no index of weights: {error!r}") from error
+        where = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise FormatError(f"{index} says that {name} is in {file!r}, which is no file of this folder")
+            where[name] = self.path / file
+        for file in set(where.values()):
+            held = set(self._open(file).keys())
+            if absent := [name for name, at in where.items() if at == file and name not in held]:
+                raise FormatError(f"{index} says that {absent[0]} is in {file.name}, and it is not")
+        return where
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                self._files[file] = safe_open(file, framework=self._framework())
+            except (SafetensorError, OSError) as error:
+                raise FormatError(f"{file}: {error}") from error
+        return self._files[file]
+
+    @staticmethod
+    def _framework() -> str:
+        if importlib.util.find_spec("torch"):
+            return "pt"
+        if importlib.util.find_spec("ml_dtypes"):
+            importlib.import_module("ml_dtypes")  # makes NumPy understand the name bfloat16
+        return "np"

@@ -1,0 +1,414 @@
+"""Weights from elsewhere: a checkpoint folder, shared memory, a torch.distributed group. Oracle: the digest and the logits of
+the same values sent from this process. Bound: zero. Then what each must refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import numpy_state_dict, tiny_config
+
+import rollmesh as rm
+from rollmesh import sources
+from rollmesh.sources import arrays, shared
+
+CONFIG = tiny_config(True)
+STATE = numpy_state_dict(CONFIG, dtype="float32")
+IDS = [[1, 2, 3, 4, 5]]
+
+
+def generator(dtype: str = "bfloat16") -> rm.Generator:
+    return rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=dtype, max_model_len=32, kv_cache_gib=0.002, threads=1)
+
+
+def words(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """bfloat16 without ml_dtypes: uint16 words under the dtype that says so. Rounded to nearest even by hand."""
+    bits = {name: x.view(np.uint32) for name, x in state.items()}
+    return {name: ((b + 0x7FFF + (b >> 16 & 1)) >> 16).astype(np.uint16).view(sources.BF16) for name, b in bits.items()}
+
+
+@pytest.fixture(scope="module")
+def want() -> str:
+    with generator() as gen:
+        return str(gen.sync_weights(STATE, cast=True).digest)
+
+
+def test_bf16_words_are_bfloat16(want: str) -> None:
+    state = words(STATE)
+    with generator() as gen:
+        assert gen.sync_weights(state).digest == want
+        plain = {**state, "model.norm.weight": state["model.norm.weight"].view(np.dtype(np.uint16))}
+        with pytest.raises(rm.DTypeError, match="uint16"):
+            gen.sync_weights(plain)
+    assert state["model.norm.weight"][::-1].dtype.metadata == {"rollmesh": "bfloat16"}
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for name, x in state.items():
+        assert np.array_equal(x.view(np.uint16), STATE[name].astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+# ------------------------------------------------------------------------------------------------ folder
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The state in two files and an index, as transformers saves it."""
+    torch = pytest.importorskip("torch")
+    save = pytest.importorskip("safetensors.torch").save_file
+    names = list(STATE)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i}.safetensors"
+        save({name: torch.from_numpy(STATE[name]).bfloat16() for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path
+
+
+def test_a_folder_is_a_source(folder: Path, want: str) -> None:
+    with generator() as gen:
+        assert gen.sync_weights(sources.SafetensorsFolder(folder)).digest == want
+        assert gen.sync_weights(iter(sources.SafetensorsFolder(str(folder)).items())).digest == want
+        (folder / sources.folder.INDEX).unlink()
+        assert gen.sync_weights(sources.SafetensorsFolder(folder)).digest == want
+    one = sources.SafetensorsFolder(folder / "model-0.safetensors")
+    assert len(one) == (len(STATE) + 1) // 2
+    assert set(one) == set(list(STATE)[::2])
+
+
+def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ml_dtypes")
+    real = sources.folder.importlib.util.find_spec
+    monkeypatch.setattr(sources.folder.importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    source = sources.SafetensorsFolder(folder)
+    assert isinstance(source["model.norm.weight"], np.ndarray)
+    with generator() as gen:
+        assert gen.sync_weights(source).digest == want
+
+
+def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    index, file = folder / sources.folder.INDEX, folder / "model-0.safetensors"
+    good_index, good = index.read_text(), file.read_bytes()
+
+    def malformed(path: Path = folder) -> None:
+        with pytest.raises(rm.FormatError):
+            dict(sources.SafetensorsFolder(path))
+
+    malformed(empty)
+    malformed(empty / "absent.safetensors")
+    for text in ("", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../model-0.safetensors"}}', '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        malformed()
+    index.write_text(good_index.replace("model-1", "model-2"))
+    malformed()
+    values = json.loads(good_index)
+    values["weight_map"]["absent"] = "model-0.safetensors"
+    index.write_text(json.dumps(values))
+    malformed()
+    index.write_text(good_index)
+    header = int.from_bytes(good[:8], "little")
+    for data in (b"", good[:7], good[:100], good[:-1], good + b"\0", b"\xff" * 8 + good[8:], good[:8] + b"x" * header + good[8 + header :]):
+        file.write_bytes(data)
+        malformed()
+    index.unlink()
+    file.write_bytes((folder / "model-1.safetensors").read_bytes())
+    malformed()  # every name twice
+
+
+# ------------------------------------------------------------------------------------------------ shared memory
+@pytest.fixture
+def writer() -> Iterator[sources.SharedWriter]:
+    with sources.SharedWriter() as made:
+        yield made
+
+
+def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> None:
+    reader = sources.SharedReader(writer.address)
+    with pytest.raises(rm.NotSyncedError):
+        reader.refresh()
+    assert writer.publish(words(STATE)) == 0
+    with generator() as gen:
+        assert reader.refresh() == reader.version == 0
+        assert gen.sync_weights(reader, version=reader.version).digest == want
+        other = {name: x * np.float32(1.5) for name, x in STATE.items()}
+        assert writer.publish(iter(other.items()), version=7) == 7
+        assert gen.sync_weights(reader, version=1).digest == want  # what is mapped stays
+        assert reader.refresh() == 7
+        second = gen.sync_weights(reader, version=7, cast=True).digest
+        assert second == gen.sync_weights(other, cast=True).digest != want
+    with pytest.raises(rm.VersionError):
+        writer.publish(STATE, version=7)
+    held = reader["model.norm.weight"]
+    assert not held.flags.writeable
+    writer.close()
+    assert np.array_equal(held, other["model.norm.weight"])
+    with pytest.raises(rm.StateError):
+        writer.publish(STATE)
+    with pytest.raises(rm.NotSyncedError):
+        reader.refresh()
+
+
+def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
+    torch = pytest.importorskip("torch")
+    mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}
+    mixed["model.embed_tokens.weight"] = mixed["model.embed_tokens.weight"].detach().t().contiguous().t()
+    writer.publish(mixed)
+    reader = sources.SharedReader(writer.address)
+    reader.refresh()
+    with generator() as gen:
+        assert gen.sync_weights(reader).digest == want
+    for bad in (torch.zeros(3, dtype=torch.int8), np.zeros(3, np.int64), np.zeros(3, ">f4")):
+        with pytest.raises(rm.DTypeError):
+            writer.publish({"x": bad})
+    with pytest.raises(rm.UnsupportedTensorError):
+        writer.publish({"x": [1.0]})
+    assert reader.refresh() == 0
+
+
+def test_shared_memory_from_another_process(want: str) -> None:
+    """The trainer is a process of its own; its store is gone when it is."""
+    program = textwrap.dedent(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from test_sources import STATE, words
+        from rollmesh import sources
+        with sources.SharedWriter() as writer:
+            writer.publish(words(STATE), version=3)
+            print(writer.address, flush=True)
+            sys.stdin.readline()
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(Path(__file__).parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        address = trainer.stdout.readline().strip()
+        reader = sources.SharedReader(address)
+        assert reader.refresh() == 3
+        trainer.stdin.write("\n")
+        trainer.stdin.close()
+        assert trainer.wait(60) == 0
+        assert not Path(address.rpartition(":")[0]).exists()
+        with generator() as gen:
+            assert gen.sync_weights(reader).digest == want
+
+
+def test_a_store_is_ours_and_private(writer: sources.SharedWriter, tmp_path: Path) -> None:
+    writer.publish(STATE)
+    folder = Path(writer.address.rpartition(":")[0])
+    file = folder / shared.CURRENT
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in folder.iterdir()] == [shared.CURRENT]
+    for bad in ("", "nothing", str(folder), f"{folder}:"):
+        with pytest.raises(rm.errors.AuthError):
+            sources.SharedReader(bad)
+    with pytest.raises(rm.errors.AuthError):
+        sources.SharedReader(f"{folder}:{'0' * 32}").refresh()
+    reader = sources.SharedReader(writer.address)
+    file.chmod(0o644)
+    with pytest.raises(rm.errors.AuthError, match="rw-r--r--"):
+        reader.refresh()
+    file.chmod(0o600)
+    file.rename(folder / "real")
+    file.symlink_to(folder / "real")
+    with pytest.raises(rm.errors.AuthError):
+        reader.refresh()
+
+
+def test_damaged_stores(writer: sources.SharedWriter) -> None:
+    writer.publish(STATE)
+    file = Path(writer.address.rpartition(":")[0]) / shared.CURRENT
+    good = file.read_bytes()
+    reader = sources.SharedReader(writer.address)
+    reader.refresh()
+
+    def replace(data: bytes) -> None:
+        """As a new file: one that is mapped must not shrink under its readers."""
+        descriptor = os.open(file.with_name("new"), os.O_CREAT | os.O_WRONLY, 0o600)
+        os.write(descriptor, data)
+        os.close(descriptor)
+        file.with_name("new").rename(file)
+
+    start = shared.FIXED.size
+    length = int.from_bytes(good[8:16], "little")
+    damaged = [b"", good[:10], b"x" + good[1:], good[: start + 5], good[:-200]]
+    damaged += [good[:8] + b"\xff" * 8 + good[16:], good[:start] + b"[" + good[start + 1 :]]
+    for data in damaged:
+        replace(data)
+        with pytest.raises((rm.FormatError, rm.errors.AuthError)):
+            reader.refresh()
+    header = good[start : start + length]
+    changes = {b'"float32"': [b'"floaty2"'], b'"offset": 0': [b'"offset": 8', b'"offset":-1'], b'"name"': [b'"nome"']}
+    for old, others in changes.items():
+        assert old in header
+        for new in others:
+            replace(good[:start] + header.replace(old, new) + good[start + length :])
+            with pytest.raises(rm.FormatError):
+                reader.refresh()
+    flipped = bytearray(good)
+    flipped[-65] ^= 1  # in the last tensor
+    replace(bytes(flipped))
+    reader.refresh()
+    last = list(reader)[-1]
+    with pytest.raises(rm.FormatError, match=rf"{last}.*sum"):
+        _ = reader[last]
+    lenient = sources.SharedReader(writer.address, verify=False)
+    lenient.refresh()
+    assert lenient[last].shape == STATE[last].shape
+
+
+def test_no_room_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sources.SharedWriter(tmp_path) as writer:
+        writer.publish({"x": np.ones(3, np.float32)})
+
+        def full(descriptor: int, offset: int, size: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(rm.CapacityError, match="No space"):
+            writer.publish(STATE)
+        reader = sources.SharedReader(writer.address)
+        assert reader.refresh() == 0
+        assert list(reader) == ["x"]
+        assert len(list(Path(writer.address.rpartition(":")[0]).iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------------ sums, buckets, stream
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, 8192, 123457])
+def test_every_byte_counts_in_a_sum(size: int, rng: np.random.Generator) -> None:
+    data = rng.integers(0, 256, size, dtype=np.uint8)
+    sums = {arrays.checksum(data)}
+    assert arrays.checksum(data.copy()) in sums
+    places = range(size) if size < 100 else rng.integers(0, size, 50)
+    for at in dict.fromkeys(int(p) for p in places):
+        changed = data.copy()
+        changed[at] ^= np.uint8(1 << int(rng.integers(8)))
+        assert arrays.checksum(changed) not in sums
+        sums.add(arrays.checksum(changed))
+    assert arrays.checksum(np.append(data, np.uint8(0))) not in sums
+
+
+def test_buckets() -> None:
+    entries = [(str(i), np.zeros(i, np.uint8)) for i in (3, 3, 4, 11, 0, 10, 1)]
+    got = [[int(name) for name, _ in bucket] for bucket in sources.bucketed(entries, 10)]
+    assert got == [[3, 3, 4], [11], [0, 10], [1]]
+    assert list(sources.bucketed([], 10)) == []
+    for bad in (0, -1):
+        with pytest.raises(rm.LimitError):
+            next(sources.bucketed(entries, bad))
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import datetime
+import torch.distributed as dist
+import rollmesh as rm
+from rollmesh import sources
+from test_sources import IDS, STATE, generator, words
+rank, store = int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+state = words(STATE)
+if rank == 0:
+    for size in (1, 5000, 1 << 30):
+        print("sent", sources.send_weights(state, bucket_bytes=size))
+    def broken():
+        yield from list(state.items())[:4]
+        raise KeyError("trainer")
+    try:
+        sources.send_weights(broken(), bucket_bytes=1)
+    except KeyError:
+        print("gave up")
+    sources.send_weights(state, bucket_bytes=1)
+    sources.send_weights({**state, "model.norm.weight": state["model.norm.weight"][:5]}, bucket_bytes=5000)
+    print("sent", sources.send_weights(state))
+else:
+    with generator() as gen:
+        for _ in range(3):
+            print("digest", gen.sync_weights(sources.receive_weights(src=0)).digest)
+        before, version = gen.logits(IDS)[0].tobytes(), gen.version
+        try:
+            gen.sync_weights(sources.receive_weights(src=0))
+        except rm.errors.SyncAbortedError as error:
+            print("aborted", error)
+        for name, tensor in sources.receive_weights(src=0):
+            break                                   # the rest is taken all the same
+        try:
+            gen.sync_weights(sources.receive_weights(src=0))
+        except rm.ShapeError as error:
+            print("refused", error)
+        assert (gen.logits(IDS)[0].tobytes(), gen.version) == (before, version)
+        print("digest", gen.sync_weights(sources.receive_weights(src=0)).digest)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_stream_over_two_gloo_processes(tmp_path: Path, want: str) -> None:
+    pytest.importorskip("torch")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(Path(__file__).parent), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=150) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert outputs[0][0].count("sent") == 4
+    assert "gave up" in outputs[0][0]
+    received = outputs[1][0].splitlines()
+    assert [line for line in received if line.startswith("digest")] == [f"digest {want}"] * 4
+    assert any(line.startswith("aborted rank 0 gave up") for line in received)
+    assert any(line.startswith("refused model.norm.weight: shape [5]") for line in received)
+
+
+def test_descriptions_that_lie() -> None:
+    entry: dict[str, Any] = {"name": "a", "dtype": "float32", "shape": [2, 3], "offset": 0, "bytes": 24, "sum": ""}
+
+    def parsed(**changes: Any) -> Any:
+        return arrays.parse(json.dumps({"tensors": [{**entry, **changes}]}).encode(), 64)
+
+    assert parsed()[0][0].shape == (2, 3)
+    lies: list[dict[str, Any]] = [
+        {"dtype": "int8"},
+        {"dtype": None},
+        {"shape": [2, -3]},
+        {"shape": [2, 3.0]},
+        {"shape": [True, 6]},
+        {"shape": [2**62, 2**62]},
+        {"shape": 6},
+        {"bytes": 23},
+        {"bytes": -24},
+        {"offset": 64},
+        {"offset": 2**70},
+        {"offset": 4},
+        {"more": 1},
+    ]
+    for lie in lies:
+        with pytest.raises(rm.FormatError):
+            parsed(**lie)
+    for name in (None, "x" * 2000):
+        with pytest.raises(rm.LimitError):
+            parsed(name=name)
+    for text in (b"", b"null", b"[]", b'{"tensors": 3}', b'{"tensors": [3]}', b"\xff"):
+        with pytest.raises(rm.FormatError):
+            arrays.parse(text, 64)

@@ -1,0 +1,347 @@
+"""ModelSpec.from_hf: what configs of transformers 4 and 5 mean, and FAULTS row 15, absurd configs.
+
+Oracles: transformers' own config classes and rotary embeddings (inv_freq bit for bit), and the rule that an error names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import parameter_shapes, tiny_config
+
+import rollmesh as rm
+
+DENSE, MOE = tiny_config(), tiny_config(True)
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def spec(base: dict[str, Any] = DENSE, **changes: Any) -> rm.ModelSpec:
+    return rm.ModelSpec.from_hf({**base, **changes})
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+def test_a_config_of_transformers_4() -> None:
+    s = rm.ModelSpec.from_hf(QWEN3_06B)
+    assert (s.vocab_size, s.hidden_size, s.num_hidden_layers, s.num_key_value_heads, s.head_dim) == (151936, 1024, 28, 8, 128)
+    assert (s.num_experts, s.num_experts_per_tok, s.moe_intermediate_size, s.is_moe_layer) == (0, 0, 0, (False,) * 28)
+    assert (s.tie_word_embeddings, s.eos_token_ids, s.sliding_windows) == (True, (151645,), (0,) * 28)
+    assert (s.rope_settings.type, s.rope_settings.theta) == ("default", 1e6)
+    assert s.num_parameters == 596_049_920  # as published
+
+
+def test_object_dict_file_and_folder_are_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    want = rm.ModelSpec.from_hf(QWEN3_06B)
+    assert want == rm.ModelSpec.from_hf(tmp_path) == rm.ModelSpec.from_hf(str(tmp_path / "config.json"))
+    assert len({want, rm.ModelSpec.from_hf(tmp_path)}) == 1
+    transformers = pytest.importorskip("transformers")
+    assert rm.ModelSpec.from_hf(transformers.Qwen3Config(**QWEN3_06B)) == want
+
+
+def test_it_goes_through_json() -> None:
+    for config in (DENSE, MOE, QWEN3_06B, {**DENSE, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}):
+        s = rm.ModelSpec.from_hf(config)
+        assert rm.ModelSpec.from_dict(json.loads(json.dumps(s.to_dict()))) == s
+    with pytest.raises(rm.ConfigError):
+        rm.ModelSpec.from_dict({"vocab_size": 3})
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_transformers_configs_with_defaults(moe: bool) -> None:
+    """A config object brings transformers' defaults as values; the dict without them must mean the same."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.Qwen3MoeConfig if moe else transformers.Qwen3Config
+    few = {
+        "vocab_size": 500,
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    if moe:
+        few |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for more in (
+        {},
+        {"use_sliding_window": True, "sliding_window": 7},
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ):
+        config = kind(**few, **more)
+        assert rm.ModelSpec.from_hf(config) == rm.ModelSpec.from_hf({"model_type": config.model_type, **few, **more})
+
+
+def test_which_layers_are_sparse_and_which_slide() -> None:
+    base = {**MOE, "num_hidden_layers": 6}
+    assert spec(base, decoder_sparse_step=2).is_moe_layer == (False, True) * 3
+    assert spec(base, decoder_sparse_step=2, mlp_only_layers=[1, 2]).is_moe_layer == (False, False, False, True, False, True)
+    assert spec(base, mlp_only_layers=list(range(6))).num_experts == 0
+    assert spec(base, num_experts=0).is_moe_layer == (False,) * 6
+    assert spec(base, num_experts=None, num_local_experts=8) == spec(base)
+    assert spec(base, use_sliding_window=True, sliding_window=9).sliding_windows == (9,) * 6
+    dense = {**DENSE, "num_hidden_layers": 4}
+    assert spec(dense, use_sliding_window=True, sliding_window=9, max_window_layers=3).sliding_windows == (0, 0, 0, 9)
+    assert spec(dense, use_sliding_window=False, sliding_window=9, max_window_layers=0).sliding_windows == (0,) * 4
+    assert spec(dense, use_sliding_window=True, sliding_window=None, max_window_layers=0).sliding_windows == (0,) * 4
+    types = ["sliding_attention", "full_attention"] * 2
+    assert spec(dense, use_sliding_window=True, sliding_window=9, layer_types=types).sliding_windows == (9, 0, 9, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "tie_word_embeddings": True}, {"mlp_only_layers": [0], "head_dim": 6}])
+def test_parameters_are_those_of_the_checkpoint(changes: dict[str, Any]) -> None:
+    for base in (DENSE, MOE):
+        config = {**base, **changes}
+        if base is DENSE:
+            config.pop("mlp_only_layers", None)
+        s = rm.ModelSpec.from_hf(config)
+        shapes = parameter_shapes({"mlp_only_layers": [], "decoder_sparse_step": 1, **config})
+        assert dict(s.parameters()) == shapes
+        assert s.num_parameters == sum(math.prod(shape) for shape in shapes.values())
+        with rm.Generator(s, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+            manifest = generator.manifest()
+        assert {name: info.shape for name, info in manifest.items() if info.required} == shapes
+
+
+# ------------------------------------------------------------------------------------------------ row 15
+ABSURD: list[tuple[dict[str, Any], str]] = [
+    *[
+        ({key: value}, key)
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        for value in (0, -1, 1.5, "8", True, None)
+    ],
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads=8 does not divide num_attention_heads=4"),
+    ({"head_dim": 15}, "head_dim=15"),
+    ({"head_dim": 0}, "head_dim=0"),
+    ({"intermediate_size": 0}, "intermediate_size=0"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"hidden_act": None}, "hidden_act=None"),
+    ({"attention_bias": 1}, "attention_bias=1"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"eos_token_id": 151}, r"eos_token_id=151 is not in \[0, vocab_size=151\)"),
+    ({"eos_token_id": [3, -1]}, "eos_token_id=-1"),
+    ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ({"model_type": "llama"}, "model_type='llama'"),
+    ({"model_type": None}, "model_type=None"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    ({"logit_scale": 0.5}, "logit_scale=0.5"),
+    ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": None}, "sliding_attention"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+    ({"use_sliding_window": True, "sliding_window": -4}, "sliding_window=-4"),
+    ({"rope_theta": float("nan"), "rope_parameters": None}, "rope_theta=nan"),
+    ({"rope_theta": float("inf"), "rope_parameters": None}, "rope_theta=inf"),
+    ({"rope_theta": 0, "rope_parameters": None}, "rope_theta=0"),
+    ({"rope_theta": -1e4, "rope_parameters": None}, "rope_theta=-10000"),
+    ({"rope_theta": 1e-300, "rope_parameters": None}, "rope_theta"),
+    ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan"),
+    ({"rope_parameters": [1]}, "rope_parameters"),
+    ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type='mrope'"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor=inf"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}}, "beta_fast"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}}, "attention_factor"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, "rope_theta=1"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim=2"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}}, "short_factor"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7 + [0.0]}}, r"long_factor\[7\]"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "long_factor"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "high_freq_factor=4"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
+]
+ABSURD_MOE: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=8"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+    ({"num_experts": -1}, "num_experts=-1"),
+    ({"num_experts": None}, "num_experts"),
+    ({"num_experts": 8, "num_local_experts": 4}, "num_local_experts=4"),
+    ({"moe_intermediate_size": 0}, "moe_intermediate_size=0"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ({"mlp_only_layers": [2]}, "mlp_only_layers"),
+    ({"mlp_only_layers": "0"}, "mlp_only_layers"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob=1"),
+    ({"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}, "layer_types"),
+    ({"head_dim": None, "num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1"),
+    ({"head_dim": None, "num_attention_heads": 128, "num_key_value_heads": 128}, "head_dim=0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), ABSURD, ids=lambda value: str(value))
+def test_row_15_absurd_config(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(rm.ConfigError, match=words):
+        spec(DENSE, **changes)
+
+
+@pytest.mark.parametrize(("changes", "words"), ABSURD_MOE, ids=lambda value: str(value))
+def test_row_15_absurd_moe_config(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(rm.ConfigError, match=words):
+        spec(MOE, **changes)
+
+
+LARGE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (DENSE, {"vocab_size": 2**40}, "vocab_size"),
+    (DENSE, {"hidden_size": 2**40}, "hidden_size"),
+    (DENSE, {"intermediate_size": 2**62}, "intermediate_size"),
+    (DENSE, {"num_hidden_layers": 100_000}, "num_hidden_layers"),
+    (DENSE, {"head_dim": 2**20}, "head_dim"),
+    (DENSE, {"num_attention_heads": 2**20, "num_key_value_heads": 1}, "num_attention_heads"),
+    (MOE, {"num_experts": 10**6}, "num_experts"),
+    (MOE, {"num_experts": 16384, "num_hidden_layers": 100}, "num_experts"),
+    (MOE, {"num_experts": 100, "num_experts_per_tok": 65}, "num_experts_per_tok"),
+    (DENSE, {"vocab_size": 2**26, "hidden_size": 2**22, "intermediate_size": 2**22, "num_hidden_layers": 1024}, "."),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "words"), LARGE, ids=lambda value: str(value)[:60])
+def test_row_15_sizes_beyond_any_model(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    """The engine refuses them by rule, before it allocates anything; where no rule is broken, because nothing fits."""
+    with pytest.raises((rm.ConfigError, rm.CapacityError, MemoryError), match=words):
+        rm.Generator(spec(base, **changes), max_model_len=32, kv_cache_gib=0.002, threads=1).sync_weights({})
+
+
+def test_row_15_what_is_no_config(tmp_path: Path) -> None:
+    for bad in (None, 3, [1], object()):
+        with pytest.raises(rm.ConfigError):
+            rm.ModelSpec.from_hf(bad)
+    with pytest.raises(rm.ConfigError, match=r"nowhere.*No such file"):
+        rm.ModelSpec.from_hf(tmp_path / "nowhere")
+    for text in ("", "{", "[1]", "\0"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(rm.FormatError, match=r"config\.json"):
+            rm.ModelSpec.from_hf(tmp_path)
+
+
+def test_unknown_keys_that_are_off_pass_and_others_by_name() -> None:
+    assert spec(DENSE, mlp_bias=False, logit_scale=None) == spec()
+    assert rm.ModelSpec.from_hf({**DENSE, "team": "b", "logit_scale": 1.0}, ignore=("team", "logit_scale")) == spec()
+    with pytest.raises(rm.ConfigError, match=r"logit_scale=1\.0"):
+        rm.ModelSpec.from_hf({**DENSE, "team": "b", "logit_scale": 1.0}, ignore=("team",))
+
+
+# ------------------------------------------------------------------------------------------------ rope
+def rope_types(half: int) -> list[dict[str, Any]]:
+    short, long = np.linspace(1, 2, half).tolist(), np.linspace(1, 9, half).tolist()
+    return [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.5},
+        {"rope_type": "linear", "factor": 3},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 1.7},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+        {"rope_type": "yarn", "factor": 4.0},
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+            "truncate": False,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "attention_factor": 1.3,
+            "beta_fast": 16,
+            "beta_slow": 2.0,
+            "original_max_position_embeddings": 2048,
+        },
+        {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": 1024, "factor": 4.0},
+        {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": 1024},
+        {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 0.8},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("head_dim", [4, 8, 16, 20, 64, 80, 128, 256])
+def test_inv_freq_has_the_bits_of_transformers(head_dim: int) -> None:
+    """Every type, at lengths on both sides of where dynamic and longrope change. What transformers computes depends on torch's
+    vector width where head_dim / 2 is no multiple of 32; the bits are those of an AVX2 machine."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or (wide and head_dim // 2 % 32 and head_dim > 32):
+        pytest.skip("torch's vectors are not AVX2's")
+    differ = []
+    for theta in (10000.0, 500000.0, 1000000, 26843545.6):
+        for parameters in rope_types(head_dim // 2):
+            config = Qwen3Config(
+                **{**DENSE, "head_dim": head_dim, "max_position_embeddings": 4096, "rope_parameters": {**parameters, "rope_theta": theta}}
+            )
+            settings = rm.ModelSpec.from_hf(config)
+            for length in (1024, 1025, 4096, 4097, 9000):
+                module = Qwen3RotaryEmbedding(config)
+                module(torch.zeros(1), torch.tensor([[length - 1]]))  # the last position decides which table it makes
+                inv_freq, scale = settings.rope(length)
+                assert inv_freq.dtype == np.float32
+                if module.inv_freq.numpy().tobytes() != inv_freq.tobytes() or module.attention_scaling != scale:
+                    differ.append((parameters["rope_type"], theta, length))
+    assert differ == []
+
+
+def test_power_is_not_the_nearest_float_and_neither_is_torchs() -> None:
+    """The frequency of Qwen3 itself that makes the emulation necessary: without it this index is off by one bit."""
+    inv_freq, _ = rm.ModelSpec.from_hf(QWEN3_06B).rope(4096)
+    exact = (1.0 / np.float64(1e6) ** (np.arange(0, 128, 2) / 128)).astype(np.float32)
+    steps = np.abs(inv_freq.view(np.int32) - exact.view(np.int32))
+    assert steps.max() <= 2  # two roundings: of the power, of the reciprocal
+    nearest = np.float32(1) / (np.float64(1e6) ** (np.arange(0, 128, 2, dtype=np.float32) / np.float32(128)).astype(np.float64)).astype(
+        np.float32
+    )
+    assert np.flatnonzero(inv_freq != nearest).tolist() == [37]
