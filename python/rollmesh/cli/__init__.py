@@ -1,0 +1,40 @@
+"""The command line: `rollmesh grpo | generate | bench | plan | doctor`.
+
+One module a command, each with `add_arguments(parser)` and `run(args) -> exit status`. They import what they need inside `run`:
+only `grpo` needs torch, and `rollmesh doctor` must work where everything else is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import rollmesh as rm
+from rollmesh.cli import bench, doctor, generate, grpo, plan
+
+COMMANDS = {
+    "grpo": (grpo, "train by GRPO as a TOML file describes it"),
+    "generate": (generate, "complete prompts with a checkpoint folder's weights"),
+    "bench": (bench, "quick decode and prefill figures of a model's shape"),
+    "plan": (plan, "a model's shapes, parameters and memory by rank"),
+    "doctor": (doctor, "what this machine has, what was chosen and why, what is missing"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
+    parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+    args = parser.parse_args(argv)
+    try:
+        status: int = COMMANDS[args.command][0].run(args)
+        return status
+    except (rm.Error, MemoryError) as error:
+        print(f"rollmesh {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

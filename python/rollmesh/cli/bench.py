@@ -1,0 +1,87 @@
+"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in a minute.
+
+A first look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
+over whole `generate` calls, so scheduling and sampling count; a step reads the weights that its tokens use once, and that is
+the GB/s shown. Prefill counts 2 flops a weight and token, attention left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import rollmesh as rm
+from rollmesh.cli.options import add_engine, make_generator, read_model_config
+from rollmesh.cli.plan import Parameters, count_parameters
+from rollmesh.cli.weights import random_weights
+
+DECODE_TOKENS = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML: for its shape only")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = read_model_config(args.model)
+    spec = rm.ModelSpec.from_hf(config)
+    if args.prefill < 1 or min(args.batch) < 1:
+        raise rm.ConfigError(f"--prefill {args.prefill} --batch {args.batch}: expected positive numbers")
+    dtype = args.dtype or "bfloat16"
+    parameters = count_parameters(spec)
+    with make_generator(
+        args,
+        spec,
+        dtype,
+        args.max_model_len or max(args.prefill, 16 + DECODE_TOKENS) + 1,
+        seed=args.seed,
+        max_num_seqs=max(args.batch),
+        enable_prefix_caching=False,
+    ) as generator:
+        report = generator.sync_weights(random_weights(generator, args.seed), cast=True)
+        isa, threads = generator.metrics()["isa"], generator.metrics()["threads"]
+        print(f"{args.model}: {parameters.total:,} parameters, {parameters.active:,} a token, {dtype}, {isa}, {threads} threads")
+        print(f"sync     {report.bytes / 1e9:8.3f} GB in {report.seconds:.3f} s ({report.gb_per_s:.2f} GB/s while copying)")
+        _prefill(generator, args.prefill, parameters)
+        for batch in args.batch:
+            _decode(generator, batch, parameters, 2 if dtype == "bfloat16" else 4)
+    return 0
+
+
+def _prefill(generator: rm.Generator, length: int, parameters: Parameters) -> None:
+    ids = np.random.default_rng(0).integers(0, generator.spec.vocab_size, length).tolist()
+    params = rm.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    seconds = _best_of(lambda: generator.generate([ids], params, use_tqdm=False))
+    flops = 2 * parameters.active_body * length
+    print(f"prefill  {length / seconds:8,.0f} tokens/s  {flops / seconds / 1e9:8.1f} GFLOP/s  ({length} tokens)")
+
+
+def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int) -> None:
+    """Time of DECODE_TOKENS more tokens: a long generate minus a short one, so that the prefill cancels."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, generator.spec.vocab_size, 16).tolist() for _ in range(batch)]
+
+    def seconds(tokens: int) -> float:
+        params = rm.SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
+        return _best_of(lambda: generator.generate(prompts, params, use_tqdm=False))
+
+    step = max((seconds(DECODE_TOKENS) - seconds(1)) / (DECODE_TOKENS - 1), 1e-9)
+    read = parameters.read_by(batch) * bytes_each
+    print(f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({batch} sequences, {step * 1e3:.2f} ms a step)")
+
+
+def _best_of(call: Callable[[], object], times: int = 3) -> float:
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,173 @@
+"""`rollmesh doctor`: what is here, what was chosen and why, what is missing and how to get it. In plain words, and never an error:
+a missing optional part is an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import rollmesh as rm
+
+ISAS = ("ref", "avx2", "avx512f", "avx512bf16", "amx")
+CPU_FLAGS = {"avx2": ("avx2", "fma"), "avx512f": ("avx512f",), "avx512bf16": ("avx512f", "avx512_bf16"), "amx": ("amx_tile", "amx_bf16")}
+TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "rich", "matplotlib", "tensorboard")
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    del parser  # no options
+
+
+def run(args: argparse.Namespace) -> int:
+    del args
+    for title, rows in (
+        ("rollmesh", _rollmesh()),
+        ("processor", _processor()),
+        ("kernels", _kernels()),
+        ("training", _training()),
+        ("GPU", _gpu()),
+        ("vLLM", _vllm()),
+    ):
+        print(title)
+        for name, text in rows:
+            print(f"  {name:<14} {text}")
+    return 0
+
+
+def _rollmesh() -> list[tuple[str, str]]:
+    return [
+        ("version", f"{rm.__version__} in {Path(rm.__file__).parent}"),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("NumPy", np.__version__),
+    ]
+
+
+def _processor() -> list[tuple[str, str]]:
+    info = _cpuinfo()
+    allowed, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [
+        ("model", info.get("model name", platform.machine())),
+        ("threads", f"{allowed} by default: the cores this process may use, of {present}"),
+        ("memory", f"{memory:.1f} GiB"),
+    ]
+
+
+def _kernels() -> list[tuple[str, str]]:
+    """Each instruction set is tried for real: the reason is the library's own."""
+    flags = set(_cpuinfo().get("flags", "").split())
+    rows, chosen = [], _isa_of(None)
+    for isa in ISAS:
+        missing = [f for f in CPU_FLAGS.get(isa, ()) if f not in flags]
+        if missing:
+            text = f"not on this processor (no {', '.join(missing)})"
+        else:
+            got = _isa_of(isa)
+            text = "works" if got == isa else f"not available: {got}"
+        rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
+    cap = os.environ.get("RM_ISA")
+    why = f"capped by RM_ISA={cap}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    return [("chosen", f"{chosen}: {why}"), *rows]
+
+
+def _isa_of(isa: str | None) -> str:
+    """Name of the instruction set that a generator gets, or why it gets none."""
+    try:
+        with rm.Generator(
+            rm.ModelSpec.from_hf(TINY), isa=isa, threads=1, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001
+        ) as generator:
+            return str(generator.metrics()["isa"])
+    except rm.Error as error:
+        return str(error)
+
+
+def _training() -> list[tuple[str, str]]:
+    rows = [(name, _version(name) or "missing") for name in TRAIN]
+    if any(text == "missing" for _, text in rows):
+        rows.append(("to get them", "pip install 'rollmesh[train]'; without them generate, sync and bench work, `rollmesh grpo` does not"))
+    return rows
+
+
+def _gpu() -> list[tuple[str, str]]:
+    driver = _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    nvcc = _first_line(["nvcc", "--version"], last=True)
+    nccl = next((f"{v} (pip)" for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(name))), None) or _library("nccl")
+    return [
+        ("GPU", driver or "none found (nvidia-smi is absent or sees none)"),
+        ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
+        ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
+        ("NCCL", nccl or "missing: only needed for several GPUs (pip install nvidia-nccl-cu13)"),
+        ("in rollmesh", _device_answer("cuda")),
+    ]
+
+
+def _device_answer(device: str) -> str:
+    """What a generator says to this device."""
+    try:
+        rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
+    except rm.Error as error:
+        return f"no: {error}"
+    return "works"
+
+
+def _vllm() -> list[tuple[str, str]]:
+    version = _version("vllm")
+    plugin = importlib.util.find_spec("rollmesh.vllm") is not None
+    return [
+        ("vllm", version or "missing: only needed to run inside vLLM's engine"),
+        ("plugin", "built in" if plugin else "not part of this version of rollmesh"),
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _library(name: str) -> str | None:
+    return ctypes.util.find_library(name)
+
+
+def _first_line(command: list[str], last: bool = False) -> str | None:
+    """Of what a program prints; None where it is absent, fails or prints nothing."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
+    return lines[-1 if last else 0] if lines else None
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's entries of /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}

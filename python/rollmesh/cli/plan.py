@@ -1,0 +1,181 @@
+"""`rollmesh plan MODEL`: what a model is made of, and the memory it takes on each rank.
+
+Arithmetic only, from the configuration: nothing is allocated, so it answers for any size on any machine. MODEL is a checkpoint
+folder, a config.json or a run's TOML. Ranks: dense parameters are sharded over tp (whole heads, vocabulary in blocks of 128) and
+replicated over dp; experts are spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed in tiles
+of 16 rows and 32 columns. The largest rank is shown where shards are uneven.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import rollmesh as rm
+from rollmesh.cli.options import add_mesh, read_model_config
+
+TILE_ROWS, TILE_COLS, VOCAB_BLOCK = 16, 32, 128
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`count` parameters of this shape; a vector has rows = 1."""
+
+    name: str
+    count: int
+    rows: int
+    cols: int
+    shard: str  # what a rank keeps: "whole", "heads", "kv_heads", "rows", "vocab" or "expert"
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Ranks:
+    tp: int
+    dp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class Parameters:
+    total: int
+    active_body: int  # used by one token, without embedding and lm_head
+    lm_head: int
+    dense_body: int  # of active_body, what is no expert
+    experts: int  # all experts' elements
+    num_experts: int
+    top_k: int
+
+    @property
+    def active(self) -> int:
+        return self.active_body + self.lm_head
+
+    def read_by(self, tokens: int) -> float:
+        """Elements that a step of so many tokens reads: experts counted as touched under even routing."""
+        share = 1.0 - (1.0 - self.top_k / self.num_experts) ** tokens if self.num_experts else 0.0
+        return self.dense_body + self.lm_head + share * self.experts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="how many tokens this holds is shown")
+    add_mesh(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    spec = rm.ModelSpec.from_hf(read_model_config(args.model))
+    ranks = Ranks(args.tp or 1, args.dp or 1, args.ep or 1)
+    check_ranks(spec, ranks)
+    bytes_each = 2 if args.dtype == "bfloat16" else 4
+    parameters = count_parameters(spec)
+    print(f"{args.model}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
+    print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
+    for m in matrices(spec):
+        shape = str(m.cols) if m.rows == 1 else f"{m.rows} x {m.cols}"
+        print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{_size(rank_bytes(spec, m, ranks, bytes_each)):>12}")
+    weights = sum(rank_bytes(spec, m, ranks, bytes_each) for m in matrices(spec))
+    token = kv_bytes_per_token(spec, ranks, bytes_each)
+    print(f"\non each of {ranks.tp * ranks.dp} rank(s), {args.dtype} (tp={ranks.tp}, dp={ranks.dp}, ep={ranks.ep})")
+    print(f"{'weights':<34}{_size(weights):>12}")
+    print(f'{"staging of the next version":<34}{_size(weights):>12}   none with mode="inplace"')
+    print(f"{'KV of a token':<34}{_size(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
+    print(f"{'weights + staging + KV cache':<34}{_size(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
+    return 0
+
+
+def matrices(spec: rm.ModelSpec) -> Iterator[Matrix]:
+    """Every parameter of the model, equal ones together."""
+    hidden, dim, layers = spec.hidden_size, spec.head_dim, spec.num_hidden_layers
+    moe = sum(spec.is_moe_layer)
+    query, kv = spec.num_attention_heads * dim, spec.num_key_value_heads * dim
+    yield Matrix("embed_tokens", 1, spec.vocab_size, hidden, "vocab")
+    if not spec.tie_word_embeddings:
+        yield Matrix("lm_head", 1, spec.vocab_size, hidden, "vocab")
+    yield Matrix("layernorms", 2 * layers + 1, 1, hidden, "whole")
+    yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
+    yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
+    yield Matrix("self_attn.o_proj", layers, hidden, query, "rows")
+    if spec.attention_bias:
+        yield Matrix("self_attn.q_proj.bias", layers, 1, query, "whole")
+        yield Matrix("self_attn.k_proj.bias, v_proj.bias", 2 * layers, 1, kv, "whole")
+        yield Matrix("self_attn.o_proj.bias", layers, 1, hidden, "whole")
+    yield Matrix("self_attn.q_norm, k_norm", 2 * layers, 1, dim, "whole")
+    if layers > moe:
+        yield Matrix("mlp.gate_proj, up_proj", 2 * (layers - moe), spec.intermediate_size, hidden, "rows")
+        yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "rows")
+    if moe:
+        yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")
+        yield Matrix("mlp.experts.gate_proj, up_proj", 2 * moe * spec.num_experts, spec.moe_intermediate_size, hidden, "expert")
+        yield Matrix("mlp.experts.down_proj", moe * spec.num_experts, hidden, spec.moe_intermediate_size, "expert")
+
+
+def count_parameters(spec: rm.ModelSpec) -> Parameters:
+    items = list(matrices(spec))
+    total = sum(m.elements for m in items)
+    experts = sum(m.elements for m in items if m.shard == "expert")
+    dense = total - experts - sum(m.elements for m in items if m.shard == "vocab")
+    active = experts * spec.num_experts_per_tok // spec.num_experts if spec.num_experts else 0
+    return Parameters(total, dense + active, spec.vocab_size * spec.hidden_size, dense, experts, spec.num_experts, spec.num_experts_per_tok)
+
+
+def check_ranks(spec: rm.ModelSpec, ranks: Ranks) -> None:
+    """The rules of a mesh, whatever of it is built. Raises rm.ConfigError."""
+    if min(ranks.tp, ranks.dp, ranks.ep) < 1:
+        raise rm.ConfigError(f"tp={ranks.tp} dp={ranks.dp} ep={ranks.ep}: expected positive numbers")
+    if ranks.ep not in (1, ranks.tp, ranks.dp * ranks.tp):
+        raise rm.ConfigError(f"ep={ranks.ep} is neither 1, tp={ranks.tp} nor dp*tp={ranks.dp * ranks.tp}")
+    if spec.num_attention_heads % ranks.tp:
+        raise rm.ConfigError(f"tp={ranks.tp} does not divide num_attention_heads={spec.num_attention_heads}")
+    if ranks.ep > 1 and (not spec.num_experts or spec.num_experts % ranks.ep):
+        raise rm.ConfigError(f"ep={ranks.ep} does not divide num_experts={spec.num_experts}")
+
+
+def rank_bytes(spec: rm.ModelSpec, m: Matrix, ranks: Ranks, bytes_each: int) -> int:
+    """Of one kind of parameter on the rank that holds most of it."""
+    count, rows = m.count, m.rows
+    if m.shard == "heads":
+        rows = spec.num_attention_heads // ranks.tp * spec.head_dim
+    elif m.shard == "kv_heads":
+        rows = rank_kv_heads(spec, ranks.tp) * spec.head_dim
+    elif m.shard == "rows" or (m.shard == "expert" and ranks.ep == 1):
+        rows = min(rows, _up(-(-rows // ranks.tp), TILE_COLS)) if ranks.tp > 1 else rows
+    elif m.shard == "vocab":
+        rows = min(rows, _up(-(-rows // ranks.tp), VOCAB_BLOCK)) if ranks.tp > 1 else rows
+    if m.shard == "expert":
+        count //= ranks.ep
+    if m.rows == 1 or m.name == "embed_tokens":
+        return count * rows * m.cols * bytes_each
+    return count * _up(rows, TILE_ROWS) * _up(m.cols, TILE_COLS) * bytes_each
+
+
+def rank_kv_heads(spec: rm.ModelSpec, tp: int) -> int:
+    """KV heads that a rank's query heads touch, at most; groups may straddle ranks."""
+    heads: int = spec.num_attention_heads
+    per_rank, group = heads // tp, heads // spec.num_key_value_heads
+    return max((first + per_rank - 1) // group - first // group + 1 for first in range(0, heads, per_rank))
+
+
+def kv_bytes_per_token(spec: rm.ModelSpec, ranks: Ranks, bytes_each: int) -> int:
+    """K rows are padded to 32 dims, V rows to 16."""
+    row = _up(spec.head_dim, TILE_COLS) + _up(spec.head_dim, TILE_ROWS)
+    layers: int = spec.num_hidden_layers
+    return layers * rank_kv_heads(spec, ranks.tp) * row * bytes_each
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

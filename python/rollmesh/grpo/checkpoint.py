@@ -1,0 +1,110 @@
+"""Checkpoints: safetensors and JSON, nothing that is executed when read.
+
+    DIR/checkpoints/step_000120/
+      config.json, model.safetensors, tokenizer files   a Hugging Face folder: `rollmesh generate` and transformers read it
+      trainer/optimizer.safetensors                     AdamW's moments and step by parameter, torch's random state
+      trainer/state.json                                next step, the run's configuration
+
+A folder is written under another name and renamed when complete, so a killed run leaves no half of one. Resuming from it
+continues the same run bit for bit: weights, moments and random state are stored as they are, all else is a function of
+(run seed, step).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import rollmesh as rm
+from rollmesh.grpo.config import Config
+from rollmesh.grpo.trainer import Trainer
+
+FORMAT = 1
+STATE = "trainer/state.json"
+MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads")  # keys that a resumed run may change
+
+
+def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int) -> Path:
+    """Writes root/checkpoints/step_N and drops the oldest beyond [checkpoint] keep."""
+    import torch
+    from safetensors.torch import save_file
+
+    final = root / "checkpoints" / f"step_{next_step:06d}"
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "trainer").mkdir(parents=True)
+    trainer.model.save_pretrained(str(partial))
+    tokenizer.save_pretrained(str(partial))
+    tensors = {
+        f"{key}:{name}": torch.as_tensor(value).contiguous()
+        for name, parameter in trainer.model.named_parameters()
+        for key, value in trainer.optimizer.state[parameter].items()
+    }
+    save_file({**tensors, "rng": torch.get_rng_state()}, str(partial / "trainer/optimizer.safetensors"))
+    state = {"format": FORMAT, "next_step": next_step, "config": config.as_dict()}
+    (partial / "trainer/state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    older = sorted(p for p in final.parent.glob("step_*") if p.name <= final.name)
+    for old in older[: -config.checkpoint.keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def find(where: Path) -> Path:
+    """`where` is a checkpoint, or a run folder: then its newest one."""
+    if (where / STATE).is_file():
+        return where
+    found = sorted((where / "checkpoints").glob(f"step_*/{STATE}"))
+    if not found:
+        raise rm.ConfigError(f"--resume {where}: no checkpoint there (looked for {STATE} and checkpoints/step_*/{STATE})")
+    return found[-1].parent.parent
+
+
+def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
+    """The next step. Raises rm.ConfigError where the configuration differs in what shapes the run and was not overridden."""
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
+    then, now = _flat(state["config"]), _flat(json.loads(json.dumps(config.as_dict())))
+    changed = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
+    refused = [k for k in changed if not k.startswith(MAY_DIFFER) and k not in overridden]
+    if refused:
+        first = refused[0]
+        raise rm.ConfigError(
+            f"{folder} belongs to another run: {', '.join(refused)} differ ({first}: {then.get(first)} there, "
+            f"{now.get(first)} here); change them with --set to mean it"
+        )
+    return int(state["next_step"])
+
+
+def load_optimizer(folder: Path, trainer: Trainer) -> None:
+    """AdamW's state and torch's random state; the weights were read when the trainer was built."""
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = load_file(str(folder / "trainer/optimizer.safetensors"))
+    torch.set_rng_state(tensors.pop("rng"))
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(":")
+        by_name.setdefault(name, {})[kind] = tensor
+    wanted = {name for name, _ in trainer.model.named_parameters()}
+    if by_name.keys() != wanted:
+        raise rm.FormatError(f"{folder}/trainer/optimizer.safetensors: {sorted(by_name.keys() ^ wanted)[:4]} missing or unknown")
+    state = {i: by_name[name] for i, (name, _) in enumerate(trainer.model.named_parameters())}
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            out.update(_flat(value, f"{prefix}{key}."))
+        else:
+            out[prefix + key] = value
+    return out

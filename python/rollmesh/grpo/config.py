@@ -1,0 +1,245 @@
+"""The run's configuration: one frozen dataclass a TOML table, read strictly.
+
+A run is described by one TOML file. Every table below is a dataclass and every key a field, so this file is also the manual:
+a key that is not here is an error, as is a value of the wrong type or out of range, and the message gives the path:
+`[train] lr: expected a number, got "x"`. `--set train.lr=1e-3` on the command line replaces a key before the check.
+
+Paths in the file are relative to the file. `[model]` takes the keys of a transformers Qwen3 config (a random model) or `path`, a
+checkpoint folder that the *trainer* reads; the generator never sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import rollmesh as rm
+from rollmesh.grpo.tables import number, override, read_table, read_value
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A random model of this shape, or the checkpoint folder `path`. Keys left out take transformers' default."""
+
+    architecture: Literal["qwen3", "qwen3_moe"] | None = None
+    path: str | None = None  # folder with config.json and safetensors; excludes all other keys
+    vocab_size: int | None = number(None, at_least=1)  # default: the tokenizer's
+    hidden_size: int | None = number(None, at_least=1)
+    intermediate_size: int | None = number(None, at_least=1)
+    num_hidden_layers: int | None = number(None, at_least=1)
+    num_attention_heads: int | None = number(None, at_least=1)
+    num_key_value_heads: int | None = number(None, at_least=1)
+    head_dim: int | None = number(None, at_least=1)
+    hidden_act: str | None = None
+    max_position_embeddings: int | None = number(None, at_least=1)
+    initializer_range: float | None = number(None, above=0)
+    rms_norm_eps: float | None = number(None, above=0)
+    tie_word_embeddings: bool | None = None
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: int | None = number(None, at_least=1)
+    max_window_layers: int | None = number(None, at_least=0)
+    layer_types: tuple[str, ...] | None = None
+    # qwen3_moe only
+    moe_intermediate_size: int | None = number(None, at_least=1)
+    num_experts: int | None = number(None, at_least=1)
+    num_experts_per_tok: int | None = number(None, at_least=1)
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: int | None = number(None, at_least=1)
+    mlp_only_layers: tuple[int, ...] | None = None
+
+    def hf_fields(self) -> dict[str, Any]:
+        """The keys that were given, as keyword arguments of the transformers config class."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("architecture", "path")}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if v is not None}
+
+
+@dataclass(frozen=True)
+class TokenizerTable:
+    path: str | None = None  # folder or tokenizer.json; default: the model's folder
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """JSONL, one object a line: `prompt` (text) or `messages` (chat), and any columns the reward wants, such as `answer`."""
+
+    train: tuple[str, ...] = ()  # files; with stage_steps they are stages, easiest first
+    heldout: tuple[str, ...] = ()  # files; none: heldout_share of the training prompts, by a hash of their text
+    heldout_share: float = number(0.05, above=0, at_most=0.5)
+    stage_steps: tuple[int, ...] = ()  # step at which train[i+1] joins; empty: all files from the start
+    chat: bool = False  # wrap a text prompt as a user message in the tokenizer's chat template
+
+
+@dataclass(frozen=True)
+class RolloutTable:
+    prompts: int = number(32, at_least=1)  # a step
+    samples: int = number(16, at_least=2)  # of each prompt: the group
+    max_tokens: int = number(128, at_least=1)
+    temperature: float = number(1.0, above=0)  # filters (top_p …) are not offered: the ratio would divide by a truncated law
+
+
+@dataclass(frozen=True)
+class GeneratorTable:
+    """Arguments of rm.Generator and rm.Mesh."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "cpu"
+    threads: int = number(0, at_least=0)  # 0: one per core this process may use
+    max_model_len: int = number(4096, at_least=2)
+    max_num_seqs: int = number(256, at_least=1)
+    kv_cache_gib: float = number(1.0, above=0)
+    tp: int = number(1, at_least=1)
+    dp: int = number(1, at_least=1)
+    ep: int = number(1, at_least=1)
+    ep_backend: str = "alltoall"
+
+
+@dataclass(frozen=True)
+class SyncTable:
+    cast: bool = False  # convert the trainer's dtype to the generator's, as torch's .to does
+    self_test: float = number(0.0, at_least=0)  # > 0: after the run's first sync, raise if trainer and generator differ by more
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    functions: tuple[str, ...] = ("char_match",)  # built-in names, or module:function with TRL's signature
+    weights: tuple[float, ...] = ()  # of each function; empty: 1
+    shuffle: bool = False  # control experiment: permute a step's rewards over its completions
+
+
+@dataclass(frozen=True)
+class LossTable:
+    clip_low: float = number(0.2, above=0, at_most=1)
+    clip_high: float = number(0.2, above=0)
+    entropy: float = number(0.0, at_least=0)  # bonus per token
+    kl: float = number(0.0, at_least=0)  # penalty per token (k3) to the initial model
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    baseline: Literal["mean", "leave-one-out"] = "mean"
+    scale: Literal["group", "batch", "none"] = "group"
+
+
+@dataclass(frozen=True)
+class TrainTable:
+    steps: int = number(100, at_least=1)
+    updates: int = number(1, at_least=1)  # optimizer steps a step
+    minibatches: bool = False  # updates split the batch by prompts; false: each is a pass over all of it
+    micro_batch: int = number(0, at_least=0)  # sequences a forward; 0: all. Gradients add up, the update is the same
+    lr: float = number(1e-6, above=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at `steps`
+    warmup_steps: int = number(0, at_least=0)
+    betas: tuple[float, ...] = (0.9, 0.999)
+    weight_decay: float = number(0.0, at_least=0)
+    grad_clip: float = number(1.0, above=0)  # norm of all gradients together
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = number(0, at_least=0)  # torch's; 0: one per core this process may use
+
+
+@dataclass(frozen=True)
+class EvalTable:
+    every: int = number(10, at_least=1)  # steps; the first and the last are always evaluated
+    prompts: int = number(256, at_least=1)  # the first so many of the held-out set
+    temperature: float = number(0.0, at_least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointTable:
+    every: int = number(0, at_least=0)  # steps; 0: only at the end
+    keep: int = number(2, at_least=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelTable
+    tokenizer: TokenizerTable
+    data: DataTable
+    rollout: RolloutTable
+    generator: GeneratorTable
+    sync: SyncTable
+    reward: RewardTable
+    loss: LossTable
+    train: TrainTable
+    eval: EvalTable
+    checkpoint: CheckpointTable
+    seed: int = number(0, at_least=0, at_most=2**63 - 1)
+    folder: str = "."  # of the TOML file; not a key
+
+    def path(self, name: str) -> Path:
+        """`name` relative to the TOML file."""
+        return Path(self.folder) / Path(name).expanduser()
+
+    def as_dict(self) -> dict[str, Any]:
+        table = dataclasses.asdict(self)
+        del table["folder"]
+        return table
+
+
+def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file, applies `key=value` overrides, checks everything. Raises rm.ConfigError."""
+    file = Path(file)
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise rm.ConfigError(f"{file}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise rm.ConfigError(f"{file}: {e}") from e
+    for text in overrides:
+        override(table, text)
+    return from_dict(table, folder=str(file.parent))
+
+
+def from_dict(table: Mapping[str, Any], folder: str = ".") -> Config:
+    sections = {f.name: f for f in dataclasses.fields(Config) if f.name != "folder"}
+    unknown = sorted(set(table) - set(sections))
+    if unknown:
+        what = "table" if isinstance(table[unknown[0]], dict) else "key"
+        raise rm.ConfigError(f"{unknown[0]}: no such {what}; there are {', '.join(sections)}")
+    hints = typing.get_type_hints(Config)
+    values: dict[str, Any] = {}
+    for name, f in sections.items():
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = read_table(hints[name], table.get(name, {}), name)
+        else:
+            values[name] = read_value(f, hints[name], table.get(name, f.default), name)
+    config = Config(**values, folder=folder)
+    _check_together(config)
+    return config
+
+
+def _check_together(c: Config) -> None:
+    """Rules that join several keys."""
+    m = c.model
+    if (m.path is None) == (m.architecture is None):
+        raise rm.ConfigError("[model]: give either path (a checkpoint folder) or architecture (qwen3, qwen3_moe) and its sizes")
+    if m.path is not None and m.hf_fields():
+        raise rm.ConfigError(f"[model] {next(iter(m.hf_fields()))}: not allowed beside path; the folder's config.json has it")
+    moe_keys = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+    for key in moe_keys:
+        if m.architecture == "qwen3" and getattr(m, key) is not None:
+            raise rm.ConfigError(f'[model] {key}: not a key of architecture "qwen3"')
+    for key in ("max_window_layers", "layer_types"):
+        if m.architecture == "qwen3_moe" and getattr(m, key) is not None:
+            raise rm.ConfigError(f'[model] {key}: not a key of architecture "qwen3_moe"')
+    d, stages = c.data, c.data.stage_steps
+    if stages and len(stages) != len(d.train) - 1:
+        raise rm.ConfigError(f"[data] stage_steps: expected {len(d.train) - 1} steps for {len(d.train)} files in train, got {len(stages)}")
+    if any(a >= b for a, b in zip((0, *stages), stages, strict=False)):
+        raise rm.ConfigError(f"[data] stage_steps: expected ascending steps above 0, got {list(stages)}")
+    r = c.reward
+    if not r.functions:
+        raise rm.ConfigError("[reward] functions: expected at least one")
+    if r.weights and len(r.weights) != len(r.functions):
+        raise rm.ConfigError(f"[reward] weights: expected {len(r.functions)}, one a function, got {len(r.weights)}")
+    if len(c.train.betas) != 2 or not all(0 <= b < 1 for b in c.train.betas):
+        raise rm.ConfigError(f"[train] betas: expected two numbers in [0, 1), got {list(c.train.betas)}")
+    if c.train.minibatches and c.rollout.prompts % c.train.updates:
+        raise rm.ConfigError(f"[train] updates: {c.train.updates} minibatches do not divide [rollout] prompts={c.rollout.prompts}")
+    if c.rollout.max_tokens >= c.generator.max_model_len:
+        raise rm.ConfigError(
+            f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
+        )

@@ -1,0 +1,154 @@
+"""Prompts: JSONL in, token ids out; the held-out split; which prompts a step takes.
+
+A line is an object with `prompt` (text) or `messages` (a chat, rendered by the tokenizer's template), and any further columns:
+they reach the reward function as keyword arguments. The held-out set is files of its own, or a share of the training prompts
+chosen by a hash of their text, so that it does not depend on the seed, the order or the number of lines. No prompt is in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rollmesh as rm
+from rollmesh.grpo.config import Config
+from rollmesh.grpo.seeds import rng_of
+
+
+@dataclass(frozen=True)
+class Prompt:
+    source: str | list[dict[str, str]]  # as the reward function sees it: the text, or the chat
+    ids: tuple[int, ...]  # as the model sees it
+    columns: dict[str, Any]
+    stage: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.source, str)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    stage_steps: tuple[int, ...]
+
+    def draw(self, run_seed: int, step: int, count: int) -> list[Prompt]:
+        """The training prompts of a step: `count` without repetition (with, where there are fewer), open stages only."""
+        stage = sum(step >= s for s in self.stage_steps)
+        pool = [p for p in self.train if p.stage <= stage] if self.stage_steps else self.train
+        rng = rng_of(run_seed, step, "prompts")
+        if count <= len(pool):
+            return rng.sample(pool, count)
+        return rng.choices(pool, k=count)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """A transformers tokenizer from a folder, or from a bare tokenizer.json. Remote code is never run."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if path.is_dir():
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    if path.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+    raise rm.ConfigError(f"[tokenizer] path: {path} is neither a folder nor a tokenizer.json")
+
+
+def load_dataset(config: Config, tokenizer: Any) -> Dataset:
+    table = config.data
+    if not table.train:
+        raise rm.ConfigError("[data] train: expected at least one JSONL file")
+    stages = range(len(table.train)) if table.stage_steps else [0] * len(table.train)
+    train = [
+        p for name, stage in zip(table.train, stages, strict=True) for p in read_jsonl(config.path(name), tokenizer, table.chat, stage)
+    ]
+    if table.heldout:
+        heldout = [p for name in table.heldout for p in read_jsonl(config.path(name), tokenizer, table.chat)]
+        keys = {_key(p) for p in heldout}
+        both = sum(_key(p) in keys for p in train)
+        if both:
+            raise rm.ConfigError(f"[data] heldout: {both} of its prompts are training prompts too")
+    else:
+        heldout = [p for p in train if _in_share(p, table.heldout_share)]
+        train = [p for p in train if not _in_share(p, table.heldout_share)]
+    if not train or not heldout:
+        raise rm.ConfigError(f"[data]: expected prompts on both sides, got {len(train)} to train on and {len(heldout)} held out")
+    limit = config.generator.max_model_len - config.rollout.max_tokens
+    longest = max(len(p.ids) for p in (*train, *heldout))
+    if longest > limit:
+        raise rm.ConfigError(
+            f"[generator] max_model_len: a prompt of {longest} tokens and max_tokens={config.rollout.max_tokens} "
+            f"do not fit into {config.generator.max_model_len}"
+        )
+    return Dataset(tuple(train), tuple(heldout), table.stage_steps)
+
+
+def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:
+    """Raises rm.ConfigError with file and line where an object is malformed."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise rm.ConfigError(f"{path}: {e}") from e
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise rm.ConfigError(f"{path}:{number}: {e}") from e
+        prompts.append(make_prompt(row, tokenizer, chat, stage, f"{path}:{number}"))
+    return prompts
+
+
+def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) -> Prompt:
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise rm.ConfigError(f"{where}: expected an object with either prompt or messages")
+    columns = {k: v for k, v in row.items() if k not in ("prompt", "messages")}
+    source: Any = row.get("prompt", row.get("messages"))
+    if isinstance(source, str) and chat:
+        source = [{"role": "user", "content": source}]
+    if isinstance(source, str):
+        ids = tokenizer.encode(source)
+    elif _is_chat(source):
+        if tokenizer.chat_template is None:
+            raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
+        ids = tokenizer.encode(tokenizer.apply_chat_template(source, add_generation_prompt=True, tokenize=False), add_special_tokens=False)
+    else:
+        raise rm.ConfigError(f"{where}: expected prompt to be text, or messages a list of {{role, content}}, got {source!r:.80}")
+    if not ids:
+        raise rm.ConfigError(f"{where}: the prompt has no tokens")
+    return Prompt(source, tuple(ids), columns, stage)
+
+
+def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The prompts' columns, transposed; a prompt without one has None there."""
+    names = sorted({name for p in prompts for name in p.columns})
+    return {name: [p.columns.get(name) for p in prompts] for name in names}
+
+
+def eos_ids(tokenizer: Any, model_config: Any) -> list[int]:
+    """What ends a completion: the tokenizer's eos and those of the model's config."""
+    found: Iterable[Any] = (tokenizer.eos_token_id, getattr(model_config, "eos_token_id", None))
+    return sorted({i for item in found for i in (item if isinstance(item, list) else [item]) if i is not None})
+
+
+def _is_chat(source: Any) -> bool:
+    return (
+        isinstance(source, list)
+        and bool(source)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in source)
+    )
+
+
+def _key(p: Prompt) -> tuple[int, ...]:
+    return p.ids
+
+
+def _in_share(p: Prompt, share: float) -> bool:
+    text = json.dumps(p.source, sort_keys=True, ensure_ascii=False).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") < share * 2.0**64

@@ -1,0 +1,187 @@
+"""The GRPO loop, and the protocol of a step.
+
+Weights have a version: the number of the step that uses them. Version 0 is the initial model. Step n is
+
+    push      the trainer's state dict goes to the generator as version n: whole or not at all. It is the first thing that
+              happens after the optimizer wrote those weights, and nothing is generated in between
+    generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n, prompt); every token carries
+              the version it was drawn from, and any but n is an error
+    score     the text of each completion → reward → advantage within its group
+    update    clipped GRPO against the logprobs the generator recorded; AdamW: the weights are now version n + 1
+
+Held-out prompts are generated on the same version n, before the update. So line n of metrics.jsonl describes version n; the
+last line, n = steps, has everything but an update. Trainer and generator are compared on each step's tokens, on the
+version that drew them (mismatch.py), and a checkpoint holds what step n + 1 starts from.
+
+The generator reads no checkpoint. It is created empty, from the model's configuration, and refuses to generate before a push.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rollmesh as rm
+from rollmesh.grpo import checkpoint
+from rollmesh.grpo.advantages import advantages
+from rollmesh.grpo.config import Config
+from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
+from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
+from rollmesh.grpo.mismatch import mismatch
+from rollmesh.grpo.rewards import Rewards
+from rollmesh.grpo.rollout import Rollout, generate, score
+from rollmesh.grpo.seeds import seed_of
+from rollmesh.grpo.trainer import Trainer
+
+
+@dataclass
+class Run:
+    """The parts of one run. `train(run)` drives it; tests build one to look inside."""
+
+    config: Config
+    tokenizer: Any
+    data: Dataset
+    rewards: Rewards
+    trainer: Trainer
+    generator: rm.Generator
+    first_step: int = 0
+
+    def close(self) -> None:
+        self.generator.close()
+
+
+def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None) -> Run:
+    """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints."""
+    g = config.generator
+    mesh = rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep)
+    folder = checkpoint.find(resume) if resume else None
+    first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
+    source = config.tokenizer.path or config.model.path
+    if source is None:
+        raise rm.ConfigError("[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none")
+    tokenizer = load_tokenizer(config.path(source))
+    data = load_dataset(config, tokenizer)
+    rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
+    trainer = Trainer(config, tokenizer, folder)
+    if folder:
+        checkpoint.load_optimizer(folder, trainer)
+    return Run(config, tokenizer, data, rewards, trainer, make_generator(config, mesh, trainer, tokenizer), first_step)
+
+
+def make_generator(config: Config, mesh: rm.Mesh, trainer: Trainer, tokenizer: Any) -> rm.Generator:
+    g = config.generator
+    return rm.Generator(
+        rm.ModelSpec.from_hf(trainer.model.config),
+        mesh=mesh,
+        device=g.device,
+        dtype=g.dtype,
+        ep_backend=g.ep_backend,
+        eos_token_ids=eos_ids(tokenizer, trainer.model.config),
+        max_model_len=g.max_model_len,
+        max_num_seqs=g.max_num_seqs,
+        kv_cache_gib=g.kv_cache_gib,
+        threads=g.threads or None,
+        seed=config.seed,
+    )
+
+
+def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
+    """Runs steps first_step … steps and returns the metrics of all lines of the file."""
+    config, last = run.config, run.config.train.steps
+    log = MetricsLog(out, run.first_step)
+    try:
+        for step in range(run.first_step, last + 1):
+            metrics = run_step(run, step)
+            log.write(metrics)
+            show(metrics)
+            every = config.checkpoint.every
+            if step + 1 == last or (step < last and every and (step + 1) % every == 0):
+                checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1)
+                draw_curves(log.lines, out / "curves.png")
+        draw_curves(log.lines, out / "curves.png")
+    finally:
+        log.close()
+    return log.lines
+
+
+def run_step(run: Run, step: int) -> Metrics:
+    """One step of the protocol above."""
+    config, start = run.config, time.perf_counter()
+    report = run.generator.sync_weights(run.trainer.state_dict(), version=step, cast=config.sync.cast)
+    sync_s = time.perf_counter() - start
+    if step == run.first_step and config.sync.self_test > 0:
+        run.generator.self_test(
+            run.trainer.score,
+            [list(p.ids) for p in run.data.heldout[:8]],
+            threshold=config.sync.self_test,
+            max_tokens=config.rollout.max_tokens,
+        )
+
+    prompts = run.data.draw(config.seed, step, config.rollout.prompts)
+    began = time.perf_counter()
+    rollout = _generate(run, prompts, step, "rollout", config.rollout.samples, config.rollout.temperature)
+    generate_s = time.perf_counter() - began
+    rewards = score(rollout, run.rewards)
+    metrics: Metrics = {
+        "step": step,
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "tokens": rollout.num_tokens,
+        "tokens_per_s": rollout.num_tokens / generate_s,
+        "completion_tokens": rollout.num_tokens / len(rollout.texts),
+        "stopped_share": float(np.mean(rollout.stopped)),
+        "sync_s": sync_s,
+        "sync_gb_per_s": report.gb_per_s,
+        "generate_s": generate_s,
+    }
+    last = step == config.train.steps
+    if step % config.eval.every == 0 or last:
+        metrics |= evaluate(run, step)
+    began = time.perf_counter()
+    if last:
+        logprobs = run.trainer.logprobs_of(rollout)
+    else:
+        grouped = _shuffled(rewards, config, step).reshape(-1, config.rollout.samples)
+        metrics["flat_groups"] = float((np.ptp(grouped, axis=1) == 0).mean())
+        advantage = advantages(grouped, config.loss.baseline, config.loss.scale).reshape(-1)
+        learned, logprobs = run.trainer.learn(rollout, advantage, step)
+        metrics |= learned
+    metrics["update_s"] = time.perf_counter() - began
+    metrics |= mismatch(logprobs, np.concatenate(rollout.logprobs))
+    metrics["step_s"] = time.perf_counter() - start
+    return metrics
+
+
+def evaluate(run: Run, step: int) -> Metrics:
+    """Mean reward of one completion of each held-out prompt on the serving version."""
+    table, began = run.config.eval, time.perf_counter()
+    rollout = _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature)
+    return {"eval_reward": float(score(rollout, run.rewards).mean()), "eval_s": time.perf_counter() - began}
+
+
+def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples: int, temperature: float) -> Rollout:
+    return generate(
+        run.generator,
+        run.tokenizer,
+        prompts,
+        samples=samples,
+        max_tokens=run.config.rollout.max_tokens,
+        temperature=temperature,
+        run_seed=run.config.seed,
+        step=step,
+        purpose=purpose,
+        version=step,
+    )
+
+
+def _shuffled(rewards: NDArray[np.float64], config: Config, step: int) -> NDArray[np.float64]:
+    """The control experiment: the same rewards, dealt to the step's completions at random. Nothing can be learned from them."""
+    if not config.reward.shuffle:
+        return rewards
+    return np.random.default_rng(seed_of(config.seed, step, "shuffle")).permutation(rewards)

@@ -1,0 +1,83 @@
+"""The clipped GRPO loss, token by token.
+
+For token t of sequence i, with the trainer's logprob lp, the *generator's recorded* logprob old, and the sequence's advantage A:
+
+    ratio  = exp(lp − old)
+    policy = −min(ratio·A, clip(ratio, 1−clip_low, 1+clip_high)·A)
+    loss_t = policy − entropy·H_t + kl·k3_t          k3 = exp(ref − lp) − 1 − (ref − lp) ≥ 0, against the reference model
+
+The ratio divides by what the generator recorded, not by a second forward of the trainer: the tokens were drawn from the
+generator's distribution, so whatever separates the two is corrected by the same ratio, and clipped. The loss of a batch is
+Σ w_t·loss_t, with weights that depend on the whole batch and not on how it is cut into micro batches:
+
+    token-mean     w = 1 / tokens of the batch                 every token alike; long answers weigh more
+    sequence-mean  w = 1 / (sequences · tokens of its own)     every answer alike: the first GRPO
+    constant       w = 1 / (sequences · max_tokens)            no length in the denominator: Dr. GRPO
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollmesh.grpo.config import LossTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Sums of w_t·x_t, so that micro batches add up to the batch."""
+
+    loss: Tensor  # a scalar with gradient
+    policy: Tensor
+    entropy: Tensor
+    clipped: Tensor  # share of tokens whose clipped branch was taken
+    kl_ref: Tensor  # 0 without a reference
+
+
+def token_weights(lengths_B: Tensor, aggregation: str, max_tokens: int) -> Tensor:
+    """Number of tokens of each sequence → w of each token, [sum of lengths], in the sequences' order."""
+    import torch
+
+    num_sequences, lengths = len(lengths_B), lengths_B.double()
+    if aggregation == "token-mean":
+        per_sequence = torch.full_like(lengths, 1.0) / lengths.sum()
+    elif aggregation == "sequence-mean":
+        per_sequence = 1.0 / (num_sequences * lengths)
+    else:
+        per_sequence = torch.full_like(lengths, 1.0 / (num_sequences * max_tokens))
+    return per_sequence.float().repeat_interleave(lengths_B)
+
+
+def grpo_loss(
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    weights_N: Tensor,
+    table: LossTable,
+    ref_logprobs_N: Tensor | None = None,
+) -> LossTerms:
+    """N tokens, flat. Gradients flow through logprobs_N and entropy_N alone."""
+    import torch
+
+    ratio_N = torch.exp(logprobs_N - old_logprobs_N)
+    plain_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - table.clip_low, 1 + table.clip_high) * advantages_N
+    policy_N = -torch.minimum(plain_N, clipped_N)
+    loss_N = policy_N - table.entropy * entropy_N
+    kl_ref = torch.zeros(())
+    if ref_logprobs_N is not None:
+        difference_N = ref_logprobs_N - logprobs_N
+        k3_N = torch.expm1(difference_N) - difference_N
+        loss_N = loss_N + table.kl * k3_N
+        kl_ref = (weights_N * k3_N).sum().detach()
+    return LossTerms(
+        loss=(weights_N * loss_N).sum(),
+        policy=(weights_N * policy_N).sum().detach(),
+        entropy=(weights_N * entropy_N).sum().detach(),
+        clipped=(weights_N * (clipped_N < plain_N)).sum().detach(),
+        kl_ref=kl_ref,
+    )

@@ -1,0 +1,73 @@
+"""Where a run's numbers go: DIR/metrics.jsonl always, TensorBoard events beside it, curves.png drawn from them.
+
+Line n describes version n of the weights, see loop.py. A resumed run keeps the lines before its first step and drops the rest,
+so the file reads as one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Metrics = dict[str, Any]
+
+
+class MetricsLog:
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        self.lines = [m for m in read(self.path) if m["step"] < first_step] if self.path.exists() else []
+        partial = folder / ".metrics.jsonl.partial"
+        partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
+        os.replace(partial, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(folder / "events"), purge_step=first_step)
+
+    def write(self, metrics: Metrics) -> None:
+        self.lines.append(metrics)
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._events.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def read(path: Path) -> list[Metrics]:
+    """Complete lines only: a killed run may have left half of one at the end."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def draw_curves(lines: list[Metrics], path: Path) -> None:
+    """Reward and held-out reward; trainer against generator; entropy and clipping; speed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = [
+        ("reward", ("reward_mean", "eval_reward"), "linear"),
+        ("trainer against generator", ("logprob_diff_max", "kl_k3"), "log"),
+        ("policy", ("entropy", "clip_share"), "linear"),
+        ("seconds a step", ("generate_s", "update_s", "sync_s"), "log"),
+    ]
+    for axes, (title, names, scale) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        for name in names:
+            points = [(m["step"], m[name]) for m in lines if name in m and (scale == "linear" or m[name] > 0)]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), label=name, linewidth=1.2, marker="o" if name == "eval_reward" else None, markersize=3
+                )
+        axes.set(title=title, xlabel="step", yscale=scale)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(path, dpi=110)

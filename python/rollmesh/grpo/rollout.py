@@ -1,0 +1,113 @@
+"""What one step generates, scores and learns from.
+
+`Rollout` keeps things by completion, [prompts × samples] with a prompt's samples adjacent; `Batch` is the same flattened into
+tensors for the trainer: sequences padded on the right (a causal model never looks there), generated tokens listed one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rollmesh as rm
+from rollmesh.grpo.data import Prompt, columns_of
+from rollmesh.grpo.rewards import Rewards
+from rollmesh.grpo.seeds import seed_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    prompts: list[Prompt]  # [completions]: each prompt repeated for its samples
+    token_ids: list[list[int]]  # generated, the eos that ended it included
+    logprobs: list[NDArray[np.float32]]  # recorded by the generator, under the distribution drawn from
+    texts: list[str]
+    stopped: list[bool]  # ended by eos, not by max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences, padded to T; N generated tokens in the order of the sequences."""
+
+    ids_BT: Tensor  # without the last column: nothing follows it
+    rows_N: Tensor  # sequence of each generated token
+    columns_N: Tensor  # position whose logits predict it
+    targets_N: Tensor  # the token
+    old_logprobs_N: Tensor
+    lengths_B: Tensor  # generated tokens of each sequence
+
+
+def generate(
+    generator: rm.Generator,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    *,
+    samples: int,
+    max_tokens: int,
+    temperature: float,
+    run_seed: int,
+    step: int,
+    purpose: str,
+    version: int,
+) -> Rollout:
+    """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version."""
+    params = [
+        rm.SamplingParams(
+            n=samples, temperature=temperature, max_tokens=max_tokens, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")
+        )
+        for i, p in enumerate(prompts)
+    ]
+    outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
+    completions = [c for o in outputs for c in o.outputs]
+    wrong = {int(v) for c in completions for v in c.versions} - {version}
+    if wrong:
+        raise rm.StateError(f"step {step}: tokens of weight versions {sorted(wrong)}, expected version {version} only")
+    token_ids = [[int(t) for t in c.token_ids] for c in completions]
+    return Rollout(
+        prompts=[p for p in prompts for _ in range(samples)],
+        token_ids=token_ids,
+        logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
+        texts=tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+        stopped=[c.finish_reason == "stop" for c in completions],
+    )
+
+
+def score(rollout: Rollout, rewards: Rewards) -> NDArray[np.float64]:
+    """float64 [completions]."""
+    if rollout.prompts[0].is_chat:
+        completions: list[Any] = [[{"role": "assistant", "content": t}] for t in rollout.texts]
+    else:
+        completions = list(rollout.texts)
+    return np.array(rewards([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts)))
+
+
+def make_batch(rollout: Rollout, indices: list[int] | range) -> Batch:
+    """The completions `indices`, flattened."""
+    import torch
+
+    prompts = [rollout.prompts[i].ids for i in indices]
+    answers = [rollout.token_ids[i] for i in indices]
+    ids = np.zeros((len(prompts), max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))), np.int64)
+    for row, p, a in zip(ids, prompts, answers, strict=True):
+        row[: len(p)] = p
+        row[len(p) : len(p) + len(a)] = a
+    lengths = np.array([len(a) for a in answers])
+    columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
+    rows = np.repeat(np.arange(len(prompts)), lengths)
+    return Batch(
+        ids_BT=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
+        rows_N=torch.from_numpy(rows),
+        columns_N=torch.from_numpy(columns),
+        targets_N=torch.from_numpy(ids[rows, columns + 1]),
+        old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])),
+        lengths_B=torch.from_numpy(lengths),
+    )

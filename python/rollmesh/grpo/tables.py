@@ -1,0 +1,102 @@
+"""Strict reading of TOML tables into dataclasses: the type hints are the schema, and every error names its path.
+
+An integer passes for a number and a list for a tuple; nothing else converts. Fields made by `number` carry a range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import rollmesh as rm
+
+
+def number(default: Any, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
+    """A field with a range, checked by `check_range`."""
+    return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most})
+
+
+def read_table(cls: Any, table: Any, name: str) -> Any:
+    if not isinstance(table, dict):
+        raise rm.ConfigError(f"{name}: expected a table, got {show(table)}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in table:
+        if key not in fields:
+            raise rm.ConfigError(f"[{name}] {key}: no such key; there are {', '.join(fields)}")
+    hints = typing.get_type_hints(cls)
+    return cls(**{k: read_value(fields[k], hints[k], v, f"[{name}] {k}") for k, v in table.items()})
+
+
+def read_value(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+    value = convert(hint, value, where)
+    for item in value if isinstance(value, tuple) else (value,):
+        check_range(f.metadata, item, where)
+    return value
+
+
+def convert(hint: Any, value: Any, where: str) -> Any:
+    """Checks `value` against a type hint; an int passes for a float, a list for a tuple, nothing else converts."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return convert(next(a for a in args if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise rm.ConfigError(f"{where}: expected one of {', '.join(map(show, args))}, got {show(value)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise rm.ConfigError(f"{where}: expected a list, got {show(value)}")
+        return tuple(convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    kind = origin or hint
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table"}
+        raise rm.ConfigError(f"{where}: expected {names[kind]}, got {show(value)}")
+    return value
+
+
+def check_range(limits: Mapping[str, Any], value: Any, where: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    if not math.isfinite(value):
+        raise rm.ConfigError(f"{where}: expected a finite number, got {value}")
+    for key, ok, text in (
+        ("at_least", operator.ge, "at least"),
+        ("above", operator.gt, "above"),
+        ("at_most", operator.le, "at most"),
+    ):
+        limit = limits.get(key)
+        if limit is not None and not ok(value, limit):
+            raise rm.ConfigError(f"{where}: expected {text} {limit}, got {value}")
+
+
+def override(table: dict[str, Any], text: str) -> None:
+    """`train.lr=1e-3`: the value is TOML; what is not TOML is a plain string."""
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
+        raise rm.ConfigError(f"--set {text}: expected KEY=VALUE, such as train.lr=1e-3")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    *tables, last = key.strip().split(".")
+    for name in tables:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise rm.ConfigError(f"--set {text}: {name} is not a table")
+    table[last] = parsed
+
+
+def show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,210 @@
+"""The trainer: any causal LM of transformers, AdamW, and the logprobs of given tokens.
+
+It owns the weights. It is built at random from the config's `[model]` table or from a checkpoint folder, and it is the only part
+that ever reads one. `state_dict()` is what the generator is synced from. Everything is deterministic for a given number of
+threads: seeds are set, torch's deterministic algorithms are on, and the thread count is the config's.
+
+torch's thread pool and the generator's never work at the same time (the loop alternates them), but a pool that spins after its
+work steals the other's cores for a while: both are sized by the config, to the cores of the process and not more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rollmesh as rm
+from rollmesh.grpo.config import Config, ModelTable, TrainTable
+from rollmesh.grpo.loss import grpo_loss, token_weights
+from rollmesh.grpo.rollout import Batch, Rollout, make_batch
+from rollmesh.grpo.seeds import seed_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Trainer:
+    def __init__(self, config: Config, tokenizer: Any, checkpoint: Path | None = None) -> None:
+        """`checkpoint`: a folder whose weights replace the config's initial ones (a resumed run)."""
+        import torch
+
+        table = config.train
+        torch.set_num_threads(table.threads or len(os.sched_getaffinity(0)))
+        torch.use_deterministic_algorithms(True)
+        # A debugging aid that comes with it would fill every empty().
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.manual_seed(seed_of(config.seed, 0, "weights"))
+        self.config = config
+        self.model = load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)
+        self.model.train()
+        self.reference = build_reference(config, tokenizer) if config.loss.kl > 0 else None
+        torch.manual_seed(seed_of(config.seed, 0, "dropout"))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=table.lr, betas=(table.betas[0], table.betas[1]), weight_decay=table.weight_decay, foreach=True
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()  # type: ignore[no-any-return]
+
+    def logprobs(self, batch: Batch, *, entropy: bool = False, model: Any = None) -> tuple[Tensor, Tensor]:
+        """float32 logprob of each generated token at the rollout's temperature, and (asked for, else zeros) its entropy."""
+        import torch
+
+        model = self.model if model is None else model
+        hidden_BTC = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
+        logits_NV = model.lm_head(hidden_BTC[batch.rows_N, batch.columns_N]).float() / self.config.rollout.temperature
+        all_NV = torch.log_softmax(logits_NV, dim=-1)
+        logprobs_N = all_NV.gather(1, batch.targets_N[:, None]).squeeze(1)
+        if not entropy:
+            return logprobs_N, torch.zeros_like(logprobs_N)
+        return logprobs_N, -(all_NV.exp() * all_NV).sum(-1)
+
+    def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
+        """Of all generated tokens of a rollout, without gradient: [tokens]."""
+        import torch
+
+        with torch.no_grad():
+            parts = [self.logprobs(make_batch(rollout, chunk))[0] for chunk in self._micro(list(range(len(rollout.texts))))]
+        return torch.cat(parts).numpy()
+
+    def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """float32 [len - 1] per sequence at temperature 1: the scorer of rm.Generator.self_test."""
+        import torch
+
+        out = []
+        with torch.no_grad():
+            for ids in sequences:
+                tokens_T = torch.from_numpy(ids.astype(np.int64))
+                logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
+                out.append(torch.log_softmax(logits_TV[:-1], -1).gather(1, tokens_T[1:, None]).squeeze(1).numpy())
+        return out
+
+    def learn(self, rollout: Rollout, advantages: NDArray[np.float64], step: int) -> tuple[dict[str, float], NDArray[np.float32]]:
+        """The step's optimizer updates. Returns their metrics and the logprobs of the rollout's tokens before the first of them."""
+        table, updates = self.config.train, self.config.train.updates
+        before = self.logprobs_of(rollout) if table.minibatches and updates > 1 else None
+        per_update = len(rollout.texts) // updates if table.minibatches else len(rollout.texts)
+        totals: dict[str, float] = {}
+        for update in range(updates):
+            first = update * per_update if table.minibatches else 0
+            metrics, logprobs = self._update(rollout, advantages, list(range(first, first + per_update)), learning_rate(table, step))
+            before = logprobs if before is None else before
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value / updates
+        assert before is not None
+        return totals, before
+
+    def _update(
+        self,
+        rollout: Rollout,
+        advantages: NDArray[np.float64],
+        indices: list[int],
+        lr: float,
+    ) -> tuple[dict[str, float], NDArray[np.float32]]:
+        import torch
+
+        c = self.config
+        lengths_B = torch.tensor([len(rollout.token_ids[i]) for i in indices])
+        weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
+        sums = dict.fromkeys(("loss", "policy_loss", "entropy", "clip_share", "kl_ref"), 0.0)
+        before, taken = [], 0
+        for chunk in self._micro(indices):
+            batch = make_batch(rollout, chunk)
+            count = len(batch.targets_N)
+            logprobs_N, entropy_N = self.logprobs(batch, entropy=True)
+            ref_N = None
+            if self.reference is not None:
+                with torch.no_grad():
+                    ref_N = self.logprobs(batch, model=self.reference)[0]
+            advantages_N = torch.from_numpy(advantages[chunk]).float().repeat_interleave(batch.lengths_B)
+            terms = grpo_loss(logprobs_N, entropy_N, batch.old_logprobs_N, advantages_N, weights[taken : taken + count], c.loss, ref_N)
+            terms.loss.backward()  # type: ignore[no-untyped-call]
+            taken += count
+            before.append(logprobs_N.detach())
+            for name, value in zip(sums, (terms.loss.detach(), terms.policy, terms.entropy, terms.clipped, terms.kl_ref), strict=True):
+                sums[name] += float(value)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.train.grad_clip))
+        if not math.isfinite(norm):
+            raise rm.NumericsError(f"gradient norm is {norm}: the loss of this step is not finite; the weights were not updated")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).numpy()
+
+    def _micro(self, indices: list[int]) -> Iterator[list[int]]:
+        size = self.config.train.micro_batch or len(indices)
+        return (indices[i : i + size] for i in range(0, len(indices), size))
+
+
+def learning_rate(table: TrainTable, step: int) -> float:
+    """Of the 0-based step: linear warm-up, then the schedule down to 0 at `steps`. A function of the step alone."""
+    if step < table.warmup_steps:
+        return table.lr * (step + 1) / table.warmup_steps
+    progress = (step - table.warmup_steps) / max(1, table.steps - table.warmup_steps)
+    factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return table.lr * factor[table.schedule]
+
+
+def build_model(config: Config, tokenizer: Any) -> Any:
+    """The model the run starts from: the folder's, or a random one from torch's current seed."""
+    if config.model.path is not None:
+        return load_model(config.path(config.model.path), config.train.dtype)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf_config = hf_config_of(config.model, tokenizer)
+    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        hf_config, dtype=getattr(torch, config.train.dtype), **_experts(hf_config)
+    )
+
+
+def build_reference(config: Config, tokenizer: Any) -> Any:
+    """The initial model again, frozen: from the same seed or the same folder, so a resumed run has the same reference."""
+    import torch
+
+    torch.manual_seed(seed_of(config.seed, 0, "weights"))
+    model = build_model(config, tokenizer)
+    return model.eval().requires_grad_(False)
+
+
+def hf_config_of(table: ModelTable, tokenizer: Any) -> Any:
+    """The transformers config that a random model is built from; the tokenizer gives its vocabulary and eos."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    fields = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **table.hf_fields()}
+    if fields["vocab_size"] < len(tokenizer):
+        raise rm.ConfigError(f"[model] vocab_size: {fields['vocab_size']} is below the tokenizer's {len(tokenizer)}")
+    try:
+        return {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}[str(table.architecture)](**fields)
+    except (ValueError, TypeError) as e:
+        raise rm.ConfigError(f"[model]: {e}") from e
+
+
+def load_model(folder: Path, dtype: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
+    hf_config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder),
+        config=hf_config,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **_experts(hf_config),
+    )
+
+
+def _experts(hf_config: Any) -> dict[str, str]:
+    """`grouped_mm` where there are experts: the other implementations are many times slower to train."""
+    return {"experts_implementation": "grouped_mm"} if hasattr(hf_config, "num_experts") else {}

@@ -1,0 +1,160 @@
+"""The command line, in processes of its own, on tiny shapes: what it prints, its exit status, and what it refuses in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MOE = ROOT / "configs/qwen3_moe_debug.toml"
+SMALL = ["--kv-cache-gib", "0.01", "--threads", "1"]
+
+
+def rollmesh(*args: object, status: int = 0, cwd: Path | None = None) -> str:
+    """Standard output of `python -m rollmesh args`; standard error where a failure is expected."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmesh", *map(str, args)], capture_output=True, text=True, timeout=240, check=False, cwd=cwd
+    )
+    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stderr if status else done.stdout
+
+
+def test_the_command_line_is_light() -> None:
+    """Only grpo may import torch, and only when it runs."""
+    code = "import sys, rollmesh.cli; print([m for m in ('torch', 'transformers', 'rich', 'matplotlib') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
+    from helpers import tiny_spec
+
+    import rollmesh as rm
+
+    text = rollmesh("doctor")
+    with rm.Generator(tiny_spec(), kv_cache_gib=0.001, max_model_len=16) as generator:
+        isa = generator.metrics()["isa"]
+    assert f"chosen         {isa}: " in text
+    assert text.count("<- chosen") == 1
+    for name in ("ref", "NumPy", "torch", "transformers", "nvcc", "NCCL", "vllm"):
+        assert f"\n  {name} " in text
+
+
+def test_plan_of_the_full_size_config() -> None:
+    """Qwen3-30B-A3B has 30,532,122,624 parameters (its safetensors index says 61,064,245,248 bytes of bfloat16)."""
+    text = rollmesh("plan", ROOT / "configs/qwen3_30b_a3b.toml")
+    assert "30,532,122,624 parameters" in text
+    assert "KV of a token                        96.00 KiB" in text
+    sharded = rollmesh("plan", ROOT / "configs/qwen3_30b_a3b.toml", "--tp", 8, "--ep", 8)
+    assert "KV of a token                        24.00 KiB" in sharded, "4 KV heads over 8 ranks: one each"
+    assert "does not divide num_experts=128" in rollmesh("plan", ROOT / "configs/qwen3_30b_a3b.toml", "--dp", 3, "--ep", 3, status=2)
+
+
+def test_plan_counts_what_the_engine_stores() -> None:
+    """The weights line against the engine's own count for the same shape: within the packing of vectors (1 %)."""
+    import rollmesh as rm
+    from rollmesh.cli import options, plan
+
+    for name in ("qwen3_debug", "qwen3_moe_debug"):
+        spec = rm.ModelSpec.from_hf(options.read_model_config(ROOT / f"configs/{name}.toml"))
+        for dtype, size in (("bfloat16", 2), ("float32", 4)):
+            planned = sum(plan.rank_bytes(spec, m, plan.Ranks(1, 1, 1), size) for m in plan.matrices(spec))
+            with rm.Generator(spec, dtype=dtype, kv_cache_gib=0.001, max_model_len=16) as generator:
+                elements = sum(math.prod(info.shape) for info in generator.manifest().values() if info.required)
+                assert plan.count_parameters(spec).total == elements
+                assert planned == pytest.approx(generator.metrics()["weight_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, tp, expected", [(32, 4, 1, 4), (32, 4, 8, 1), (32, 4, 2, 2), (12, 4, 6, 2), (12, 3, 2, 2), (6, 2, 3, 2)]
+)
+def test_kv_heads_of_a_rank(heads: int, kv_heads: int, tp: int, expected: int) -> None:
+    """Against sets of heads written out: the most KV heads that the query heads of one rank touch."""
+    from types import SimpleNamespace
+
+    from rollmesh.cli.plan import rank_kv_heads
+
+    touched = [{q // (heads // kv_heads) for q in range(r * heads // tp, (r + 1) * heads // tp)} for r in range(tp)]
+    assert max(map(len, touched)) == expected
+    assert rank_kv_heads(SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads), tp) == expected  # type: ignore[arg-type]
+
+
+def test_generate_with_random_weights_is_reproducible() -> None:
+    args = ("generate", MOE, "ab=", "xyz=", "--random", "--json", "-n", 2, "--max-tokens", 5, *SMALL)
+    rows = [json.loads(line) for line in rollmesh(*args).splitlines()]
+    assert [(len(r["token_ids"]), len(r["logprobs"]), r["index"]) for r in rows] == [(5, 5, 0), (5, 5, 1)] * 2
+    assert all(len(r["text"]) <= 5 for r in rows)
+    assert rows == [json.loads(line) for line in rollmesh(*args).splitlines()]
+    by_ids = rollmesh("generate", MOE, "5,6,7", "--ids", "--random", "--max-tokens", 3, *SMALL)
+    assert len(by_ids.splitlines()) == 1
+
+
+def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
+    """A float32 checkpoint saved by transformers: the greedy completion, token by token, is transformers' own."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from rollmesh.grpo import config, data
+    from rollmesh.grpo.trainer import hf_config_of
+
+    tokenizer = data.load_tokenizer(ROOT / "data/chars")
+    torch.manual_seed(3)
+    model = transformers.Qwen3MoeForCausalLM(hf_config_of(config.load(MOE).model, tokenizer)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    row = json.loads(rollmesh("generate", tmp_path, "hello ", "--json", "--max-tokens", 8, "--temperature", 0, "--ignore-eos", *SMALL))
+    ids = row["prompt_token_ids"]
+    assert ids == tokenizer.encode("hello ")
+    with torch.no_grad():
+        for token, logprob in zip(row["token_ids"], row["logprobs"], strict=True):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            assert token == int(logits.argmax())
+            assert logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
+            ids = [*ids, token]
+    assert row["text"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+    chat = json.loads(rollmesh("generate", tmp_path, "hi", "--chat", "--json", "--max-tokens", 1, *SMALL))
+    assert chat["prompt_token_ids"] == tokenizer.convert_tokens_to_ids(["<|user|>", "h", "i", "<|assistant|>"])
+
+
+def test_bench_prints_figures() -> None:
+    lines = rollmesh("bench", MOE, "--batch", 1, 4, "--prefill", 32, *SMALL).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["sync", "prefill", "decode", "decode"]
+    assert all(float(line.split()[1].replace(",", "")) > 0 for line in lines[1:])
+
+
+def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
+    small = ["--set", "rollout.prompts=4", "--set", "rollout.samples=4", "--set", "eval.prompts=8", "--set", "generator.kv_cache_gib=0.01"]
+    out = rollmesh("grpo", MOE, "--seed", 3, "--set", "train.steps=1", *small, cwd=tmp_path)
+    assert "step 0/1  reward" in out
+    assert "held-out reward" in out
+    folder = tmp_path / "runs/qwen3_moe_debug-1"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    assert "a run is there already" in rollmesh("grpo", MOE, "--out", folder, status=2)
+    rollmesh("grpo", MOE, "--resume", folder, "--seed", 3, "--set", "train.steps=2", *small)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    completion = rollmesh("generate", folder / "checkpoints/step_000002", "abcd=", "--json", "--max-tokens", 4, *SMALL)
+    assert json.loads(completion)["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("plan", "/no/such/folder.json"), "ConfigError: /no/such/folder.json: No such file"),
+        (("generate", MOE, "--random"), "ConfigError: no prompts"),
+        (("generate", MOE, "x,y", "--ids", "--random"), "ConfigError: --ids: expected token ids such as 5,17,3, got 'x,y'"),
+        (("generate", MOE, "a", "--random", "--tp", "2"), "ConfigError: mesh of 2 ranks"),
+        (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),
+        (("generate", MOE, "a", "--random", "--top-p", "2"), "RequestError: top_p = 2.0"),
+        (("bench", MOE, "--batch", "0"), "ConfigError: --prefill 512 --batch [0]: expected positive numbers"),
+        (("grpo", MOE, "--set", "train.lr=x"), 'ConfigError: [train] lr: expected a number, got "x"'),
+        (("grpo", MOE, "--tp", "2", "--out", "/tmp/never"), "ConfigError: mesh of 2 ranks"),
+        (("grpo", MOE, "--resume", "/no/such"), "ConfigError: --resume /no/such: no checkpoint there"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str) -> None:
+    text = rollmesh(*args, status=2)
+    assert message in text
+    assert "Traceback" not in text

@@ -1,0 +1,82 @@
+"""It learns, from random weights, on prompts that were never trained on; and from shuffled rewards it does not.
+
+A short run and its control are part of every test run. The full ones take about ten minutes on two cores:
+
+    pytest -m slow tests/test_grpo_learning.py
+
+Chance is at most 0.1 here (the first line of each run is asserted), and the best completion that ignores the prompt is worth
+0.3 at most (tests/test_grpo.py computes it), so 0.5 already needs the prompt to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SUMMARY
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 180  # on two cores, from the first step to the last
+
+
+def train(config: str, out: Path, *args: object) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of `rollmesh grpo`, in a process of its own as a user runs it."""
+    command = [sys.executable, "-m", "rollmesh", "grpo", str(ROOT / f"configs/{config}.toml"), "--out", str(out), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def heldout(lines: list[dict[str, Any]]) -> list[float]:
+    return [m["eval_reward"] for m in lines if "eval_reward" in m]
+
+
+def test_it_learns_from_rewards_and_not_from_shuffled_ones(tmp_path: Path) -> None:
+    """The main configuration cut short, at the same step with true and with shuffled rewards: ≥ 0.5 against ≤ 0.1."""
+    steps = ["--set", "train.steps=110", "--set", "eval.every=110"]
+    learned = heldout(train("qwen3_moe_debug", tmp_path / "true", *steps))
+    shuffled = heldout(train("qwen3_moe_debug", tmp_path / "shuffled", *steps, "--set", "reward.shuffle=true"))
+    assert learned[0] == shuffled[0] <= 0.1
+    assert learned[-1] >= 0.5
+    assert shuffled[-1] <= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("config, diff", [("qwen3_moe_debug", 1e-4), ("qwen3_debug", 0.2)])
+def test_full_runs_reach_090(config: str, diff: float, seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """From ≤ 0.1 to ≥ 0.9 in under three minutes. diff: bound of max |Δ logprob|, float32 rounding or bfloat16's."""
+    lines = train(config, tmp_path, "--seed", seed)
+    rewards, seconds = heldout(lines), sum(m["step_s"] for m in lines)
+    apart = max(m["logprob_diff_max"] for m in lines)
+    found = f"held-out {rewards[0]:.3f} → {rewards[-1]:.3f}, {lines[-1]['step']} steps, {seconds:.0f} s, max |Δ logprob| {apart:.1e}"
+    request.config.stash[SUMMARY].append(f"{config} seed {seed}: {found}")
+    assert rewards[0] <= 0.1
+    assert rewards[-1] >= 0.9
+    assert apart < diff
+    assert seconds < SECONDS or os.getloadavg()[0] > 3, "slower than promised on a machine with nothing else to do"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["qwen3_moe_debug", "qwen3_debug"])
+def test_full_length_control_stays_at_chance(config: str, tmp_path: Path) -> None:
+    rewards = heldout(train(config, tmp_path, "--set", "reward.shuffle=true"))
+    assert max(rewards) <= 0.1
+
+
+@pytest.mark.slow
+def test_the_harder_task_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Sorting five digits, by stages: far above the best constant completion, worth 0.29."""
+    lines = train("qwen3_moe_sort", tmp_path)
+    rewards, seconds = heldout(lines), sum(m["step_s"] for m in lines)
+    request.config.stash[SUMMARY].append(f"qwen3_moe_sort: held-out {rewards[0]:.3f} → {rewards[-1]:.3f}, {seconds:.0f} s")
+    assert rewards[0] <= 0.1
+    assert rewards[-1] >= 0.9
