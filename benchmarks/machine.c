@@ -1,0 +1,168 @@
+// machine.c: what this machine can do at best, so that a benchmark can say what fraction of it was reached.
+//
+//   machine THREADS GIB SECONDS  →  one line of JSON on stdout, rates in 1e9 per second
+//
+// read: all threads sweep one buffer far larger than the last cache, by several access patterns (one stream, one with software
+// prefetch, four), because which one is fastest differs between memory controllers; the best is the limit. copy: memcpy from
+// one half to the other, bytes counted once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that
+// never leave the registers: the roof of every float32 matrix product. Each rate is the best of several runs, since other work
+// on the machine can only slow one down. Compiled by benchmarks/machine.py with plain gcc: the wider parts carry their target.
+#define _GNU_SOURCE
+#include <immintrin.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+enum { MAX_THREADS = 256, FMA_CHAINS = 12, FMA_ROUNDS = 10 * 1000 * 1000 };
+
+typedef enum work { READ_PLAIN, READ_PREFETCH, READ_FOUR, COPY, FMA256, FMA512, N_WORK } work;
+
+static int n_threads;
+static char *buffer;
+static size_t bytes_per_thread;  // a multiple of 16 KiB
+static double seconds_per_work;
+static pthread_barrier_t barrier;
+static double started[MAX_THREADS], ended[MAX_THREADS];
+static double best[N_WORK];  // written by thread 0
+static int again;            // thread 0's verdict, read after a barrier
+static volatile int sink;
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+__attribute__((target("avx2"))) static void read_plain(const char *p, size_t n, size_t prefetch) {
+  __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+  for (size_t i = 0; i < n; i += 128) {
+    if (prefetch) {
+      _mm_prefetch(p + i + prefetch, _MM_HINT_T0);
+      _mm_prefetch(p + i + prefetch + 64, _MM_HINT_T0);
+    }
+    a = _mm256_xor_si256(a, _mm256_load_si256((const __m256i *)(p + i)));
+    b = _mm256_xor_si256(b, _mm256_load_si256((const __m256i *)(p + i + 32)));
+    c = _mm256_xor_si256(c, _mm256_load_si256((const __m256i *)(p + i + 64)));
+    d = _mm256_xor_si256(d, _mm256_load_si256((const __m256i *)(p + i + 96)));
+  }
+  a = _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d));
+  sink = _mm256_extract_epi32(a, 0);
+}
+
+__attribute__((target("avx2"))) static void read_four(const char *p, size_t n) {
+  __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+  const size_t quarter = n / 4;
+  for (size_t i = 0; i < quarter; i += 64) {
+    for (size_t half = 0; half < 64; half += 32) {
+      const char *at = p + i + half;
+      a = _mm256_xor_si256(a, _mm256_load_si256((const __m256i *)at));
+      b = _mm256_xor_si256(b, _mm256_load_si256((const __m256i *)(at + quarter)));
+      c = _mm256_xor_si256(c, _mm256_load_si256((const __m256i *)(at + 2 * quarter)));
+      d = _mm256_xor_si256(d, _mm256_load_si256((const __m256i *)(at + 3 * quarter)));
+    }
+  }
+  a = _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d));
+  sink = _mm256_extract_epi32(a, 0);
+}
+
+__attribute__((target("avx2,fma"))) static void fma256(void) {
+  __m256 r[FMA_CHAINS];
+  for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm256_set1_ps((float)i);
+  const __m256 x = _mm256_set1_ps(1.0000001f), y = _mm256_set1_ps(1e-9f);
+  for (int k = 0; k < FMA_ROUNDS; k++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm256_fmadd_ps(r[i], x, y);
+  }
+  for (int i = 1; i < FMA_CHAINS; i++) r[0] = _mm256_add_ps(r[0], r[i]);
+  sink = (int)_mm256_cvtss_f32(r[0]);
+}
+
+__attribute__((target("avx512f"))) static void fma512(void) {
+  __m512 r[FMA_CHAINS];
+  for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm512_set1_ps((float)i);
+  const __m512 x = _mm512_set1_ps(1.0000001f), y = _mm512_set1_ps(1e-9f);
+  for (int k = 0; k < FMA_ROUNDS; k++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm512_fmadd_ps(r[i], x, y);
+  }
+  for (int i = 1; i < FMA_CHAINS; i++) r[0] = _mm512_add_ps(r[0], r[i]);
+  sink = (int)_mm512_cvtss_f32(r[0]);
+}
+
+// Runs one piece of work on this thread's share; returns how much it was (bytes, or floating-point operations).
+static double run(work which, char *mine) {
+  switch (which) {
+    case READ_PLAIN: read_plain(mine, bytes_per_thread, 0); return (double)bytes_per_thread;
+    case READ_PREFETCH: read_plain(mine, bytes_per_thread, 1024); return (double)bytes_per_thread;
+    case READ_FOUR: read_four(mine, bytes_per_thread); return (double)bytes_per_thread;
+    case COPY: memcpy(mine, mine + bytes_per_thread / 2, bytes_per_thread / 2); return (double)bytes_per_thread / 2;
+    case FMA256: fma256(); return (double)FMA_ROUNDS * FMA_CHAINS * 8 * 2;
+    case FMA512: fma512(); return (double)FMA_ROUNDS * FMA_CHAINS * 16 * 2;
+    default: return 0;
+  }
+}
+
+static void *thread(void *argument) {
+  const long id = (long)argument;
+  char *mine = buffer + (size_t)id * bytes_per_thread;
+  memset(mine, 1, bytes_per_thread);
+  for (work which = READ_PLAIN; which < N_WORK; which++) {
+    if (which == FMA512 && !__builtin_cpu_supports("avx512f")) continue;
+    const double deadline = now() + seconds_per_work;
+    do {
+      pthread_barrier_wait(&barrier);
+      started[id] = now();
+      const double amount = run(which, mine) * n_threads;
+      ended[id] = now();
+      pthread_barrier_wait(&barrier);
+      if (id == 0) {
+        double first = started[0], last = ended[0];
+        for (int i = 1; i < n_threads; i++) {
+          if (started[i] < first) first = started[i];
+          if (ended[i] > last) last = ended[i];
+        }
+        const double rate = amount / (last - first) * 1e-9;
+        if (rate > best[which]) best[which] = rate;
+        again = last < deadline;
+      }
+      pthread_barrier_wait(&barrier);
+    } while (again);
+  }
+  return NULL;
+}
+
+int main(int argc, char **argv) {
+  n_threads = argc == 4 ? atoi(argv[1]) : 0;
+  const double gib = argc == 4 ? atof(argv[2]) : 0;
+  seconds_per_work = argc == 4 ? atof(argv[3]) : 0;
+  if (n_threads < 1 || n_threads > MAX_THREADS || gib <= 0 || gib > 1024) {
+    fprintf(stderr, "usage: machine THREADS GIB SECONDS\n");
+    return 2;
+  }
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+    fprintf(stderr, "machine: this processor has no AVX2 with FMA\n");
+    return 3;
+  }
+  bytes_per_thread = (size_t)(gib * 1024 * 1024 * 1024) / (size_t)n_threads / 16384 * 16384;
+  const size_t total = bytes_per_thread * (size_t)n_threads + 65536;  // a prefetch may point past the end, but not far
+  buffer = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (buffer == MAP_FAILED) {
+    perror("mmap");
+    return 4;
+  }
+  madvise(buffer, total, MADV_HUGEPAGE);
+  pthread_barrier_init(&barrier, NULL, (unsigned)n_threads);
+  pthread_t threads[MAX_THREADS];
+  for (long i = 0; i < n_threads; i++) {
+    if (pthread_create(&threads[i], NULL, thread, (void *)i)) return 5;
+  }
+  for (int i = 0; i < n_threads; i++) pthread_join(threads[i], NULL);
+  printf("{\"threads\": %d, \"read_plain_gb_s\": %.2f, \"read_prefetch_gb_s\": %.2f, \"read_four_gb_s\": %.2f, \"copy_gb_s\": %.2f, "
+         "\"fma256_gflop_s\": %.1f, \"fma512_gflop_s\": %.1f}\n",
+         n_threads, best[READ_PLAIN], best[READ_PREFETCH], best[READ_FOUR], best[COPY], best[FMA256], best[FMA512]);
+  return 0;
+}
