@@ -93,7 +93,7 @@ def python_flags() -> tuple[str, ...]:
 def shared_flags() -> list[str]:
     """Flags of compilation and link that the environment chooses."""
     sanitizers = os.environ.get("ROLLMESH_SANITIZE", "")
-    return [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"] if sanitizers else []
+    return [f"-fsanitize={sanitizers}", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"] if sanitizers else []
 
 
 class BuildExt(build_ext):

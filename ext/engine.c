@@ -59,7 +59,7 @@ static const rm_attribute option_fields[] = {
     OPTION("enable_prefix_caching", RM_ATTR_BOOL, prefix_caching),
 };
 
-#define N_FIELDS(table) (sizeof(table) / sizeof(table)[0])
+#define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
 
 // The spec as the engine wants it: scalars by name, then inv_freq, layer_is_moe and layer_windows as arrays.
 static rm_spec *make_spec(PyObject *module, PyObject *object) {
@@ -68,7 +68,7 @@ static rm_spec *make_spec(PyObject *module, PyObject *object) {
   PyObject *inv_freq = NULL, *is_moe = NULL, *windows = NULL;
   rm_layer_spec *layers = NULL;
   void *data;
-  if (rm_attributes_read(object, spec_fields, N_FIELDS(spec_fields), &values)) return NULL;
+  if (rm_attributes_read(object, spec_fields, N_ENTRIES(spec_fields), &values)) return NULL;
   if (!(inv_freq = PyObject_GetAttrString(object, "inv_freq"))) goto out;
   if (!(is_moe = PyObject_GetAttrString(object, "layer_is_moe"))) goto out;
   if (!(windows = PyObject_GetAttrString(object, "layer_windows"))) goto out;
@@ -97,9 +97,13 @@ out:
   return spec;
 }
 
+static int is_word(PyObject *object, const char *word) {
+  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
+}
+
 static int choose_dtype(PyObject *module, PyObject *name, rm_dtype *dtype) {
-  if (PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0) *dtype = RM_BF16;
-  else if (PyUnicode_CompareWithASCIIString(name, "float32") == 0) *dtype = RM_F32;
+  if (is_word(name, "bfloat16")) *dtype = RM_BF16;
+  else if (is_word(name, "float32")) *dtype = RM_F32;
   else {
     rm_raise_code(module, RM_E_CONFIG, "dtype = %R, wanted 'bfloat16' or 'float32'", name);
     return -1;
@@ -112,7 +116,7 @@ static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **ke
   *kernels = NULL;
   if (isa == Py_None) return 0;
   for (int i = 0; i < RM_N_ISA; i++)
-    if (PyUnicode_CompareWithASCIIString(isa, rm_isa_name((rm_isa)i)) == 0) *kernels = rm_kernels_for((rm_isa)i);
+    if (is_word(isa, rm_isa_name((rm_isa)i))) *kernels = rm_kernels_for((rm_isa)i);
   if (*kernels) return 0;
   rm_raise_code(module, RM_E_CONFIG, "isa = %R is not an instruction set that this build has and this processor can run", isa);
   return -1;
@@ -120,7 +124,7 @@ static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **ke
 
 static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
   rm_engine_options options = {0};
-  if (rm_attributes_read(object, option_fields, N_FIELDS(option_fields), &options)) return -1;
+  if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
   int failed = -1;
   PyObject *dtype = NULL, *isa = NULL, *eos = NULL;
   if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.dtype)) goto out;
@@ -152,7 +156,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
-  if (self->requests && (self->spec = make_spec(module, spec)) && !make_engine(module, self, options)) return (PyObject *)self;
+  self->done = PySet_New(NULL);
+  if (self->requests && self->done && (self->spec = make_spec(module, spec)) && !make_engine(module, self, options))
+    return (PyObject *)self;
   Py_DECREF(self);
   return NULL;
 }
@@ -173,11 +179,13 @@ static void destroy(rm_engine_object *self) {
 static int engine_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(((rm_engine_object *)object)->requests);
+  Py_VISIT(((rm_engine_object *)object)->done);
   return 0;
 }
 
 static int engine_clear(PyObject *object) {
   Py_CLEAR(((rm_engine_object *)object)->requests);
+  Py_CLEAR(((rm_engine_object *)object)->done);
   return 0;
 }
 
@@ -197,6 +205,7 @@ static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
   destroy(self);
   PyDict_Clear(self->requests);
+  PySet_Clear(self->done);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
@@ -238,7 +247,7 @@ static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOOO:add", &prompt, &stop_ids, &object, &logits)) return NULL;
   PyObject *module = rm_engine_module(self);
   rm_request request = {0};
-  if (rm_attributes_read(object, request_fields, N_FIELDS(request_fields), &request)) return NULL;
+  if (rm_attributes_read(object, request_fields, N_ENTRIES(request_fields), &request)) return NULL;
   if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
   if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
   if (rm_engine_enter(self)) return NULL;
@@ -282,7 +291,7 @@ static PyObject *engine_abort(rm_engine_object *self, PyObject *id) {
 
 static PyObject *engine_release(rm_engine_object *self, PyObject *id) {
   if (call_with_id(self, id, rm_engine_release)) return NULL;
-  if (PyDict_DelItem(self->requests, id)) return NULL;
+  if (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -322,35 +331,35 @@ static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
   return PyLong_FromLongLong(n);
 }
 
-static int append_ids(PyObject *list, const uint64_t *ids, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    PyObject *id = PyLong_FromUnsignedLongLong(ids[i]);
-    const int failed = !id || PyList_Append(list, id);
-    Py_XDECREF(id);
-    if (failed) return -1;
-  }
+// Finished ids go from the engine into the set without a byte code between, so that a Ctrl-C cannot lose one.
+static int take_finished(rm_engine_object *self) {
+  uint64_t ids[256];
+  int64_t n;
+  do {
+    n = rm_engine_finished(self->engine, ids, (int64_t)N_ENTRIES(ids));
+    for (int64_t i = 0; i < n; i++) {
+      PyObject *id = PyLong_FromUnsignedLongLong(ids[i]);
+      const int failed = !id || PySet_Add(self->done, id);
+      Py_XDECREF(id);
+      if (failed) return -1;
+    }
+  } while (n == (int64_t)N_ENTRIES(ids));
   return 0;
 }
 
 static PyObject *engine_finished(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  PyObject *list = PyList_New(0);
-  if (!list) return NULL;
-  if (rm_engine_enter(self)) {
-    Py_DECREF(list);
-    return NULL;
-  }
-  uint64_t ids[256];
-  int64_t n;
-  int failed = 0;
-  do {
-    n = rm_engine_finished(self->engine, ids, (int64_t)N_FIELDS(ids));
-    failed = append_ids(list, ids, n);
-  } while (!failed && n == (int64_t)N_FIELDS(ids));
+  if (rm_engine_enter(self)) return NULL;
+  const int failed = take_finished(self);
   rm_engine_leave(self);
-  if (!failed) return list;
-  Py_DECREF(list);
-  return NULL;
+  return failed ? NULL : PySet_New(self->done);
+}
+
+static PyObject *engine_ids(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_engine_leave(self);
+  return PyDict_Keys(self->requests);
 }
 
 static PyObject *engine_pause(rm_engine_object *self, PyObject *paused) {
@@ -396,7 +405,8 @@ static PyMethodDef methods[] = {
     METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
     METHOD("step", engine_step, METH_NOARGS, "Schedule, forward, commit. Returns the rows computed."),
     METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
-    METHOD("finished", engine_finished, METH_NOARGS, "Ids of requests that finished since the last call."),
+    METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),
+    METHOD("ids", engine_ids, METH_NOARGS, "All requests that were not released, oldest first."),
     METHOD("pause", engine_pause, METH_O, "A paused engine schedules nothing."),
     METHOD("reset_prefix_cache", engine_reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
     METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV."),

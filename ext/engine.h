@@ -17,6 +17,7 @@ typedef struct rm_engine_object {
   rm_engine *engine;            // owned; NULL once closed
   rm_spec *spec;                // owned; the engine's view
   PyObject *requests;           // owned dict: id → (logprobs, prompt_logprobs, logits array or None) until release
+  PyObject *done;               // owned set: ids of finished requests until release
   atomic_int busy;
   long pid;                     // of the process that made it
 } rm_engine_object;

@@ -81,7 +81,7 @@ static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *o
   if (code) rm_raise(module, &err);
   else result = Py_NewRef(Py_None);
 out:
-  Py_XDECREF(owner);
+  rm_tensor_release(owner);
   Py_XDECREF(key);
   return result;
 }

@@ -97,7 +97,8 @@ static int begin(kernels_object *self, const check *c, rm_limits limits, run *r)
     PyErr_NoMemory();
     return -1;
   }
-  r->ctx = (rm_ctx){.workspace = self->workspace, .workspace_bytes = bytes, .n_threads = limits.n_threads, .run = rm_team_run, .team = self->team};
+  r->ctx = (rm_ctx){
+      .workspace = self->workspace, .workspace_bytes = bytes, .n_threads = limits.n_threads, .run = rm_team_run, .team = self->team};
   r->fp = rm_fp_enter();
   return 0;
 }
@@ -160,7 +161,8 @@ static void check_groups(check *c, const rm_gemm_args *a) {
   if (c->failed || !a->group_rows) return;
   in_range(c, "group_rows", a->group_rows, a->n_groups + 1, 0, a->m + 1);
   for (int64_t g = 0; g < a->n_groups && !c->failed; g++)
-    if (a->group_rows[g + 1] < a->group_rows[g]) refuse(c, RM_E_SHAPE, "group_rows", a->group_rows[g + 1], "ascending, at least", a->group_rows[g]);
+    if (a->group_rows[g + 1] < a->group_rows[g])
+      refuse(c, RM_E_SHAPE, "group_rows", a->group_rows[g + 1], "ascending, at least", a->group_rows[g]);
 }
 
 // (y, x, w, bias | None, group_rows | None, n, swiglu)
@@ -223,8 +225,8 @@ static PyObject *op_qk_rope_kv(kernels_object *self, PyObject *args) {
   CHECK;
   long long n_heads, page_size;
   rm_qk_rope_kv_args a = {.rows = -1, .head_dim = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOLLf:qk_rope_kv", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &o[10], &n_heads,
-                        &page_size, &a.eps))
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOLLf:qk_rope_kv", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &o[10],
+                        &n_heads, &page_size, &a.eps))
     return NULL;
   a.dtype = dtype_of(&c, o[1], "qkv");
   const int type = numpy_type(a.dtype);
@@ -245,7 +247,8 @@ static PyObject *op_qk_rope_kv(kernels_object *self, PyObject *args) {
   a.row_flags = view(&c, o[10], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
   in_range(&c, "positions", a.positions, a.rows, 0, n_positions);
   for (int64_t r = 0; r < a.rows && !c.failed; r++)
-    if (a.slots[r] < -1 || a.slots[r] >= s.n_pages * page_size) refuse(&c, RM_E_REQUEST, "a slot", a.slots[r], "-1 or less than", s.n_pages * page_size);
+    if (a.slots[r] < -1 || a.slots[r] >= s.n_pages * page_size)
+      refuse(&c, RM_E_REQUEST, "a slot", a.slots[r], "-1 or less than", s.n_pages * page_size);
   a.n_heads = n_heads;
   a.n_kv_heads = s.n_kv_heads;
   a.page_size = page_size;
@@ -268,7 +271,8 @@ static PyObject *op_attention(kernels_object *self, PyObject *args) {
   CHECK;
   long long page_size, window;
   rm_attention_args a = {.rows = -1, .n_heads = -1, .head_dim = -1, .n_seqs = -1, .max_pages = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOLLf:attention", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &page_size, &window, &a.scale)) return NULL;
+  if (!PyArg_ParseTuple(args, "OOOOOOOLLf:attention", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &page_size, &window, &a.scale))
+    return NULL;
   a.dtype = dtype_of(&c, o[1], "q");
   cache_shape s = {.n_pages = -1, .n_kv_heads = -1};
   void *k = NULL, *v = NULL;
@@ -289,7 +293,9 @@ static PyObject *op_attention(kernels_object *self, PyObject *args) {
   a.window = window;
   check_tables(&c, &a, s.n_pages);
   const int64_t positions = a.max_pages * page_size;
-  RUN(attention, ((rm_limits){.max_rows = a.rows, .n_heads = a.n_heads, .n_kv_heads = a.n_kv_heads, .head_dim = a.head_dim, .max_positions = positions}),
+  RUN(attention,
+      ((rm_limits){
+          .max_rows = a.rows, .n_heads = a.n_heads, .n_kv_heads = a.n_kv_heads, .head_dim = a.head_dim, .max_positions = positions}),
       &a);
 }
 
@@ -410,8 +416,8 @@ static rm_sample_params *sample_params(check *c, PyObject *const *o, int64_t row
     return NULL;
   }
   for (int64_t r = 0; r < rows; r++)
-    params[r] = (rm_sample_params){temperature[r], top_p[r], min_p[r], top_k[r], seed[r], counter[r], banned + starts[r], starts[r + 1] - starts[r],
-                                   forced[r]};
+    params[r] = (rm_sample_params){
+        temperature[r], top_p[r], min_p[r], top_k[r], seed[r], counter[r], banned + starts[r], starts[r + 1] - starts[r], forced[r]};
   return params;
 }
 
@@ -420,8 +426,8 @@ static PyObject *op_sample(kernels_object *self, PyObject *args) {
   OBJECTS(15);
   CHECK;
   rm_sample_args a = {.rows = -1, .vocab = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOO:sample", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &o[10], &o[11], &o[12],
-                        &o[13], &o[14]))
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOO:sample", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &o[10],
+                        &o[11], &o[12], &o[13], &o[14]))
     return NULL;
   int64_t two = 2;
   a.logits = view(&c, o[3], "logits", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.vocab, NULL);
@@ -528,14 +534,16 @@ static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
     METHOD(rms_norm, "(out, residual, x | None, weight, eps)"),
     METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu)"),
-    METHOD(qk_rope_kv, "(q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)"),
+    METHOD(qk_rope_kv,
+           "(q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)"),
     METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale)"),
     METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize)"),
     METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
     METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
     METHOD(lm_head, "(logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab)"),
-    METHOD(sample, "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
-                   "banned_starts, banned)"),
+    METHOD(sample,
+           "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
+           "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
     METHOD(pack, "(dst, src, layout, dst_row0) -> (digest, nonfinite_index)"),
     {NULL, NULL, 0, NULL},
@@ -569,8 +577,9 @@ static PyObject *rope_table(PyObject *module, PyObject *args) {
   float *cos = view(&c, o[0], "cos", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &positions, &half, NULL);
   float *sin = view(&c, o[1], "sin", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &positions, &half, NULL);
   if (c.failed) return NULL;
-  Py_BEGIN_ALLOW_THREADS;
-  rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
+  Py_BEGIN_ALLOW_THREADS
+    ;
+    rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
@@ -593,7 +602,8 @@ static PyObject *best_isa(PyObject *module, PyObject *unused) {
   (void)unused;
   const rm_kernels *best = rm_kernels_best();
   if (best) return PyUnicode_FromString(best->isa);
-  return rm_raise_code(module, RM_E_CONFIG, "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the processor lacks FMA");
+  return rm_raise_code(module, RM_E_CONFIG,
+                       "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the processor lacks FMA");
 }
 
 static PyMethodDef functions[] = {

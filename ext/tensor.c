@@ -168,10 +168,8 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
 static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) {
   PyObject *value = PyObject_GetAttrString(object, attr);
   if (value) return value;
-  if (PyErr_ExceptionMatches(PyExc_AttributeError))
-    PyErr_Clear();
-  else
-    *failed = 1;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
+  else *failed = 1;
   return NULL;
 }
 
@@ -303,8 +301,7 @@ static int dlpack_dtype(PyObject *module, PyObject *name, dl_dtype dtype, rm_src
   if (dtype.code < sizeof kinds / sizeof *kinds)
     rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d with %d lanes; wanted bfloat16, float32, float16 or float64", name, kind,
                   (int)dtype.bits, (int)dtype.lanes);
-  else
-    rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d; wanted bfloat16, float32, float16 or float64", name, kind, (int)dtype.code);
+  else rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d; wanted bfloat16, float32, float16 or float64", name, kind, (int)dtype.code);
   return -1;
 }
 
@@ -352,6 +349,14 @@ static PyObject *detached(PyObject *object) {
   return records ? PyObject_CallMethod(object, "detach", NULL) : Py_NewRef(object);
 }
 
+void rm_tensor_release(PyObject *owner) {
+  if (!owner) return;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  Py_DECREF(owner);
+  PyErr_Restore(type, value, trace);
+}
+
 static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner) {
   int failed = 0;
   const char *objection = torch_objection(object, &failed);
@@ -365,8 +370,8 @@ static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, rm_te
   *owner = PyTuple_Pack(2, capsule, plain);
   result = *owner ? 0 : -1;
 out:
-  Py_XDECREF(capsule);
-  Py_XDECREF(plain);
+  rm_tensor_release(capsule);
+  rm_tensor_release(plain);
   return result;
 }
 

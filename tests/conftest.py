@@ -62,6 +62,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 def _factory() -> Iterator[Callable[..., Any]]:
     import helpers
+
     import rollmesh
 
     made: list[Any] = []

@@ -108,7 +108,7 @@ class Producer:
         if arguments and not self._takes_version:
             raise TypeError(f"__dlpack__ got {arguments}")  # a producer from before versions
         if self._raises is not None:
-            raise self._raises
+            raise type(self._raises)(*self._raises.args)  # a fresh one: an exception keeps the frames it went through
         if self._gives is not None:
             return self._gives
         alive += 1

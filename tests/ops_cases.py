@@ -16,7 +16,7 @@ Array = NDArray[Any]
 DTYPES = ("bfloat16", "float32")
 FAST = [(isa, threads) for isa in ops.available_isas() if isa != "ref" for threads in (1, 2)]
 EPS = 2.0**-24  # of one float32 rounding, relative
-EPS_T = {"bfloat16": 2.0**-9, "float32": 2.0**-24}
+EPS_T = {"bfloat16": 2.0**-8, "float32": 2.0**-24}  # the same of a rounding to T
 
 
 def to_bf16(x: Array) -> NDArray[np.uint16]:

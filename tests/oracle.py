@@ -11,6 +11,7 @@ choice made on scores plus bias and the gates taken from the scores.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,8 +43,6 @@ class BiasedRouter(Qwen3MoeTopKRouter):
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
-    import copy
-
     fields = copy.deepcopy(dict(fields))  # transformers edits rope_parameters in place
     return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
 
@@ -53,7 +52,9 @@ def model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: str, cha
     fields = {**case.config, **changes}
     config = config_of(fields)
     # Built in its dtype, not cast to it: .to(bfloat16) would round inv_freq too.
-    net = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation=experts)
+    net = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation=experts
+    )
     biases = {name: x for name, x in state.items() if name.endswith("e_score_correction_bias")}
     module = helpers.module_state_dict({name: x for name, x in state.items() if name not in biases}, fields)
     wanted = set(net.state_dict()) - ({"lm_head.weight"} if fields["tie_word_embeddings"] else set())

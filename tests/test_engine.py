@@ -133,6 +133,17 @@ def test_siblings_go_on_when_one_ends_at_its_first_token() -> None:
         assert c.token_ids.tolist() == cut
 
 
+@BOTH
+def test_a_draw_depends_on_seed_and_position_only(config: helpers.Config) -> None:
+    """Going on from any point of a sample with its seed gives the rest of the sample."""
+    whole = solo(config, prompt(20), Params(max_tokens=12, seed=2**64 - 1, n=2))
+    for c, seed in zip(whole.outputs, (2**64 - 1, 0)):  # sample i has seed + i mod 2^64
+        for cut in (1, 5, 11):
+            rest = solo(config, [*prompt(20), *c.token_ids[:cut].tolist()], Params(max_tokens=12 - cut, seed=seed)).outputs[0]
+            assert rest.token_ids.tobytes() == c.token_ids[cut:].tobytes()
+            assert rest.logprobs.tobytes() == c.logprobs[cut:].tobytes()
+
+
 # -------------------------------------------------------------------------------------------------- prefix cache
 def test_what_a_hit_serves() -> None:
     """num_cached_tokens counts prompt positions that were not computed: whole pages, but the last position always is."""
@@ -162,17 +173,18 @@ def test_what_a_hit_serves() -> None:
 @BOTH
 def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Config) -> None:
     """Prompt logprobs and routed experts of cached prompt tokens, also of ones that were generated the first time."""
-    params = Params(max_tokens=40, seed=1, prompt_logprobs=0)
+    params = Params(n=2, max_tokens=40, seed=1, prompt_logprobs=0)
     with engine(config) as gen:
         first = gen.generate(prompt(53), params, use_tqdm=False)[0]
-        turn = [*prompt(53), *first.outputs[0].token_ids.tolist(), *prompt(10, 4)]
-        for _ in range(2):
-            second = gen.generate(turn, params, use_tqdm=False)[0]
-            assert second.num_cached_tokens >= 79  # 92 positions have KV, 5 pages are whole; with records the last row is fed again
-            assert arrays(second) == arrays(solo(config, turn, params))
-        scored = gen.score([turn])[0]
-        assert second.prompt_logprobs is not None
-        assert scored.tobytes() == second.prompt_logprobs.tobytes()
+        for c in first.outputs:  # one wrote on in the prompt's last page, the other in its copy
+            turn = [*prompt(53), *c.token_ids.tolist(), *prompt(10, 4)]
+            for _ in range(2):
+                second = gen.generate(turn, params, use_tqdm=False)[0]
+                assert second.num_cached_tokens >= 79  # 92 positions have KV, 5 pages are whole; with records the last row is fed again
+                assert arrays(second) == arrays(solo(config, turn, params))
+            scored = gen.score([turn])[0]
+            assert second.prompt_logprobs is not None
+            assert scored.tobytes() == second.prompt_logprobs.tobytes()
 
 
 @BOTH
@@ -265,6 +277,11 @@ def test_min_tokens_bans_what_would_stop() -> None:
         assert (first.token_ids.tolist(), first.finish_reason, first.stop_reason) == (free[:1], "stop", None)
         ignoring = gen.generate(prompt(12), Params(max_tokens=6, temperature=0.0, ignore_eos=True), use_tqdm=False)[0].outputs[0]
         assert ignoring.token_ids.tolist() == free
+        half = Params(n=8, max_tokens=60, min_tokens=10, seed=1, stop_token_ids=tuple(range(0, 151, 2)))
+        for c in gen.generate(prompt(12), half, use_tqdm=False)[0].outputs:  # banned before the eleventh, and then likely
+            assert 10 < len(c.token_ids) < 40
+            assert (c.token_ids % 2 == 0).tolist() == [False] * (len(c.token_ids) - 1) + [True]
+            assert c.stop_reason == c.token_ids[-1]
         everything = Params(max_tokens=5, min_tokens=1, stop_token_ids=tuple(range(151)))
         with pytest.raises(rm.RequestError, match="every token"):
             gen.generate(prompt(12), everything, use_tqdm=False)
@@ -381,6 +398,10 @@ def test_row_14_every_token_is_scores_at_its_version(config: helpers.Config, pol
                     at = c.versions == version
                     assert gen.score([ids])[0][len(x) - 1 :][at].tobytes() == c.logprobs[at].tobytes()
                     seen[version] += int(at.sum())
+                    if c.routed_experts is not None and at.any():  # a token is fed for the next one; the prompt for the first
+                        routed = gen.generate(ids, Params(max_tokens=1), use_tqdm=False)[0].outputs[0].routed_experts
+                        fed = np.repeat(c.versions, [len(x)] + [1] * (len(c.versions) - 1)) == version
+                        assert routed[:-1][fed].tobytes() == c.routed_experts[fed].tobytes()
     finishes = {c.finish_reason for _, output in results for c in output.outputs}
     assert seen[1] > 0
     assert (seen[2] > 0) == (policy in ("restart", "keep", "keep_kv")), seen
@@ -431,24 +452,37 @@ def test_row_14_keep_never_mixes_records_into_the_cache() -> None:
         assert gen.score([ids])[0].tobytes() == got.tobytes()
 
 
+def push_between_steps(gen: rm.Generator, config: helpers.Config, fail: bool) -> None:
+    """A sync to version 2 with a step after every tenth of it."""
+    state = list(WEIGHTS[id(config), 2].items())
+    with gen.begin_sync(version=2, inflight="keep") as block:
+        for i, (name, tensor) in enumerate(state):
+            block.push(name, tensor)
+            if i % (len(state) // 10) == 0:
+                assert not gen.poll()
+        if fail:
+            raise KeyError("enough")
+
+
 @BOTH
 def test_row_14_steps_go_on_while_a_sync_is_open(config: helpers.Config) -> None:
-    """Pushes between steps change no bit until the commit; an aborted sync changes none at all."""
-    params = Params(max_tokens=30, seed=1)
+    """Pushes between steps change no bit before the commit; an aborted sync changes none at all."""
+    params = Params(max_tokens=60, seed=1)
     want = solo(config, prompt(20), params)
-    state = list(WEIGHTS[id(config), 2].items())
     with engine(config) as gen:
-        request = gen.submit([prompt(20)], params)[0]
-        with pytest.raises(KeyError, match="enough"), gen.begin_sync(version=2) as block:
-            for i, (name, tensor) in enumerate(state):
-                block.push(name, tensor)
-                if i % (len(state) // 10) == 0:
-                    assert not gen.poll()
-            raise KeyError("enough")
+        gen.submit([prompt(20)], params)
+        with pytest.raises(KeyError, match="enough"):
+            push_between_steps(gen, config, fail=True)
         assert gen.version == 1
-        output = gen.poll(1)[0]
-        assert output.request_id == request
-        assert arrays(output) == arrays(want)
+        assert arrays(gen.poll(1)[0]) == arrays(want)
+        gen.submit([prompt(20)], params)
+        push_between_steps(gen, config, fail=False)
+        c, w = gen.poll(1)[0].outputs[0], want.outputs[0]
+        old = c.versions.tolist().count(1)
+        assert old >= 10
+        assert c.versions.tolist() == [1] * old + [2] * (60 - old)
+        assert c.token_ids[:old].tobytes() == w.token_ids[:old].tobytes()
+        assert c.logprobs[:old].tobytes() == w.logprobs[:old].tobytes()
 
 
 def test_row_14_in_place_needs_an_idle_engine() -> None:

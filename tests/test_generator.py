@@ -88,6 +88,7 @@ def test_manifest_is_the_checkpoint(moe: bool, dtype: str) -> None:
 BAD_SETTINGS: list[dict[str, Any]] = [
     {"device": "cuda"},
     {"dtype": "float16"},
+    {"dtype": np.float32},
     {"comm": object()},
     {"mesh": 2},
     {"ep_backend": "deepep"},
@@ -104,6 +105,7 @@ BAD_SETTINGS: list[dict[str, Any]] = [
     {"seed": -1},
     {"seed": 2**64},
     {"isa": "z80"},
+    {"isa": 3},
     {"eos_token_ids": [VOCAB]},
     {"eos_token_ids": -1},
     {"tokenizer": 3},
@@ -369,6 +371,26 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
     for token in broken:
         watcher.push(token)
     assert len(watcher.text) > 10
+
+
+def test_incremental_text_of_a_decoder_that_looks_left() -> None:
+    """Metaspace drops the space of the first token only: a token's text depends on the one before it."""
+    from tokenizers import Tokenizer, decoders, models
+
+    from rollmesh.text import StopWatcher, TextCodec
+
+    words = ["▁one", "▁two", "▁three", "s", "▁"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="s"))
+    made.decoder = decoders.Metaspace()
+    codec = TextCodec(made)
+    ids = [0, 1, 3, 2, 4, 4, 1, 3, 3]
+    watcher = StopWatcher(codec, ["never"], 0)
+    for n, token in enumerate(ids, 1):
+        assert watcher.push(token) is None
+        assert watcher.text == codec.decode(ids[:n])
+    watcher = StopWatcher(codec, ["s t"], 0)
+    assert [watcher.push(token) for token in ids[:4]] == [None, None, None, "s t"]
+    assert watcher.text == "one two"
 
 
 def test_a_real_text_prompt_and_the_hugging_face_tokenizer(tokenizer: Any) -> None:

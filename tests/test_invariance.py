@@ -265,7 +265,7 @@ def rounding_upward() -> Iterator[None]:
     assert libm.fesetround(FE_UPWARD) == 0
     try:
         yield
-        assert libm.fegetround() == FE_UPWARD  # left as it was found
+        assert float("1") + 2.0**-60 > 1.0  # left as it was found (fegetround would ask the x87)
     finally:
         libm.fesetround(before)
 
@@ -276,7 +276,7 @@ def flushing_denormals() -> Iterator[None]:
     assert torch.set_flush_denormal(True)
     try:
         yield
-        assert torch.tensor([1e-310], dtype=torch.float64).item() * 1.0 == 0.0  # still on
+        assert float("1e-310") * float("1") == 0.0  # still on
     finally:
         torch.set_flush_denormal(False)
 

@@ -3,11 +3,12 @@
 ref itself is held to independent oracles in test_ops_reference.py. Outputs lie between guard bytes; inputs are misaligned.
 """
 
+# ruff: noqa: B023 - closures over loop variables are called in the same turn of the loop
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from ops_cases import DTYPES, FAST, Array, Guarded, assert_same_bits, hard, inputs, misaligned, normal, stored
+from ops_cases import DTYPES, FAST, Array, Guarded, assert_same_bits, hard, inputs, misaligned, normal, stored, values
 
 from rollmesh import ops
 
@@ -78,9 +79,9 @@ def test_grouped_gemm(swiglu: bool, dtype: str, rng: np.random.Generator) -> Non
         w = ops.pack_gate_up(gate, up, dtype=dtype, isa="ref") if swiglu else ops.pack(gate, dtype=dtype, isa="ref")
 
         def run(isa: str, threads: int) -> tuple[Array, ...]:
-            y = Guarded((m, n), x.dtype)  # noqa: B023 - run at once
+            y = Guarded((m, n), x.dtype)
             op = ops.gemm_swiglu if swiglu else ops.gemm
-            op(x, w, n, group_rows=group_rows, out=y.array, isa=isa, threads=threads)  # noqa: B023
+            op(x, w, n, group_rows=group_rows, out=y.array, isa=isa, threads=threads)
             y.check()
             return (y.array,)
 
@@ -115,14 +116,14 @@ def test_rms_norm(dtype: str, kind: str, rng: np.random.Generator) -> None:
             residual = inputs(rng, (rows, n), dtype, kind)
 
             def run(isa: str, threads: int) -> tuple[Array, ...]:
-                out, state = Guarded(x.shape, x.dtype), Guarded(x.shape, x.dtype)  # noqa: B023
-                state.array[...] = residual  # noqa: B023
-                plain = ops.rms_norm(residual, weight, eps=1e-6, isa=isa, threads=threads)  # noqa: B023
-                ops.rms_norm(state.array, weight, eps=1e-6, x=x, out=out.array, isa=isa, threads=threads)  # noqa: B023
+                out, state = Guarded(x.shape, x.dtype), Guarded(x.shape, x.dtype)
+                state.array[...] = residual
+                plain = ops.rms_norm(residual, weight, eps=1e-6, isa=isa, threads=threads)
+                ops.rms_norm(state.array, weight, eps=1e-6, x=x, out=out.array, isa=isa, threads=threads)
                 out.check()
                 state.check()
-                aliased = x.copy()  # noqa: B023 - out may be x
-                ops.rms_norm(residual.copy(), weight, eps=1e-6, x=aliased, out=aliased, isa=isa, threads=threads)  # noqa: B023
+                aliased = x.copy()
+                ops.rms_norm(residual.copy(), weight, eps=1e-6, x=aliased, out=aliased, isa=isa, threads=threads)
                 assert (aliased == out.array).all()
                 return plain, out.array, state.array
 
@@ -137,17 +138,19 @@ def test_embed(dtype: str, rng: np.random.Generator) -> None:
         ids = rng.integers(0, vocab, 23).astype(np.int32)
 
         def run(isa: str, threads: int) -> tuple[Array, ...]:
-            out = Guarded((23, hidden), table.dtype)  # noqa: B023
-            ops.embed(ids, table, out=out.array, isa=isa, threads=threads)  # noqa: B023
+            out = Guarded((23, hidden), table.dtype)
+            ops.embed(ids, table, out=out.array, isa=isa, threads=threads)
             out.check()
-            return out.array, ops.embed(ids, tied, packed=(vocab, hidden), isa=isa, threads=threads)  # noqa: B023
+            return out.array, ops.embed(ids, tied, packed=(vocab, hidden), isa=isa, threads=threads)
 
         plain, from_packed = assert_same_bits(run)
         assert (plain == table[ids]).all()
         assert (from_packed == table[ids]).all()
 
 
-def qkv_case(rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int, page_size: int, kind: str) -> dict[str, Array]:
+def qkv_case(
+    rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int, page_size: int, kind: str
+) -> dict[str, Array]:
     pages = rows // page_size + 2
     slots = rng.permutation(pages * page_size)[:rows].astype(np.int64)
     slots[rows // 2 : rows // 2 + 1] = -1
@@ -164,7 +167,9 @@ def qkv_case(rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_hea
     }
 
 
-def run_qk_rope(case: dict[str, Array], heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: str, isa: str, threads: int) -> tuple[Array, ...]:
+def run_qk_rope(
+    case: dict[str, Array], heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: str, isa: str, threads: int
+) -> tuple[Array, ...]:
     args = {key: value for key, value in case.items() if key != "pages"}
     k, v = ops.kv_cache(int(case["pages"]), kv_heads, page_size, head_dim, dtype=dtype)
     flags = np.zeros(len(case["qkv"]), np.uint8)
@@ -179,9 +184,15 @@ def run_qk_rope(case: dict[str, Array], heads: int, kv_heads: int, head_dim: int
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_rope_kv(dtype: str, kind: str, rng: np.random.Generator) -> None:
-    for rows, heads, kv_heads, head_dim, page_size in ((0, 1, 1, 2, 16), (1, 2, 1, 8, 16), (19, 3, 3, 32, 32), (7, 4, 2, 62, 16), (33, 6, 2, 128, 64)):
+    for rows, heads, kv_heads, head_dim, page_size in (
+        (0, 1, 1, 2, 16),
+        (1, 2, 1, 8, 16),
+        (19, 3, 3, 32, 32),
+        (7, 4, 2, 62, 16),
+        (33, 6, 2, 128, 64),
+    ):
         case = qkv_case(rng, dtype, rows, heads, kv_heads, head_dim, page_size, kind)
-        assert_same_bits(lambda isa, threads: run_qk_rope(case, heads, kv_heads, head_dim, page_size, dtype, isa, threads))  # noqa: B023
+        assert_same_bits(lambda isa, threads: run_qk_rope(case, heads, kv_heads, head_dim, page_size, dtype, isa, threads))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,19 +216,32 @@ def test_nonfinite_k_and_v_are_stored_as_zeros_and_flagged(dtype: str, rng: np.r
 
 
 # ---------------------------------------------------------------------------------------------- attention
-def attention_case(rng: np.random.Generator, dtype: str, lengths: list[int], chunk: int, heads: int, kv_heads: int, head_dim: int, page_size: int) -> dict[str, Array]:
-    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages; the free pages hold garbage."""
+def attention_case(
+    rng: np.random.Generator,
+    dtype: str,
+    lengths: list[int],
+    chunk: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int = 0,
+) -> dict[str, Array]:
+    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages. Slots that no row may see hold finite
+    garbage where they share a page with live ones; pages without a live one hold NaN, and tables do not point to them."""
     needed = [-(-n // page_size) for n in lengths]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
     tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
     for i, n in enumerate(needed):
-        tables[i, :n] = order[sum(needed[:i]) : sum(needed[:i]) + n]
+        first = max(0, lengths[i] - chunk - window + 1) // page_size if window else 0
+        tables[i, first:n] = order[sum(needed[:i]) + first : sum(needed[:i]) + n]
     k, v = ops.kv_cache(len(order), kv_heads, page_size, head_dim, dtype=dtype)
     k[...] = normal(rng, k.shape, dtype)
     v[...] = normal(rng, v.shape, dtype)
     if head_dim % 32:  # the packed layout's padding is zero
-        mask = packed(np.ones((page_size, head_dim), np.float32), dtype) == 0
-        k[:, :, mask] = 0
+        k[:, :, packed(np.ones((page_size, head_dim), np.float32), dtype) == 0] = 0
+    unused = np.setdiff1d(order, tables)
+    k[unused] = v[unused] = stored(np.array([np.nan], np.float32), dtype)
     rows = [(s, p) for s, n in enumerate(lengths) for p in range(max(0, n - chunk), n)]
     return {
         "q": normal(rng, (len(rows), heads, head_dim), dtype, 2.0),
@@ -246,9 +270,17 @@ ATTENTION = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths, chunk, heads, kv_heads, head_dim, page_size, window", ATTENTION)
 def test_attention(
-    lengths: list[int], chunk: int, heads: int, kv_heads: int, head_dim: int, page_size: int, window: int, dtype: str, rng: np.random.Generator
+    lengths: list[int],
+    chunk: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int,
+    dtype: str,
+    rng: np.random.Generator,
 ) -> None:
-    case = attention_case(rng, dtype, lengths, chunk, heads, kv_heads, head_dim, page_size)
+    case = attention_case(rng, dtype, lengths, chunk, heads, kv_heads, head_dim, page_size, window)
 
     def run(isa: str, threads: int) -> tuple[Array, ...]:
         out = Guarded(case["q"].shape, case["q"].dtype)
@@ -257,6 +289,7 @@ def test_attention(
         return (out.array,)
 
     want = assert_same_bits(run)[0]
+    assert np.isfinite(values(want)).all()
     rows = rng.permutation(len(want))  # the batch in another order, every row alone among strangers
     mixed = dict(case, q=case["q"][rows].copy(), positions=case["positions"][rows].copy(), seq_of_row=case["seq_of_row"][rows].copy())
     for isa, threads in FAST:
@@ -274,7 +307,9 @@ def test_attention_with_wild_scores(dtype: str, rng: np.random.Generator) -> Non
     spoiled = q.copy()
     spoiled[7, 1, 3], spoiled[20, 0, 0] = stored(np.array([np.nan, np.inf], np.float32), dtype)
     for array in (q, spoiled):
-        want = assert_same_bits(lambda isa, threads: (ops.attention(**dict(case, q=array), page_size=16, scale=1.0, isa=isa, threads=threads),))[0]  # noqa: B023
+        want = assert_same_bits(
+            lambda isa, threads: (ops.attention(**dict(case, q=array), page_size=16, scale=1.0, isa=isa, threads=threads),)
+        )[0]
     touched = np.zeros(q.shape[:2], bool)
     touched[7, 1] = touched[20, 0] = True
     assert (want[~touched] == clean[~touched]).all()
@@ -297,7 +332,7 @@ def test_router(dtype: str, rng: np.random.Generator) -> None:
             bias[0] = np.nan if kind == "nan" else bias[0]
             for b, renormalize in ((None, True), (bias, True), (bias, False)):
                 ids, gates = assert_same_bits(
-                    lambda isa, threads: ops.router(x, pw, experts, top_k, bias=b, renormalize=renormalize, isa=isa, threads=threads)  # noqa: B023
+                    lambda isa, threads: ops.router(x, pw, experts, top_k, bias=b, renormalize=renormalize, isa=isa, threads=threads)
                 )
                 assert ((ids >= 0) & (ids < experts)).all()
                 assert all(len(set(row)) == top_k for row in ids.tolist())
@@ -312,12 +347,12 @@ def test_permute_and_combine(dtype: str, rng: np.random.Generator) -> None:
         ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)] or [np.zeros((top_k,), int)])[:rows].astype(np.int32)
         gates = misaligned(rng.standard_normal((rows, top_k)).astype(np.float32))
         x = hard(rng, (rows, hidden), dtype)
-        _, _, place = assert_same_bits(lambda isa, threads: ops.permute(x, ids, experts, isa=isa, threads=threads))  # noqa: B023
+        _, _, place = assert_same_bits(lambda isa, threads: ops.permute(x, ids, experts, isa=isa, threads=threads))
         y = hard(rng, (rows * top_k, hidden), dtype)
 
         def run(isa: str, threads: int) -> tuple[Array, ...]:
-            out = Guarded((rows, hidden), y.dtype)  # noqa: B023
-            ops.combine(y, place, ids, gates, experts, out=out.array, isa=isa, threads=threads)  # noqa: B023
+            out = Guarded((rows, hidden), y.dtype)
+            ops.combine(y, place, ids, gates, experts, out=out.array, isa=isa, threads=threads)
             out.check()
             return (out.array,)
 
@@ -334,8 +369,8 @@ def test_lm_head(dtype: str, kind: str, rng: np.random.Generator) -> None:
             targets = rng.integers(-1, vocab, rows).astype(np.int32)
 
             def run(isa: str, threads: int) -> tuple[Array, ...]:
-                kept = ops.lm_head(x, w, vocab, targets=targets, isa=isa, threads=threads)  # noqa: B023
-                not_kept = ops.lm_head(x, w, vocab, targets=targets, keep_logits=False, isa=isa, threads=threads)  # noqa: B023
+                kept = ops.lm_head(x, w, vocab, targets=targets, isa=isa, threads=threads)
+                not_kept = ops.lm_head(x, w, vocab, targets=targets, keep_logits=False, isa=isa, threads=threads)
                 assert kept.logits is not None
                 assert kept.target_logprobs is not None
                 assert not_kept.target_logprobs is not None
@@ -401,7 +436,9 @@ def test_sample(vocab: int, kind: str, rng: np.random.Generator) -> None:
     logits, stats = logits_case(rng, rows, vocab, kind)
     params = [sample_params(rng, vocab) for _ in range(rows)]
     flags = (rng.random(rows) < 0.1).astype(np.uint8)
-    tokens, logprobs, under = assert_same_bits(lambda isa, threads: ops.sample(logits, stats, params, row_flags=flags, isa=isa, threads=threads))
+    tokens, logprobs, under = assert_same_bits(
+        lambda isa, threads: ops.sample(logits, stats, params, row_flags=flags, isa=isa, threads=threads)
+    )
     assert (tokens < vocab).all()
     for r in np.flatnonzero(flags):
         assert tokens[r] == -1
@@ -417,6 +454,6 @@ def test_top_logprobs(kind: str, rng: np.random.Generator) -> None:
     for vocab in (1, 16, 33, 1000):
         logits, stats = logits_case(rng, 9, vocab, kind)
         for k in {0, 1, min(5, vocab), vocab if vocab < 50 else 20}:
-            ids, _ = assert_same_bits(lambda isa, threads: ops.top_logprobs(logits, stats, k, isa=isa, threads=threads))  # noqa: B023
+            ids, _ = assert_same_bits(lambda isa, threads: ops.top_logprobs(logits, stats, k, isa=isa, threads=threads))
             order = np.lexsort((np.broadcast_to(np.arange(vocab), logits.shape), -logits), axis=1)
             assert (ids == order[:, :k]).all()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
+from rollmesh.turn import Turn
 
 VOCAB = tiny_config()["vocab_size"]
 PROMPT = [5, 9, 77, 3]
@@ -274,6 +276,33 @@ def test_row_20_many_threads_generate_and_sync(gen: rm.Generator) -> None:
                 assert scores[mine].tobytes() == sample.logprobs[mine].tobytes()
 
 
+def test_row_20_turns_come_in_the_order_of_arrival() -> None:
+    turn, order = Turn(), []
+
+    def wait_for_turn(name: int) -> None:
+        with turn.take():
+            order.append(name)
+
+    threads = [threading.Thread(target=wait_for_turn, args=(name,)) for name in range(5)]
+    with turn.take():
+        for queued, thread in enumerate(threads, 1):
+            thread.start()
+            while len(turn._waiting) < queued:
+                time.sleep(0.001)
+        with pytest.raises(rm.StateError):
+            turn.take().__enter__()
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, 4]
+    with turn.take():  # one that gives up leaves the queue
+        late = threading.Thread(target=lambda: pytest.raises(rm.DeadlineError, turn.take(time.monotonic() + 0.05).__enter__))
+        late.start()
+        late.join(10)
+        assert not turn._waiting
+    wait_for_turn(5)
+    assert order[-1] == 5
+
+
 def test_row_20_reentry_from_a_weights_iterator(gen: rm.Generator) -> None:
     before = fingerprint(gen)
 
@@ -331,17 +360,71 @@ def test_row_20_close_while_another_thread_generates(gen: rm.Generator) -> None:
     assert [type(error) for error in problems] == [rm.StateError]
 
 
-def test_row_20_an_interrupt_leaves_nothing_behind(gen: rm.Generator) -> None:
+def test_row_20_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
+    """Below the generator's lock: a mistake there would be an exception and not a race."""
+    gen.submit([[1, 2, 3]] * 32, rm.SamplingParams(max_tokens=100))
+    engine = gen._engine
+    refused: list[rm.StateError] = []
+
+    def work() -> None:
+        while engine_unfinished():
+            try:
+                engine.step()
+            except rm.StateError as error:
+                refused.append(error)
+
+    def engine_unfinished() -> bool:
+        try:
+            return engine.unfinished() > 0
+        except rm.StateError as error:
+            refused.append(error)
+            return True
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert refused
+    assert all("another thread" in str(error) for error in refused)
+    assert [len(output.outputs[0].token_ids) for output in gen.poll(min_outputs=32)] == [100] * 32
+
+
+@pytest.mark.parametrize("call", ["generate", "submit", "score", "sync_weights"])
+def test_rows_12_and_20_an_interrupt_leaves_nothing_behind(gen: rm.Generator, call: str) -> None:
+    """Ctrl-C at twelve moments of a call: between two requests of an add, in a step, between two tensors of a sync."""
     before = fingerprint(gen)
+    many = [[1, 2, 3]] * 300
+
+    def slow_weights() -> Iterator[tuple[str, Any]]:
+        for entry in OTHER_STATE.items():
+            time.sleep(0.003)
+            yield entry
+
+    calls = {
+        "generate": lambda: gen.generate(many, rm.SamplingParams(max_tokens=100), use_tqdm=False),
+        "submit": lambda: gen.submit(many * 30, PARAMS),
+        "score": lambda: gen.score([list(range(100))] * 300),
+        "sync_weights": lambda: gen.sync_weights(slow_weights()),
+    }
+    interrupted = 0
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(KeyboardInterrupt):
-            gen.generate([[1, 2, 3]] * 500, rm.SamplingParams(max_tokens=100), use_tqdm=False)
+        for delay in np.linspace(0.0005, 0.03, 12):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                calls[call]()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            gen.abort()
+            gen.poll()
+            assert gen.metrics()["running"] == gen.metrics()["waiting"] == 0
+            assert gen._engine.ids() == []
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert gen.metrics()["running"] == gen.metrics()["waiting"] == 0
+    assert interrupted >= 3
     assert fingerprint(gen) == before
 
 

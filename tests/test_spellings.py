@@ -1,16 +1,19 @@
-"""One set of weights under every spelling that a trainer may use: Hugging Face checkpoints, transformers 5 modules,
-inference engines' fused tensors, torchtitan as it spelled itself over time. Input: random weights with a router bias that turns choices. Oracle: each other. Bound: zero,
-on the digest, the logits and the routing."""
+"""One set of weights under every spelling that a trainer may use: Hugging Face checkpoints, transformers 5 modules, inference
+engines' fused tensors, torchtitan as it spelled itself over time. Input: random weights with a router bias that turns choices.
+Oracle: each other. Bound: zero, on the digest, the logits and the routing. And one config in every form it comes in."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import helpers
 import numpy as np
 import pytest
+
 import rollmesh
 
 torch = pytest.importorskip("torch", reason="state dicts of torch modules")
@@ -71,3 +74,18 @@ def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> No
     after = gen.sync_weights(moved).digest, gen.logits(prompts)[0].tobytes()
     assert before[0] != after[0]
     assert before[1] != after[1]
+
+
+@pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
+def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: Path) -> None:
+    """As a dict, as the transformers object, as its to_dict(), as a folder it was saved to, and as JSON of our own."""
+    import oracle
+
+    hf = oracle.config_of(case.config)
+    hf.save_pretrained(tmp_path)
+    forms = [hf, hf.to_dict(), hf.to_diff_dict(), tmp_path, tmp_path / "config.json"]
+    spec = rollmesh.ModelSpec.from_hf(case.config)
+    assert [rollmesh.ModelSpec.from_hf(form) for form in forms] == [spec] * len(forms)
+    assert rollmesh.ModelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert hash(rollmesh.ModelSpec.from_dict(spec.to_dict())) == hash(spec)
+    assert {p.name: p.shape for p in spec.parameters()} == helpers.parameter_shapes(case.config)

@@ -138,10 +138,8 @@ void rm_commit(rm_engine *engine) {
     if (plan->scheduled[i]->status != RM_DONE) advance(engine, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++) {
     rm_sequence *seq = plan->draws[d].seq;
-    if (seq->status == RM_JOINING)
-      rm_share_pages(engine, seq, plan->outs[plan->draws[d].out].seq);
-    else if (seq->group->leader == seq)
-      seq->group->leader = NULL;
+    if (seq->status == RM_JOINING) rm_share_pages(engine, seq, plan->outs[plan->draws[d].out].seq);
+    else if (seq->group->leader == seq) seq->group->leader = NULL;
   }
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE) append(engine, d);

@@ -8,7 +8,7 @@
 
 enum { MAX_SAMPLES = 16384 };
 
-#define REFUSE_UNLESS(condition, ...)                                                                                                      \
+#define REFUSE_UNLESS(condition, ...) \
   if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
 
 static rm_code check_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err) {

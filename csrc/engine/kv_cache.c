@@ -113,24 +113,18 @@ static void cached_append(rm_kv_cache *cache, int32_t id) {
   rm_page *page = &cache->pages[id];
   page->older = cache->newest;
   page->newer = 0;
-  if (cache->newest)
-    cache->pages[cache->newest - 1].newer = id + 1;
-  else
-    cache->oldest = id + 1;
+  if (cache->newest) cache->pages[cache->newest - 1].newer = id + 1;
+  else cache->oldest = id + 1;
   cache->newest = id + 1;
   cache->n_cached++;
 }
 
 static void cached_remove(rm_kv_cache *cache, int32_t id) {
   rm_page *page = &cache->pages[id];
-  if (page->older)
-    cache->pages[page->older - 1].newer = page->newer;
-  else
-    cache->oldest = page->newer;
-  if (page->newer)
-    cache->pages[page->newer - 1].older = page->older;
-  else
-    cache->newest = page->older;
+  if (page->older) cache->pages[page->older - 1].newer = page->newer;
+  else cache->oldest = page->newer;
+  if (page->newer) cache->pages[page->newer - 1].older = page->older;
+  else cache->newest = page->older;
   cache->n_cached--;
 }
 
@@ -179,10 +173,8 @@ void rm_kv_release(rm_kv_cache *cache, int32_t id) {
   assert(cache->pages[id].references > 0);
   if (--cache->pages[id].references) return;
   cache->n_held--;
-  if (cache->pages[id].indexed)
-    cached_append(cache, id);
-  else
-    free_push(cache, id);
+  if (cache->pages[id].indexed) cached_append(cache, id);
+  else free_push(cache, id);
 }
 
 int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) { return cache->pages[id].references; }

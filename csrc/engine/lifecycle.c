@@ -23,10 +23,8 @@ static void keep(rm_engine *engine, rm_group *group, int keep_kv) {
   for (int32_t i = group->n - 1; i >= 0; i--) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_ACTIVE) continue;
-    if (keep_kv && seq->n_tokens)
-      seq->stale = 1;
-    else
-      rm_preempt(engine, seq);
+    if (keep_kv && seq->n_tokens) seq->stale = 1;
+    else rm_preempt(engine, seq);
   }
 }
 

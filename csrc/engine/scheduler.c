@@ -94,12 +94,12 @@ static int64_t shared_page(const rm_engine *engine, const rm_sequence *seq, int6
   return rm_kv_references(engine->cache, rm_block_table(engine, seq)[index]) > 1 ? index : -1;
 }
 
+// Logprobs need no copy: they are written when the page is full.
 static void copy_page(rm_engine *engine, rm_sequence *seq, int64_t index) {
   int32_t *entry = &rm_block_table(engine, seq)[index];
   const int32_t to = rm_kv_alloc(engine->cache), from = *entry;
   assert(to >= 0);
   rm_model_copy_page(engine->model, engine->kv, engine->n_pages, to, from);
-  memcpy(rm_kv_logprobs(engine->cache, to), rm_kv_logprobs(engine->cache, from), (size_t)engine->options.page_size * sizeof(float));
   if (engine->routed_per_token)
     memcpy(rm_kv_routed(engine->cache, to), rm_kv_routed(engine->cache, from),
            (size_t)(engine->options.page_size * engine->routed_per_token) * sizeof(int16_t));

@@ -272,8 +272,7 @@ void rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_
     if (spec->layers[i].is_moe)
       rm_moe_forward(&model->moe, &model->ctx, layer, base, model->x, batch->n_rows, batch->routed + moe_layer++ * spec->top_k,
                      spec->n_moe_layers * spec->top_k);
-    else
-      mlp_block(model, layer, base, batch->n_rows);
+    else mlp_block(model, layer, base, batch->n_rows);
   }
   gather(model, model->residual, batch);
   gather(model, model->x, batch);

@@ -109,26 +109,38 @@ VEC void softmax_step(rm_dtype T, unit *u, int64_t q, int64_t t0) {
 // The page of position t for this kv head, as an index into pages of one head.
 static int64_t head_page(const unit *u, int64_t t) { return u->pages[t / u->a->page_size] * u->a->n_kv_heads + u->kv_head; }
 
-VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
+// Keys and values of the 16 positions from t.
+VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  const int64_t n_blocks = u->width_k / RM_K_BLOCK, step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
+  return at(T, a->k_cache, head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_k);
+}
+VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
+  const rm_attention_args *a = u->a;
+  return at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_v);
+}
+
+// Pages lie anywhere, so the processor cannot guess where the next block is: each step fetches it while it computes.
+VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
+  const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
+  const void *next[2] = {NULL, NULL};
   memset(u->p, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->p);
   for (int half = 0; half < 2; half++) {
-    const int64_t t = t0 + half * RM_LANES, in_page = t % a->page_size;
+    const int64_t t = t0 + half * RM_LANES, t_next = t + RM_ATTN_BLOCK;
     if (!any_live(u, t, t + RM_LANES)) continue;  // its page may not exist
-    const void *keys = at(T, a->k_cache, head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) + in_page * u->width_k);
-    tile_dots(T, u->queries, u->n_q, keys, n_blocks, u->p + half * RM_LANES, RM_ATTN_BLOCK, 1);
-    values.half[half] = at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + in_page * u->width_v);
+    const void *keys = keys_at(T, u, t);
+    const int more = any_live(u, t_next, t_next + RM_LANES);
+    const int64_t ahead = more ? (const char *)keys_at(T, u, t_next) - (const char *)keys : 0;
+    tile_dots(T, u->queries, u->n_q, keys, u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, RM_ATTN_BLOCK, ahead);
+    values.half[half] = values_at(T, u, t);
+    if (more) next[half] = values_at(T, u, t_next);
   }
   if (!values.half[0]) values.half[0] = values.half[1];  // any finite numbers: their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
   for (int64_t q = 0; q < u->n_q; q++) softmax_step(T, u, q, t0);
-  for (int64_t d = 0; d < u->width_v; d += RM_N_TILE) {
-    const int64_t skip = T == RM_BF16 ? 2 * d : d;
-    const k_block columns = {{at(T, values.half[0], skip), at(T, values.half[1], skip)}, step};
-    block_dots(T, u->p, u->n_q, &columns, u->acc + d * u->n_q);
-  }
+  for (int half = 0; half < 2; half++)
+    for (int64_t i = 0; next[half] && i < RM_LANES * u->width_v; i += T == RM_BF16 ? 32 : 16) vec_prefetch(at(T, next[half], i));
+  block_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc);
 }
 
 // The segment that ends: the first live one of a query is taken over, later ones are merged.

@@ -16,25 +16,27 @@ static uint64_t saved_registers(void) {
   return (uint64_t)hi << 32 | lo;
 }
 
-typedef struct cpu_features {
-  int fma, avx2;                // usable: by the processor and the operating system
-} cpu_features;
+enum { KNOWN = 1, HAS_FMA = 2, HAS_AVX2 = 4 };  // usable: by the processor and the operating system
 
-static cpu_features detect(void) {
-  cpu_features found = {0};
+static int detect(void) {
   uint32_t a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return found;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return KNOWN;
   enum { XMM_AND_YMM = 6 };
-  if ((saved_registers() & XMM_AND_YMM) != XMM_AND_YMM) return found;
-  found.fma = (c & bit_FMA) && (c & bit_AVX);
-  found.avx2 = found.fma && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+  if ((saved_registers() & XMM_AND_YMM) != XMM_AND_YMM || !(c & bit_FMA) || !(c & bit_AVX)) return KNOWN;
+  const int avx2 = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+  return KNOWN | HAS_FMA | (avx2 ? HAS_AVX2 : 0);
+}
+
+// Asked once: under a hypervisor each cpuid is a trap of some 20 µs. Threads that race here write the same value.
+static int features(void) {
+  static _Atomic int found;
+  if (!found) found = detect();
   return found;
 }
 
 const rm_kernels *rm_kernels_for(rm_isa isa) {
-  const cpu_features cpu = detect();
-  if (isa == RM_ISA_REF) return cpu.fma ? &rm_table_ref : NULL;
-  if (isa == RM_ISA_AVX2) return cpu.avx2 ? &rm_table_avx2 : NULL;
+  if (isa == RM_ISA_REF) return features() & HAS_FMA ? &rm_table_ref : NULL;
+  if (isa == RM_ISA_AVX2) return features() & HAS_AVX2 ? &rm_table_avx2 : NULL;
   return NULL;
 }
 

@@ -4,16 +4,17 @@
 // shift for the even k and a mask for the odd.
 //
 // Two shapes of inner loop, the same sums. Three rows and more take the 16 even steps first, then the 16 odd ones: rows × 2
-// registers hold the chains and each weight vector meets every row. One and two rows keep both chains in flight, one row two
-// k blocks at a time: with fewer than eight chains the FMA's latency shows, and a decode step reads each weight but once.
-// With many rows bf16 weights are widened once into the L1 cache, not once per register block.
+// registers hold the chains and each weight vector meets every row. One and two rows keep both chains in flight, since with
+// fewer chains the FMA's latency shows; the processor overlaps one k block with the next, as each begins its chains anew, and a
+// decode step runs at the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.) With many rows
+// bf16 weights are widened once into the L1 cache, not once per register block.
 #pragma once
 
 #include "vec.h"
 
 enum {
   TILE = RM_N_TILE * RM_K_BLOCK,  // elements of a tile: 16 columns of one k block
-  PREFETCH = 1536,                // bytes ahead of a stream of weights
+  PREFETCH = 1024,                // bytes that a stream of weights is fetched ahead
 };
 
 // How a k block of 16 columns lies in memory: packed tiles, or V, whose rows of pairs are `step` elements apart, 16 positions in
@@ -34,8 +35,8 @@ VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
 VEC k_block packed_block(rm_dtype dtype, const void *w) {
   return (k_block){{w, at(dtype, w, TILE / 2)}, dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE};
 }
-VEC void prefetch_block(rm_dtype dtype, const void *w, int p) {
-  const char *line = (const char *)w + PREFETCH + p * (dtype == RM_BF16 ? 64 : 128);
+VEC void prefetch_row(rm_dtype dtype, const void *w, int64_t ahead, int p) {
+  const char *line = (const char *)w + ahead + p * (dtype == RM_BF16 ? 64 : 128);
   vec_prefetch(line);
   if (dtype == RM_F32) vec_prefetch(line + 64);
 }
@@ -80,47 +81,18 @@ VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *
 }
 
 VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
-  if (R <= 2)
-    block_flat(dtype, R, x, w, acc, lda);
-  else
-    block_tall(dtype, R, x, w, acc, lda);
+  if (R <= 2) block_flat(dtype, R, x, w, acc, lda);
+  else block_tall(dtype, R, x, w, acc, lda);
 }
 
-// One row, all blocks of a tile column, `next` floats from a block of x to the next; two blocks side by side.
-VEC void row_dots(rm_dtype dtype, const float *x, int64_t next, const void *w, int64_t n_blocks, float *acc) {
-  vf sum = vf_load(acc);
-  int64_t b = 0;
-  for (; b + 2 <= n_blocks; b += 2, x += 2 * next) {
-    const void *w0 = at(dtype, w, b * TILE), *w1 = at(dtype, w, (b + 1) * TILE);
-    const k_block k0 = packed_block(dtype, w0), k1 = packed_block(dtype, w1);
-    const float *x1 = x + next;
-    vf e0 = vf_zero(), o0 = vf_zero(), e1 = vf_zero(), o1 = vf_zero();
-#pragma GCC unroll 16
-    for (int p = 0; p < 16; p++) {
-      prefetch_block(dtype, w0, p);
-      prefetch_block(dtype, w1, p);
-      e0 = vf_fma(vf_set1(x[2 * p]), even_of(dtype, &k0, p), e0);
-      o0 = vf_fma(vf_set1(x[2 * p + 1]), odd_of(dtype, &k0, p), o0);
-      e1 = vf_fma(vf_set1(x1[2 * p]), even_of(dtype, &k1, p), e1);
-      o1 = vf_fma(vf_set1(x1[2 * p + 1]), odd_of(dtype, &k1, p), o1);
-    }
-    sum = vf_add(sum, vf_add(e0, o0));
-    sum = vf_add(sum, vf_add(e1, o1));
-  }
-  vf_store(acc, sum);
-  if (b < n_blocks) {
-    const k_block last = packed_block(dtype, at(dtype, w, b * TILE));
-    block_flat(dtype, 1, x, &last, acc, RM_LANES);
-  }
-}
-
+// All blocks of a tile column, `next` floats from a block of x to the next.
 VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w, int64_t n_blocks, float *acc, const int lda,
-                   int stream) {
+                   int64_t ahead) {
   for (int64_t b = 0; b < n_blocks; b++, x += next) {
     const void *tile = at(dtype, w, b * TILE);
     const k_block block = packed_block(dtype, tile);
-    if (stream)
-      for (int p = 0; p < 16; p++) prefetch_block(dtype, tile, p);
+    if (ahead)
+      for (int p = 0; p < 16; p++) prefetch_row(dtype, tile, ahead, p);
     block_rows(dtype, R, x, &block, acc, lda);
   }
 }
@@ -132,35 +104,45 @@ VEC int rows_at_once(int64_t left) {
 }
 
 // acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on;
-// `stream` says that w comes from memory.
-VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda, int stream) {
+// what stands `ahead` bytes behind w is fetched into the cache meanwhile (0: nothing).
+VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda,
+                   int64_t ahead) {
   const int64_t next = rows * RM_K_BLOCK;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * lda;
     switch (n) {
-      case 1: row_dots(dtype, xr, next, w, n_blocks, to); break;
-      case 2: rows_dots(dtype, 2, xr, next, w, n_blocks, to, lda, stream); break;
-      case 3: rows_dots(dtype, 3, xr, next, w, n_blocks, to, lda, stream); break;
-      default: rows_dots(dtype, RM_VEC_ROWS, xr, next, w, n_blocks, to, lda, stream); break;
+      case 1: rows_dots(dtype, 1, xr, next, w, n_blocks, to, lda, ahead); break;
+      case 2: rows_dots(dtype, 2, xr, next, w, n_blocks, to, lda, ahead); break;
+      case 3: rows_dots(dtype, 3, xr, next, w, n_blocks, to, lda, ahead); break;
+      default: rows_dots(dtype, RM_VEC_ROWS, xr, next, w, n_blocks, to, lda, ahead); break;
     }
     r += n;
-    stream = 0;  // the first register block has brought w into the cache
+    ahead = 0;  // the first register block has seen to it
   }
 }
 
-// acc[r][0 … 16) += E + O of a single block given by its halves: p·V.
-VEC void block_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, float *acc) {
+// One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile.
+VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles, float *acc, int64_t next) {
+  const int64_t beside = dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE;
+  for (int64_t t = 0; t < n_tiles; t++, acc += next) {
+    block_rows(dtype, R, x, &w, acc, RM_LANES);
+    for (int half = 0; half < 2; half++) w.half[half] = at(dtype, w.half[half], beside);
+  }
+}
+
+VEC void block_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  const int64_t next = rows * RM_LANES;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * RM_LANES;
     switch (n) {
-      case 1: block_rows(dtype, 1, xr, w, to, RM_LANES); break;
-      case 2: block_rows(dtype, 2, xr, w, to, RM_LANES); break;
-      case 3: block_rows(dtype, 3, xr, w, to, RM_LANES); break;
-      default: block_rows(dtype, RM_VEC_ROWS, xr, w, to, RM_LANES); break;
+      case 1: columns_dots(dtype, 1, xr, *w, n_tiles, to, next); break;
+      case 2: columns_dots(dtype, 2, xr, *w, n_tiles, to, next); break;
+      case 3: columns_dots(dtype, 3, xr, *w, n_tiles, to, next); break;
+      default: columns_dots(dtype, RM_VEC_ROWS, xr, *w, n_tiles, to, next); break;
     }
     r += n;
   }
@@ -205,7 +187,7 @@ VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void
     for (int64_t t = 0; t < n_tiles; t++)
       for (int64_t b = 0; b < n_blocks; b += chunk)
         tile_dots(dtype, panel + b * rows * RM_K_BLOCK, rows, at(dtype, w, (t * n_blocks + b) * TILE), rm_min64(chunk, n_blocks - b),
-                  acc + t * rows * RM_N_TILE, RM_N_TILE, 1);
+                  acc + t * rows * RM_N_TILE, RM_N_TILE, PREFETCH);
     return;
   }
   float wide[CHUNK_BLOCKS * TILE] __attribute__((aligned(64)));
@@ -215,7 +197,7 @@ VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void
       const float *x = panel + b * rows * RM_K_BLOCK;
       float *to = acc + t * rows * RM_N_TILE;
       if (dtype == RM_F32) {
-        tile_dots(RM_F32, x, rows, (const float *)w + tile * TILE, n, to, RM_N_TILE, 1);
+        tile_dots(RM_F32, x, rows, (const float *)w + tile * TILE, n, to, RM_N_TILE, PREFETCH);
         continue;
       }
       const uint16_t *from = (const uint16_t *)w + tile * TILE;

@@ -17,7 +17,8 @@ typedef struct gemm_job {
 // A column costs its rows, and about four more for being read from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
 
-VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile, int64_t n_tiles) {
+VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile,
+                     int64_t n_tiles) {
   const rm_gemm_args *a = job->a;
   for (int64_t t = 0; t < n_tiles; t++) {
     const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col);
@@ -29,7 +30,8 @@ VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *a
   }
 }
 
-VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile, int64_t n_tiles) {
+VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row, int64_t rows, int64_t tile,
+                      int64_t n_tiles) {
   const rm_gemm_args *a = job->a;
   for (int64_t t = 0; t < n_tiles; t++)
     for (int64_t r = 0; r < rows; r++) {
@@ -42,7 +44,8 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
 }
 
 // Rows [row0, row1) of x against tile columns [tile0, tile1) of matrix w.
-VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, float *scratch, const void *w, int64_t row0, int64_t row1, int64_t tile0, int64_t tile1) {
+VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, float *scratch, const void *w, int64_t row0, int64_t row1, int64_t tile0,
+                int64_t tile1) {
   const rm_gemm_args *a = job->a;
   const int per = job->swiglu ? 2 : 1;  // weight tiles per tile of y
   const int64_t n_blocks = rm_round_up(a->k, RM_K_BLOCK) / RM_K_BLOCK, at_once = PANEL_TILES / per;
@@ -53,16 +56,15 @@ VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, float *scratch, con
     for (int64_t tile = tile0; tile < tile1; tile += at_once) {
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
       panel_dots(T, panel, rows, at(T, w, tile * per * n_blocks * TILE), n_tiles * per, n_blocks, acc);
-      if (job->swiglu)
-        store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
-      else
-        store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
+      if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
+      else store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
     }
   }
 }
 
 #define REGION(name, T, Y) \
-  static __attribute__((noinline)) void name(const gemm_job *job, float *scratch, const void *w, int64_t row0, int64_t row1, int64_t tile0, int64_t tile1) { \
+  static __attribute__((noinline)) void name(const gemm_job *job, float *scratch, const void *w, int64_t row0, int64_t row1, \
+                                             int64_t tile0, int64_t tile1) { \
     region(T, Y, job, scratch, w, row0, row1, tile0, tile1); \
   }
 REGION(region_bf16, RM_BF16, RM_BF16)

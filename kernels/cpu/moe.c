@@ -14,7 +14,10 @@ typedef struct router_job {
   float *logits;
 } router_job;
 
-typedef struct choice { uint32_t key; int32_t id; } choice;
+typedef struct choice {
+  uint32_t key;
+  int32_t id;
+} choice;
 
 // The top_k of `keys`, best first: an insertion into a short sorted list. An equal key that comes later stays behind.
 static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
@@ -74,8 +77,16 @@ void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
   job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden);  // behind what gemm uses
   for (job.row0 = 0; job.row0 < a->rows; job.row0 += ROUTER_ROWS) {
     job.rows = rm_min64(ROUTER_ROWS, a->rows - job.row0);
-    const rm_gemm_args gemm = {.y = job.logits, .x = at(a->dtype, a->x, job.row0 * a->hidden), .w = a->w, .m = job.rows, .n = a->n_experts,
-                               .k = a->hidden, .ldx = a->hidden, .ldy = job.width, .dtype = a->dtype, .y_dtype = RM_F32};
+    const rm_gemm_args gemm = {.y = job.logits,
+                               .x = at(a->dtype, a->x, job.row0 * a->hidden),
+                               .w = a->w,
+                               .m = job.rows,
+                               .n = a->n_experts,
+                               .k = a->hidden,
+                               .ldx = a->hidden,
+                               .ldy = job.width,
+                               .dtype = a->dtype,
+                               .y_dtype = RM_F32};
     RM_FN(gemm)(ctx, &gemm);
     rm_parallel(ctx, job.rows * a->n_experts * 4, route_task, &job);
   }

@@ -20,6 +20,7 @@
 
 enum {
   SQUARE = 16,                     // rows, and words, of a square
+  TILE_ROW_BYTES = RM_K_BLOCK * 4, // at most, of a tile's row
   CHUNK = 512,                     // elements of a plain row worked on at a time
   SERIAL_ELEMENTS = 1 << 16,       // below this waking threads costs more than it saves
   MAX_PARTS = 256,
@@ -74,7 +75,8 @@ static uint32_t f32_from_f64(uint64_t bits) {
 static int64_t src_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
 
 // n elements from `src`, `step` bytes apart, to stored form.
-static void convert_bf16(uint16_t *out, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
+static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
+  uint16_t *out = to;
   if (from == RM_SRC_F32 && step == 4) {           // the loop that gcc vectorises
     for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(load32(src + i * 4));
     return;
@@ -95,7 +97,8 @@ static void convert_bf16(uint16_t *out, const char *src, int64_t step, int64_t n
   }
 }
 
-static void convert_f32(uint32_t *out, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
+static void convert_f32(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
+  uint32_t *out = to;
   switch (from) {
     case RM_SRC_BF16:
       for (int64_t i = 0; i < n; i++) out[i] = (uint32_t)load16(src + i * step) << 16;
@@ -120,29 +123,26 @@ static const void *row_view(const rm_pack_args *args, int64_t row, int64_t col, 
   const int same = args->dst_dtype == RM_BF16 ? args->src_dtype == RM_SRC_BF16 : args->src_dtype == RM_SRC_F32;
   if (same && args->col_stride == 1 && n == padded) return src;
   const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype);
-  if (same && args->col_stride == 1)
-    memcpy(buffer, src, (size_t)(n * stored));
-  else if (args->dst_dtype == RM_BF16)
-    convert_bf16(buffer, src, step, n, args->src_dtype);
-  else
-    convert_f32(buffer, src, step, n, args->src_dtype);
+  if (same && args->col_stride == 1) memcpy(buffer, src, (size_t)(n * stored));
+  else if (args->dst_dtype == RM_BF16) convert_bf16(buffer, src, step, n, args->src_dtype);
+  else convert_f32(buffer, src, step, n, args->src_dtype);
   memset((char *)buffer + n * stored, 0, (size_t)((padded - n) * stored));
   return buffer;
 }
 
 // The same for 16 lanes of a transposed view: column by column, so that each cache line of the source is fetched once.
-static void gather_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n, uint32_t buffer[SQUARE][RM_K_BLOCK]) {
-  const int64_t bytes = src_bytes(args->src_dtype);
+static void gather_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n, char buffer[SQUARE][TILE_ROW_BYTES]) {
+  const int64_t bytes = src_bytes(args->src_dtype), step = args->row_stride * bytes;
   const char *src = (const char *)args->src + (row * args->row_stride + col * args->col_stride) * bytes;
-  for (int64_t c = 0; c < RM_K_BLOCK; c++, src += args->col_stride * bytes) {
-    uint32_t words[SQUARE] = {0};
+  memset(buffer, 0, (size_t)SQUARE * TILE_ROW_BYTES);
+  for (int64_t c = 0; c < n; c++, src += args->col_stride * bytes) {
+    _Alignas(16) char column[SQUARE * 4];
     if (args->dst_dtype == RM_BF16) {
-      uint16_t *halves = (uint16_t *)words;
-      if (c < n) convert_bf16(halves, src, args->row_stride * bytes, lanes, args->src_dtype);
-      for (int r = 0; r < lanes; r++) ((uint16_t *)buffer[r])[c] = halves[r];
+      convert_bf16(column, src, step, lanes, args->src_dtype);
+      for (int r = 0; r < lanes; r++) memcpy(buffer[r] + c * 2, column + r * 2, 2);
     } else {
-      if (c < n) convert_f32(words, src, args->row_stride * bytes, lanes, args->src_dtype);
-      for (int r = 0; r < lanes; r++) buffer[r][c] = words[r];
+      convert_f32(column, src, step, lanes, args->src_dtype);
+      for (int r = 0; r < lanes; r++) memcpy(buffer[r] + c * 4, column + r * 4, 4);
     }
   }
 }
@@ -230,7 +230,7 @@ static void note_diff(part *found, int64_t index) {
 // ------------------------------------------------------------------------------------------------ plain rows
 static void plain_chunk(const rm_pack_args *args, part *found, int64_t row, int64_t col, int64_t n) {
   const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), first = row * args->cols + col;
-  uint32_t buffer[CHUNK];
+  _Alignas(16) char buffer[CHUNK * 4];
   const int64_t padded = rm_round_up(n * stored, 16) / stored;
   const char *x = row_view(args, row, col, n, padded, buffer);
   char *dst = (char *)args->dst + ((args->dst_row0 + row) * args->dst_cols + col) * stored;
@@ -313,17 +313,15 @@ static void packed_block(const rm_pack_args *args, part *found, int64_t tile_row
   const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), n = rm_min64(RM_K_BLOCK, args->cols - col);
   const int64_t tiles_across = rm_round_up(args->dst_cols, RM_K_BLOCK) / RM_K_BLOCK, first = row * args->cols + col;
   char *dst = (char *)args->dst + (tile_row * tiles_across + col / RM_K_BLOCK) * RM_N_TILE * RM_K_BLOCK * stored;
-  uint32_t buffer[SQUARE][RM_K_BLOCK];
+  _Alignas(16) char buffer[SQUARE][TILE_ROW_BYTES];
   _Alignas(64) uint32_t square[SQUARE * SQUARE];
   const char *rows[SQUARE];
   const int transposed = is_transposed(args) && args->rows > 1;
   if (transposed) gather_columns(args, row, lanes, col, n, buffer);
   for (int lane = 0; lane < SQUARE; lane++) {
     const int in = lane - lane0;
-    if (in < 0 || in >= lanes)
-      rows[lane] = (const char *)zeros;
-    else
-      rows[lane] = transposed ? (const char *)buffer[in] : row_view(args, row + in, col, n, RM_K_BLOCK, buffer[lane]);
+    if (in < 0 || in >= lanes) rows[lane] = (const char *)zeros;
+    else rows[lane] = transposed ? buffer[in] : row_view(args, row + in, col, n, RM_K_BLOCK, buffer[lane]);
   }
 
   sums s = sums_begin(args->dst_dtype);
@@ -382,10 +380,8 @@ static void pack_task(void *arg, int thread, int n_threads) {
   const int64_t low = plain ? 0 : args->dst_row0 / RM_N_TILE;
   const int64_t n = (plain ? args->rows : rm_round_up(args->dst_row0 + args->rows, RM_N_TILE) / RM_N_TILE) - low;
   const int64_t begin = low + n * thread / n_threads, end = low + n * (thread + 1) / n_threads;
-  if (plain)
-    plain_rows(args, found, begin, end);
-  else
-    packed_tiles(args, found, begin, end);
+  if (plain) plain_rows(args, found, begin, end);
+  else packed_tiles(args, found, begin, end);
   _mm_sfence();                    // streamed stores are ordered before the thread says it is done
 }
 
@@ -398,10 +394,8 @@ void rm_cpu_pack(const rm_ctx *ctx, rm_pack_args *args) {
   if (args->rows <= 0 || args->cols <= 0) return;
   const int parallel = ctx->run && ctx->n_threads > 1 && ctx->n_threads <= MAX_PARTS && args->rows * args->cols >= SERIAL_ELEMENTS;
   for (int i = 0; i < MAX_PARTS; i++) work.parts[i] = (part){.nonfinite = -1, .diff = -1};
-  if (parallel)
-    ctx->run(ctx->team, pack_task, &work);
-  else
-    pack_task(&work, 0, 1);
+  if (parallel) ctx->run(ctx->team, pack_task, &work);
+  else pack_task(&work, 0, 1);
   for (int i = 0; i < MAX_PARTS; i++) {
     args->digest += work.parts[i].digest;
     args->nonfinite_index = lowest(args->nonfinite_index, work.parts[i].nonfinite);

@@ -77,8 +77,7 @@ static void each_group(const rm_gemm_args *a, void (*rows)(const rm_gemm_args *,
     rows(a, a->w, 0, a->m);
     return;
   }
-  for (int64_t g = 0; g < a->n_groups; g++)
-    rows(a, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
+  for (int64_t g = 0; g < a->n_groups; g++) rows(a, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
 }
 
 static void gemm(const rm_ctx *ctx, const rm_gemm_args *a) {
@@ -161,7 +160,8 @@ static void lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
     for (int64_t v0 = 0; v0 < a->vocab; v0 += RM_VOCAB_BLOCK) {
       const int64_t n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
       float logits[RM_VOCAB_BLOCK], block_max, block_sum;
-      for (int64_t i = 0; i < n; i++) logits[i] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
+      for (int64_t i = 0; i < n; i++)
+        logits[i] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
       if (a->logits) memcpy(a->logits + r * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
       if (target >= v0 && target < v0 + n) target_logit = logits[target - v0];
       block_stats(logits, n, &block_max, &block_sum);

@@ -8,9 +8,7 @@ typedef struct head_view {      // one query head of one row, and the sequence i
   int64_t kv_head, first, last; // live positions, both included
 } head_view;
 
-static int64_t page_of(const head_view *h, int64_t t) {
-  return (h->pages[t / h->a->page_size] * h->a->n_kv_heads) + h->kv_head;
-}
+static int64_t page_of(const head_view *h, int64_t t) { return (h->pages[t / h->a->page_size] * h->a->n_kv_heads) + h->kv_head; }
 
 static float score(const head_view *h, int64_t t) {
   const rm_attention_args *a = h->a;

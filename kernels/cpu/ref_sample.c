@@ -61,7 +61,8 @@ static void keep_prefix(filter *f, uint64_t need, int by_weight) {
 static int32_t greedy(const float *logits, int64_t vocab, const rm_sample_params *params) {
   int32_t best = -1;
   for (int64_t v = 0; v < vocab; v++)
-    if (!is_banned(params, v) && !rm_is_nan(logits[v]) && (best < 0 || rm_order_key(logits[v]) > rm_order_key(logits[best]))) best = (int32_t)v;
+    if (!is_banned(params, v) && !rm_is_nan(logits[v]) && (best < 0 || rm_order_key(logits[v]) > rm_order_key(logits[best])))
+      best = (int32_t)v;
   return best;
 }
 

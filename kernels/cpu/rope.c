@@ -47,8 +47,7 @@ VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
 
 VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k, int finite) {
   if (T == RM_F32) {
-    for (int64_t d = 0; d < head_dim; d++)
-      ((uint32_t *)page)[rm_packed_index(T, head_dim, pos, d)] = finite ? ((const uint32_t *)k)[d] : 0;
+    for (int64_t d = 0; d < head_dim; d++) ((uint32_t *)page)[rm_packed_index(T, head_dim, pos, d)] = finite ? ((const uint32_t *)k)[d] : 0;
     return;
   }
   uint32_t *words = (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / 2;

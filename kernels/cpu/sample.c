@@ -1,15 +1,20 @@
 // sample.c: token choice of docs/numerics.md §7 and top-logprobs. A thread takes whole rows.
 //
-// Without a filter a row costs two looks at its logits: the largest, then one pass that adds up integer weights, remembering the
-// sum of every 1024 so that only the piece in which the draw falls is looked at again. With top_k or top_p the weights and
-// order keys are kept, and the cut is found by a radix selection: three histograms over 11, 11 and 10 bits of the key, counting
-// tokens for top_k and adding weights for top_p. Sorting 150,000 logits to keep 50 would cost ten times as much.
+// Without top_k and top_p a row costs two looks at its logits: the largest, then one pass that adds up integer weights,
+// remembering the sum of every 1024 so that only the piece in which the draw falls is looked at again.
+//
+// With them, few of 150,000 tokens matter. The first look leaves the largest logit of every 64; the cut over these alone, a
+// radix selection, is a bound below the true cut, since the prefix that reaches k tokens (or the weight that top_p needs) can
+// only begin higher when more tokens join. What stands above the bound is collected and cut exactly. Where the bound does not
+// exist (a flat distribution) everything is collected; the result is the same.
 //
 // A banned token is a NaN in a copy of the logits: a NaN is never the largest, has weight 0 and the lowest key.
 #include "philox.h"
 #include "variant.h"
 
-enum { PIECE = 1024, DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };
+enum { PIECE = 1024 };
+
+static const float NO_WEIGHT = -28.0f;  // exp of this is below 2^-40
 
 typedef struct sample_job {
   const rm_sample_args *a;
@@ -17,27 +22,53 @@ typedef struct sample_job {
   int64_t stride;               // bytes of one thread
 } sample_job;
 
+typedef struct token_list {     // ascending ids
+  int32_t *ids;
+  uint32_t *keys;
+  uint64_t *weights;
+  int64_t n;
+} token_list;
+
 typedef struct row_view {       // one row's work; arrays are carved from the thread's workspace
   const rm_sample_params *params;
   const float *logits;          // [vocab], banned ones NaN
   int64_t vocab;
   float max;
-  uint64_t *weights;            // [vocab↑1024]; without a filter only one sum per 1024
-  uint32_t *keys;               // [vocab↑16]
-  float *copy;                  // [vocab↑16]
+  float *maxima;                // [pieces][16] largest of each lane of a piece
+  uint64_t *sums;               // [pieces] of weights
+  token_list list;              // room for [vocab↑1024]
+  float *copy;                  // [vocab↑1024]
 } row_view;
 
 static int64_t thread_bytes(int64_t vocab) {
-  const int64_t padded = rm_round_up(vocab, PIECE);
-  return padded * (int64_t)(sizeof(uint64_t) + sizeof(uint32_t) + sizeof(float));
+  return rm_round_up(vocab, PIECE) * (int64_t)(8 + 4 + 4 + 4) + rm_round_up(vocab, PIECE) / PIECE * (64 + 8) + 64;
+}
+
+static row_view carve(const rm_sample_params *params, const float *logits, int64_t vocab, char *memory) {
+  const int64_t padded = rm_round_up(vocab, PIECE), pieces = padded / PIECE;
+  row_view v = {.params = params, .logits = logits, .vocab = vocab};
+  v.list.weights = (uint64_t *)memory;
+  v.sums = v.list.weights + padded;
+  v.maxima = (float *)(v.sums + pieces);
+  v.copy = v.maxima + pieces * RM_LANES;
+  v.list.keys = (uint32_t *)(v.copy + padded);
+  v.list.ids = (int32_t *)(v.list.keys + padded);
+  return v;
 }
 
 // ------------------------------------------------------------------------------------------------ parts of a row
-static float largest(const float *x, int64_t n) {
+// The largest logit, −∞ without one; maxima are kept.
+static float largest(const row_view *v) {
   vf max = vf_set1(-INFINITY);
-  int64_t i = 0;
-  for (; i + RM_LANES <= n; i += RM_LANES) max = vf_max(vf_load(x + i), max);
-  if (i < n) max = vf_max(vf_pick(vi_first(n - i), vf_load_n(x + i, n - i), max), max);
+  for (int64_t from = 0; from < v->vocab; from += PIECE) {
+    const int64_t end = rm_min64(from + PIECE, v->vocab);
+    vf most = vf_set1(-INFINITY);
+    int64_t i = from;
+    for (; i + RM_LANES <= end; i += RM_LANES) most = vf_max(vf_load(v->logits + i), most);
+    if (i < end) most = vf_max(vf_pick(vi_first(end - i), vf_load_n(v->logits + i, end - i), most), most);
+    vf_store(v->maxima + from / PIECE * RM_LANES, most);
+    max = vf_max(most, max);
+  }
   return vf_max16(max) + 0.0f;
 }
 
@@ -54,7 +85,12 @@ static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *
   for (int64_t i = 0; i < n; i += RM_LANES) {
     const int64_t lanes = rm_min64(RM_LANES, n - i);
     const vf x = vf_add(vf_load_n(v->logits + from + i, lanes), vf_zero());
-    vf e = vf_exp(vf_div(vf_sub(x, max), temperature));
+    const vf d = vf_div(vf_sub(x, max), temperature);
+    if (!vi_any(vf_gt(d, vf_set1(NO_WEIGHT)))) {  // so it is for most of a vocabulary
+      memset(out + i, 0, RM_LANES * sizeof *out);
+      continue;
+    }
+    vf e = vf_exp(d);
     if (v->params->min_p > 0.0f) e = vf_keep(e, vf_ge(e, min_p));
     vec_token_weights(out + i, vf_keep(e, vi_first(lanes)));
   }
@@ -66,17 +102,17 @@ static uint64_t sum_of(const uint64_t *weights, int64_t n) {
   return sum;
 }
 
-// The first id in ascending order whose running sum of weights exceeds target, given what stands before `id`.
-static int32_t exceeding(const uint64_t *weights, int64_t n, int64_t id, uint64_t before, uint64_t target) {
-  for (int64_t i = 0; i < n; i++)
-    if ((before += weights[i]) > target) return (int32_t)(id + i);
-  return -1;
+// The first of n weights at which the running sum exceeds target, given what stands before them.
+static int64_t exceeding(const uint64_t *weights, int64_t n, uint64_t before, uint64_t target) {
+  int64_t i = 0;
+  while (i < n - 1 && (before += weights[i]) <= target) i++;
+  return i;
 }
 
-static float scaled(const row_view *v, int32_t token) { return (v->logits[token] + 0.0f - v->max) / v->params->temperature; }
+static float scaled(const row_view *v, float logit) { return (logit + 0.0f - v->max) / v->params->temperature; }
 
 static float logprob_under(const row_view *v, int32_t token, uint64_t weight, uint64_t total) {
-  return weight ? rm_canon(scaled(v, token) - rm_log((float)total * 0x1p-40f)) : -INFINITY;
+  return weight ? rm_canon(scaled(v, v->logits[token]) - rm_log((float)total * 0x1p-40f)) : -INFINITY;
 }
 
 // ------------------------------------------------------------------------------------------------ without top_k and top_p
@@ -86,7 +122,7 @@ static int32_t draw_from_all(row_view *v, float *under) {
   for (int64_t from = 0; from < v->vocab; from += PIECE) {
     const int64_t n = rm_min64(PIECE, v->vocab - from);
     piece_weights(v, from, n, piece);
-    total += v->weights[from / PIECE] = sum_of(piece, n);
+    total += v->sums[from / PIECE] = sum_of(piece, n);
   }
   if (total == 0) return -1;
   int32_t token = v->params->forced;
@@ -94,10 +130,10 @@ static int32_t draw_from_all(row_view *v, float *under) {
     const uint64_t target = rm_mul_high(total, rm_philox_u64(v->params->seed, v->params->counter));
     uint64_t before = 0;
     int64_t at = 0;
-    while (before + v->weights[at] <= target) before += v->weights[at++];
+    while (before + v->sums[at] <= target) before += v->sums[at++];
     const int64_t n = rm_min64(PIECE, v->vocab - at * PIECE);
     piece_weights(v, at * PIECE, n, piece);
-    token = exceeding(piece, n, at * PIECE, before, target);
+    token = (int32_t)(at * PIECE + exceeding(piece, n, before, target));
   }
   piece_weights(v, token, 1, piece);
   *under = logprob_under(v, token, piece[0], total);
@@ -111,65 +147,111 @@ typedef struct cut {            // tokens of a higher key stay, and `ties` of th
 } cut;
 
 // The shortest prefix, in descending key and ascending id, whose measure reaches `need`: a number of tokens, or a sum of
-// weights. need is at most the measure of all.
-static cut select_prefix(const row_view *v, uint64_t need, int by_weight) {
-  uint64_t sums[DIGITS];
+// weights. need is at most the measure of all. Three histograms, over 11, 11 and 10 bits of the key.
+static cut select_prefix(const token_list *list, uint64_t need, int by_weight) {
+  static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
   uint32_t prefix = 0;
   uint64_t above = 0;           // measure of the keys known to be higher
-  int64_t equal = 0;
-  for (int shift = 21, bits = 32 - 21;; bits = shift, shift = rm_max64(0, shift - DIGIT_BITS)) {
-    const int width = bits < DIGIT_BITS ? bits : DIGIT_BITS;
-    const uint32_t known = shift + width >= 32 ? 0 : ~0u << (shift + width);
-    memset(sums, 0, sizeof sums);
-    equal = 0;
-    for (int64_t i = 0; i < v->vocab; i++)
-      if ((v->keys[i] & known) == prefix) sums[v->keys[i] >> shift & ((1u << width) - 1)] += by_weight ? v->weights[i] : 1;
-    uint32_t digit = (1u << width) - 1;
+  for (int round = 0; round < 3; round++) {
+    const int shift = shifts[round];
+    const uint32_t digits = (1u << widths[round]) - 1, known = round == 0 ? 0 : ~0u << (shift + widths[round]);
+    uint64_t sums[1 << 11] = {0};
+    for (int64_t i = 0; i < list->n; i++)
+      if ((list->keys[i] & known) == prefix) sums[list->keys[i] >> shift & digits] += by_weight ? list->weights[i] : 1;
+    uint32_t digit = digits;
     while (digit > 0 && above + sums[digit] < need) above += sums[digit--];
     prefix |= digit << shift;
-    if (shift == 0) {
-      equal = (int64_t)sums[digit];
-      break;
-    }
   }
-  if (!by_weight) return (cut){prefix, rm_min64((int64_t)(need - above), equal)};
-  cut found = {prefix, 0};      // equal logits have equal weights, but ties of a cut before may be fewer
-  for (int64_t i = 0; i < v->vocab && above < need; i++)
-    if (v->keys[i] == prefix) {
-      above += v->weights[i];
+  cut found = {prefix, 0};
+  for (int64_t i = 0; i < list->n && above < need; i++)
+    if (list->keys[i] == prefix) {
+      above += by_weight ? list->weights[i] : 1;
       found.ties++;
     }
   return found;
 }
 
-// Takes the tokens outside of a cut out: weight and key 0.
-static void apply(row_view *v, cut c) {
-  int64_t ties = 0;
-  for (int64_t i = 0; i < v->vocab; i++)
-    if (v->keys[i] < c.key || (v->keys[i] == c.key && ties++ >= c.ties)) {
-      v->weights[i] = 0;
-      v->keys[i] = 0;
+static void apply(token_list *list, cut c) {
+  int64_t n = 0, ties = 0;
+  for (int64_t i = 0; i < list->n; i++) {
+    if (list->keys[i] < c.key || (list->keys[i] == c.key && ties++ >= c.ties)) continue;
+    list->ids[n] = list->ids[i];
+    list->keys[n] = list->keys[i];
+    list->weights[n++] = list->weights[i];
+  }
+  list->n = n;
+}
+
+// A logit that the last token of the prefix is not below, from the maxima alone; −∞ where they do not reach `need`.
+static float lower_bound(row_view *v, uint64_t need, int by_weight) {
+  const int64_t n = rm_round_up(v->vocab, PIECE) / PIECE * RM_LANES;
+  token_list *maxima = &v->list;  // its room is free until tokens are collected
+  uint64_t measure = 0;
+  maxima->n = n;
+  for (int64_t i = 0; i < n; i++) {
+    maxima->keys[i] = rm_order_key(v->maxima[i]);
+    maxima->weights[i] = by_weight ? rm_token_weight(rm_exp(scaled(v, v->maxima[i]))) : 1;
+    measure += maxima->weights[i];
+  }
+  if (measure < need) return -INFINITY;
+  const cut c = select_prefix(maxima, need, by_weight);
+  int64_t i = 0;
+  while (maxima->keys[i] != c.key) i++;
+  return v->maxima[i];
+}
+
+// Tokens of at least that logit which have a weight and pass min_p.
+static void collect(row_view *v, float bound) {
+  token_list *list = &v->list;
+  uint64_t weights[RM_LANES];
+  list->n = 0;
+  for (int64_t i = 0; i < v->vocab; i += RM_LANES) {
+    const int64_t lanes = rm_min64(RM_LANES, v->vocab - i);
+    const vi above = vf_ge(vf_load_n(v->logits + i, lanes), vf_set1(bound));
+    uint32_t left = vi_lanes(above) & ((1u << lanes) - 1);
+    if (!left) continue;
+    piece_weights(v, i, lanes, weights);
+    for (; left; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      if (!weights[lane]) continue;
+      list->ids[list->n] = (int32_t)(i + lane);
+      list->keys[list->n] = rm_order_key(v->logits[i + lane]);
+      list->weights[list->n++] = weights[lane];
     }
+  }
+}
+
+static uint64_t total_weight(const row_view *v) {
+  uint64_t piece[PIECE], total = 0;
+  for (int64_t from = 0; from < v->vocab; from += PIECE) {
+    const int64_t n = rm_min64(PIECE, v->vocab - from);
+    piece_weights(v, from, n, piece);
+    total += sum_of(piece, n);
+  }
+  return total;
 }
 
 static int32_t draw_filtered(row_view *v, float *under) {
   const rm_sample_params *p = v->params;
-  int64_t left = 0;
-  for (int64_t from = 0; from < v->vocab; from += PIECE) piece_weights(v, from, rm_min64(PIECE, v->vocab - from), v->weights + from);
-  for (int64_t i = 0; i < v->vocab; i++) {
-    v->keys[i] = v->weights[i] ? rm_order_key(v->logits[i]) : 0;
-    left += v->keys[i] != 0;
+  token_list *list = &v->list;
+  if (p->top_k > 0 && p->top_k < v->vocab) {
+    collect(v, lower_bound(v, (uint64_t)p->top_k, 0));
+    if (p->top_k < list->n) apply(list, select_prefix(list, (uint64_t)p->top_k, 0));
+    const uint64_t left = sum_of(list->weights, list->n);
+    if (p->top_p < 1.0f && left > 0) apply(list, select_prefix(list, rm_top_p_need(p->top_p, left), 1));
+  } else {
+    const uint64_t need = rm_top_p_need(p->top_p, total_weight(v));
+    collect(v, lower_bound(v, need, 1));
+    if (list->n > 0) apply(list, select_prefix(list, need, 1));
   }
-  if (p->top_k > 0 && p->top_k < left) apply(v, select_prefix(v, (uint64_t)p->top_k, 0));
-  uint64_t total = sum_of(v->weights, v->vocab);
+  const uint64_t total = sum_of(list->weights, list->n);
   if (total == 0) return -1;
-  if (p->top_p < 1.0f) {
-    apply(v, select_prefix(v, rm_top_p_need(p->top_p, total), 1));
-    total = sum_of(v->weights, v->vocab);
-  }
-  int32_t token = p->forced;
-  if (token < 0) token = exceeding(v->weights, v->vocab, 0, 0, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)));
-  *under = logprob_under(v, token, v->weights[token], total);
+  int64_t at = 0;
+  if (p->forced < 0) at = exceeding(list->weights, list->n, 0, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)));
+  else
+    while (at < list->n && list->ids[at] != p->forced) at++;
+  const int32_t token = p->forced < 0 ? list->ids[at] : p->forced;
+  *under = logprob_under(v, token, at < list->n ? list->weights[at] : 0, total);
   return token;
 }
 
@@ -195,24 +277,19 @@ static int32_t pick_greedy(const row_view *v, float *under) {
 static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   const rm_sample_params *params = a->params + r;
   const float *logits = a->logits + r * a->ld_logits;
-  const int64_t padded = rm_round_up(a->vocab, PIECE);
-  row_view v = {.params = params, .logits = logits, .vocab = a->vocab, .weights = (uint64_t *)memory};
-  v.keys = (uint32_t *)(v.weights + padded);
-  v.copy = (float *)(v.keys + padded);
+  row_view v = carve(params, logits, a->vocab, memory);
   a->tokens[r] = -1;
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
   if (a->row_flags[r]) return;
   ban(&v);
-  v.max = largest(v.logits, v.vocab);
+  v.max = largest(&v);
 
   const int same = rm_samples_the_model(params, a->vocab);
   const int filtered = (params->top_k > 0 && params->top_k < a->vocab) || params->top_p < 1.0f;
   float under = 0.0f;
   int32_t token;
-  if (params->temperature == 0.0f)
-    token = pick_greedy(&v, &under);
-  else
-    token = filtered ? draw_filtered(&v, &under) : draw_from_all(&v, &under);
+  if (params->temperature == 0.0f) token = pick_greedy(&v, &under);
+  else token = filtered ? draw_filtered(&v, &under) : draw_from_all(&v, &under);
   if (token < 0) return;
   a->tokens[r] = token;
   a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * r);

@@ -52,18 +52,14 @@ static inline float rm_get(rm_dtype dtype, const void *p, int64_t i) {
 // Stores round_T(x).
 static inline void rm_put(rm_dtype dtype, void *p, int64_t i, float x) {
   const float y = rm_canon(x);
-  if (dtype == RM_BF16)
-    ((uint16_t *)p)[i] = rm_f32_to_bf16(y);
-  else
-    ((float *)p)[i] = y;
+  if (dtype == RM_BF16) ((uint16_t *)p)[i] = rm_f32_to_bf16(y);
+  else ((float *)p)[i] = y;
 }
 
 // Moves one element, bits untouched.
 static inline void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *from, int64_t j) {
-  if (dtype == RM_BF16)
-    ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
-  else
-    ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
+  if (dtype == RM_BF16) ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
+  else ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
 }
 
 // exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two exact-or-last steps.

@@ -40,10 +40,8 @@ VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
 VEC vf vt_round(rm_dtype dtype, vf x) { return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x); }
 // Stores lanes that round_T has passed.
 VEC void vt_store(rm_dtype dtype, void *p, int64_t i, vf x) {
-  if (dtype == RM_BF16)
-    vf_store_bf16((uint16_t *)p + i, x);
-  else
-    vf_store((float *)p + i, x);
+  if (dtype == RM_BF16) vf_store_bf16((uint16_t *)p + i, x);
+  else vf_store((float *)p + i, x);
 }
 VEC void vt_store_n(rm_dtype dtype, void *p, int64_t i, vf x, int64_t n) {
   if (n >= RM_LANES) {
@@ -81,10 +79,8 @@ VEC vf vf_exp(vf x) {
 enum { RM_COST_OF_A_TEAM = 20000 };
 
 static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {
-  if (ctx->run && ctx->n_threads > 1 && cost > RM_COST_OF_A_TEAM)
-    ctx->run(ctx->team, fn, arg);
-  else
-    fn(arg, 0, 1);
+  if (ctx->run && ctx->n_threads > 1 && cost > RM_COST_OF_A_TEAM) ctx->run(ctx->team, fn, arg);
+  else fn(arg, 0, 1);
 }
 
 // The part of [0, n) that belongs to a thread.

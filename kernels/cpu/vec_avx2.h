@@ -9,8 +9,12 @@
 
 enum { RM_VEC_ROWS = 4 };         // rows of a register block: 8 chains fill two FMA units of latency 4; 12 measured slower
 
-typedef struct vf { __m256 a, b; } vf;    // lanes 0 … 7, 8 … 15
-typedef struct vi { __m256i a, b; } vi;
+typedef struct vf {
+  __m256 a, b;
+} vf;    // lanes 0 … 7, 8 … 15
+typedef struct vi {
+  __m256i a, b;
+} vi;
 
 #define VEC static inline __attribute__((always_inline))
 
@@ -129,10 +133,12 @@ VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0
 // trunc(e·2^40) of 16 lanes into p[0 … 16), as rm_token_weight.
 VEC void vec_token_weights(uint64_t *p, vf e) {
   const vi u = vf_bits(e), exponent = vi_srl(u, 23);
-  const vi usable = {_mm256_and_si256(_mm256_cmpgt_epi32(exponent.a, _mm256_setzero_si256()), _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.a)),
-                     _mm256_and_si256(_mm256_cmpgt_epi32(exponent.b, _mm256_setzero_si256()), _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.b))};
-  const vi mantissa = {_mm256_and_si256(usable.a, _mm256_or_si256(_mm256_and_si256(u.a, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x800000))),
-                       _mm256_and_si256(usable.b, _mm256_or_si256(_mm256_and_si256(u.b, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x800000)))};
+  const vi usable = {
+      _mm256_and_si256(_mm256_cmpgt_epi32(exponent.a, _mm256_setzero_si256()), _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.a)),
+      _mm256_and_si256(_mm256_cmpgt_epi32(exponent.b, _mm256_setzero_si256()), _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.b))};
+  const vi mantissa = {
+      _mm256_and_si256(usable.a, _mm256_or_si256(_mm256_and_si256(u.a, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x800000))),
+      _mm256_and_si256(usable.b, _mm256_or_si256(_mm256_and_si256(u.b, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x800000)))};
   const vi shift = vi_sub(vi_set1(127), exponent);
   const __m128i m[4] = {_mm256_castsi256_si128(mantissa.a), _mm256_extracti128_si256(mantissa.a, 1), _mm256_castsi256_si128(mantissa.b),
                         _mm256_extracti128_si256(mantissa.b, 1)};

@@ -45,7 +45,7 @@ from rollmesh.mesh import Mesh
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
 from rollmesh.sampling import SamplingParams
 from rollmesh.spec import ModelSpec
-from rollmesh.sync import Sync
+from rollmesh.weights import Sync
 
 if TYPE_CHECKING:
     import rollmesh.ops

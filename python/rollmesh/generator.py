@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -43,9 +43,10 @@ from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
 from rollmesh.spec import ModelSpec
-from rollmesh.sync import Sync, SyncOptions, check_mapping, check_source, local_tensor, push_entries, push_mapping, report_of
+from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
 from rollmesh.turn import Turn
+from rollmesh.weights import Sync, Weights
 
 PAUSE_POLL_S = 0.02
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
@@ -148,12 +149,10 @@ class Generator:
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
         )
         self._engine = _core.Engine(spec.engine_values(self.max_model_len), options)
-        self._manifest = self._engine.manifest()
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype)
+        self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
         self._pid = os.getpid()
-        self._version: int | None = None
-        self._sync: Sync | None = None  # the open one
         self._submitted: set[int] = set()  # ids for poll
         self._running = threading.Event()  # clear while paused
         self._running.set()
@@ -163,12 +162,12 @@ class Generator:
     @property
     def version(self) -> int | None:
         """Version of the serving weights; None before the first sync and while they are asleep."""
-        return self._version
+        return self._weights.version
 
     def manifest(self) -> dict[str, ParameterInfo]:
         """The Hugging Face names, shapes and dtypes that a sync must bring. Packed and torchtitan spellings are taken too."""
         self._check_alive()
-        return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._manifest}
+        return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
         """Counters since creation, sizes in bytes, times in seconds, "isa" and "family", and kv_usage in [0, 1]."""
@@ -177,7 +176,7 @@ class Generator:
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        return {**stats, "version": self._version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
+        return {**stats, "version": self._weights.version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
 
     def _check_alive(self) -> None:
         if os.getpid() != self._pid:
@@ -217,7 +216,7 @@ class Generator:
         ids: list[int | None] = []
         errors: dict[int, Error] = {}
         try:
-            with self._call(deadline):
+            with self._call(deadline), self._requests.adding():
                 self._before_step()
                 for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
                     try:
@@ -250,15 +249,10 @@ class Generator:
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
         with self._call():
-            self._close_open_sync()
-            ids: list[int] = []
-            try:
-                for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                    ids.append(self._add(prompt, param, index))
-            except BaseException:
-                self._requests.forget(ids)
-                raise
-            self._submitted.update(ids)
+            self._weights.close_unscoped()
+            with self._requests.adding():
+                ids = [self._add(prompt, param, index) for index, (prompt, param) in enumerate(zip(items, chosen, strict=True))]
+                self._submitted.update(ids)
             return ids
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
@@ -268,12 +262,13 @@ class Generator:
         outputs: list[RequestOutput] = []
         while True:
             with self._call(deadline):
-                self._close_open_sync()
+                self._weights.close_unscoped()
+                self._submitted.intersection_update(self._requests.live())
                 waiting = self._submitted - self._requests.done_of(self._submitted)
                 rows = self._requests.step() if waiting and self._running.is_set() else 0
                 for request in sorted(self._requests.done_of(self._submitted)):
-                    self._submitted.discard(request)
                     outputs.append(self._requests.take(request))
+                    self._submitted.discard(request)
                 left = len(self._submitted)
             if len(outputs) >= min_outputs or not left or not rows or (deadline is not None and time.monotonic() >= deadline):
                 return sorted(outputs, key=lambda output: output.request_id)
@@ -295,7 +290,7 @@ class Generator:
 
     def _before_step(self) -> None:
         """What a call that is about to run the engine to an end has to find."""
-        self._close_open_sync()
+        self._weights.close_unscoped()
         if not self._running.is_set():
             raise StateError("the generator is paused; resume() it first")
         asleep = self._engine.stats()["asleep"]
@@ -313,7 +308,7 @@ class Generator:
                 with self._call():
                     done = self._requests.done_of(open_ids)
                     if not done and self._running.is_set():
-                        self._close_open_sync()
+                        self._weights.close_unscoped()
                         rows = self._requests.step()
                         done = self._requests.done_of(open_ids)
                         if rows == 0 and not done:
@@ -375,7 +370,7 @@ class Generator:
     ) -> list[NDArray[np.float32]]:
         ids: list[int] = []
         try:
-            with self._call():
+            with self._call(), self._requests.adding():
                 self._before_step()
                 for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
                     with naming_prompt(index):
@@ -408,8 +403,8 @@ class Generator:
         cast        convert other float dtypes as torch's .to() does; else DTypeError
         strict      False: unknown names are skipped, missing parameters keep their values
         mode        "inplace" needs no second copy; if it fails half way the generator is unsynced
-        inflight    running requests (in place they must be finished first, by "wait" or otherwise): "wait" finishes them first, "restart" begins them again, "abort" ends them, "keep" keeps
-                    their tokens and recomputes their KV under the new version
+        inflight    running requests: "wait" finishes them first, "restart" begins them again, "abort" ends them, "keep" keeps
+                    their tokens and recomputes their KV under the new version; in place nothing may run, so only "wait" does
         keep_kv     with "keep": stale KV serves on; tokens computed from it carry no contract
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
 
@@ -421,22 +416,7 @@ class Generator:
         check_source(source)
         deadline = deadline_of(timeout)
         with self._call(deadline):
-            self._reset_sync("a later sync began")
-            if options.mode == "inplace":
-                self._wait_for_running(options, deadline)
-            try:
-                options.begin(self._engine)
-                if isinstance(source, Mapping):
-                    check_mapping(self._engine, self._manifest, source, options)
-                    push_mapping(self._engine, source, deadline)
-                else:
-                    push_entries(self._engine, source, deadline)
-                self._wait_for_running(options, deadline)
-                return self._commit(options)
-            except BaseException:
-                self._engine.sync_abort()
-                self._version = self._engine.sync_state()[0]
-                raise
+            return self._weights.sync(source, options, deadline)
 
     def begin_sync(
         self,
@@ -452,76 +432,9 @@ class Generator:
         """Opens a set that is pushed in pieces, in any order; see Sync. One that is open already is reset."""
         options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
         with self._call():
-            self._reset_sync("a later sync began")
-            if options.mode == "inplace":
-                self._wait_for_running(options, None)
-            options.begin(self._engine)
-            self._version = self._engine.sync_state()[0]
-            self._sync = Sync(self, options)
-            return self._sync
-
-    def _sync_push(self, sync: Sync, name: str, tensor: Any) -> None:
-        local = local_tensor(tensor)  # before the turn: gathering a DTensor is a collective of the trainer's
-        with self._call():
-            sync.require_open()
-            if name in sync.names and not sync.scoped:
-                self._finish_sync(sync, None)
-                sync.reopen()
-                sync.options.begin(self._engine)
-                self._sync = sync
-            self._engine.sync_push(name, local)
-            sync.names.add(name)
-
-    def _sync_commit(self, sync: Sync, timeout: float | None) -> SyncReport:
-        with self._call():
-            sync.require_open()
-            return self._finish_sync(sync, deadline_of(timeout))
-
-    def _sync_abort(self, sync: Sync) -> None:
-        if sync.closed is not None or self._closed:
-            return
-        with self._call():
-            if sync is self._sync:
-                self._reset_sync("it was aborted")
-
-    def _finish_sync(self, sync: Sync, deadline: float | None) -> SyncReport:
-        self._sync = None
-        sync.closed = "it failed"
-        try:
-            self._wait_for_running(sync.options, deadline)
-            sync.report = self._commit(sync.options)
-        except BaseException:
-            self._engine.sync_abort()
-            self._version = self._engine.sync_state()[0]
-            raise
-        sync.closed = f"it was committed as version {sync.report.version}"
-        return sync.report
-
-    def _commit(self, options: SyncOptions) -> SyncReport:
-        report = report_of(self._engine.sync_commit(options.at_commit))
-        self._version = report.version
-        if options.inflight == "restart":
-            self._requests.rewind()
-        return report
-
-    def _reset_sync(self, why: str) -> None:
-        if self._sync is not None:
-            self._sync.closed, self._sync = why, None
-            self._engine.sync_abort()
-            self._version = self._engine.sync_state()[0]
-
-    def _close_open_sync(self) -> None:
-        """The first step after pushes closes a set that has no block to close it."""
-        if self._sync is not None and not self._sync.scoped:
-            self._finish_sync(self._sync, None)
-
-    def _wait_for_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """inflight="wait": what runs is finished on the old version, under this turn."""
-        while options.inflight == "wait" and self._engine.unfinished():
-            if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineError(f"{self._engine.unfinished()} requests were still running at the sync's timeout")
-            if self._requests.step() == 0 and (left := self._engine.unfinished()):
-                raise StateError(f"{left} requests cannot finish (paused or asleep): resume() or wake(), or choose another inflight")
+            sync = Sync(self._weights, self._call, options)
+            self._weights.begin(sync)
+            return sync
 
     def self_test(
         self,
@@ -565,9 +478,9 @@ class Generator:
         lose their KV and recompute it after wake()."""
         mask = part_mask(parts)
         with self._call():
-            self._reset_sync("the weights were put to sleep")
+            self._weights.reset("a part was put to sleep")
             self._engine.sleep(mask)
-            self._version = self._engine.sync_state()[0]
+            self._weights.refresh()
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Takes the memory again. Weights need a sync before they serve."""
@@ -586,9 +499,7 @@ class Generator:
             return
         with self._turn.take():
             self._closed = True
-            if self._sync is not None:
-                self._sync.closed, self._sync = "the generator was closed", None
-            self._version = None
+            self._weights.forget()
             self._engine.close()
         self._running.set()  # a generate of another thread wakes up and finds it closed
 

@@ -148,7 +148,9 @@ def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | 
     return out
 
 
-def embed(ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+def embed(
+    ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
+) -> Array:
     """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden) is given."""
     table = _words(table)
     vocab, hidden = packed if packed else table.shape
@@ -158,7 +160,16 @@ def embed(ids: Array, table: Array, *, packed: tuple[int, int] | None = None, ou
 
 
 # ---------------------------------------------------------------------------------------------- dense ops
-def rms_norm(residual: Array, weight: Array, *, eps: float, x: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+def rms_norm(
+    residual: Array,
+    weight: Array,
+    *,
+    eps: float,
+    x: Array | None = None,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
     """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
     residual = _words(residual)
     out = np.empty_like(residual) if out is None else _words(out)
@@ -202,7 +213,9 @@ def kv_cache(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *
     return k, np.zeros((num_pages, num_kv_heads, page_size * _round_up(head_dim, 16)), k.dtype)
 
 
-def rope_table(inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16") -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def rope_table(
+    inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16"
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype."""
     cos = np.empty((num_positions, len(inv_freq)), np.float32)
     sin = np.empty_like(cos)
@@ -229,7 +242,8 @@ def qk_rope_kv(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim]; writes k and v to their slots; returns q [rows, heads, head_dim].
+    """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim], writes k and v to their slots; returns q
+    [rows, num_heads, head_dim].
 
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
@@ -268,7 +282,15 @@ def attention(
 
 # ---------------------------------------------------------------------------------------------- mixture of experts
 def router(
-    x: Array, w: Array, num_experts: int, top_k: int, *, bias: Array | None = None, renormalize: bool = True, isa: str | None = None, threads: int = 1
+    x: Array,
+    w: Array,
+    num_experts: int,
+    top_k: int,
+    *,
+    bias: Array | None = None,
+    renormalize: bool = True,
+    isa: str | None = None,
+    threads: int = 1,
 ) -> Routing:
     """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
     x = _words(x)
@@ -277,7 +299,9 @@ def router(
     return routing
 
 
-def permute(x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1) -> tuple[Array, NDArray[np.int32], NDArray[np.int32]]:
+def permute(
+    x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
+) -> tuple[Array, NDArray[np.int32], NDArray[np.int32]]:
     """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows, top_k])."""
     x = _words(x)
     x_out = np.empty((ids.size, x.shape[1]), x.dtype)
@@ -306,7 +330,14 @@ def combine(
 
 # ---------------------------------------------------------------------------------------------- logits and tokens
 def lm_head(
-    x: Array, w: Array, vocab: int, *, targets: NDArray[np.int32] | None = None, keep_logits: bool = True, isa: str | None = None, threads: int = 1
+    x: Array,
+    w: Array,
+    vocab: int,
+    *,
+    targets: NDArray[np.int32] | None = None,
+    keep_logits: bool = True,
+    isa: str | None = None,
+    threads: int = 1,
 ) -> LmHead:
     """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1: none)."""
     x = _words(x)

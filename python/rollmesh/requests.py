@@ -7,7 +7,8 @@ RequestOutput. Used under the generator's turn only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,11 +80,20 @@ class Requests:
     def __init__(self, engine: _core.Engine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family = engine.stats()["family"]
-        self._live: dict[int, _Request] = {}
-        self._watched: set[int] = set()  # live requests with stop strings
-        self._done: set[int] = set()
+        self._records: dict[int, _Request] = {}
+        self._watched: set[int] = set()  # those with stop strings that still run
 
     # ---------------------------------------------------------------------------------------- in
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """What is added in the block stays only if the block ends well; a Ctrl-C may fall between any two of its steps."""
+        before = self._engine.ids()
+        try:
+            yield
+        except BaseException:
+            self.forget(set(self._engine.ids()).difference(before))
+            raise
+
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. RequestError or CapacityError when the engine refuses it."""
         watchers: list[StopWatcher] = []
@@ -93,7 +103,7 @@ class Requests:
             watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         request = self._engine.add(prompt_ids, stop_ids, _EngineRequest.of(params, False, False), None)
-        self._live[request] = _Request(prompt_ids, prompt, params, watchers)
+        self._records[request] = _Request(prompt_ids, prompt, params, watchers)
         if watchers:
             self._watched.add(request)
         return request
@@ -102,7 +112,7 @@ class Requests:
         """Queues a scoring pass over `ids`; `logits` [len, vocab] is filled when given."""
         chosen = params or GREEDY
         request = self._engine.add(ids, np.zeros(0, np.int32), _EngineRequest.of(chosen, True, params is not None), logits)
-        self._live[request] = _Request(ids, None, chosen)
+        self._records[request] = _Request(ids, None, chosen)
         return request
 
     # ---------------------------------------------------------------------------------------- work
@@ -111,11 +121,10 @@ class Requests:
         rows = self._engine.step()
         for request in list(self._watched):
             self._watch(request)
-        self._done.update(self._engine.finished())
         return rows
 
     def _watch(self, request: int) -> None:
-        record = self._live[request]
+        record = self._records[request]
         running = False
         for sample, watcher in enumerate(record.watchers):
             if sample in record.stopped:
@@ -136,16 +145,16 @@ class Requests:
 
     def abort(self, requests: Iterable[int]) -> None:
         """Ends those that still run; they are done afterwards, with finish_reason "abort"."""
+        running = set(self._engine.ids()) - self._engine.finished()
         for request in requests:
-            if request in self._live and request not in self._done:
+            if request in running:
                 self._engine.abort(request)
-        self._done.update(self._engine.finished())
 
     def rewind(self) -> None:
         """After a sync with inflight="restart": requests that ran begin again, and so does the search for stop strings."""
-        self._done.update(self._engine.finished())
-        for request, record in self._live.items():
-            if request not in self._done and record.watchers:
+        for request in set(self._records) - self._engine.finished():
+            record = self._records[request]
+            if record.watchers:
                 record.watchers = [StopWatcher(w.codec, w.stops, w.min_tokens) for w in record.watchers]
                 record.stopped.clear()
                 self._watched.add(request)
@@ -153,28 +162,28 @@ class Requests:
     # ---------------------------------------------------------------------------------------- out
     def live(self) -> list[int]:
         """Ids that were added and not taken, oldest first."""
-        return sorted(self._live)
+        return self._engine.ids()
 
     def done_of(self, requests: set[int]) -> set[int]:
         """Those that are finished and can be taken."""
-        return self._done & requests
+        return self._engine.finished() & requests
 
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases, without results."""
-        requests = [request for request in requests if request in self._live]
+        known = set(self._engine.ids())
+        requests = [request for request in requests if request in known]
         self.abort(requests)
         for request in requests:
             self._release(request)
 
     def _release(self, request: int) -> None:
         self._engine.release(request)
-        del self._live[request]
+        self._records.pop(request, None)
         self._watched.discard(request)
-        self._done.discard(request)
 
     def take(self, request: int) -> RequestOutput:
         """The output of a request that is done; its records leave the engine."""
-        record, view = self._live[request], self._engine.request(request)
+        record, view = self._records[request], self._engine.request(request)
         outputs = [self._completion(request, record, index, view) for index in range(view["n"])]
         self._release(request)
         return RequestOutput(
@@ -191,7 +200,7 @@ class Requests:
 
     def take_scores(self, request: int) -> NDArray[np.float32]:
         """float32 [len − 1] of a scoring pass; raises what ended it."""
-        record, view = self._live[request], self._engine.request(request)
+        record, view = self._records[request], self._engine.request(request)
         self._release(request)
         if view["error"] is not None:
             raise view["error"]

@@ -1,21 +1,16 @@
-"""A new version of the weights, from the caller's side. The engine does the work (csrc/weights/sync.h); here are the order of
-the calls, what an error lists, and when an open set closes.
+"""The ways in which a new version of the weights comes, from the caller's side; the engine does the work (csrc/weights/sync.h).
 
-    mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
-    iterator     checked and copied entry by entry; what is missing shows at the end
-    begin_sync   the same in pieces, by a `with` block or by push … commit
-
-A set that was opened without `with` also closes at the generator's next step and at a repeated name: complete, it is
-committed; incomplete, IncompleteSyncError is raised and the old version serves.
+mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
+iterator     checked and copied entry by entry; what is missing shows at the end
+begin_sync   the same in pieces (weights.py)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rollmesh import _core
 from rollmesh.errors import (
@@ -26,16 +21,12 @@ from rollmesh.errors import (
     LimitError,
     MissingKeyError,
     NonFiniteError,
-    StateError,
     TiedWeightError,
     UnexpectedKeyError,
     UnsupportedTensorError,
 )
 from rollmesh.outputs import SyncReport
 from rollmesh.views import ManifestEntry, SyncValues
-
-if TYPE_CHECKING:
-    from rollmesh.generator import Generator
 
 MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
@@ -189,52 +180,3 @@ def push_entries(engine: _core.Engine, entries: Iterable[tuple[str, Any]], deadl
             raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
         check_deadline(deadline, entry[0])
         engine.sync_push(entry[0], local_tensor(entry[1]))
-
-
-# -------------------------------------------------------------------------------------------------- an open set
-class Sync:
-    """One set of weights that is being pushed in pieces; made by Generator.begin_sync.
-
-    As a context manager it commits when the block ends and aborts when the block raises; meanwhile the old version serves.
-    Without `with`: push …, then commit() or abort(), or leave closing to the next step or repeated name.
-    """
-
-    def __init__(self, generator: Generator, options: SyncOptions):
-        self._generator = generator
-        self.options = options
-        self.scoped = False
-        self.names: set[str] = set()
-        self.closed: str | None = None  # why, once it is
-        self.report: SyncReport | None = None
-
-    def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into staging. Raises what is wrong with it; the set stays open."""
-        self._generator._sync_push(self, name, tensor)
-
-    def commit(self, timeout: float | None = None) -> SyncReport:
-        """Closes the set and swaps versions. IncompleteSyncError when something is missing; then the old version serves."""
-        return self._generator._sync_commit(self, timeout)
-
-    def abort(self) -> None:
-        """Drops what was pushed. Nothing happens when the set is closed already."""
-        self._generator._sync_abort(self)
-
-    def reopen(self) -> None:
-        """A repeated name after a complete set: the next set begins, with the next version."""
-        self.options = replace(self.options, version=None)
-        self.names, self.closed = set(), None
-
-    def require_open(self) -> None:
-        if self.closed is not None:
-            raise StateError(f"this sync is closed: {self.closed}")
-
-    def __enter__(self) -> Sync:
-        self.require_open()
-        self.scoped = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-        elif self.closed is None:
-            self.commit()

@@ -1,0 +1,436 @@
+"""The reference ops against oracles that share no code with them: exact fractions for the dot product and the MoE tree, float64
+with derived bounds for the rest, published vectors for the random numbers. What holds for ref holds for every variant
+(test_ops.py, tolerance zero)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ops_cases import DTYPES, EPS, EPS_T, Array, dot_bound, exact_dot, hard, normal, stored, to_bf16, values
+
+from rollmesh import errors, ops
+
+REF = "ref"
+
+
+def f64(x: Array) -> Array:
+    return values(x).astype(np.float64)
+
+
+# ---------------------------------------------------------------------------------------------- dot products
+@pytest.mark.parametrize("kind", ["normal", "hard"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dot_product_is_the_contract_step_by_step(dtype: str, kind: str, rng: np.random.Generator) -> None:
+    """Bit for bit against fractions: the even chain, the odd chain, their sum, block after block, denormals flushed."""
+    for k in (1, 2, 31, 32, 33, 64, 97):
+        x, w = (hard if kind == "hard" else normal)(rng, (3, k), dtype), (hard if kind == "hard" else normal)(rng, (5, k), dtype)
+        y = ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 5, float32_out=True, isa=REF)
+        want = [[exact_dot(values(x[i]), values(w[j])) for j in range(5)] for i in range(3)]
+        assert (y == np.array(want, np.float32)).all()
+        assert not np.signbit(y[y == 0]).any(), "an output is never -0"
+
+
+def test_dot_product_order_is_seen_by_this_test(rng: np.random.Generator) -> None:
+    """Were the sum plain ascending, as numpy would do it in a loop, these inputs would tell."""
+    x, w = normal(rng, (8, 96), "float32"), normal(rng, (8, 96), "float32")
+    y = ops.gemm(x, ops.pack(w, dtype="float32", isa=REF), 8, isa=REF)
+    plain = np.zeros((8, 8), np.float32)
+    for k in range(96):
+        plain += np.outer(x[:, k], w[:, k]).astype(np.float32)
+    assert (plain != y).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemm_against_float64(dtype: str, rng: np.random.Generator) -> None:
+    for m, n, k in ((3, 17, 1), (2, 33, 65), (5, 16, 300), (1, 5, 1000)):
+        x, w, bias = normal(rng, (m, k), dtype), normal(rng, (n, k), dtype), normal(rng, (n,), dtype)
+        packed = ops.pack(w, dtype=dtype, isa=REF)
+        exact, bound = f64(x) @ f64(w).T, dot_bound(values(x), values(w))
+        assert (np.abs(ops.gemm(x, packed, n, float32_out=True, isa=REF) - exact) <= bound).all()
+        biased = f64(ops.gemm(x, packed, n, bias=bias, isa=REF))
+        with_bias = exact + f64(bias)
+        assert (np.abs(biased - with_bias) <= bound + 1.01 * (EPS + EPS_T[dtype]) * (np.abs(with_bias) + bound)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
+    """y is the float32 accumulator rounded to T, nothing between; with a bias too."""
+    x, w, bias = normal(rng, (9, 70), dtype), normal(rng, (20, 70), dtype), normal(rng, (20,), dtype)
+    packed = ops.pack(w, dtype=dtype, isa=REF)
+    acc = ops.gemm(x, packed, 20, float32_out=True, isa=REF)
+    assert (ops.gemm(x, packed, 20, isa=REF) == stored(acc, dtype)).all()
+    assert (ops.gemm(x, packed, 20, bias=bias, isa=REF) == stored(acc + values(bias), dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_against_float64(dtype: str, rng: np.random.Generator) -> None:
+    x, gate, up = normal(rng, (6, 80), dtype, 2.0), normal(rng, (35, 80), dtype), normal(rng, (35, 80), dtype)
+    got = f64(ops.gemm_swiglu(x, ops.pack_gate_up(gate, up, dtype=dtype, isa=REF), 35, isa=REF))
+    g, u = (f64(ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 35, isa=REF)) for w in (gate, up))
+    silu = g / (1 + np.exp(-g))
+    # exp to 1 ulp, the sum and the quotient to half a one, then two roundings to T
+    relative = 4 * EPS + 2.01 * EPS_T[dtype]
+    assert (np.abs(got - silu * u) <= relative * np.abs(silu * u) + 2.0**-126).all()
+
+
+# ---------------------------------------------------------------------------------------------- rows
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_against_float64(dtype: str, rng: np.random.Generator) -> None:
+    for n in (1, 17, 64, 1000):
+        residual, x, weight = normal(rng, (4, n), dtype), normal(rng, (4, n), dtype), normal(rng, (n,), dtype)
+        state = residual.copy()
+        out = f64(ops.rms_norm(state, weight, eps=1e-6, x=x, isa=REF))
+        assert (state == stored(values(residual) + values(x), dtype)).all()
+        h = f64(state)
+        want = f64(weight) * h / np.sqrt((h * h).mean(1, keepdims=True) + 1e-6)
+        # the mean: n/16 + 4 additions of squares; then a root, two quotients, two products, two roundings to T
+        relative = (n / 16 + 12) * EPS + 2.01 * EPS_T[dtype]
+        assert (np.abs(out - want) <= relative * np.abs(want) + 2.0**-126).all()
+
+
+def test_rope_table_is_correctly_rounded(rng: np.random.Generator) -> None:
+    """float32 sines and cosines of float32 angles up to 10^6, against numpy's double. A double is off by less than 2^-50, so
+    only a float32 within that of a tie may differ, and then by one step: none is expected among these."""
+    inv_freq = np.concatenate([rng.random(6), [1.0, 0.0, 1e-7, 0.9999999]]).astype(np.float32)
+    positions, step = 1_000_001, 101
+    cos, sin = ops.rope_table(inv_freq, positions, dtype="float32")
+    angles = (np.arange(0, positions, step, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
+    assert (cos[::step] == np.cos(angles).astype(np.float32)).all()
+    assert (sin[::step] == np.sin(angles).astype(np.float32)).all()
+
+
+def test_rope_table_scales_then_rounds() -> None:
+    inv_freq = np.float32(10000.0) ** -(np.arange(8, dtype=np.float32) / 8)
+    plain = ops.rope_table(inv_freq, 100, dtype="float32")
+    scaled = ops.rope_table(inv_freq, 100, scale=1.25, dtype="bfloat16")
+    for a, b in zip(plain, scaled):
+        assert (values(to_bf16(a * np.float32(1.25))) + 0.0 == b).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
+    """q, k and v of one row against float64, and where in the pages they stand."""
+    heads, kv_heads, head_dim, page_size, rows = 4, 2, 24, 16, 21
+    half = head_dim // 2
+    qkv = normal(rng, (rows, (heads + 2 * kv_heads) * head_dim), dtype)
+    q_weight, k_weight = normal(rng, (head_dim,), dtype), normal(rng, (head_dim,), dtype)
+    cos, sin = ops.rope_table(np.float32(10000.0) ** -(np.arange(half, dtype=np.float32) / half), 300, dtype=dtype)
+    positions, slots = rng.integers(0, 300, rows).astype(np.int32), rng.permutation(48)[:rows].astype(np.int64)
+    k_cache, v_cache = ops.kv_cache(3, kv_heads, page_size, head_dim, dtype=dtype)
+    args = {"num_heads": heads, "page_size": page_size, "eps": 1e-6, "isa": REF}
+    q = ops.qk_rope_kv(qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, **args)
+
+    x = f64(qkv).reshape(rows, heads + 2 * kv_heads, head_dim)
+    normed = x / np.sqrt((x * x).mean(2, keepdims=True) + 1e-6)
+    normed[:, :heads] *= f64(q_weight)
+    normed[:, heads:] *= f64(k_weight)
+    c, s = (t[positions].astype(np.float64)[:, None] for t in (cos, sin))
+    lo, hi = normed[..., :half], normed[..., half:]
+    want = np.concatenate([lo * c - hi * s, hi * c + lo * s], -1)
+    # norm: two roundings to T; each product one, the sum one
+    size = np.concatenate([abs(lo * c) + abs(hi * s), abs(hi * c) + abs(lo * s)], -1)
+    bound = (4.03 * EPS_T[dtype] + 20 * EPS) * size + 2.0**-126
+    assert (np.abs(f64(q) - want[:, :heads]) <= bound[:, :heads]).all()
+
+    # K pages are packed matrices [page_size, head_dim]; V pages hold pairs of positions (bf16) or rows (float32)
+    for r in range(rows):
+        page, pos = divmod(int(slots[r]), page_size)
+        for h in range(kv_heads):
+            one = np.eye(head_dim, dtype=np.float32)
+            k = ops.gemm(stored(one, dtype), k_cache[page, h], page_size, float32_out=True, isa=REF)[:, pos]
+            assert (np.abs(k - want[r, heads + h]) <= bound[r, heads + h]).all()
+            page_of_v = v_cache[page, h].reshape(page_size // 2, 32, 2) if dtype == "bfloat16" else v_cache[page, h].reshape(page_size, 32)
+            v = page_of_v[pos // 2, :head_dim, pos % 2] if dtype == "bfloat16" else page_of_v[pos, :head_dim]
+            assert (v == qkv[r].reshape(-1, head_dim)[heads + kv_heads + h]).all()
+
+
+# ---------------------------------------------------------------------------------------------- attention
+@pytest.mark.parametrize("window", [0, 5, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_against_float64(dtype: str, window: int, rng: np.random.Generator) -> None:
+    for length, heads, kv_heads, head_dim in ((1, 2, 1, 16), (45, 4, 2, 24), (70, 3, 3, 40), (1100, 1, 1, 8)):
+        k, v = normal(rng, (length, kv_heads, head_dim), dtype), normal(rng, (length, kv_heads, head_dim), dtype)
+        pages = -(-length // 16)
+        k_cache, v_cache = ops.kv_cache(pages, kv_heads, 16, head_dim, dtype=dtype)
+        for page in range(pages):
+            for h in range(kv_heads):
+                rows = slice(16 * page, 16 * page + 16)
+                block_k, block_v = np.zeros((16, head_dim), k.dtype), np.zeros((16, -(-head_dim // 16) * 16), k.dtype)
+                block_k[: len(k[rows])], block_v[: len(v[rows]), :head_dim] = k[rows, h], v[rows, h]
+                k_cache[page, h] = ops.pack(block_k, dtype=dtype, isa=REF)
+                v_cache[page, h] = (block_v.reshape(8, 2, -1).transpose(0, 2, 1) if dtype == "bfloat16" else block_v).reshape(-1)
+        positions = np.unique(np.array([0, length // 2, length - 1], np.int32))
+        q = normal(rng, (len(positions), heads, head_dim), dtype, 2.0)
+        tables, scale = np.arange(pages, dtype=np.int32)[None], np.float32(head_dim**-0.5)
+        out = f64(
+            ops.attention(
+                q, k_cache, v_cache, positions, np.zeros_like(positions), tables, page_size=16, scale=scale, window=window, isa=REF
+            )
+        )
+        for r, p in enumerate(positions):
+            live = slice(max(0, p - window + 1) if window else 0, p + 1)
+            for h in range(heads):
+                kk, vv = f64(k[live, h * kv_heads // heads]), f64(v[live, h * kv_heads // heads])
+                scores = kk @ f64(q[r, h]) * float(scale)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                # a score is off by the dot product's bound; exp turns that into a relative error of p; P is rounded to T
+                off = dot_bound(values(q[r, h])[None], values(kk.astype(np.float32)))[0] * float(scale) + 2 * EPS * np.abs(scores)
+                relative = EPS_T[dtype] + 2 * off.max() + (40 + length / 8) * EPS
+                bound = relative * (weights @ np.abs(vv)) * 2 + EPS_T[dtype] * np.abs(weights @ vv)
+                assert (np.abs(out[r, h] - weights @ vv) <= 1.01 * bound + 2.0**-126).all()
+
+
+# ---------------------------------------------------------------------------------------------- mixture of experts
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
+    experts, top_k, hidden, rows = 24, 5, 50, 40
+    x, w = normal(rng, (rows, hidden), dtype), normal(rng, (experts, hidden), dtype, 0.3)
+    bias = normal(rng, (experts,), "float32", 0.02)
+    logits, bound = f64(x) @ f64(w).T, dot_bound(values(x), values(w)).max()
+    scores = np.exp(logits - logits.max(1, keepdims=True))
+    scores /= scores.sum(1, keepdims=True)
+    tolerance = 2 * bound + 20 * EPS  # relative, of a score
+    for b in (None, bias):
+        for renormalize in (True, False):
+            ids, gates = ops.router(x, ops.pack(w, dtype=dtype, isa=REF), experts, top_k, bias=b, renormalize=renormalize, isa=REF)
+            keys = scores + (0 if b is None else b)
+            order = np.argsort(-keys, 1, kind="stable")
+            ranked = np.take_along_axis(keys, order, 1)
+            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(1)  # rows whose choice rounding cannot change
+            assert clear.sum() > rows // 2
+            assert (ids[clear] == order[clear, :top_k]).all()
+            chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
+            want = chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
+            assert (np.abs(gates - want) <= 3 * tolerance * want).all()
+
+
+def test_permute_sorts_by_expert_then_row(rng: np.random.Generator) -> None:
+    rows, experts, top_k = 30, 7, 3
+    ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)]).astype(np.int32)
+    x = hard(rng, (rows, 20), "bfloat16")
+    x_out, group_rows, place = ops.permute(x, ids, experts, isa=REF)
+    order = np.argsort(ids.reshape(-1), kind="stable")
+    assert (x_out == x[order // top_k]).all()
+    assert (place.reshape(-1)[order] == np.arange(rows * top_k)).all()
+    assert (np.diff(group_rows) == np.bincount(ids.reshape(-1), minlength=experts)).all()
+
+
+def tree(leaves: dict[int, Array], first: int, width: int) -> Array | None:
+    """The node over [first, first + width): left + right, or the one that is present."""
+    if width == 1:
+        return leaves.get(first)
+    left, right = tree(leaves, first, width // 2), tree(leaves, first + width // 2, width // 2)
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine_is_the_complete_tree(dtype: str, rng: np.random.Generator) -> None:
+    for experts, top_k in ((1, 1), (5, 3), (8, 8), (60, 8), (128, 6)):
+        ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(12)]).astype(np.int32)
+        gates = rng.random((12, top_k)).astype(np.float32)
+        y, place = normal(rng, (12 * top_k, 33), dtype), rng.permutation(12 * top_k).reshape(12, top_k).astype(np.int32)
+        out = ops.combine(y, place, ids, gates, experts, isa=REF)
+        places = 1 << (experts - 1).bit_length()
+        for r in range(12):
+            root = tree({int(e): gates[r, k] * values(y[place[r, k]]) for k, e in enumerate(ids[r])}, 0, places)
+            assert root is not None
+            assert (out[r] == stored(root, dtype)).all()
+
+
+# ---------------------------------------------------------------------------------------------- logits and tokens
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
+    for vocab in (5, 128, 700):
+        x, w = normal(rng, (6, 60), dtype), normal(rng, (vocab, 60), dtype, 0.4)
+        targets = rng.integers(0, vocab, 6).astype(np.int32)
+        targets[2] = -1
+        head = ops.lm_head(x, ops.pack(w, dtype=dtype, isa=REF), vocab, targets=targets, isa=REF)
+        assert head.logits is not None
+        assert head.target_logprobs is not None
+        bound = dot_bound(values(x), values(w)).max()
+        assert (np.abs(head.logits - f64(x) @ f64(w).T) <= bound).all()
+        logits = head.logits.astype(np.float64)  # from here on the op's own float32 logits are the input
+        log_sum = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))
+        want = logits[np.arange(6), targets] - logits.max(1) - log_sum
+        steps = 8 + 4 + 3 * (vocab // 128 + 1)  # additions in a block, its tree, the merges: relative errors of the sum
+        tolerance = (steps + 4) * EPS + 2 * EPS * (np.abs(logits - logits.max(1, keepdims=True)).max() + np.abs(log_sum).max())
+        assert (np.abs(head.target_logprobs - want) <= tolerance)[targets >= 0].all()
+        assert head.target_logprobs[2] == 0
+
+
+def lone(logits: Array) -> tuple[Array, Array]:
+    """One row of logits and its statistics."""
+    row = np.asarray(logits, np.float32).reshape(1, -1)
+    return row, np.array([[row.max(), np.exp(row.astype(np.float64) - row.max()).sum()]], np.float32)
+
+
+def test_philox_known_answer() -> None:
+    """Random123's vector for philox4x32-10 at zero: 6627e8d5 e169c58d …. With 2^16 equal tokens the draw is r's top 16 bits."""
+    logits, stats = lone(np.zeros(1 << 16))
+    sampled = ops.sample(logits, stats, ops.SampleParams(seed=0, counter=0), isa=REF)
+    assert sampled.tokens[0] == 0xE169
+    # all ones: 408f276d 41c83b0e …, but the upper counter words are zero here, so check the layout of the lower ones instead
+    assert ops.sample(logits, stats, ops.SampleParams(seed=0, counter=0), isa=REF).tokens[0] == philox(0, 0) >> 48
+    for seed, counter in ((1, 0), (0, 1), (2**63 + 5, 7), (2**64 - 1, 2**64 - 1)):
+        got = ops.sample(logits, stats, ops.SampleParams(seed=seed, counter=counter), isa=REF).tokens[0]
+        assert got == philox(seed, counter) >> 48
+
+
+def philox(seed: int, counter: int) -> int:
+    mask = 2**32 - 1
+    key, x = [seed & mask, seed >> 32], [counter & mask, counter >> 32, 0, 0]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [(p1 >> 32) ^ x[1] ^ key[0], p1 & mask, (p0 >> 32) ^ x[3] ^ key[1], p0 & mask]
+        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+    return x[0] | x[1] << 32
+
+
+def kept(logits: Array, params: ops.SampleParams) -> dict[int, float]:
+    """Which tokens can be drawn, and their sampling logprobs: those that `forced` does not give −∞."""
+    row, stats = lone(logits)
+    every = [ops.SampleParams(**{**params.__dict__, "forced": v}) for v in range(row.shape[1])]
+    rows = np.repeat(row, row.shape[1], 0), np.repeat(stats, row.shape[1], 0)
+    under = ops.sample(*rows, every, isa=REF).sampling_logprobs
+    return {v: float(p) for v, p in enumerate(under) if np.isfinite(p)}
+
+
+def test_filters_by_hand() -> None:
+    """Ties, exactly k, the smallest prefix, min_p ≥, bans; survivors are renormalised."""
+    p = np.array([0.1, 0.3, 0.2, 0.3, 0.1])
+    logits = np.log(p)
+    equal = np.zeros(6)
+    assert set(kept(logits, ops.SampleParams(top_k=2))) == {1, 3}
+    assert set(kept(logits, ops.SampleParams(top_k=1))) == {1}
+    assert set(kept(logits, ops.SampleParams(top_k=4))) == {0, 1, 2, 3}
+    assert set(kept(equal, ops.SampleParams(top_k=4))) == {0, 1, 2, 3}
+    assert set(kept(equal, ops.SampleParams(top_p=0.5))) == {0, 1, 2}
+    assert set(kept(equal, ops.SampleParams(top_p=0.51))) == {0, 1, 2, 3}
+    assert set(kept(logits, ops.SampleParams(top_p=0.25))) == {1}
+    assert set(kept(logits, ops.SampleParams(top_p=0.65))) == {1, 2, 3}
+    assert set(kept(logits, ops.SampleParams(top_p=1e-9))) == {1}
+    assert set(kept(logits, ops.SampleParams(min_p=0.6))) == {1, 2, 3}
+    assert set(kept(logits, ops.SampleParams(min_p=1.0))) == {1, 3}
+    assert set(kept(logits, ops.SampleParams(banned=(1, 2)))) == {0, 3, 4}
+    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {1, 3}  # 0.8 is left: 0.3 + 0.3 ≥ 0.7 · 0.8
+    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.8))) == {1, 2, 3}
+    for params in (ops.SampleParams(top_k=3), ops.SampleParams(temperature=0.5, banned=(3,)), ops.SampleParams(temperature=2.0, min_p=0.5)):
+        left = kept(logits, params)
+        scaled = np.array([p[v] ** (1 / params.temperature) for v in left])
+        assert np.allclose(list(left.values()), np.log(scaled / scaled.sum()), atol=1e-6)
+
+
+def test_a_token_below_2_to_minus_40_is_never_drawn() -> None:
+    assert set(kept(np.array([0.0, -27.7, -27.8]), ops.SampleParams(temperature=0.99999))) == {0, 1}
+
+
+def test_greedy() -> None:
+    logits, stats = lone(np.array([1.0, 3.0, 3.0, -0.0]))
+    drawn = ops.sample(logits, stats, ops.SampleParams(temperature=0.0, top_k=1, top_p=0.1), isa=REF)
+    assert (drawn.tokens[0], drawn.sampling_logprobs[0]) == (1, 0.0)
+    assert abs(drawn.logprobs[0] - np.log(np.exp(3) / (np.exp(1) + 2 * np.exp(3) + 1))) < 1e-6
+    banned = ops.sample(logits, stats, ops.SampleParams(temperature=0.0, banned=(1,)), isa=REF)
+    assert banned.tokens[0] == 2
+    for forced, under in ((1, 0.0), (2, -np.inf)):
+        assert ops.sample(logits, stats, ops.SampleParams(temperature=0.0, forced=forced), isa=REF).sampling_logprobs[0] == under
+
+
+def test_temperature_one_without_filters_is_the_model_bit_for_bit(rng: np.random.Generator) -> None:
+    logits = normal(rng, (50, 300), "float32", 3.0)
+    stats = np.concatenate([lone(row)[1] for row in logits])
+    params = [ops.SampleParams(seed=i) for i in range(50)]
+    sampled = ops.sample(np.ascontiguousarray(logits), stats, params, isa=REF)
+    assert (sampled.logprobs.view(np.uint32) == sampled.sampling_logprobs.view(np.uint32)).all()
+    warm = ops.sample(np.ascontiguousarray(logits), stats, [ops.SampleParams(seed=i, temperature=1.5) for i in range(50)], isa=REF)
+    assert (warm.logprobs != warm.sampling_logprobs).any()
+
+
+@pytest.mark.parametrize(
+    "params", [ops.SampleParams(), ops.SampleParams(temperature=0.6, top_k=5), ops.SampleParams(temperature=1.5, top_p=0.8)]
+)
+def test_frequencies(params: ops.SampleParams) -> None:
+    """40,000 draws at successive counters against the distribution: Pearson's chi-square, 1 in 10^6 by chance (fixed seed)."""
+    p = np.array([0.02, 0.3, 0.08, 0.25, 0.05, 0.2, 0.1])
+    n = 40_000
+    row, stats = lone(np.log(p))
+    each = [ops.SampleParams(**{**params.__dict__, "seed": 11, "counter": i}) for i in range(n)]
+    tokens = ops.sample(np.repeat(row, n, 0), np.repeat(stats, n, 0), each, isa=REF).tokens
+    expected = {v: n * np.exp(lp) for v, lp in kept(np.log(p), params).items()}
+    seen = np.bincount(tokens, minlength=len(p))
+    assert seen.sum() == sum(seen[v] for v in expected)
+    chi_square = sum((seen[v] - e) ** 2 / e for v, e in expected.items())
+    assert chi_square < 40
+
+
+def test_top_logprobs(rng: np.random.Generator) -> None:
+    logits = np.round(normal(rng, (5, 40), "float32", 2.0)) + 0.0
+    stats = np.concatenate([lone(row)[1] for row in logits])
+    ids, logprobs = ops.top_logprobs(logits, stats, 12, isa=REF)
+    order = np.lexsort((np.broadcast_to(np.arange(40), logits.shape), -logits), axis=1)[:, :12]
+    assert (ids == order).all()
+    want = np.take_along_axis(logits.astype(np.float64), order, 1) - stats[:, :1] - np.log(stats[:, 1:].astype(np.float64))
+    assert np.abs(logprobs - want).max() < 2e-6
+
+
+# ---------------------------------------------------------------------------------------------- environment and refusals
+def test_the_callers_floating_point_environment_is_left_alone() -> None:
+    """Denormals are flushed inside an op and live outside, before and after."""
+    tiny = np.float32(1e-40)
+    for isa in ops.available_isas():
+        x = np.full((1, 32), 1e-40, np.float32)
+        y = ops.gemm(x, ops.pack(np.full((16, 32), 1.0, np.float32), dtype="float32"), 16, isa=isa, threads=2)
+        assert (y == 0).all()
+        assert tiny * np.float32(1) == tiny
+
+
+def test_rm_isa_caps_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RM_ISA", "ref")
+    assert ops.best_isa() == "ref"
+    monkeypatch.setenv("RM_ISA", "amx")  # known: the best available below it
+    assert ops.best_isa() == ops.available_isas()[-1]
+    monkeypatch.setenv("RM_ISA", "mmx")
+    with pytest.raises(errors.ConfigError):
+        ops.best_isa()
+
+
+def test_wrong_arguments_are_refused(rng: np.random.Generator) -> None:
+    x, w = normal(rng, (4, 32), "float32"), ops.pack(np.ones((16, 32), np.float32), dtype="float32")
+    with pytest.raises(errors.DTypeError):
+        ops.gemm(x.astype(np.float64), w, 16)
+    with pytest.raises(errors.DTypeError):
+        ops.gemm(to_bf16(x), w, 16)
+    with pytest.raises(errors.ShapeError):
+        ops.gemm(x, w, 17)
+    with pytest.raises(errors.ShapeError):
+        ops.gemm(x, w, 16, bias=np.zeros(15, np.float32))
+    with pytest.raises(errors.LayoutError):
+        ops.gemm(np.asfortranarray(x), w, 16)
+    with pytest.raises(errors.ShapeError):
+        ops.gemm(x, w, 16, group_rows=np.array([0, 5], np.int32)[::1].copy(), out=np.empty((5, 16), np.float32))
+    with pytest.raises(errors.RequestError):
+        ops.gemm(x, w, 16, group_rows=np.array([0, 5], np.int32))
+    with pytest.raises(errors.RequestError):
+        ops.embed(np.array([3], np.int32), np.zeros((3, 8), np.float32))
+    with pytest.raises(errors.ConfigError):
+        ops.gemm(x, w, 16, isa="mmx")
+    read_only = np.empty((4, 16), np.float32)
+    read_only.flags.writeable = False
+    with pytest.raises(errors.LayoutError):
+        ops.gemm(x, w, 16, out=read_only)
+    with pytest.raises(errors.ShapeError):
+        ops.router(x, w, 16, 17)
+    logits, stats = lone(np.zeros(4))
+    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"forced": 4}, {"temperature": float("nan")}):
+        with pytest.raises(errors.RequestError):
+            ops.sample(logits, stats, ops.SampleParams(**bad))
+
+
+def test_ml_dtypes_arrays_are_taken_as_words(rng: np.random.Generator) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x, w = rng.standard_normal((3, 40)), rng.standard_normal((16, 40))
+    as_bf16 = x.astype(ml_dtypes.bfloat16)
+    packed = ops.pack(w.astype(ml_dtypes.bfloat16))
+    assert (ops.gemm(as_bf16, packed, 16) == ops.gemm(as_bf16.view(np.uint16), packed, 16)).all()

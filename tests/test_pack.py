@@ -1,0 +1,112 @@
+"""The pack op: where each element goes, what it becomes, and the digest and the finite check that go with it.
+
+Input: random bits (denormals, infinities and NaN among them) in every source type, shapes around the tile edges, matrices that
+begin in the middle of a tile, one and two threads. Oracle: the layout's and the digest's formulas of kernels.h as NumPy index
+arithmetic, and conversions by float arithmetic. Bound: zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollmesh import ops
+
+PLAIN, PACKED, GATE, UP = range(4)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Nearest even; a NaN becomes 0x7FC0. float64 goes through float32, as torch's .to() does."""
+    if x.dtype == np.uint16:
+        return x
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = x.astype(np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def to_f32(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (x.astype(np.uint32) << np.uint32(16)) if x.dtype == np.uint16 else x.astype(np.float32).view(np.uint32)
+
+
+def places(layout: int, bf16: bool, rows: int, cols: int, row0: int) -> np.ndarray:
+    row, col = np.meshgrid(np.arange(rows) + row0, np.arange(cols), indexing="ij")
+    if layout == PLAIN:
+        return row * cols + col
+    if layout != PACKED:
+        row = row // 16 * 32 + (16 if layout == UP else 0) + row % 16
+    tile = row // 16 * -(-cols // 32) + col // 32
+    n, k = row % 16, col % 32
+    return tile * 512 + (k // 2 * 32 + n * 2 + k % 2 if bf16 else k * 16 + n)
+
+
+def digest(bits: np.ndarray) -> int:
+    """Σ weight(word)·word mod 2^64 over the words of the elements in row-major order, a word being two bf16 or a float32."""
+    flat = bits.reshape(-1)
+    at = np.arange(flat.size, dtype=np.uint64)
+    word, shift = (at >> np.uint64(1), (at & np.uint64(1)) * np.uint64(16)) if bits.dtype == np.uint16 else (at, np.zeros_like(at))
+    weight = (word.astype(np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
+    weight ^= weight >> np.uint32(15)
+    return int((weight.astype(np.uint64) * (flat.astype(np.uint64) << shift)).sum(dtype=np.uint64))
+
+
+def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: bool) -> np.ndarray:
+    width = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float64": np.uint64}[dtype]
+    bits = rng.integers(0, np.iinfo(width).max, (rows, cols), width, endpoint=True)
+    if dtype == "bfloat16":
+        return np.where(bits >> 7 & 0xFF == 0xFF, bits & 0x807F, bits).astype(np.uint16) if finite else bits
+    x = bits.view(dtype)
+    if dtype == "float64":  # most random doubles are beyond float32: spread them over its range and a little more
+        x = np.ldexp(rng.standard_normal((rows, cols)), rng.integers(-160, 130, (rows, cols)))
+    with np.errstate(invalid="ignore"):  # NaN that signal
+        return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
+
+
+@pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
+def test_pack(layout: int, stored: str, dtype: str, rng: np.random.Generator) -> None:
+    bf16 = stored == "bfloat16"
+    for trial in range(40):
+        rows, cols = (
+            int(rng.choice([1, 2, 15, 16, 17, 31, 33, 64, 100])),
+            int(rng.choice([1, 2, 31, 32, 33, 63, 64, 65, 96, 130, 511, 1025])),
+        )
+        row0 = int(rng.choice([0, 0, 1, 8, 16, 24, 37]))
+        total = row0 + rows + int(rng.integers(0, 20))
+        x = source(rng, dtype, rows, cols, finite=trial % 2 == 0)
+        kind = np.uint16 if bf16 else np.uint32
+        want_bits = (to_bf16 if bf16 else to_f32)(x)
+        size = total * cols if layout == PLAIN else -(-total // 16) * 16 * (1 if layout == PACKED else 2) * -(-cols // 32) * 32
+        before = rng.integers(0, 1000, size, kind)
+        if layout != PLAIN:  # pads are zero and stay zero; neighbours' elements are theirs
+            mask = np.zeros(size, bool)
+            for other in (GATE, UP) if layout != PACKED else (PACKED,):
+                mask[places(other, bf16, total, cols, 0)] = True
+            before[~mask] = 0
+        want, out = before.copy(), before.copy()
+        want[places(layout, bf16, rows, cols, row0)] = want_bits
+        target = out if bf16 else out.view(np.float32)
+        got = ops.kernels(threads=1 + trial % 2).pack(target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0)
+        where = f"{rows=} {cols=} {row0=} {total=}"
+        same = want == out
+        if not bf16:
+            same |= np.isnan(want.view(np.float32)) & np.isnan(out.view(np.float32))  # a float64 NaN's payload is nobody's
+        assert same.all(), where
+        exponent = 0x7F80 if bf16 else 0x7F800000
+        bad = np.flatnonzero((want_bits & kind(exponent)).reshape(-1) == exponent)
+        assert got[1] == (bad[0] if bad.size else -1), where
+        if not bad.size:
+            assert got[0] == digest(want_bits), where
+
+
+def test_the_digest_does_not_depend_on_threads_or_layout(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((400, 700), np.float32)
+    seen = set()
+    for layout in (PLAIN, PACKED, GATE, UP):
+        for threads in (1, 2, 3):
+            for row0 in (0, 5):
+                out = np.zeros(2 * 416 * 704, np.uint16)
+                seen.add(ops.kernels(threads=threads).pack(out[: 405 * 700].reshape(405, 700) if layout == PLAIN else out, x, layout, row0))
+    assert seen == {(digest(to_bf16(x)), -1)}
