@@ -122,7 +122,7 @@ class BuildExt(build_ext):
         for stale in target.parent.glob(target.name.split(".")[0] + ".*.so"):
             stale.unlink()  # one with another tag would be imported before the new one
         objects = [str(temp / unit.object) for unit in todo]
-        link = [*compiler, "-shared", "-pthread", *shared_flags(), *objects, "-o", str(target), "-Wl,--as-needed", "-lm"]
+        link = [*compiler, "-shared", "-pthread", *shared_flags(), *objects, "-o", str(target)]
         if message := run(target, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))]):
             raise LinkError(message)
 

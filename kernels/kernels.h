@@ -46,7 +46,9 @@ static inline int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n
   return tile * (RM_N_TILE * RM_K_BLOCK) + in;
 }
 // gate and up of a SwiGLU share one packed matrix, 16 columns of gate, then the 16 of up that belong to them.
-static inline int64_t rm_gate_up_row(int64_t row, int up) { return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE; }
+static inline int64_t rm_gate_up_row(int64_t row, int up) {
+  return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE;
+}
 static inline int64_t rm_gate_up_rows(int64_t width) { return rm_round_up(width, RM_N_TILE) * 2; }
 
 // One layer's K and V caches: [page][kv_head][…]; page_size is a multiple of 16; pages are zeroed when handed out.

@@ -199,6 +199,17 @@ def test_logits_and_scores_do_not_care_for_the_cache(config: helpers.Config) -> 
             assert gen.logits([ids])[0].tobytes() == logits.tobytes()
 
 
+def test_a_page_is_found_behind_its_own_prefix_only() -> None:
+    """Pages a, c and b are cached; b + c begins with b, and the page of c behind a is of another content."""
+    a, b, c = (prompt(PAGE, seed) for seed in range(3))
+    params = Params(max_tokens=3, seed=0)
+    with engine() as gen:
+        gen.generate([[*a, *c, 1], [*b, 1]], params, use_tqdm=False)
+        output = gen.generate([*b, *c, 1], params, use_tqdm=False)[0]
+        assert output.num_cached_tokens == PAGE
+        assert arrays(output) == arrays(solo(DENSE, [*b, *c, 1], params))
+
+
 def test_the_cache_gives_way_oldest_first() -> None:
     """20 pages; six prompts of 5 whole pages: the last ones are still there, the first one is not; nothing held is evicted."""
     with engine(pages=20) as gen:

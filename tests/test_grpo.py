@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from rollmesh.grpo import advantages as adv  # noqa: E402
-from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards, seeds, trainer  # noqa: E402
+from rollmesh.grpo import checkpoint, config, data, loop, metrics, rewards, rollout, seeds, trainer  # noqa: E402
 from rollmesh.grpo.config import LossTable, TrainTable  # noqa: E402
 from rollmesh.grpo.loss import grpo_loss, token_weights  # noqa: E402
 from rollmesh.grpo.mismatch import mismatch  # noqa: E402
@@ -206,6 +206,28 @@ def test_token_weights_by_hand() -> None:
     assert np.allclose(token_weights(lengths, "constant", 8), [1 / 16] * 4)
 
 
+def test_rewards_of_chats_get_messages(tokenizer: Any, tmp_path: Path) -> None:
+    """TRL's form: prompts are message lists, completions one-message lists, columns once for each sample."""
+    (tmp_path / "chat_rewards_of_test.py").write_text(
+        "def f(prompts, completions, completion_ids, answer, **_):\n"
+        "    return [float(p[-1]['content'].upper() == c[0]['content'] == a) for p, c, a in zip(prompts, completions, answer)]\n"
+    )
+    prompt = data.make_prompt({"prompt": "ab", "answer": "AB"}, tokenizer, True, 0, "here")
+    this = rollout.Rollout([prompt, prompt], [[1], [2]], [np.zeros(1, np.float32)] * 2, ["AB", "A"], [True, True])
+    assert rollout.score(this, rewards.Rewards(["chat_rewards_of_test:f"], (), tmp_path)).tolist() == [1.0, 0.0]
+
+
+def test_batches_list_generated_tokens_by_hand(tokenizer: Any) -> None:
+    """Two prompts of 1 and 3 tokens with 2 and 1 generated ones: ids, and for each generated token the position before it."""
+    prompts = [data.Prompt("", (7,), {}), data.Prompt("", (4, 5, 6), {})]
+    this = rollout.Rollout(prompts, [[8, 1], [9]], [np.float32([-1, -2]), np.float32([-3])], ["", ""], [True, False])
+    b = rollout.make_batch(this, [0, 1])
+    assert b.ids_BT.tolist() == [[7, 8, 1], [4, 5, 6]]
+    assert list(zip(b.rows_N.tolist(), b.columns_N.tolist(), b.targets_N.tolist())) == [(0, 0, 8), (0, 1, 1), (1, 2, 9)]
+    assert b.old_logprobs_N.tolist() == [-1, -2, -3]
+    assert b.lengths_B.tolist() == [2, 1]
+
+
 def test_mismatch_by_hand() -> None:
     trainer_lp, generator_lp = np.float32([-1.0, -2.0, -3.0]), np.float32([-1.0, -2.5, -2.75])
     m = mismatch(trainer_lp, generator_lp)
@@ -307,6 +329,11 @@ def test_malformed_rows_name_file_and_line(row: Any, tokenizer: Any, tmp_path: P
     write_jsonl(tmp_path / "x.jsonl", [{"prompt": "a"}, row])
     with pytest.raises(rm.ConfigError, match=r"x.jsonl:2: "):
         data.read_jsonl(tmp_path / "x.jsonl", tokenizer)
+
+
+def test_a_line_separator_inside_a_string_ends_no_line(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [p.source for p in data.read_jsonl(tmp_path / "x.jsonl", tokenizer)] == ["a\u2028b", "c"]
 
 
 def test_the_heldout_share_depends_on_the_text_only(tokenizer: Any, tmp_path: Path) -> None:
@@ -448,7 +475,7 @@ def test_micro_batches_give_the_same_gradient(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    run(MOE, tmp_path, ["train.steps=1"])
+    run(MOE, tmp_path, ["train.steps=1", "train.lr=1e-3"])
     with pytest.raises(rm.ConfigError, match=r"belongs to another run: train.lr differ \(train.lr: 0.001 there, 0.002 here\)"):
         loop.prepare(config.load(MOE, [*TINY, "train.steps=2", "train.lr=2e-3"]), tmp_path)
     assert checkpoint.read_state(checkpoint.find(tmp_path), config.load(MOE, [*TINY, "train.lr=2e-3"]), ["train.lr"]) == 1

@@ -11,9 +11,9 @@ Chance is at most 0.1 here (the first line of each run is asserted), and the bes
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,16 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 180  # on two cores, from the first step to the last
+SECONDS = 180  # on two cores with nothing else to do, imports included
 
 
-def train(config: str, out: Path, *args: object) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of `rollmesh grpo`, in a process of its own as a user runs it."""
+def train(config: str, out: Path, *args: object) -> tuple[list[dict[str, Any]], float]:
+    """`rollmesh grpo` in a process of its own, as a user runs it: the lines of metrics.jsonl, and its seconds from start to end."""
+    began = time.monotonic()
     command = [sys.executable, "-m", "rollmesh", "grpo", str(ROOT / f"configs/{config}.toml"), "--out", str(out), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], time.monotonic() - began
 
 
 def heldout(lines: list[dict[str, Any]]) -> list[float]:
@@ -41,9 +42,9 @@ def heldout(lines: list[dict[str, Any]]) -> list[float]:
 
 def test_it_learns_from_rewards_and_not_from_shuffled_ones(tmp_path: Path) -> None:
     """The main configuration cut short, at the same step with true and with shuffled rewards: ≥ 0.5 against ≤ 0.1."""
-    steps = ["--set", "train.steps=110", "--set", "eval.every=110"]
-    learned = heldout(train("qwen3_moe_debug", tmp_path / "true", *steps))
-    shuffled = heldout(train("qwen3_moe_debug", tmp_path / "shuffled", *steps, "--set", "reward.shuffle=true"))
+    steps = ["--set", "train.steps=80", "--set", "eval.every=80"]
+    learned = heldout(train("qwen3_moe_debug", tmp_path / "true", *steps)[0])
+    shuffled = heldout(train("qwen3_moe_debug", tmp_path / "shuffled", *steps, "--set", "reward.shuffle=true")[0])
     assert learned[0] == shuffled[0] <= 0.1
     assert learned[-1] >= 0.5
     assert shuffled[-1] <= 0.1
@@ -54,29 +55,29 @@ def test_it_learns_from_rewards_and_not_from_shuffled_ones(tmp_path: Path) -> No
 @pytest.mark.parametrize("config, diff", [("qwen3_moe_debug", 1e-4), ("qwen3_debug", 0.2)])
 def test_full_runs_reach_090(config: str, diff: float, seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """From ≤ 0.1 to ≥ 0.9 in under three minutes. diff: bound of max |Δ logprob|, float32 rounding or bfloat16's."""
-    lines = train(config, tmp_path, "--seed", seed)
-    rewards, seconds = heldout(lines), sum(m["step_s"] for m in lines)
+    lines, seconds = train(config, tmp_path, "--seed", seed)
+    rewards = heldout(lines)
     apart = max(m["logprob_diff_max"] for m in lines)
     found = f"held-out {rewards[0]:.3f} → {rewards[-1]:.3f}, {lines[-1]['step']} steps, {seconds:.0f} s, max |Δ logprob| {apart:.1e}"
     request.config.stash[SUMMARY].append(f"{config} seed {seed}: {found}")
     assert rewards[0] <= 0.1
     assert rewards[-1] >= 0.9
     assert apart < diff
-    assert seconds < SECONDS or os.getloadavg()[0] > 3, "slower than promised on a machine with nothing else to do"
+    assert seconds < SECONDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["qwen3_moe_debug", "qwen3_debug"])
 def test_full_length_control_stays_at_chance(config: str, tmp_path: Path) -> None:
-    rewards = heldout(train(config, tmp_path, "--set", "reward.shuffle=true"))
+    rewards = heldout(train(config, tmp_path, "--set", "reward.shuffle=true")[0])
     assert max(rewards) <= 0.1
 
 
 @pytest.mark.slow
 def test_the_harder_task_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Sorting five digits, by stages: far above the best constant completion, worth 0.29."""
-    lines = train("qwen3_moe_sort", tmp_path)
-    rewards, seconds = heldout(lines), sum(m["step_s"] for m in lines)
+    lines, seconds = train("qwen3_moe_sort", tmp_path)
+    rewards = heldout(lines)
     request.config.stash[SUMMARY].append(f"qwen3_moe_sort: held-out {rewards[0]:.3f} → {rewards[-1]:.3f}, {seconds:.0f} s")
     assert rewards[0] <= 0.1
     assert rewards[-1] >= 0.9

@@ -44,9 +44,10 @@ PYTHON_THIRD_PARTY = {"": {"numpy"}, "cli": {"numpy"}}
 C_BANNED = re.compile(
     r"(?<![\w.>])(abort|_?exit|_Exit|quick_exit|v?f?printf|f?puts|putchar|perror|system|popen|gets|strcpy|strcat|v?sprintf)\s*\("
 )
+# fma and sqrt are one instruction each under the flags of setup.py; everything else of libm has bits of its own.
 KERNEL_BANNED = re.compile(
     r"(?<![\w.>])(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap|"
-    r"(?:exp|exp2|expm1|log|log2|log1p|pow|sin|cos|tan|tanh|sqrt|fma)f?)\s*\("
+    r"(?:exp|exp2|expm1|log|log2|log1p|pow|sin|cos|tan|tanh)f?)\s*\("
 )
 ISA_IFDEF = re.compile(r"^\s*#\s*(?:el)?if\w*\b.*__(?:AVX|SSE|FMA|AMX)", re.MULTILINE)
 PYTHON_BANNED_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -115,6 +116,8 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
 def group_of(module: str) -> str:
     """The row of PYTHON_LAYERS of an absolute module name of ours."""
     parts = module.split(".")
+    if parts[1:] == ["__main__"]:
+        return "cli"
     return parts[1] if len(parts) > 1 and parts[1] in PYTHON_LAYERS else ""
 
 

@@ -294,8 +294,13 @@ def test_row_20_turns_come_in_the_order_of_arrival() -> None:
     for thread in threads:
         thread.join(10)
     assert order == [0, 1, 2, 3, 4]
+
+    def give_up() -> None:
+        with pytest.raises(rm.DeadlineError), turn.take(time.monotonic() + 0.05):
+            order.append(-1)
+
     with turn.take():  # one that gives up leaves the queue
-        late = threading.Thread(target=lambda: pytest.raises(rm.DeadlineError, turn.take(time.monotonic() + 0.05).__enter__))
+        late = threading.Thread(target=give_up)
         late.start()
         late.join(10)
         assert not turn._waiting

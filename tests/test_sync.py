@@ -553,6 +553,9 @@ def test_row_11_versions(served: dict[str, rm.Generator]) -> None:
         assert fresh.sync_weights(state).version == 2**62 + 1
         with pytest.raises(rm.VersionError):
             fresh.sync_weights(state, version=2**62 + 1)
+        fresh.sync_weights(state, version=2**63 - 1)
+        with pytest.raises(rm.VersionError, match="last number"):
+            fresh.sync_weights(state)
 
 
 def test_row_11_order_of_calls(served: dict[str, rm.Generator]) -> None:

@@ -3,8 +3,8 @@
 // caller's is set for the call and restored. One rm_team_run at a time. After fork the child's team runs on the caller alone.
 #pragma once
 
-#include "kernels.h"
 #include "base/status.h"
+#include "kernels.h"
 
 typedef struct rm_team rm_team;
 

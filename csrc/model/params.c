@@ -154,10 +154,8 @@ static void lay_all(layout *l) {
     out->input_norm = new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size);
     out->post_norm = new_vector(l, RM_P_POST_NORM, i, s->hidden_size);
     lay_attention(l, out, i);
-    if (s->layers[i].is_moe)
-      lay_experts(l, out, i);
-    else
-      lay_dense(l, out, i);
+    if (s->layers[i].is_moe) lay_experts(l, out, i);
+    else lay_dense(l, out, i);
   }
 }
 
@@ -211,10 +209,8 @@ int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t laye
     const int64_t middle = low + (high - low) / 2;
     const int order = compare(&params->list[middle], kind, layer, expert);
     if (order == 0) return middle;
-    if (order < 0)
-      low = middle + 1;
-    else
-      high = middle;
+    if (order < 0) low = middle + 1;
+    else high = middle;
   }
   return -1;
 }

@@ -6,6 +6,7 @@
 
 #include "model/spec.h"
 
+// clang-format off
 typedef enum rm_param_kind {
   RM_P_EMBED, RM_P_LM_HEAD, RM_P_FINAL_NORM,
   RM_P_INPUT_NORM, RM_P_POST_NORM,
@@ -17,6 +18,7 @@ typedef enum rm_param_kind {
   RM_P_EXPERT_GATE, RM_P_EXPERT_UP, RM_P_EXPERT_DOWN,
   RM_N_PARAM_KIND
 } rm_param_kind;
+// clang-format on
 
 typedef struct rm_param {
   rm_param_kind kind;

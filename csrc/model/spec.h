@@ -3,8 +3,8 @@
 
 #include <stdint.h>
 
-#include "kernels.h"
 #include "base/status.h"
+#include "kernels.h"
 
 typedef struct rm_layer_spec {
   int is_moe;

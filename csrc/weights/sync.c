@@ -10,6 +10,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/checked.h"
 #include "base/memory.h"
 #include "weights/check.h"
 
@@ -113,7 +114,8 @@ static void swap_states(rm_store *store) {
 
 // ------------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
-  if (*version == -1) *version = store->last_version + 1;
+  if (*version == -1 && !rm_add_i64(store->last_version, 1, version))
+    return rm_fail(err, RM_E_VERSION, "version %lld is the last number there is", (long long)store->last_version);
   if (*version < 0) return rm_fail(err, RM_E_VERSION, "version %lld is negative", (long long)*version);
   if (*version <= store->last_version)
     return rm_fail(err, RM_E_VERSION, "version %lld does not exceed %lld, the last one", (long long)*version,

@@ -97,6 +97,8 @@ VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, co
   }
 }
 
+_Static_assert(RM_VEC_ROWS == 4, "the switches below name every size of a register block");
+
 // How many of the `left` rows the next register block takes: full ones, and no lonely row at the end.
 VEC int rows_at_once(int64_t left) {
   if (left <= RM_VEC_ROWS) return (int)left;

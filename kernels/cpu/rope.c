@@ -45,16 +45,14 @@ VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
   return !bad;
 }
 
+// In both layouts the tiles of one 16-position group follow one another, so that a word and the next stand 16 words apart.
 VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k, int finite) {
-  if (T == RM_F32) {
-    for (int64_t d = 0; d < head_dim; d++) ((uint32_t *)page)[rm_packed_index(T, head_dim, pos, d)] = finite ? ((const uint32_t *)k)[d] : 0;
-    return;
-  }
-  uint32_t *words = (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / 2;
-  for (int64_t d = 0; d < head_dim; d += 2) {
-    uint32_t pair = 0;
-    if (finite) memcpy(&pair, (const uint16_t *)k + d, sizeof pair);
-    words[d / 2 * RM_N_TILE] = pair;  // tiles of one 16-position group follow one another, 16 pairs each
+  uint32_t *words = (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / (T == RM_BF16 ? 2 : 1);
+  const int64_t n_words = T == RM_BF16 ? head_dim / 2 : head_dim;
+  for (int64_t i = 0; i < n_words; i++) {
+    uint32_t word = 0;
+    if (finite) memcpy(&word, (const char *)k + i * 4, sizeof word);
+    words[i * RM_N_TILE] = word;
   }
 }
 

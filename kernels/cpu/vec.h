@@ -30,12 +30,10 @@ VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (d
 VEC vf vt_load(rm_dtype dtype, const void *p, int64_t i) {
   return dtype == RM_BF16 ? vf_load_bf16((const uint16_t *)p + i) : vf_load((const float *)p + i);
 }
+// The first n lanes, all of them when n ≥ 16.
 VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
   if (n >= RM_LANES) return vt_load(dtype, p, i);
-  if (dtype == RM_F32) return vf_load_n((const float *)p + i, n);
-  uint16_t lanes[RM_LANES] = {0};
-  for (int64_t j = 0; j < n; j++) lanes[j] = ((const uint16_t *)p)[i + j];
-  return vf_load_bf16(lanes);
+  return dtype == RM_BF16 ? vf_load_bf16_n((const uint16_t *)p + i, n) : vf_load_n((const float *)p + i, n);
 }
 VEC vf vt_round(rm_dtype dtype, vf x) { return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x); }
 // Stores lanes that round_T has passed.

@@ -62,10 +62,30 @@ VEC vf vf_load_n(const float *p, int64_t n) {
   const vi mask = vi_first(n);
   return vf_make(_mm256_maskload_ps(p, mask.a), _mm256_maskload_ps(p + 8, mask.b));
 }
+// By powers of two, since a masked store costs some twenty steps on processors that are common.
 VEC void vf_store_n(float *p, vf x, int64_t n) {
-  const vi mask = vi_first(n);
-  _mm256_maskstore_ps(p, mask.a, x.a);
-  _mm256_maskstore_ps(p + 8, mask.b, x.b);
+  __m256 rest = x.a;
+  if (n & 16) {
+    vf_store(p, x);
+    return;
+  }
+  if (n & 8) {
+    _mm256_storeu_ps(p, rest);
+    rest = x.b;
+    p += 8;
+  }
+  __m128 four = _mm256_castps256_ps128(rest);
+  if (n & 4) {
+    _mm_storeu_ps(p, four);
+    four = _mm256_extractf128_ps(rest, 1);
+    p += 4;
+  }
+  if (n & 2) {
+    _mm_storel_pi((__m64 *)p, four);
+    four = _mm_movehl_ps(four, four);
+    p += 2;
+  }
+  if (n & 1) _mm_store_ss(p, four);
 }
 
 // Masks of compares, false with a NaN; vf_is_nan looks at the bits' meaning only.
@@ -113,6 +133,18 @@ VEC vf vf_load_bf16(const uint16_t *p) {
 VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
+}
+// The first n of 16, 0 ≤ n ≤ 16; the others +0.
+VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
+  uint16_t lanes[RM_LANES] = {0}, *to = lanes;
+  if (n & 16) return vf_load_bf16(p);
+  for (int size = 8; size > 0; size /= 2)
+    if (n & size) {
+      memcpy(to, p, (size_t)size * sizeof *p);
+      to += size;
+      p += size;
+    }
+  return vf_load_bf16(lanes);
 }
 // The bf16 nearest to each lane, as a float.
 VEC vf vf_to_bf16(vf x) {

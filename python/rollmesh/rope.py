@@ -13,6 +13,7 @@ Types whose frequencies depend on the longest sequence of a batch (dynamic, long
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ KEYS = frozenset(
         *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),  # longrope, llama3
     }
 )
+
+# The C library's float32 power, which torch calls too. A power in double, rounded, differs once in a thousand; NumPy's may be another.
+_powf = ctypes.CDLL(None).powf
+_powf.argtypes, _powf.restype = (ctypes.c_float, ctypes.c_float), ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +149,7 @@ def _power(base: float, exponents: F32) -> F32:
 
 
 def _power_scalar(base: float, exponent: float) -> np.float32:
-    return np.float32(math.pow(float(np.float32(base)), float(np.float32(exponent))))
+    return np.float32(_powf(base, exponent))
 
 
 # -------------------------------------------------------------------------------------------------- the types

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
+from rollmesh.cli.options import TRAIN
 
 ISAS = ("ref", "avx2", "avx512f", "avx512bf16", "amx")
 CPU_FLAGS = {"avx2": ("avx2", "fma"), "avx512f": ("avx512f",), "avx512bf16": ("avx512f", "avx512_bf16"), "amx": ("amx_tile", "amx_bf16")}
-TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "rich", "matplotlib", "tensorboard")
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 32,

@@ -86,7 +86,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Any, file: Path | None) -> lis
     rows: list[Any] = [{"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text} for text in args.prompts]
     if args.file is not None:
         try:
-            rows += [json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            rows += [json.loads(line) for line in args.file.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, ValueError) as e:
             raise rm.ConfigError(f"--file {args.file}: {e}") from e
     if not rows:

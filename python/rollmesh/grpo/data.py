@@ -68,8 +68,8 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     ]
     if table.heldout:
         heldout = [p for name in table.heldout for p in read_jsonl(config.path(name), tokenizer, table.chat)]
-        keys = {_key(p) for p in heldout}
-        both = sum(_key(p) in keys for p in train)
+        held_ids = {p.ids for p in heldout}
+        both = sum(p.ids in held_ids for p in train)
         if both:
             raise rm.ConfigError(f"[data] heldout: {both} of its prompts are training prompts too")
     else:
@@ -90,7 +90,7 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:
     """Raises rm.ConfigError with file and line where an object is malformed."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as e:
         raise rm.ConfigError(f"{path}: {e}") from e
     prompts = []
@@ -143,10 +143,6 @@ def _is_chat(source: Any) -> bool:
         and bool(source)
         and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in source)
     )
-
-
-def _key(p: Prompt) -> tuple[int, ...]:
-    return p.ids
 
 
 def _in_share(p: Prompt, share: float) -> bool:

@@ -42,9 +42,9 @@ class Trainer:
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
         self.model = load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)
-        self.model.train()
+        self.model.eval()  # no dropout: the policy that is trained is the one that generates
         self.reference = build_reference(config, tokenizer) if config.loss.kl > 0 else None
-        torch.manual_seed(seed_of(config.seed, 0, "dropout"))
+        torch.manual_seed(seed_of(config.seed, 0, "run"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=table.lr, betas=(table.betas[0], table.betas[1]), weight_decay=table.weight_decay, foreach=True
         )
