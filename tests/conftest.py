@@ -20,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of torch that spin would starve the engine's
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
+    # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by powf: inv_freq would differ by machine.
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
+
 from rollmesh.spec import EngineValues
 from rollmesh.views import Finish, ManifestEntry, RequestView, SampleView, Stats, SyncValues
 
