@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -311,6 +312,20 @@ def test_the_tokenizer_is_one_token_a_character(tokenizer: Any) -> None:
     assert len(ids) == len(text) == len(set(ids))
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([*ids[:3], tokenizer.eos_token_id], skip_special_tokens=True) == text[:3]
+
+
+def test_a_reward_sees_special_tokens_but_not_the_end(tokenizer: Any) -> None:
+    """A policy that pads its answer must lose by it: only the eos that ended the completion is left out."""
+    a, unk, eos = tokenizer.convert_tokens_to_ids(["A", "<|unk|>", tokenizer.eos_token])
+
+    def completion(ids: list[int], finish: str, stop: int | str | None = None) -> Any:
+        return SimpleNamespace(token_ids=np.array(ids, np.int32), finish_reason=finish, stop_reason=stop)
+
+    assert rollout.text_of(tokenizer, completion([a, a, eos], "stop")) == "AA"
+    assert rollout.text_of(tokenizer, completion([a, unk], "length")) == "A<|unk|>"
+    assert rollout.text_of(tokenizer, completion([a, unk, eos], "stop")) == "A<|unk|>"
+    assert rollout.text_of(tokenizer, completion([a, a], "stop", "A")) == "AA"
+    assert rollout.text_of(tokenizer, completion([eos], "stop")) == ""
 
 
 def test_chats_go_through_the_template(tokenizer: Any) -> None:

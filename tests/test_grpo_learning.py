@@ -43,10 +43,12 @@ def heldout(lines: list[dict[str, Any]]) -> list[float]:
 def test_it_learns_from_rewards_and_not_from_shuffled_ones(tmp_path: Path) -> None:
     """The main configuration cut short, at the same step with true and with shuffled rewards: ≥ 0.5 against ≤ 0.1."""
     steps = ["--set", "train.steps=80", "--set", "eval.every=80"]
-    learned = heldout(train("qwen3_moe_debug", tmp_path / "true", *steps)[0])
+    lines = train("qwen3_moe_debug", tmp_path / "true", *steps)[0]
+    learned = heldout(lines)
     shuffled = heldout(train("qwen3_moe_debug", tmp_path / "shuffled", *steps, "--set", "reward.shuffle=true")[0])
     assert learned[0] == shuffled[0] <= 0.1
     assert learned[-1] >= 0.5
+    assert lines[-1]["stopped_share"] >= 0.5  # it ends its answers, and is not just cut off where the reward stops looking
     assert shuffled[-1] <= 0.1
 
 
@@ -63,6 +65,7 @@ def test_full_runs_reach_090(config: str, diff: float, k3: float, seed: int, tmp
     request.config.stash[SUMMARY].append(f"{config} seed {seed}: {found}")
     assert rewards[0] <= 0.1
     assert rewards[-1] >= 0.9
+    assert lines[-1]["stopped_share"] >= 0.9
     assert apart < diff
     assert max(m["kl_k3"] for m in lines) < k3
     assert seconds < SECONDS

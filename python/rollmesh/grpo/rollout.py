@@ -76,9 +76,17 @@ def generate(
         prompts=[p for p in prompts for _ in range(samples)],
         token_ids=token_ids,
         logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
-        texts=tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+        texts=[text_of(tokenizer, c) for c in completions],
         stopped=[c.finish_reason == "stop" for c in completions],
     )
+
+
+def text_of(tokenizer: Any, completion: rm.CompletionOutput) -> str:
+    """What a reward judges: the completion without the token that ended it. Other special tokens stay in the text: one that is
+    skipped costs nothing, and a policy that pads its answer with them would never learn to stop."""
+    ended = completion.finish_reason == "stop" and completion.stop_reason is None
+    kept = completion.token_ids[: len(completion.token_ids) - ended]
+    return str(tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def score(rollout: Rollout, rewards: Rewards) -> NDArray[np.float64]:
