@@ -40,6 +40,7 @@ def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
         isa = generator.metrics()["isa"]
     assert f"chosen         {isa}: " in text
     assert text.count("<- chosen") == 1
+    assert "  in rollmesh    not built into this version\n" in text
     for name in ("ref", "NumPy", "torch", "transformers", "nvcc", "NCCL", "vllm"):
         assert f"\n  {name} " in text
 
@@ -135,8 +136,10 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     assert "a run is there already" in rollmesh("grpo", MOE, "--out", folder, status=2)
     rollmesh("grpo", MOE, "--resume", folder, "--seed", 3, "--set", "train.steps=2", *small)
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
-    completion = rollmesh("generate", folder / "checkpoints/step_000002", "abcd=", "--json", "--max-tokens", 4, *SMALL)
+    greedy = ("abcd=", "--json", "--max-tokens", 4, "--temperature", 0, *SMALL)
+    completion = rollmesh("generate", folder / "checkpoints/step_000002", *greedy)
     assert json.loads(completion)["finish_reason"] in ("stop", "length")
+    assert rollmesh("generate", folder, *greedy) == completion, "a run folder stands for its newest checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,12 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("generate", MOE, "x,y", "--ids", "--random"), "ConfigError: --ids: expected token ids such as 5,17,3, got 'x,y'"),
         (("generate", MOE, "a", "--random", "--tp", "2"), "ConfigError: mesh of 2 ranks"),
         (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),
+        (("generate", MOE, "a", "--random", "--tp", "0"), "ConfigError: mesh tp = 0"),
+        (("generate", MOE, "a", "--random", "--max-model-len", "0"), "ConfigError: max_model_len = 0"),
+        (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len = 0"),
+        (("plan", MOE, "--tp", "0"), "ConfigError: tp=0 dp=1 ep=1: expected positive numbers"),
+        (("plan", MOE, "--kv-cache-gib", "inf"), "ConfigError: --kv-cache-gib inf"),
+        (("grpo", MOE, "--tp", "0"), "ConfigError: [generator] tp"),
         (("generate", MOE, "a", "--random", "--top-p", "2"), "RequestError: top_p = 2.0"),
         (("bench", MOE, "--batch", "0"), "ConfigError: --prefill 512 --batch [0]: expected positive numbers"),
         (("grpo", MOE, "--set", "train.lr=x"), 'ConfigError: [train] lr: expected a number, got "x"'),
@@ -158,3 +167,89 @@ def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str
     text = rollmesh(*args, status=2)
     assert message in text
     assert "Traceback" not in text
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line of `rollmesh args`, in this process: many of them are quick here."""
+    from rollmesh.cli import main
+
+    assert main([str(a) for a in args]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"rollmesh {args[0]}: ConfigError: ")
+    assert text.count("\n") == 1
+    return text
+
+
+@pytest.mark.parametrize("row", ["5", "null", "[1]", '{"prompt_token_ids": 5}', '["a"]', '{"prompt_token_ids": [1.9]}', "[" * 200_000])
+def test_rows_of_a_file_that_are_no_prompts(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "ab="}}\n{row}\n')
+    refused(capsys, "generate", MOE, "--random", "--file", tmp_path / "rows.jsonl", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": 1.5}'),
+        ("generation_config.json", '{"eos_token_id": {}}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "["),
+        ("config.json", "[" * 200_000),
+    ],
+)
+def test_broken_files_of_a_checkpoint(name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from helpers import tiny_config
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    (tmp_path / name).write_text(text)
+    refused(capsys, "generate", tmp_path, "1,2", "--ids", "--random", *SMALL)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**30}, {"vocab_size": 2**70}, {"moe_intermediate_size": 2**70}], ids=str)
+def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from helpers import tiny_config
+
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(True), **change}))
+    assert f"{next(iter(change))}=" in refused(capsys, "plan", tmp_path)
+
+
+def test_plan_and_bench_take_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dtype and KV cache of the TOML's [generator], unless an option says otherwise."""
+    from rollmesh.cli import main
+
+    shape = MOE.read_text().partition("[model]")[2].partition("\n[")[0]
+    run = tmp_path / "run.toml"
+    run.write_text(f'[model]{shape}\n[tokenizer]\npath = "{ROOT}/data/chars"\n[generator]\ndtype = "float32"\nkv_cache_gib = 0.015625\n')
+    assert main(["plan", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "rank(s), float32 (" in text
+    assert "   0.015625 GiB hold " in text
+    assert main(["plan", str(run), "--dtype", "bfloat16", "--kv-cache-gib", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "rank(s), bfloat16 (" in text
+    assert "   2 GiB hold " in text
+    assert main(["bench", str(run), "--batch", "1", "--prefill", "8", "--threads", "1"]) == 0
+    assert ", float32, " in capsys.readouterr().out
+
+
+def test_a_run_folders_newest_checkpoint(tmp_path: Path) -> None:
+    from rollmesh.cli.options import checkpoint_of
+
+    for step in ("step_000009", "step_000010", "step_1000000", ".step_2000000.partial"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "config.json").write_text("{}")
+    newest = tmp_path / "checkpoints/step_1000000"
+    assert checkpoint_of(tmp_path) == checkpoint_of(newest) == newest
+    assert checkpoint_of(tmp_path / "nowhere") == tmp_path / "nowhere"
+
+
+def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
+    import rollmesh as rm
+    from rollmesh.grpo.rewards import Rewards
+
+    (tmp_path / "reward_that_raises.py").write_text("def f(**columns):\n    return {}['oops']\n")
+    reward = Rewards(["reward_that_raises:f"], (), tmp_path)
+    with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'$") as caught:
+        reward(["p"], ["c"], [[1]], {})
+    assert isinstance(caught.value.__cause__, KeyError)

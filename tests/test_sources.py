@@ -267,6 +267,39 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
     assert lenient[last].shape == STATE[last].shape
 
 
+@pytest.mark.parametrize(
+    ("source", "version", "error"),
+    [
+        ([("x", np.ones(2)), ("x", np.zeros(2))], None, "DuplicateKeyError"),
+        ({5: np.ones(2)}, None, "LimitError"),
+        ({None: np.ones(2)}, None, "LimitError"),
+        ({"x" * 1025: np.ones(2)}, None, "LimitError"),
+        *(({"x": np.ones(2)}, version, "VersionError") for version in (2**63, 10**30, 1.5, "7", True, -1, 0)),
+    ],
+    ids=str,
+)
+def test_what_no_reader_could_take_is_not_published(tmp_path: Path, source: Any, version: Any, error: str) -> None:
+    """By a typed error, before the version that is there is replaced."""
+    with sources.SharedWriter(tmp_path) as writer:
+        writer.publish({"x": np.full(3, 7.0)})
+        with pytest.raises(getattr(rm.errors, error)):
+            writer.publish(source, version)
+        reader = sources.SharedReader(writer.address)
+        assert (reader.refresh(), writer.version) == (0, 0)
+        assert reader["x"].tolist() == [7.0] * 3
+        assert writer.publish({"x" * 1024: np.ones(2)}, 2**63 - 1) == reader.refresh()
+
+
+def test_scalars_and_views_keep_their_shape(tmp_path: Path) -> None:
+    state = {"scalar": np.array(3.5, np.float32), "none": np.ones((0, 3)), "turned": np.arange(6.0).reshape(2, 3).T}
+    with sources.SharedWriter(tmp_path) as writer:
+        writer.publish({**state, "words": np.array(0x3F80, np.uint16).view(sources.BF16)})
+        reader = sources.SharedReader(writer.address)
+        reader.refresh()
+        assert {name: reader[name].shape for name in reader} == {"scalar": (), "none": (0, 3), "turned": (3, 2), "words": ()}
+        assert all(np.array_equal(reader[name], x) for name, x in state.items())
+
+
 def test_no_room_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({"x": np.ones(3, np.float32)})
@@ -391,6 +424,9 @@ def test_descriptions_that_lie() -> None:
     lies: list[dict[str, Any]] = [
         {"dtype": "int8"},
         {"dtype": None},
+        {"dtype": ["float32"]},
+        {"shape": [0, 2**70], "bytes": 0},
+        {"shape": [1] * 33, "bytes": 4},
         {"shape": [2, -3]},
         {"shape": [2, 3.0]},
         {"shape": [True, 6]},
@@ -409,6 +445,6 @@ def test_descriptions_that_lie() -> None:
     for name in (None, "x" * 2000):
         with pytest.raises(rm.LimitError):
             parsed(name=name)
-    for text in (b"", b"null", b"[]", b'{"tensors": 3}', b'{"tensors": [3]}', b"\xff"):
+    for text in (b"", b"null", b"[]", b'{"tensors": 3}', b'{"tensors": [3]}', b"\xff", b"[" * 200_000):
         with pytest.raises(rm.FormatError):
             arrays.parse(text, 64)

@@ -243,6 +243,37 @@ LARGE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+BEYOND_ANY_INTEGER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (DENSE, {"vocab_size": 2**70}, r"vocab_size=1180591620717411303424 .*\[1, 67108864\]"),
+    (DENSE, {"hidden_size": 2**64}, r"hidden_size=.*\[1, 4194304\]"),
+    (DENSE, {"intermediate_size": 2**70}, r"intermediate_size=.*\[1, 4194304\]"),
+    (MOE, {"moe_intermediate_size": 2**70}, r"moe_intermediate_size=.*\[1, 4194304\]"),
+    (MOE, {"num_experts": 10**30}, r"num_experts=.*\[0, 16384\]"),
+    (DENSE, {"num_hidden_layers": 10**18}, r"num_hidden_layers=.*\[1, 1024\]"),
+    (DENSE, {"num_hidden_layers": 10**30}, r"num_hidden_layers=.*\[1, 1024\]"),
+    (DENSE, {"num_hidden_layers": 10**5000}, r"num_hidden_layers=a int too large to print"),
+    (DENSE, {"max_position_embeddings": 2**70}, "max_position_embeddings="),
+    (DENSE, {"num_attention_heads": 2**13, "num_key_value_heads": 1, "head_dim": 1024}, "head_dim=8388608 is over 4194304"),
+    (DENSE, {"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+    (DENSE, {"rope_parameters": None, "rope_theta": 10**400}, "rope_theta=1000"),
+    (DENSE, {"rope_parameters": {"rope_type": ["x"]}}, r"rope_type=\['x'\]"),
+    (DENSE, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e308}}, r"'beta_fast': 1e\+308"),
+    (DENSE, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-308}}, r"'beta_slow': 1e-308"),
+    (DENSE, {"eos_token_id": 1.5}, r"eos_token_id=1\.5"),
+    (DENSE, {"eos_token_id": [1, 1.5]}, r"eos_token_id=1\.5"),
+    (MOE, {"mlp_only_layers": [True]}, r"mlp_only_layers=\[True\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"), BEYOND_ANY_INTEGER, ids=[f"{i}-{next(iter(c[1]))}" for i, c in enumerate(BEYOND_ANY_INTEGER)]
+)
+def test_row_15_what_no_machine_integer_or_double_holds(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    """Refused by from_hf itself, with key, value and bound, before anything of that size is made."""
+    with pytest.raises(rm.ConfigError, match=words):
+        spec(base, **changes)
+
+
 @pytest.mark.parametrize(("base", "changes", "words"), LARGE, ids=lambda value: str(value)[:60])
 def test_row_15_sizes_beyond_any_model(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     """The engine refuses them by rule, before it allocates anything; where no rule is broken, because nothing fits."""
@@ -256,7 +287,7 @@ def test_row_15_what_is_no_config(tmp_path: Path) -> None:
             rm.ModelSpec.from_hf(bad)
     with pytest.raises(rm.ConfigError, match=r"nowhere.*No such file"):
         rm.ModelSpec.from_hf(tmp_path / "nowhere")
-    for text in ("", "{", "[1]", "\0"):
+    for text in ("", "{", "[1]", "\0", "[" * 200_000):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(rm.FormatError, match=r"config\.json"):
             rm.ModelSpec.from_hf(tmp_path)
@@ -267,6 +298,13 @@ def test_unknown_keys_that_are_off_pass_and_others_by_name() -> None:
     assert rm.ModelSpec.from_hf({**DENSE, "team": "b", "logit_scale": 1.0}, ignore=("team", "logit_scale")) == spec()
     with pytest.raises(rm.ConfigError, match=r"logit_scale=1\.0"):
         rm.ModelSpec.from_hf({**DENSE, "team": "b", "logit_scale": 1.0}, ignore=("team",))
+
+
+@pytest.mark.parametrize("ignore", ["my_rms_norm_eps", "rms_norm_eps", b"x", 5, None, (1,)])
+def test_ignore_is_keys_and_never_a_part_of_one(ignore: Any) -> None:
+    """As a str, "my_rms_norm_eps" once hid rms_norm_eps, and the model computed with the default."""
+    with pytest.raises(rm.ConfigError, match="ignore="):
+        rm.ModelSpec.from_hf({**DENSE, "rms_norm_eps": 0.5}, ignore=ignore)
 
 
 # ------------------------------------------------------------------------------------------------ rope

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ F32 = NDArray[np.float32]
 Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
+MAX_FLOAT = sys.float_info.max
 KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor"),
@@ -53,12 +55,24 @@ class Rope:
 
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
         """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to max_model_len."""
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            inv_freq, scale = TYPES[self.type][0](self, dict(self.parameters), max_model_len)
+        settings = f"rope_type={self.type!r} with {shown(dict(self.parameters))}, rope_theta={self.theta}"
+        try:
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                inv_freq, scale = TYPES[self.type][0](self, dict(self.parameters), max_model_len)
+        except (ArithmeticError, ValueError, TypeError) as error:  # of math's functions: a double does not hold it
+            raise ConfigError(f"{settings} gives no finite frequencies: {error}") from error
         if not (np.isfinite(inv_freq).all() and (inv_freq >= 0).all() and math.isfinite(scale) and scale > 0):
-            settings = f"{dict(self.parameters)}, rope_theta={self.theta}"
-            raise ConfigError(f"rope_type={self.type!r} with {settings} gives no finite frequencies")
+            raise ConfigError(f"{settings} gives no finite frequencies")
         return inv_freq, scale
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its repr, not more than a line of it, and never an error."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # of integers with thousands of digits
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 # -------------------------------------------------------------------------------------------------- float32 power
@@ -253,15 +267,16 @@ TYPES: dict[str, tuple[Callable[[Rope, Mapping[str, Any], int], tuple[F32, float
 
 # -------------------------------------------------------------------------------------------------- from a config
 def _number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < low or (strict and value == low):
-        raise ConfigError(f"{name}={value!r} is not a finite number {'>' if strict else '>='} {low:g}")
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= MAX_FLOAT
+    if not good or (strict and value == low):
+        raise ConfigError(f"{name}={shown(value)} is not a finite number {'>' if strict else '>='} {low:g}")
     return float(value) if isinstance(value, float) else value
 
 
 def _factors(name: str, value: Any, count: int) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != count:
-        raise ConfigError(f"{name} has {len(value) if isinstance(value, (list, tuple)) else value!r} entries, wanted head_dim/2={count}")
+        seen = len(value) if isinstance(value, (list, tuple)) else shown(value)
+        raise ConfigError(f"{name} has {seen} entries, wanted head_dim/2={count}")
     return tuple(_number(f"{name}[{i}]", v, 0, strict=True) for i, v in enumerate(value))
 
 
@@ -271,7 +286,7 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
         return _factors(f"{name}.{key}", value, head_dim // 2)
     if key == "truncate":
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}.truncate={value!r} is not a bool")
+            raise ConfigError(f"{name}.truncate={shown(value)} is not a bool")
         return value
     if value is None and key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "factor"):
         return None
@@ -286,13 +301,13 @@ def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{name}={given!r} is not a mapping")
+        raise ConfigError(f"{name}={shown(given)} is not a mapping")
     if unknown := sorted(str(key) for key in given if key not in KEYS):
         raise ConfigError(f"{name} has keys that no rope type of Qwen3 reads: {', '.join(unknown)}")
     p = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
     rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type not in TYPES:
-        raise ConfigError(f"rope_type={rope_type!r} is unknown; known are {', '.join(TYPES)}")
+    if not isinstance(rope_type, str) or rope_type not in TYPES:
+        raise ConfigError(f"rope_type={shown(rope_type)} is unknown; known are {', '.join(TYPES)}")
     theta = _number("rope_theta", given.get("rope_theta", config.get("rope_theta", 10000.0)), 0, strict=True)
 
     partial = p.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -22,9 +22,13 @@ from numpy.typing import NDArray
 
 from rollmesh import rope as _rope
 from rollmesh.errors import ConfigError, FormatError
+from rollmesh.rope import MAX_FLOAT, shown
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
-MAX_HEAD_DIM = 1024  # the engine's (csrc/model/spec.c checks the other sizes)
+
+# The engine's (csrc/model/spec.c). Here too, because Python's integers have no end and plans are made without an engine.
+MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 1 << 26, 1 << 22, 1024, 1 << 14, 1024, 16384
+MAX_POSITION = 2**62
 
 
 def _keys(words: str) -> frozenset[str]:
@@ -118,12 +122,14 @@ class ModelSpec:
         """From a transformers config object, its dict, a folder with config.json, or that file.
 
         `ignore` names keys of the config that are known not to matter. Raises ConfigError naming the rule that is broken
-        or the option that is not supported.
+        or the option that is not supported, FormatError for a file that is not a JSON object.
         """
+        if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
+            raise ConfigError(f"ignore={shown(ignore)}, wanted a tuple of keys of the config")
         values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
         model_type = values.get("model_type")
         if model_type not in MODEL_TYPES:
-            raise ConfigError(f"model_type={model_type!r} is not supported; supported are {', '.join(MODEL_TYPES)}")
+            raise ConfigError(f"model_type={shown(model_type)} is not supported; supported are {', '.join(MODEL_TYPES)}")
         _refuse_unknown(values)
         return _read(_Reader(values), model_type)
 
@@ -223,7 +229,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
         values = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise FormatError(f"{file} holds a {type(values).__name__}, wanted an object")
@@ -241,9 +247,9 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
     }
     for key, what in unsupported.items():
         if values.get(key):
-            raise ConfigError(f"{key}={values[key]!r}: {what} are not supported")
+            raise ConfigError(f"{key}={shown(values[key])}: {what} are not supported")
     unknown = [
-        f"{key}={value!r}"
+        f"{key}={shown(value)}"
         for key, value in values.items()
         if key not in _USED and key not in _IRRELEVANT and key not in unsupported and value is not None and value is not False
     ]
@@ -257,24 +263,24 @@ class _Reader:
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
 
-    def integer(self, key: str, low: int, default: int | None = None) -> int:
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value = self.values.get(key, default)
         if value is None:
             raise ConfigError(f"{key} is missing" if key not in self.values else f"{key} is None")
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{key}={value!r} is not an integer >= {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{key}={shown(value)} is not an integer in [{low}, {high}]")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{key}={value!r} is not a bool")
+            raise ConfigError(f"{key}={shown(value)} is not a bool")
         return value
 
     def positive(self, key: str, default: float) -> float:
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{key}={value!r} is not finite and > 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_FLOAT:
+            raise ConfigError(f"{key}={shown(value)} is not finite and > 0")
         return float(value)
 
     def given(self, key: str) -> bool:
@@ -284,21 +290,24 @@ class _Reader:
 def _read(c: _Reader, model_type: str) -> ModelSpec:
     moe = model_type == "qwen3_moe"
     if c.values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act={c.values['hidden_act']!r} is not supported, wanted 'silu'")
-    layers, hidden, heads = c.integer("num_hidden_layers", 1), c.integer("hidden_size", 1), c.integer("num_attention_heads", 1)
-    kv_heads = c.integer("num_key_value_heads", 1, heads) if c.given("num_key_value_heads") or moe else heads
-    head_dim = c.integer("head_dim", 2) if c.given("head_dim") else hidden // heads if moe else 128
+        raise ConfigError(f"hidden_act={shown(c.values['hidden_act'])} is not supported, wanted 'silu'")
+    layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
+    heads = c.integer("num_attention_heads", 1, MAX_HEADS)
+    kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS, heads) if c.given("num_key_value_heads") or moe else heads
+    head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else hidden // heads if moe else 128
+    if heads * head_dim > MAX_WIDTH:
+        raise ConfigError(f"num_attention_heads·head_dim={heads * head_dim} is over {MAX_WIDTH}")
     if heads % kv_heads:
         raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} is not an even number in [2, {MAX_HEAD_DIM}]; rope rotates pairs")
     is_moe_layer = _moe_layers(c, layers) if moe else (False,) * layers
-    vocab, max_positions = c.integer("vocab_size", 1), c.integer("max_position_embeddings", 1, 32768)
+    vocab, max_positions = c.integer("vocab_size", 1, MAX_VOCAB), c.integer("max_position_embeddings", 1, MAX_POSITION, 32768)
     spec = ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=0 if all(is_moe_layer) else c.integer("intermediate_size", 1),
+        intermediate_size=0 if all(is_moe_layer) else c.integer("intermediate_size", 1, MAX_WIDTH),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -320,24 +329,25 @@ def _read(c: _Reader, model_type: str) -> ModelSpec:
 
 
 def _with_experts(c: _Reader, spec: ModelSpec) -> ModelSpec:
-    experts, top_k = _num_experts(c), c.integer("num_experts_per_tok", 1)
+    experts, top_k = _num_experts(c), c.integer("num_experts_per_tok", 1, MAX_EXPERTS)
     if top_k > experts:
         raise ConfigError(f"num_experts_per_tok={top_k} exceeds num_experts={experts}")
-    return replace(spec, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=c.integer("moe_intermediate_size", 1))
+    width = c.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    return replace(spec, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=width)
 
 
 def _num_experts(c: _Reader) -> int:
-    both = [c.integer(key, 0) for key in ("num_experts", "num_local_experts") if c.given(key)]
+    both = [c.integer(key, 0, MAX_EXPERTS) for key in ("num_experts", "num_local_experts") if c.given(key)]
     if len(set(both)) > 1:
         raise ConfigError(f"num_experts={both[0]} and num_local_experts={both[1]} differ")
-    return both[0] if both else c.integer("num_experts", 0)
+    return both[0] if both else c.integer("num_experts", 0, MAX_EXPERTS)
 
 
 def _moe_layers(c: _Reader, layers: int) -> tuple[bool, ...]:
     """Every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
-    step, dense = c.integer("decoder_sparse_step", 1, 1), c.values.get("mlp_only_layers") or []
-    if not isinstance(dense, (list, tuple)) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
-        raise ConfigError(f"mlp_only_layers={dense!r} is not a list of layers in [0, {layers})")
+    step, dense = c.integer("decoder_sparse_step", 1, MAX_POSITION, 1), c.values.get("mlp_only_layers") or []
+    if not isinstance(dense, (list, tuple)) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise ConfigError(f"mlp_only_layers={shown(dense)} is not a list of layers in [0, {layers})")
     has_experts = _num_experts(c) > 0
     return tuple(has_experts and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
@@ -345,17 +355,17 @@ def _moe_layers(c: _Reader, layers: int) -> tuple[bool, ...]:
 def _windows(c: _Reader, layers: int, moe: bool) -> tuple[int, ...]:
     """The sliding window of each layer. Qwen3 has it where layer_types says so, Qwen3-MoE in all layers or none."""
     use = c.boolean("use_sliding_window", False) and c.given("sliding_window" if "sliding_window" in c.values else "use_sliding_window")
-    window = c.integer("sliding_window", 1, 4096) if use else 0
+    window = c.integer("sliding_window", 1, MAX_POSITION, 4096) if use else 0
     types = c.values.get("layer_types")
     if types is None:
-        first = 0 if moe else c.integer("max_window_layers", 0, 28)
+        first = 0 if moe else c.integer("max_window_layers", 0, MAX_POSITION, 28)
         return tuple(window if i >= first else 0 for i in range(layers))
     if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise ConfigError(f"layer_types={types!r} has not one entry for each of num_hidden_layers={layers}")
+        raise ConfigError(f"layer_types={shown(types)} has not one entry for each of num_hidden_layers={layers}")
     if other := sorted({str(t) for t in types} - {"full_attention", "sliding_attention"}):
-        raise ConfigError(f"layer_types has {', '.join(other)}; supported are full_attention and sliding_attention")
+        raise ConfigError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
     if moe and set(types) != {"sliding_attention" if window else "full_attention"}:
-        raise ConfigError(f"layer_types={types!r} with sliding_window={window or None}: Qwen3-MoE's layers are all of one kind")
+        raise ConfigError(f"layer_types={shown(types)} with sliding_window={window or None}: Qwen3-MoE's layers are all of one kind")
     if "sliding_attention" in types and not window:
         raise ConfigError("layer_types has sliding_attention, but use_sliding_window or sliding_window is off")
     return tuple(window if t == "sliding_attention" else 0 for t in types)
@@ -366,5 +376,7 @@ def _eos(c: _Reader, vocab: int) -> tuple[int, ...]:
     ids = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-            raise ConfigError(f"eos_token_id={token!r} is not in [0, vocab_size={vocab}): config and vocabulary do not belong together")
+            raise ConfigError(
+                f"eos_token_id={shown(token)} is not in [0, vocab_size={vocab}): config and vocabulary do not belong together"
+            )
     return tuple(ids)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.cli.options import add_engine, make_generator, read_model_config
+from rollmesh.cli.options import add_engine, checkpoint_of, make_generator, read_model_config, take_run_settings
 from rollmesh.cli.plan import Parameters, count_parameters
 from rollmesh.cli.weights import random_weights
 
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = read_model_config(args.model)
-    spec = rm.ModelSpec.from_hf(config)
+    take_run_settings(args)
+    spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
     if args.prefill < 1 or min(args.batch) < 1:
         raise rm.ConfigError(f"--prefill {args.prefill} --batch {args.batch}: expected positive numbers")
     dtype = args.dtype or "bfloat16"
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         spec,
         dtype,
-        args.max_model_len or max(args.prefill, 16 + DECODE_TOKENS) + 1,
+        max(args.prefill, 16 + DECODE_TOKENS) + 1 if args.max_model_len is None else args.max_model_len,
         seed=args.seed,
         max_num_seqs=max(args.batch),
         enable_prefix_caching=False,

@@ -127,7 +127,7 @@ def _device_answer(device: str) -> str:
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
-        return f"no: {error}"
+        return "not built into this version" if "not built" in str(error) else f"no: {error}"
     return "works"
 
 

@@ -13,12 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.cli.options import add_engine, load_tokenizer, make_generator, read_model_config, tokenizer_file
+from rollmesh.cli.options import (
+    add_engine,
+    checkpoint_of,
+    load_tokenizer,
+    make_generator,
+    read_json,
+    read_model_config,
+    take_run_settings,
+    tokenizer_file,
+)
 from rollmesh.cli.weights import random_weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; with --random also a config.json or a run's TOML")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="checkpoint folder, or a run folder: its newest checkpoint; with --random also a config.json or TOML",
+    )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text; with --ids token ids such as 5,17,3")
     parser.add_argument("--random", action="store_true", help="random weights of this shape")
     parser.add_argument("--file", type=Path, help="prompts as JSONL: objects with prompt, messages or prompt_token_ids")
@@ -40,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.model = checkpoint_of(args.model)
+    take_run_settings(args)
     config = read_model_config(args.model)
     spec = rm.ModelSpec.from_hf(config)
     file = tokenizer_file(args.tokenizer or args.model)
@@ -64,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         spec,
         dtype,
-        args.max_model_len or longest + args.max_tokens,
+        longest + args.max_tokens if args.max_model_len is None else args.max_model_len,
         tokenizer=tokenizer,
         eos_token_ids=_eos_ids(args.model, config),
         seed=args.seed,
@@ -85,10 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace, tokenizer: Any, file: Path | None) -> list[list[int]]:
     rows: list[Any] = [{"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text} for text in args.prompts]
     if args.file is not None:
-        try:
-            rows += [json.loads(line) for line in args.file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        except (OSError, ValueError) as e:
-            raise rm.ConfigError(f"--file {args.file}: {e}") from e
+        rows += _read_rows(args.file)
     if not rows:
         raise rm.ConfigError("no prompts: expected PROMPT arguments or --file")
     if any("messages" in row or (args.chat and "prompt" in row) for row in rows):
@@ -96,11 +109,29 @@ def _prompts(args: argparse.Namespace, tokenizer: Any, file: Path | None) -> lis
     return [_encode(row, tokenizer) for row in rows]
 
 
-def _encode(row: Any, tokenizer: Any) -> list[int]:
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    rows = []
+    try:
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict) or not row.keys() & {"prompt", "messages", "prompt_token_ids"}:
+                raise rm.ConfigError(f"line {number}: expected an object with prompt, messages or prompt_token_ids, got {line:.80}")
+            rows.append(row)
+    except (OSError, ValueError, RecursionError) as e:
+        raise rm.ConfigError(f"--file {file}: {e}") from e
+    return rows
+
+
+def _encode(row: dict[str, Any], tokenizer: Any) -> list[int]:
     if "prompt_token_ids" in row:
-        return [int(i) for i in row["prompt_token_ids"]]
+        ids = row["prompt_token_ids"]
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise rm.ConfigError(f"prompt_token_ids: expected a list of integers, got {ids!r:.80}")
+        return ids
     if not isinstance(row.get("prompt"), str):
-        raise rm.ConfigError(f"expected an object with prompt, messages or prompt_token_ids, got {row!r:.80}")
+        raise rm.ConfigError(f"prompt: expected text, got {row.get('prompt')!r:.80}")
     if tokenizer is None:
         raise rm.ConfigError("text prompts need a tokenizer.json in MODEL or --tokenizer; or give token ids with --ids")
     return list(tokenizer.encode(row["prompt"]).ids)
@@ -112,7 +143,10 @@ def _chat_prompts(rows: list[Any], file: Path | None) -> list[list[int]]:
 
     if file is None:
         raise rm.ConfigError("a chat needs a tokenizer with a chat template in MODEL or --tokenizer")
-    tokenizer = load_chat_tokenizer(file.parent)
+    try:
+        tokenizer = load_chat_tokenizer(file.parent)
+    except (ImportError, OSError, TypeError, ValueError, KeyError, AttributeError) as e:
+        raise rm.ConfigError(f"--chat: {file.parent} has no tokenizer that transformers reads: {e}") from e
     return [_encode(row, None) if "prompt_token_ids" in row else list(make_prompt(row, tokenizer, True, 0, "prompt").ids) for row in rows]
 
 
@@ -126,7 +160,7 @@ def _ids(text: str) -> list[int]:
 def _eos_ids(model: Path, config: dict[str, Any]) -> list[int]:
     """Of generation_config.json where there is one: chat models list more ends there than in config.json."""
     file = model / "generation_config.json"
-    generation = json.loads(file.read_text(encoding="utf-8")) if model.is_dir() and file.is_file() else {}
+    generation = read_json(file) if file.is_file() else {}
     found = generation.get("eos_token_id", config.get("eos_token_id"))
     return [] if found is None else list(found) if isinstance(found, list) else [found]
 

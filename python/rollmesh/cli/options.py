@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights, activations and KV; default: the model's")
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights, activations and KV; default: the run's or the model's")
     group.add_argument("--threads", type=int, help="default: one per core this process may use")
-    group.add_argument("--kv-cache-gib", type=float, default=1.0)
+    group.add_argument("--kv-cache-gib", type=float, help="default: of a run's TOML its own, else 1")
     group.add_argument("--max-model-len", type=int, help="positions of prompt and completion together; default: what is needed")
     add_mesh(parser)
 
@@ -35,9 +34,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def make_generator(args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max_model_len: int, **more: Any) -> rm.Generator:
     """A generator as the engine and mesh options say. Raises rm.ConfigError for what is not built."""
     given = {k: v for k, v in {"device": args.device, "ep_backend": args.ep_backend}.items() if v is not None}
+    ranks = {k: v for k, v in {"tp": args.tp, "dp": args.dp, "ep": args.ep}.items() if v is not None}
     return rm.Generator(
         spec,
-        mesh=rm.Mesh(tp=args.tp or 1, dp=args.dp or 1, ep=args.ep or 1),
+        mesh=rm.Mesh(**ranks),
         dtype=dtype,
         threads=args.threads,
         kv_cache_gib=args.kv_cache_gib,
@@ -47,22 +47,41 @@ def make_generator(args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max
     )
 
 
+def take_run_settings(args: argparse.Namespace) -> None:
+    """Where MODEL is a run's TOML and an option was left out, what its [generator] table says; then the options' defaults."""
+    if args.model.suffix == ".toml" and args.model.is_file():
+        from rollmesh.grpo import config as run_config
+
+        table = run_config.load(args.model).generator
+        args.dtype = table.dtype if args.dtype is None else args.dtype
+        args.kv_cache_gib = table.kv_cache_gib if args.kv_cache_gib is None else args.kv_cache_gib
+    args.kv_cache_gib = 1.0 if args.kv_cache_gib is None else args.kv_cache_gib
+
+
+def checkpoint_of(where: Path) -> Path:
+    """The newest checkpoint of a run folder; anything else is itself."""
+    if not where.is_dir() or (where / "config.json").is_file():
+        return where
+    found = [file.parent for file in where.glob("checkpoints/step_*/config.json")]
+    return max(found, key=lambda folder: (len(folder.name), folder.name), default=where)
+
+
 def read_model_config(where: Path) -> dict[str, Any]:
     """A Hugging Face config as a dict, from a folder with config.json, a JSON file, or the [model] table of a run's TOML."""
     try:
         if where.is_dir():
-            return _read_json(where / "config.json")
+            return read_json(where / "config.json")
         if where.suffix == ".toml":
             return _from_toml(where)
-        return _read_json(where)
+        return read_json(where)
     except OSError as e:
-        raise rm.ConfigError(f"{e.filename}: {e.strerror}; expected a checkpoint folder, a config.json or a run's TOML") from e
+        raise rm.ConfigError(f"{e.filename}: {e.strerror}; expected a checkpoint or run folder, a config.json or a run's TOML") from e
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise rm.ConfigError(f"{file}: {e}") from e
     if not isinstance(config, dict):
         raise rm.ConfigError(f"{file}: expected an object, got {type(config).__name__}")
@@ -74,7 +93,7 @@ def _from_toml(file: Path) -> dict[str, Any]:
 
     config = run_config.load(file)
     if config.model.path is not None:
-        return _read_json(config.path(config.model.path) / "config.json")
+        return read_json(config.path(config.model.path) / "config.json")
     fields = {"model_type": config.model.architecture, **config.model.hf_fields()}
     if "vocab_size" not in fields:
         fields["vocab_size"] = tokenizer_size(config.path(config.tokenizer.path or ""))
@@ -84,8 +103,10 @@ def _from_toml(file: Path) -> dict[str, Any]:
 def tokenizer_file(where: Path) -> Path | None:
     """tokenizer.json of a folder, or the file itself; for a run's TOML its [tokenizer] path."""
     if where.suffix == ".toml":
-        table = tomllib.loads(where.read_text(encoding="utf-8")).get("tokenizer", {})
-        where = where.parent / table["path"] if "path" in table else where.parent
+        from rollmesh.grpo import config as run_config
+
+        config = run_config.load(where)
+        where = config.path(config.tokenizer.path or config.model.path or "")
     file = where / "tokenizer.json" if where.is_dir() else where
     return file if file.name.endswith("tokenizer.json") and file.is_file() else None
 
@@ -102,4 +123,7 @@ def load_tokenizer(file: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError as e:
         raise rm.ConfigError("reading tokenizer.json needs the package tokenizers: pip install 'rollmesh[train]'") from e
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # the package raises no narrower class
+        raise rm.ConfigError(f"{file} is no tokenizer.json: {e}") from e

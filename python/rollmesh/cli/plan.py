@@ -9,12 +9,13 @@ of 16 rows and 32 columns. The largest rank is shown where shards are uneven.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.cli.options import add_mesh, read_model_config
+from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
 
 TILE_ROWS, TILE_COLS, VOCAB_BLOCK = 16, 32, 128
 GIB = 2**30
@@ -64,16 +65,20 @@ class Parameters:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="how many tokens this holds is shown")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: of a run's TOML its own, else bfloat16")
+    parser.add_argument("--kv-cache-gib", type=float, help="how many tokens this holds is shown; default: of a run's TOML its own, else 1")
     add_mesh(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    spec = rm.ModelSpec.from_hf(read_model_config(args.model))
-    ranks = Ranks(args.tp or 1, args.dp or 1, args.ep or 1)
+    take_run_settings(args)
+    spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
+    ranks = Ranks(*(1 if given is None else given for given in (args.tp, args.dp, args.ep)))
     check_ranks(spec, ranks)
-    bytes_each = 2 if args.dtype == "bfloat16" else 4
+    if not 0 <= args.kv_cache_gib < math.inf:
+        raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a finite number >= 0")
+    dtype = args.dtype or "bfloat16"
+    bytes_each = 2 if dtype == "bfloat16" else 4
     parameters = count_parameters(spec)
     print(f"{args.model}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{_size(rank_bytes(spec, m, ranks, bytes_each)):>12}")
     weights = sum(rank_bytes(spec, m, ranks, bytes_each) for m in matrices(spec))
     token = kv_bytes_per_token(spec, ranks, bytes_each)
-    print(f"\non each of {ranks.tp * ranks.dp} rank(s), {args.dtype} (tp={ranks.tp}, dp={ranks.dp}, ep={ranks.ep})")
+    print(f"\non each of {ranks.tp * ranks.dp} rank(s), {dtype} (tp={ranks.tp}, dp={ranks.dp}, ep={ranks.ep})")
     print(f"{'weights':<34}{_size(weights):>12}")
     print(f'{"staging of the next version":<34}{_size(weights):>12}   none with mode="inplace"')
     print(f"{'KV of a token':<34}{_size(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")

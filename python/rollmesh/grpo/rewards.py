@@ -52,7 +52,10 @@ class Rewards:
         """One finite number a completion. A function may return None for a completion that it does not judge (it counts 0)."""
         total = [0.0] * len(completions)
         for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
-            values = list(function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns))
+            try:
+                values = list(function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns))
+            except Exception as e:
+                raise rm.ConfigError(f"reward {name} raised {type(e).__name__}: {e}") from e
             if len(values) != len(completions):
                 raise rm.ConfigError(f"reward {name}: expected {len(completions)} values, one a completion, got {len(values)}")
             for i, value in enumerate(values):

@@ -28,6 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 ALIGN = 64  # bytes; where a tensor begins in a file or a bucket
 MAX_ENTRIES = 1_000_000
 MAX_NAME = 1024
+MAX_DIMS = 32  # NumPy's
 MAX_HEADER = 256 << 20
 
 _SUM_COLUMNS = 512
@@ -38,8 +39,8 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
     """A C-contiguous array in one of DTYPES; a view where the tensor is one already. Torch tensors may be on any device."""
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
-            return np.ascontiguousarray(tensor).view(BF16)
-        array = np.ascontiguousarray(tensor)
+            return np.asarray(tensor, order="C").view(BF16)
+        array = np.asarray(tensor, order="C")  # ascontiguousarray would make [1] of a scalar
         if array.dtype.name == "bfloat16":  # ml_dtypes
             return array.view(np.uint16).view(BF16)
         if array.dtype.isnative and array.dtype.name in DTYPES:
@@ -93,12 +94,22 @@ class Entry:
 
 
 def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
-    """Places and sums of arrays one after another, and the bytes of the block."""
+    """Places and sums of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
     entries, at = [], 0
+    if len(arrays) > MAX_ENTRIES:
+        raise LimitError(f"{len(arrays)} weights in one set; the limit is {MAX_ENTRIES}")
     for name, array in arrays:
+        check_name(name)
         entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, checksum(bytes_of(array))))
         at = (at + array.nbytes + ALIGN - 1) // ALIGN * ALIGN
     return entries, at
+
+
+def check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise LimitError(f"a tensor's name is {name!r:.80}, wanted a str of at most {MAX_NAME} characters")
+    if len(name) > MAX_NAME:
+        raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
 
 
 def describe(entries: Iterable[Entry], **more: Any) -> bytes:
@@ -111,7 +122,7 @@ def parse(text: bytes, block: int) -> tuple[list[Entry], dict[str, Any]]:
         values = json.loads(text)
         tensors = values.pop("tensors")
         entries = [Entry(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"a description of weights that is not one: {error}") from error
     if len(entries) > MAX_ENTRIES:
         raise LimitError(f"{len(entries)} weights in one set; the limit is {MAX_ENTRIES}")
@@ -121,13 +132,14 @@ def parse(text: bytes, block: int) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def _check_entry(entry: Entry, block: int) -> None:
-    if not isinstance(entry.name, str) or len(entry.name) > MAX_NAME:
-        raise LimitError(f"a tensor name of more than {MAX_NAME} characters, or none at all")
+    check_name(entry.name)
     sizes = (*entry.shape, entry.offset, entry.bytes)
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
-        raise FormatError(f"{entry.name}: sizes {sizes} are not all integers >= 0")
-    if entry.dtype not in DTYPES:
-        raise FormatError(f"{entry.name}: dtype {entry.dtype!r} is not one of {', '.join(DTYPES)}")
+        raise FormatError(f"{entry.name}: sizes {sizes!r:.200} are not all integers >= 0")
+    if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
+        raise FormatError(f"{entry.name}: shape {list(entry.shape)!r:.200} is beyond {MAX_DIMS} dimensions or 2^60 elements")
+    if not isinstance(entry.dtype, str) or entry.dtype not in DTYPES:
+        raise FormatError(f"{entry.name}: dtype {entry.dtype!r:.80} is not one of {', '.join(DTYPES)}")
     needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
     if entry.bytes != needed or entry.offset + entry.bytes > block or entry.offset % ALIGN:
         where = f"{entry.bytes} bytes at {entry.offset} of {block}"

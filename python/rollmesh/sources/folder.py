@@ -60,7 +60,7 @@ class SafetensorsFolder(Mapping[str, Any]):
     def _indexed(self, index: Path) -> dict[str, Path]:
         try:
             weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{index} is no index of weights: {error!r}") from error
         where = {}
         for name, file in weight_map.items():

@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import AuthError, CapacityError, FormatError, NotSyncedError, StateError, VersionError
-from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, describe, lay_out, parse, take
+from rollmesh.errors import AuthError, CapacityError, DuplicateKeyError, FormatError, LimitError, NotSyncedError, StateError, VersionError
+from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_name, describe, lay_out, parse, take
 
 MAGIC = b"rollmesh"
+MAX_VERSION = 2**63 - 1
 FIXED = struct.Struct("<8sQ")  # magic, bytes of the header
 CURRENT = "current"
 
@@ -54,19 +55,24 @@ class SharedWriter:
     def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
-        Takes NumPy arrays and torch tensors on any device. VersionError when the number does not increase; CapacityError
-        when the memory is not there; on any error the version before stays current.
+        Takes NumPy arrays and torch tensors on any device. VersionError when the number does not increase or is no integer
+        below 2^63; DuplicateKeyError for a name that comes twice; LimitError for one that is no str or too long; CapacityError
+        when the memory is not there. On any error the version before stays current.
         """
         if self._closed:
             raise StateError("the store is closed")
         last = -1 if self.version is None else self.version
         version = last + 1 if version is None else version
+        if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or version > MAX_VERSION:
+            raise VersionError(f"version {version!r:.80} is not an integer in [0, {MAX_VERSION}]")
+        version = int(version)
         if version <= last:
             raise VersionError(f"version {version} does not exceed {last}")
-        items = source.items() if isinstance(source, Mapping) else source
-        arrays = [(name, as_array(name, tensor)) for name, tensor in items]
+        arrays = _arrays(source)
         entries, size = lay_out(arrays)
         header = describe(entries, nonce=self._nonce, version=version)
+        if len(header) > MAX_HEADER:
+            raise LimitError(f"the names and shapes of {len(entries)} weights take {len(header)} bytes; the limit is {MAX_HEADER}")
         start = (FIXED.size + len(header) + ALIGN - 1) // ALIGN * ALIGN
         descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600
         try:
@@ -105,6 +111,16 @@ class SharedWriter:
         self.close()
 
 
+def _arrays(source: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[tuple[str, NDArray[Any]]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, tensor in source.items() if isinstance(source, Mapping) else source:
+        check_name(name)
+        if name in arrays:
+            raise DuplicateKeyError(f"{name} comes twice")
+        arrays[name] = as_array(name, tensor)
+    return list(arrays.items())
+
+
 class SharedReader(Mapping[str, NDArray[Any]]):
     """The generator's side: the tensors of the version that `refresh` found, by name, as views of the shared memory.
 
@@ -137,9 +153,12 @@ class SharedReader(Mapping[str, NDArray[Any]]):
         if not secrets.compare_digest(str(values.get("nonce")), self._nonce):
             raise AuthError(f"{self._path} was not written by the store of this address")
         version = values.get("version")
-        if not isinstance(version, int):
-            raise FormatError(f"{self._path}: version {version!r} is not an integer")
-        self._block, self._entries, self.version = block[start:], {entry.name: entry for entry in entries}, version
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
+            raise FormatError(f"{self._path}: version {version!r:.80} is not an integer in [0, {MAX_VERSION}]")
+        by_name = {entry.name: entry for entry in entries}
+        if len(by_name) != len(entries):
+            raise FormatError(f"{self._path}: {len(entries)} tensors have {len(by_name)} names")
+        self._block, self._entries, self.version = block[start:], by_name, version
         return version
 
     def _map(self, descriptor: int) -> tuple[NDArray[np.uint8], bytes, int]:
