@@ -7,7 +7,9 @@
 
 #include <pthread.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "base/checked.h"
 #include "base/memory.h"
 #include "base/team.h"
 
@@ -18,7 +20,11 @@ typedef struct kernels_object {
   void *workspace;              // owned
   size_t workspace_bytes;
   pthread_mutex_t mutex;        // of team and workspace
+  pid_t owner;                  // a forked child may have inherited the mutex locked, by a thread that it does not have
 } kernels_object;
+
+// Every size is held to this: then sums of sizes and rounding up are exact in int64_t, and products are checked.
+enum { MAX_SIZE = INT32_MAX };
 
 // Checking of one call's arguments: the first fault sets the exception, later checks are passed over.
 typedef struct check {
@@ -33,16 +39,46 @@ static void refuse(check *c, rm_code code, const char *name, long long seen, con
   c->failed = 1;
 }
 
-// The data of an array of n_dims sizes; a size of −1 takes what is found.
+static void at_least(check *c, const char *name, int64_t seen, int64_t least) {
+  if (seen < least) refuse(c, RM_E_SHAPE, name, seen, "at least", least);
+}
+
+static void check_size(check *c, const char *name, int64_t seen, int64_t least) {
+  at_least(c, name, seen, least);
+  if (seen > MAX_SIZE) refuse(c, RM_E_SHAPE, name, seen, "at most", MAX_SIZE);
+}
+
+// a · b; 0 after a fault.
+static int64_t product(check *c, const char *name, int64_t a, int64_t b) {
+  int64_t out = 0;
+  if (c->failed) return 0;
+  if (rm_mul_i64(a, b, &out)) return out;
+  rm_raise_code(c->module, RM_E_SHAPE, "%s would have %lld times %lld elements, wanted less than 2^63", name, (long long)a, (long long)b);
+  c->failed = 1;
+  return 0;
+}
+
+// rm_packed_elems, checked.
+static int64_t packed_elems(check *c, const char *name, int64_t n, int64_t k) {
+  return c->failed ? 0 : product(c, name, rm_round_up(n, RM_N_TILE), rm_round_up(k, RM_K_BLOCK));
+}
+
+// The data of an array of n_dims sizes; a size of exactly −1 takes what is found.
 static void *view(check *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1, int64_t *d2) {
   void *data = NULL;
   int64_t *sizes[3] = {d0, d1, d2};
   rm_array_want want = {.name = name, .type = type, .flags = flags, .n_dims = n_dims};
+  for (int i = 0; i < n_dims; i++) {
+    at_least(c, name, *sizes[i], -1);
+    want.shape[i] = *sizes[i];
+  }
   if (c->failed) return NULL;
-  for (int i = 0; i < n_dims; i++) want.shape[i] = *sizes[i];
   c->failed = rm_array_data(c->module, object, &want, &data) != 0;
-  for (int i = 0; i < n_dims && !c->failed && data; i++) *sizes[i] = want.shape[i];
-  return data;
+  for (int i = 0; i < n_dims && !c->failed; i++) {
+    if (n_dims > 1) check_size(c, name, want.shape[i], 0);   // where another size is 0, this one takes no memory
+    *sizes[i] = want.shape[i];
+  }
+  return c->failed ? NULL : data;
 }
 
 static int numpy_type(rm_dtype dtype) { return dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32; }
@@ -65,10 +101,6 @@ static void in_range(check *c, const char *name, const int32_t *a, int64_t n, in
     }
 }
 
-static void at_least(check *c, const char *name, int64_t seen, int64_t least) {
-  if (seen < least) refuse(c, RM_E_SHAPE, name, seen, "at least", least);
-}
-
 static void multiple_of(check *c, const char *name, int64_t seen, int64_t unit) {
   if (seen <= 0 || seen % unit) refuse(c, RM_E_SHAPE, name, seen, "a positive multiple of", unit);
 }
@@ -82,6 +114,10 @@ typedef struct run {
 
 static int begin(kernels_object *self, const check *c, rm_limits limits, run *r) {
   if (c->failed) return -1;
+  if (getpid() != self->owner) {
+    rm_raise_code(c->module, RM_E_STATE, "these kernels belong to process %d, wanted ones made in the forked child", (int)self->owner);
+    return -1;
+  }
   limits.n_threads = rm_team_threads(self->team);
   const size_t bytes = self->table->workspace_bytes(&limits);
   r->thread = PyEval_SaveThread();
@@ -129,7 +165,9 @@ static PyObject *op_embed(kernels_object *self, PyObject *args) {
   long long vocab, hidden, rows = -1;
   rm_embed_args a = {0};
   if (!PyArg_ParseTuple(args, "OOOpLL:embed", &o[0], &o[1], &o[2], &a.packed, &vocab, &hidden)) return NULL;
-  int64_t n = rows, v = vocab, k = hidden, elems = rm_packed_elems(vocab, hidden);
+  check_size(&c, "vocab", vocab, 0);
+  check_size(&c, "hidden", hidden, 0);
+  int64_t n = rows, v = vocab, k = hidden, elems = packed_elems(&c, "table", vocab, hidden);
   a.dtype = dtype_of(&c, o[2], "table");
   a.ids = view(&c, o[1], "ids", NPY_INT32, RM_ARRAY_IN, 1, &n, NULL, NULL);
   a.table = a.packed ? view(&c, o[2], "table", numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL)
@@ -157,9 +195,13 @@ static PyObject *op_rms_norm(kernels_object *self, PyObject *args) {
   RUN(rms_norm, ((rm_limits){.max_rows = a.rows, .max_k = a.n}), &a);
 }
 
+// The groups share out all m rows: a row of none would be left as it was.
 static void check_groups(check *c, const rm_gemm_args *a) {
   if (c->failed || !a->group_rows) return;
   in_range(c, "group_rows", a->group_rows, a->n_groups + 1, 0, a->m + 1);
+  const int32_t first = a->group_rows[0], last = a->group_rows[a->n_groups];
+  if (first != 0) refuse(c, RM_E_SHAPE, "the first of group_rows", first, "exactly", 0);
+  if (last != a->m) refuse(c, RM_E_SHAPE, "the last of group_rows", last, "x's rows,", a->m);
   for (int64_t g = 0; g < a->n_groups && !c->failed; g++)
     if (a->group_rows[g + 1] < a->group_rows[g])
       refuse(c, RM_E_SHAPE, "group_rows", a->group_rows[g + 1], "ascending, at least", a->group_rows[g]);
@@ -173,7 +215,7 @@ static PyObject *op_gemm(kernels_object *self, PyObject *args) {
   int swiglu;
   rm_gemm_args a = {.m = -1, .k = -1, .n_groups = -1};
   if (!PyArg_ParseTuple(args, "OOOOOLp:gemm", &o[0], &o[1], &o[2], &o[3], &o[4], &n, &swiglu)) return NULL;
-  at_least(&c, "n", n, 0);
+  check_size(&c, "n", n, 0);
   a.n = n;
   a.dtype = dtype_of(&c, o[1], "x");
   a.y_dtype = dtype_of(&c, o[0], "y");
@@ -182,8 +224,8 @@ static PyObject *op_gemm(kernels_object *self, PyObject *args) {
   a.group_rows = view(&c, o[4], "group_rows", NPY_INT32, RM_ARRAY_OPTIONAL, 1, &bounds, NULL, NULL);
   if (a.group_rows) at_least(&c, "the length of group_rows", bounds, 1);
   a.n_groups = a.group_rows ? bounds - 1 : 1;
-  a.group_stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, a.k);
-  int64_t elems = a.n_groups * a.group_stride;
+  a.group_stride = c.failed ? 0 : packed_elems(&c, "w", swiglu ? rm_gate_up_rows(n) : n, a.k);
+  int64_t elems = product(&c, "w", a.n_groups, a.group_stride);
   a.w = view(&c, o[2], "w", numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
   a.bias = view(&c, o[3], "bias", numpy_type(a.dtype), RM_ARRAY_OPTIONAL, 1, &a.n, NULL, NULL);
   if (a.bias && (swiglu || a.group_rows)) refuse(&c, RM_E_SHAPE, "bias with groups or swiglu", 1, "at most", 0);
@@ -209,12 +251,17 @@ static void check_heads(check *c, int64_t n_heads, int64_t n_kv_heads, int64_t h
   multiple_of(c, "page_size", page_size, 16);
   multiple_of(c, "head_dim", head_dim, 2);
   if (!c->failed) multiple_of(c, "num_heads", n_heads, n_kv_heads);
+  check_size(c, "num_heads", n_heads, 1);
+  check_size(c, "num_heads * head_dim", product(c, "q", n_heads, head_dim), 0);
 }
 
 static void check_caches(check *c, PyObject *k, PyObject *v, rm_dtype dtype, int64_t page_size, int64_t head_dim, int flags, cache_shape *s,
                          void **k_out, void **v_out) {
-  s->k_elems = rm_k_page_elems(page_size, head_dim);
-  s->v_elems = rm_v_page_elems(page_size, head_dim);
+  check_size(c, "page_size", page_size, 1);
+  check_size(c, "head_dim", head_dim, 1);
+  if (c->failed) return;
+  s->k_elems = product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
+  s->v_elems = product(c, "v_cache", page_size, rm_round_up(head_dim, RM_N_TILE));
   *k_out = view(c, k, "k_cache", numpy_type(dtype), flags, 3, &s->n_pages, &s->n_kv_heads, &s->k_elems);
   *v_out = view(c, v, "v_cache", numpy_type(dtype), flags, 3, &s->n_pages, &s->n_kv_heads, &s->v_elems);
 }
@@ -236,7 +283,7 @@ static PyObject *op_qk_rope_kv(kernels_object *self, PyObject *args) {
   a.k_weight = view(&c, o[3], "k_weight", type, RM_ARRAY_IN, 1, &a.head_dim, NULL, NULL);
   if (!c.failed) check_caches(&c, o[8], o[9], a.dtype, page_size, a.head_dim, RM_ARRAY_WRITE, &s, &a.k_cache, &a.v_cache);
   check_heads(&c, n_heads, s.n_kv_heads, a.head_dim, page_size);
-  width = (n_heads + 2 * s.n_kv_heads) * a.head_dim;
+  width = c.failed ? 0 : product(&c, "qkv", n_heads + 2 * s.n_kv_heads, a.head_dim);
   a.qkv = view(&c, o[1], "qkv", type, RM_ARRAY_IN, 2, &a.rows, &width, NULL);
   int64_t half = a.head_dim / 2, heads = n_heads;
   a.q_out = view(&c, o[0], "q_out", type, RM_ARRAY_WRITE, 3, &a.rows, &heads, &a.head_dim);
@@ -280,10 +327,12 @@ static PyObject *op_attention(kernels_object *self, PyObject *args) {
   a.out = view(&c, o[0], "out", numpy_type(a.dtype), RM_ARRAY_WRITE, 3, &a.rows, &a.n_heads, &a.head_dim);
   if (!c.failed) check_caches(&c, o[2], o[3], a.dtype, page_size, a.head_dim, RM_ARRAY_IN, &s, &k, &v);
   check_heads(&c, a.n_heads, s.n_kv_heads, a.head_dim, page_size);
-  at_least(&c, "window", window, 0);
+  check_size(&c, "window", window, 0);
   a.positions = view(&c, o[4], "positions", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
   a.seq_of_row = view(&c, o[5], "seq_of_row", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
   a.block_tables = view(&c, o[6], "block_tables", NPY_INT32, RM_ARRAY_IN, 2, &a.n_seqs, &a.max_pages, NULL);
+  const int64_t positions = product(&c, "a row of block_tables", a.max_pages, page_size);
+  check_size(&c, "block_tables' pages * page_size", positions, 0);
   in_range(&c, "positions", a.positions, a.rows, 0, INT32_MAX);
   in_range(&c, "seq_of_row", a.seq_of_row, a.rows, 0, a.n_seqs);
   a.k_cache = k;
@@ -292,7 +341,6 @@ static PyObject *op_attention(kernels_object *self, PyObject *args) {
   a.page_size = page_size;
   a.window = window;
   check_tables(&c, &a, s.n_pages);
-  const int64_t positions = a.max_pages * page_size;
   RUN(attention,
       ((rm_limits){
           .max_rows = a.rows, .n_heads = a.n_heads, .n_kv_heads = a.n_kv_heads, .head_dim = a.head_dim, .max_positions = positions}),
@@ -313,8 +361,9 @@ static PyObject *op_router(kernels_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOOOOLp:router", &o[0], &o[1], &o[2], &o[3], &o[4], &n_experts, &a.renormalize)) return NULL;
   a.dtype = dtype_of(&c, o[2], "x");
   a.x = view(&c, o[2], "x", numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
+  check_size(&c, "num_experts", n_experts, 1);
   a.n_experts = n_experts;
-  int64_t elems = rm_packed_elems(n_experts, a.hidden);
+  int64_t elems = packed_elems(&c, "w", n_experts, a.hidden);
   a.w = view(&c, o[3], "w", numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
   a.bias = view(&c, o[4], "bias", NPY_FLOAT32, RM_ARRAY_OPTIONAL, 1, &a.n_experts, NULL, NULL);
   a.ids = view(&c, o[0], "ids", NPY_INT32, RM_ARRAY_WRITE, 2, &a.rows, &a.top_k, NULL);
@@ -333,7 +382,8 @@ static PyObject *op_permute(kernels_object *self, PyObject *args) {
   a.dtype = dtype_of(&c, o[3], "x");
   a.x = view(&c, o[3], "x", numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
   a.ids = view(&c, o[4], "ids", NPY_INT32, RM_ARRAY_IN, 2, &a.rows, &a.top_k, NULL);
-  int64_t choices = a.rows * a.top_k, bounds = n_experts + 1;
+  check_size(&c, "num_experts", n_experts, 0);
+  int64_t choices = product(&c, "x_out", a.rows, a.top_k), bounds = c.failed ? 0 : n_experts + 1;
   a.x_out = view(&c, o[0], "x_out", numpy_type(a.dtype), RM_ARRAY_WRITE, 2, &choices, &a.hidden, NULL);
   a.group_rows = view(&c, o[1], "group_rows", NPY_INT32, RM_ARRAY_WRITE, 1, &bounds, NULL, NULL);
   a.place = view(&c, o[2], "place", NPY_INT32, RM_ARRAY_WRITE, 2, &a.rows, &a.top_k, NULL);
@@ -353,7 +403,8 @@ static PyObject *op_combine(kernels_object *self, PyObject *args) {
   a.place = view(&c, o[2], "place", NPY_INT32, RM_ARRAY_IN, 2, &a.rows, &a.top_k, NULL);
   a.ids = view(&c, o[3], "ids", NPY_INT32, RM_ARRAY_IN, 2, &a.rows, &a.top_k, NULL);
   a.gates = view(&c, o[4], "gates", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.top_k, NULL);
-  int64_t choices = a.rows * a.top_k;
+  check_size(&c, "num_experts", n_experts, 0);
+  int64_t choices = product(&c, "y", a.rows, a.top_k);
   a.y = view(&c, o[1], "y", numpy_type(a.dtype), RM_ARRAY_IN, 2, &choices, &a.hidden, NULL);
   a.out = view(&c, o[0], "out", numpy_type(a.dtype), RM_ARRAY_WRITE, 2, &a.rows, &a.hidden, NULL);
   check_top_k(&c, a.top_k, n_experts);
@@ -370,11 +421,11 @@ static PyObject *op_lm_head(kernels_object *self, PyObject *args) {
   long long vocab;
   rm_lm_head_args a = {.rows = -1, .hidden = -1};
   if (!PyArg_ParseTuple(args, "OOOOOOOL:lm_head", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &vocab)) return NULL;
-  at_least(&c, "vocab", vocab, 1);
+  check_size(&c, "vocab", vocab, 1);
   a.vocab = vocab;
   a.dtype = dtype_of(&c, o[5], "x");
   a.x = view(&c, o[5], "x", numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
-  int64_t elems = rm_packed_elems(vocab, a.hidden), two = 2;
+  int64_t elems = packed_elems(&c, "w", vocab, a.hidden), two = 2;
   a.w = view(&c, o[6], "w", numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
   a.logits = view(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, &a.rows, &a.vocab, NULL);
   a.stats = view(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &a.rows, &two, NULL);
@@ -480,13 +531,14 @@ static PyObject *op_pack(kernels_object *self, PyObject *args) {
   a.dst_dtype = dtype_of(&c, o[0], "dst");
   a.src = view(&c, o[1], "src", types[a.src_dtype], RM_ARRAY_IN, 2, &a.rows, &a.cols, NULL);
   if (layout < RM_PLAIN || layout > RM_PACKED_UP) refuse(&c, RM_E_LAYOUT, "layout", layout, "one of rm_layout, at most", RM_PACKED_UP);
-  at_least(&c, "dst_row0", row0, 0);
-  const int64_t rows_of = layout >= RM_PACKED_GATE ? rm_gate_up_rows(row0 + a.rows) : row0 + a.rows;
+  check_size(&c, "dst_row0", row0, 0);
+  const int64_t end = c.failed ? 0 : row0 + a.rows, rows_of = layout >= RM_PACKED_GATE ? rm_gate_up_rows(end) : end;
   int64_t elems = -1, dst_rows = -1;
   a.dst = layout == RM_PLAIN ? view(&c, o[0], "dst", numpy_type(a.dst_dtype), RM_ARRAY_WRITE, 2, &dst_rows, &a.cols, NULL)
                              : view(&c, o[0], "dst", numpy_type(a.dst_dtype), RM_ARRAY_WRITE, 1, &elems, NULL, NULL);
   if (!c.failed && layout == RM_PLAIN) at_least(&c, "dst's rows", dst_rows, rows_of);
-  if (!c.failed && layout != RM_PLAIN) at_least(&c, "dst's length", elems, rm_packed_elems(rows_of, a.cols));
+  const int64_t packed = packed_elems(&c, "dst", rows_of, a.cols);
+  if (!c.failed && layout != RM_PLAIN) at_least(&c, "dst's length", elems, packed);
   a.row_stride = a.dst_cols = a.cols;
   a.col_stride = 1;
   run r;
@@ -511,6 +563,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   rm_error err = RM_ERROR_INIT;
   if (!self) return NULL;
   self->table = table;
+  self->owner = getpid();
   pthread_mutex_init(&self->mutex, NULL);
   if (rm_team_create(threads, &self->team, &err)) {
     Py_DECREF(self);
@@ -524,7 +577,7 @@ static void kernels_dealloc(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
-  pthread_mutex_destroy(&self->mutex);
+  if (getpid() == self->owner) pthread_mutex_destroy(&self->mutex);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
   Py_DECREF(type);
 }

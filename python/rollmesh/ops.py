@@ -11,6 +11,7 @@ Weights of a matrix product are packed once by `pack` (or `pack_gate_up` for Swi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa
-from rollmesh.errors import ConfigError, DTypeError
+from rollmesh.errors import ConfigError, DTypeError, Error, RequestError, ShapeError, UnsupportedTensorError
 
 __all__ = [
     "LmHead",
@@ -50,6 +51,7 @@ __all__ = [
 
 Array = NDArray[Any]
 _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
+_MAX_SIZE, _MAX_THREADS = 2**31 - 1, 256
 
 
 class LmHead(NamedTuple):
@@ -78,7 +80,8 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleParams:
-    """How one row is drawn. `forced` ≥ 0 draws nothing and asks for that token's logprobs."""
+    """How one row is drawn. `forced` ≥ 0 draws nothing and asks for that token's logprobs. A number that its column of the op
+    cannot hold raises RequestError here, one that makes no sense when it is drawn with."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -89,20 +92,61 @@ class SampleParams:
     banned: Sequence[int] = ()
     forced: int = -1
 
+    def __post_init__(self) -> None:
+        for name in ("seed", "counter"):
+            _integer(RequestError, name, getattr(self, name), 0, 2**64 - 1)
+        for name in ("top_k", "forced"):
+            _integer(RequestError, name, getattr(self, name), -(2**31), 2**31 - 1)
+        for token in self.banned:
+            _integer(RequestError, "a token of banned", token, -(2**31), 2**31 - 1)
+
 
 def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
-    """The op table of a variant with a thread team and workspace of its own, kept for the next call."""
-    return _kernels(best_isa() if isa is None else isa, threads)
+    """The op table of a variant with a thread team and workspace of its own, kept for the next call of this process: those that
+    a forked child inherits have lost their threads, and may be locked for ever."""
+    name = best_isa() if isa is None else isa
+    if not isinstance(name, str):
+        raise ConfigError(f"isa = {isa!r}, wanted one of {', '.join(available_isas())}")
+    return _kernels(name, _integer(ConfigError, "threads", threads, 1, _MAX_THREADS), os.getpid())
 
 
 @lru_cache(maxsize=16)
-def _kernels(isa: str, threads: int) -> _core.Kernels:
+def _kernels(isa: str, threads: int, process: int) -> _core.Kernels:
+    if isa not in available_isas():
+        raise ConfigError(f"isa = {isa!r}, wanted one of {', '.join(available_isas())}")
     return _core.Kernels(isa, threads)
+
+
+def _integer(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
+        raise error(f"{name} = {value!r}, wanted an integer in [{low}, {high}]")
+    return int(value)
+
+
+def _size(name: str, value: Any) -> int:
+    return _integer(ShapeError, name, value, 0, _MAX_SIZE)
 
 
 def _words(array: Array) -> Array:
     """bf16 as the C side takes it; ml_dtypes has a dtype number of its own, but the name is stable."""
     return array.view(np.uint16) if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16" else array
+
+
+def _matrix(name: str, array: Array) -> Array:
+    """For what a default output takes its size from; the C side looks at the rest."""
+    array = _words(array)
+    if not isinstance(array, np.ndarray):
+        raise UnsupportedTensorError(f"{name} is a {type(array).__name__}, wanted a numpy array")
+    if array.ndim != 2:
+        raise ShapeError(f"{name} has {array.ndim} dims, wanted 2")
+    return array
+
+
+def _matrices(name: str, array: Array) -> Array:
+    array = np.asarray(_words(array))
+    if array.ndim not in (2, 3):
+        raise ShapeError(f"{name} has {array.ndim} dims, wanted 2, or 3 with groups")
+    return array if array.ndim == 3 else array[None]
 
 
 def _optional(array: Array | None) -> Array | None:
@@ -127,8 +171,7 @@ def packed_size(n: int, k: int) -> int:
 # ---------------------------------------------------------------------------------------------- weights
 def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
     """[n, k], or [groups, n, k] for the matrices of a grouped gemm, in the packed layout: one dim. Converts like torch's .to()."""
-    weight = np.asarray(_words(weight))
-    matrices = weight if weight.ndim == 3 else weight[None]
+    matrices = _matrices("weight", weight)
     size = packed_size(matrices.shape[1], matrices.shape[2])
     out = np.zeros(len(matrices) * size, _numpy_dtype(dtype))
     for group, matrix in enumerate(matrices):
@@ -138,8 +181,9 @@ def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, thre
 
 def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
     """gate and up, both [n, k] or [groups, n, k], interleaved by 16 columns as gemm_swiglu takes them."""
-    gate, up = np.asarray(_words(gate)), np.asarray(_words(up))
-    gates, ups = (gate, up) if gate.ndim == 3 else (gate[None], up[None])
+    gates, ups = _matrices("gate", gate), _matrices("up", up)
+    if gates.shape != ups.shape:
+        raise ShapeError(f"gate has shape {gates.shape} and up {ups.shape}, wanted the same ([groups, n, k])")
     size = 2 * packed_size(gates.shape[1], gates.shape[2])
     out = np.zeros(len(gates) * size, _numpy_dtype(dtype))
     for group, pair in enumerate(zip(gates, ups, strict=True)):
@@ -152,8 +196,9 @@ def embed(
     ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden) is given."""
-    table = _words(table)
-    vocab, hidden = packed if packed else table.shape
+    table = _matrix("table", table) if packed is None else _words(table)
+    vocab, hidden = table.shape if packed is None else packed
+    vocab, hidden = _size("vocab", vocab), _size("hidden", hidden)
     out = np.empty((len(ids), hidden), table.dtype) if out is None else _words(out)
     kernels(isa, threads).embed(out, ids, table, packed is not None, vocab, hidden)
     return out
@@ -189,8 +234,9 @@ def gemm(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g."""
-    x = _words(x)
+    """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g; they
+    begin with 0 and end with m."""
+    x, n = _matrix("x", x), _size("n", n)
     out = np.empty((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else _words(out)
     kernels(isa, threads).gemm(out, x, _words(w), _optional(bias), group_rows, n, False)
     return out
@@ -200,7 +246,7 @@ def gemm_swiglu(
     x: Array, w: Array, n: int, *, group_rows: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """silu(gate) · up with w of pack_gate_up; n is the width of one of them."""
-    x = _words(x)
+    x, n = _matrix("x", x), _size("n", n)
     out = np.empty((x.shape[0], n), x.dtype) if out is None else _words(out)
     kernels(isa, threads).gemm(out, x, _words(w), None, group_rows, n, True)
     return out
@@ -209,15 +255,17 @@ def gemm_swiglu(
 # ---------------------------------------------------------------------------------------------- attention
 def kv_cache(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16") -> tuple[Array, Array]:
     """Zeroed (k, v) pages of one layer."""
-    k = np.zeros((num_pages, num_kv_heads, page_size * _round_up(head_dim, 32)), _numpy_dtype(dtype))
-    return k, np.zeros((num_pages, num_kv_heads, page_size * _round_up(head_dim, 16)), k.dtype)
+    pages, heads = _size("num_pages", num_pages), _size("num_kv_heads", num_kv_heads)
+    positions, dim = _size("page_size", page_size), _size("head_dim", head_dim)
+    k = np.zeros((pages, heads, _size("page_size * head_dim", positions * _round_up(dim, 32))), _numpy_dtype(dtype))
+    return k, np.zeros((pages, heads, positions * _round_up(dim, 16)), k.dtype)
 
 
 def rope_table(
     inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype."""
-    cos = np.empty((num_positions, len(inv_freq)), np.float32)
+    cos = np.empty((_size("num_positions", num_positions), len(inv_freq)), np.float32)
     sin = np.empty_like(cos)
     _core.rope_table(cos, sin, inv_freq, scale, _numpy_dtype(dtype) is np.uint16)
     return cos, sin
@@ -247,7 +295,7 @@ def qk_rope_kv(
 
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
-    qkv = _words(qkv)
+    qkv, num_heads, page_size = _matrix("qkv", qkv), _size("num_heads", num_heads), _size("page_size", page_size)
     rows = qkv.shape[0]
     out = np.empty((rows, num_heads, len(q_weight)), qkv.dtype) if out is None else _words(out)
     flags = np.zeros(rows, np.uint8) if row_flags is None else row_flags
@@ -274,7 +322,7 @@ def attention(
     threads: int = 1,
 ) -> Array:
     """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence, through its block table."""
-    q = _words(q)
+    q, page_size, window = _words(q), _size("page_size", page_size), _size("window", window)
     out = np.empty_like(q) if out is None else _words(out)
     kernels(isa, threads).attention(out, q, _words(k_cache), _words(v_cache), positions, seq_of_row, block_tables, page_size, window, scale)
     return out
@@ -293,7 +341,7 @@ def router(
     threads: int = 1,
 ) -> Routing:
     """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
-    x = _words(x)
+    x, num_experts, top_k = _matrix("x", x), _size("num_experts", num_experts), _size("top_k", top_k)
     routing = Routing(np.empty((x.shape[0], top_k), np.int32), np.empty((x.shape[0], top_k), np.float32))
     kernels(isa, threads).router(*routing, x, _words(w), bias, num_experts, renormalize)
     return routing
@@ -303,7 +351,7 @@ def permute(
     x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[Array, NDArray[np.int32], NDArray[np.int32]]:
     """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows, top_k])."""
-    x = _words(x)
+    x, num_experts = _matrix("x", x), _size("num_experts", num_experts)
     x_out = np.empty((ids.size, x.shape[1]), x.dtype)
     group_rows, place = np.empty(num_experts + 1, np.int32), np.empty_like(ids)
     kernels(isa, threads).permute(x_out, group_rows, place, x, ids, num_experts)
@@ -322,7 +370,7 @@ def combine(
     threads: int = 1,
 ) -> Array:
     """Each row's sum of gate · y[place] over its experts, by the contract's tree: [rows, hidden]."""
-    y = _words(y)
+    y, ids, num_experts = _matrix("y", y), _matrix("ids", ids), _size("num_experts", num_experts)
     out = np.empty((ids.shape[0], y.shape[1]), y.dtype) if out is None else _words(out)
     kernels(isa, threads).combine(out, y, place, ids, gates, num_experts)
     return out
@@ -340,7 +388,7 @@ def lm_head(
     threads: int = 1,
 ) -> LmHead:
     """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1: none)."""
-    x = _words(x)
+    x, vocab = _matrix("x", x), _size("vocab", vocab)
     rows = x.shape[0]
     logits = np.empty((rows, vocab), np.float32) if keep_logits else None
     logprobs = None if targets is None else np.empty(rows, np.float32)
@@ -359,7 +407,7 @@ def sample(
     threads: int = 1,
 ) -> Sampled:
     """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
-    rows = logits.shape[0]
+    rows = _matrix("logits", logits).shape[0]
     each = [params] * rows if isinstance(params, SampleParams) else list(params)
     if len(each) != rows:
         raise ConfigError(f"{len(each)} params for {rows} rows")
@@ -385,6 +433,7 @@ def top_logprobs(
     logits: NDArray[np.float32], stats: NDArray[np.float32], k: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest id."""
-    ids, logprobs = np.empty((logits.shape[0], k), np.int32), np.empty((logits.shape[0], k), np.float32)
+    shape = (_matrix("logits", logits).shape[0], _size("k", k))
+    ids, logprobs = np.empty(shape, np.int32), np.empty(shape, np.float32)
     kernels(isa, threads).top_logprobs(ids, logprobs, logits, stats)
     return ids, logprobs

@@ -1,0 +1,238 @@
+"""What the ops refuse, and how. Input: calls that a caller can get wrong, sizes beyond any memory, and a fork in the midst of an
+op. Oracle: the class of the error (each derives from ValueError) and the outputs, which a refused call leaves as they were.
+
+Sizes that would wrap a product, and the fork, run in a process of their own: what fails there is a crash or a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from ops_cases import DTYPES, Array, normal
+
+from rollmesh import _core, errors, ops
+
+HUGE = (2**31, 2**59, 2**60, 2**63, 2**64, -(2**31), -1, -64)
+
+
+def words(*shape: int) -> Array:
+    return np.zeros(shape, np.uint16)
+
+
+def ints(*values: int) -> Array:
+    return np.array(values, np.int32)
+
+
+def run_script(body: str) -> None:
+    head = """
+        import os, signal, sys, threading, time, warnings
+        import numpy as np
+        from rollmesh import _core, errors, ops
+        z, i, f = (lambda *s: np.zeros(s, np.uint16)), np.int32, np.float32
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(head) + textwrap.dedent(body)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------------------------------------- rows that no group has
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_share_out_every_row(dtype: str, swiglu: bool, rng: np.random.Generator) -> None:
+    """group_rows begins with 0 and ends with m; else rows of the output would keep what was there."""
+    x, gate = normal(rng, (4, 32), dtype), normal(rng, (2, 16, 32), dtype)
+    w = ops.pack_gate_up(gate, gate, dtype=dtype) if swiglu else ops.pack(gate, dtype=dtype)
+    op: Callable[..., Array] = ops.gemm_swiglu if swiglu else ops.gemm
+    before = normal(rng, (4, 16), dtype)
+    for bounds in ([1, 2, 3], [0, 2, 3], [1, 2, 4], [4, 4, 4], [0, 0, 0]):
+        out = before.copy()
+        with pytest.raises(errors.ShapeError, match=r"(first|last) of group_rows"):
+            op(x, w, 16, group_rows=ints(*bounds), out=out)
+        assert (out == before).all()
+    with pytest.raises(errors.ShapeError, match="last of group_rows is 0"):
+        op(x, w[:0], 16, group_rows=ints(0))
+    assert op(x[:0], w[:0], 16, group_rows=ints(0)).shape == (0, 16)
+    first, second = (op(part, half, 16) for part, half in ((x[:1], w[: w.size // 2]), (x[1:], w[w.size // 2 :])))
+    assert (op(x, w, 16, group_rows=ints(0, 1, 4)) == np.concatenate([first, second])).all()
+
+
+def test_gate_and_up_have_one_shape() -> None:
+    for gate, up in (((32, 64), (32, 33)), ((3, 32), (5, 32)), ((2, 32, 32), (3, 32, 32)), ((2, 8, 8), (8, 8)), ((8,), (8,))):
+        with pytest.raises(errors.ShapeError):
+            ops.pack_gate_up(words(*gate), words(*up))
+    for shape in ((), (3,), (1, 2, 3, 4)):
+        with pytest.raises(errors.ShapeError, match="wanted 2, or 3"):
+            ops.pack(words(*shape))
+
+
+# ---------------------------------------------------------------------------------------------- sizes
+def test_sizes_that_wrap_are_refused() -> None:
+    """Products of these are 0, or small, in 64 bits; each call used to read or write far outside its arrays."""
+    run_script("""
+        position, tables = dict(num_heads=1, page_size=2**59, eps=1e-6), (np.array([0], i), np.array([[0]], i))
+        angles = (np.zeros((4, 16), f),) * 2
+        calls = (
+            lambda: ops.embed(np.array([2**31 - 1], i), z(0), packed=(2**60, 64), out=z(1, 64)),
+            lambda: ops.embed(np.array([900000], i), z(16), packed=(10**6, -64), out=z(1, 64)),
+            lambda: ops.embed(np.array([900000], i), z(16), packed=(10**6, -1), out=z(1, 64)),
+            lambda: ops.attention(z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), np.array([10**6], i), *tables, page_size=2**59, scale=1.0),
+            lambda: ops.qk_rope_kv(z(1, 96), z(32), z(32), *angles, tables[0], np.array([10**10]), z(1, 1, 0), z(1, 1, 0), **position),
+            lambda: ops.router(z(1, 32), z(0), 2**59, 1),
+            lambda: ops.lm_head(z(1, 32), z(0), 2**59, targets=np.array([-1], i), keep_logits=False),
+            lambda: ops.gemm(z(0, 32), z(0), 2**59),
+            lambda: ops.gemm_swiglu(z(0, 2**31 - 1), z(0), 2**31 - 1),
+            lambda: ops.gemm(z(0, 2**40), z(0), 0),
+        )
+        for n, call in enumerate(calls):
+            try:
+                call()
+            except errors.ShapeError:
+                continue
+            sys.exit(f"call {n} went through")
+    """)
+
+
+def test_the_core_bounds_sizes_itself() -> None:
+    """The same without rollmesh.ops in front: a size is in [0, 2^31), and only the C side's own −1 takes what is found."""
+    run_script("""
+        core = _core.Kernels("ref", 1)
+        one, flags, stats = np.array([0], i), np.zeros(1, np.uint8), np.zeros((1, 2), f)
+        angles = (np.zeros((4, 16), f),) * 2
+        for size in (-1, -2, -64, 2**31, 2**59, 2**60, 2**63 - 1, -(2**63)):
+            calls = (
+                lambda: core.embed(z(1, 64), one, z(16), True, 10, size),
+                lambda: core.embed(z(1, 64), one, z(16), True, size, 64),
+                lambda: core.embed(z(1, 64), one, z(16, 64), False, size, 64),
+                lambda: core.gemm(z(1, 16), z(1, 32), z(0), None, None, size, False),
+                lambda: core.gemm(z(1, 16), z(1, 32), z(0), None, None, size, True),
+                lambda: core.router(np.zeros((1, 1), i), np.zeros((1, 1), f), z(1, 32), z(0), None, size, True),
+                lambda: core.permute(z(1, 32), np.zeros(1, i), np.zeros((1, 1), i), z(1, 32), np.zeros((1, 1), i), size),
+                lambda: core.combine(z(1, 32), z(1, 32), np.zeros((1, 1), i), np.zeros((1, 1), i), np.zeros((1, 1), f), size),
+                lambda: core.lm_head(None, stats, None, None, flags, z(1, 32), z(0), size),
+                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), one, one, one[None], size, 0, 1.0),
+                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 512), z(1, 1, 512), one, one, one[None], 16, size, 1.0),
+                lambda: core.qk_rope_kv(
+                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 0), z(1, 1, 0), flags, 1, size, 1e-6
+                ),
+                lambda: core.qk_rope_kv(
+                    z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 512), z(1, 1, 512), flags, size, 16, 1e-6
+                ),
+                lambda: core.pack(z(512), z(1, 32), 1, size),
+                lambda: core.pack(z(1024), z(1, 32), 2, size),
+            )
+            for n, call in enumerate(calls):
+                try:
+                    call()
+                except errors.ShapeError:
+                    continue
+                sys.exit(f"call {n} with {size} went through")
+    """)
+
+
+@pytest.mark.parametrize("size", HUGE)
+def test_sizes_no_array_can_have(size: int) -> None:
+    f32, table = np.zeros((1, 8), np.float32), words(1, 1)
+    stats, tables = np.zeros((1, 2), np.float32), (ints(0), ints(0), np.zeros((1, 1), np.int32))
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: ops.gemm(words(1, 32), words(512), size),
+        lambda: ops.gemm_swiglu(words(1, 32), words(1024), size),
+        lambda: ops.embed(ints(0), words(512), packed=(size, 32)),
+        lambda: ops.embed(ints(0), words(512), packed=(1, size)),
+        lambda: ops.kv_cache(size, 1, 16, 32),
+        lambda: ops.kv_cache(1, size, 16, 32),
+        lambda: ops.kv_cache(1, 1, size, 32),
+        lambda: ops.kv_cache(1, 1, 16, size),
+        lambda: ops.rope_table(np.ones(4, np.float32), size),
+        lambda: ops.attention(words(1, 1, 32), *ops.kv_cache(1, 1, 16, 32), *tables, page_size=size, scale=1.0),
+        lambda: ops.attention(words(1, 1, 32), *ops.kv_cache(1, 1, 16, 32), *tables, page_size=16, scale=1.0, window=size),
+        lambda: ops.router(words(1, 32), words(512), size, 1),
+        lambda: ops.router(words(1, 32), words(512), 4, size),
+        lambda: ops.permute(words(1, 1), ints(0)[None], size),
+        lambda: ops.combine(table, ints(0)[None], ints(0)[None], f32[:, :1].copy(), size),
+        lambda: ops.lm_head(words(1, 32), words(512), size),
+        lambda: ops.top_logprobs(f32, stats, size),
+    )
+    for call in calls:
+        with pytest.raises(errors.ShapeError):
+            call()
+
+
+def test_inputs_of_other_dims() -> None:
+    for x in (words(32), words(1, 1, 32), words()):
+        for call in (ops.gemm, ops.gemm_swiglu, ops.lm_head):
+            with pytest.raises(errors.ShapeError, match="wanted 2"):
+                call(x, words(512), 16)
+        with pytest.raises(errors.ShapeError, match="wanted 2"):
+            ops.embed(ints(0), x)
+
+
+# ---------------------------------------------------------------------------------------------- settings
+def test_sample_params_that_no_column_holds() -> None:
+    """2^64 − 1 is a seed, 2^64 is not; the same at both ends of every integer."""
+    for name, low, high in (("seed", 0, 2**64), ("counter", 0, 2**64), ("top_k", -(2**31), 2**31), ("forced", -(2**31), 2**31)):
+        for value in (low, high - 1):
+            assert getattr(ops.SampleParams(**{name: value}), name) == value
+        for wrong in (low - 1, high, 1.5, "1", None):
+            with pytest.raises(errors.RequestError, match=name):
+                ops.SampleParams(**{name: wrong})  # type: ignore[arg-type]
+    for token in (2**31, -(2**31) - 1, 0.5):
+        with pytest.raises(errors.RequestError, match="banned"):
+            ops.SampleParams(banned=(1, token))  # type: ignore[arg-type]
+
+
+def test_variants_and_thread_counts() -> None:
+    x, w = words(1, 32), words(32)
+    for threads in (0, -1, 257, 10**6, 2**31, 2**40, 2**64, 1.0, "1", None, True):
+        with pytest.raises(errors.ConfigError, match="threads"):
+            ops.rms_norm(x, w, eps=1e-6, threads=threads)  # type: ignore[arg-type]
+    for isa in ([], 1, b"ref", "", "avx9", "ref\0"):
+        with pytest.raises(errors.ConfigError, match="isa"):
+            ops.rms_norm(x, w, eps=1e-6, isa=isa)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError):
+        _core.Kernels("avx9", 1)
+
+
+# ---------------------------------------------------------------------------------------------- fork
+@pytest.mark.parametrize("threads", [1, 2])
+def test_fork_in_the_midst_of_an_op(threads: int) -> None:
+    """Another thread is inside the op, so the child inherits a locked mutex. Its own call gives the parent's bits; an object
+    that it inherited says no. A child that hangs dies of its alarm, and the parent's thread works on."""
+    run_script(f"""
+        warnings.simplefilter("ignore")
+        threads = {threads}
+        core = ops.kernels("ref", threads)
+        x, w = np.ones((64, 2048), f), np.ones(256 * 2048, f)
+        small, norm = np.full((3, 40), 2, f), np.ones(40, f)
+        want = ops.rms_norm(small, norm, eps=1e-6, isa="ref", threads=threads)
+        leave, rounds = threading.Event(), []
+        def work():
+            while not leave.is_set():
+                rounds.append(float(ops.gemm(x, w, 256, isa="ref", threads=threads)[0, 0]))
+        thread = threading.Thread(target=work)
+        thread.start()
+        for turn in range(4):
+            time.sleep(0.03)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                got = ops.rms_norm(small, norm, eps=1e-6, isa="ref", threads=threads)
+                try:
+                    core.rms_norm(got.copy(), small, None, norm, 1e-6)
+                except errors.StateError as error:
+                    os._exit(7 if (got == want).all() and "child" in str(error) else 1)
+                os._exit(2)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code != 7:
+                leave.set()
+                sys.exit(f"child {{turn}} ended with {{code}}")
+        leave.set()
+        thread.join()
+        assert set(rounds) == {{2048.0}}
+    """)
