@@ -85,8 +85,9 @@ def test_one_error_lists_all_offenders(gen: rm.Generator) -> None:
     check(rm.LimitError, {f"weight{i}": state[names[0]] for i in range(100_000)}, ["100000"])
     check(rm.UnexpectedKeyError, {**{name: state[name] for name in names[1:]}, "gamma": state[names[0]]}, ["gamma", "1 MissingKeyError"])
     check(rm.IncompleteSyncError, iter([(name, state[name]) for name in names[3:]]), names[:3])  # type: ignore[arg-type]
-    for bad in ({"mode": "fast"}, {"inflight": "now"}, {"keep_kv": True}, {"version": -1}, {"timeout": -1}):
+    for bad in ({"mode": "fast"}, {"inflight": "now"}, {"keep_kv": True}, {"timeout": -1}):
         check(rm.ConfigError, state, [str(next(iter(bad.values())))], **bad)
+    check(rm.VersionError, state, ["-1"], version=-1)
     check(rm.errors.DeadlineError, state, ["timeout"], timeout=0)
 
 

@@ -39,7 +39,7 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int64_t max_tokens, min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k;
-  int has_seed;
+  int has_seed;                 // 0: the engine's seed is mixed with `seed`, the caller's count of such requests
   uint64_t seed;
   const int32_t *stop_ids;      // [n_stop_ids] besides eos
   int64_t n_stop_ids;
@@ -71,6 +71,7 @@ typedef struct rm_request_view {
   rm_code error;                // RM_OK, or what ended it (RM_FINISH_ERROR)
   const char *message;
   int64_t n_prompt, n_cached;   // prompt tokens served by the prefix cache
+  int64_t n_scored;             // leading entries of the next four that were computed; all, unless it was aborted or failed
   const float *prompt_logprobs; // [n_prompt − 1]; NULL when not asked for
   const float *prompt_sampling_logprobs;       // [n_prompt − 1] with score_sampling
   const int32_t *prompt_top_ids;               // [n_prompt − 1][k]

@@ -207,7 +207,7 @@ rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules
   }
   group->id = id;
   rm_list_init(&group->link);
-  const uint64_t seed = request->has_seed ? request->seed : splitmix(rules->engine_seed ^ splitmix(id));
+  const uint64_t seed = request->has_seed ? request->seed : splitmix(rules->engine_seed ^ splitmix(request->seed));
   for (int32_t i = 0; i < group->n; i++) {
     rm_sequence *seq = &group->sequences[i];
     seq->group = group;

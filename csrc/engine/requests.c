@@ -91,6 +91,7 @@ rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *ou
       .message = group->message,
       .n_prompt = group->n_prompt,
       .n_cached = group->n_cached,
+      .n_scored = group->n_scored,
       .prompt_logprobs = group->prompt_logprobs,
       .prompt_sampling_logprobs = group->prompt_sampling,
       .prompt_top_ids = group->prompt_top_ids,

@@ -4,6 +4,7 @@ what is wanted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,12 @@ from rollmesh.mesh import Mesh
 from rollmesh.sampling import SamplingParams
 from rollmesh.spec import ModelSpec
 
+MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
+BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no prompt
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h
+REAL = (int, float, np.integer, np.floating)
+MAX_GIB = 2**20
 
 
 def check_surroundings(mesh: Mesh | None, comm: object, device: str, ep_backend: str, sequence_parallel: bool) -> None:
@@ -41,6 +46,12 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"{name} = {value!r}, wanted a bool")
+    return bool(value)
+
+
 def page_positions(name: str, value: Any) -> int:
     if integer(name, value, 16, 4096) % 16:
         raise ConfigError(f"{name} = {value!r}, wanted a multiple of 16")
@@ -48,9 +59,9 @@ def page_positions(name: str, value: Any) -> int:
 
 
 def gib_bytes(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < 2**20:
-        raise ConfigError(f"{name} = {value!r}, wanted a number of GiB above 0")
-    return int(value * 2**30)
+    if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
+        raise ConfigError(f"{name} = {value!r}, wanted a number of GiB above 0 and below {MAX_GIB}")
+    return int(float(value) * 2**30)
 
 
 def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) -> tuple[int, ...]:
@@ -73,16 +84,20 @@ def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
 def deadline_of(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout >= 0:
         raise ConfigError(f"timeout = {timeout!r}, wanted seconds >= 0 or None")
-    return time.monotonic() + timeout
+    if timeout == math.inf:
+        return None
+    if timeout > MAX_TIMEOUT:
+        raise ConfigError(f"timeout is above {MAX_TIMEOUT} seconds; inf and None mean no limit")
+    return time.monotonic() + float(timeout)
 
 
 def prompt_list(prompts: Any) -> list[Any]:
     """One prompt or several. One: a text, a list of ints, or an integer array of one dim."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, (Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
         raise RequestError(f"prompts is a {type(prompts).__name__}, wanted text, token ids, or a list of them")
     if getattr(prompts, "ndim", None) == 1:
         return [prompts]
@@ -110,10 +125,18 @@ def naming_prompt(index: int) -> Iterator[None]:
         raise type(error)(f"prompt {index}: {error}") from error
 
 
+def request_ids(ids: Any) -> list[int]:
+    """One request id or several."""
+    items = [ids] if isinstance(ids, (int, np.integer)) else list(ids) if hasattr(ids, "__iter__") else [ids]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise RequestError(f"request id {item!r}, wanted an integer")
+    return [int(item) for item in items]
+
+
 def part_mask(parts: Any) -> int:
-    names = [parts] if isinstance(parts, str) else list(parts)
-    unknown = [name for name in names if name not in PARTS]
-    if unknown or not names:
+    names = [parts] if isinstance(parts, str) else list(parts) if hasattr(parts, "__iter__") else []
+    if not names or not all(isinstance(name, str) and name in PARTS for name in names):
         raise ConfigError(f"parts = {parts!r}, wanted 'weights', 'kv' or both")
     mask = 0
     for name in names:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh.arguments import (
     PARTS,
+    boolean,
     check_surroundings,
     check_vocabulary,
     deadline_of,
@@ -34,6 +35,7 @@ from rollmesh.arguments import (
     param_list,
     part_mask,
     prompt_list,
+    request_ids,
 )
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
@@ -96,7 +98,7 @@ class Generator:
     kv_cache_gib            2^30 bytes of KV cache
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
-    seed                    0 <= seed < 2^64; gives seeds to requests that bring none
+    seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
     isa                     None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
 
     Raises ConfigError for a setting that breaks a rule, MemoryError where memory is short.
@@ -145,7 +147,7 @@ class Generator:
             block_size=page_positions("block_size", block_size),
             kv_bytes=gib_bytes("kv_cache_gib", kv_cache_gib),
             seed=integer("seed", seed, 0, 2**64 - 1),
-            enable_prefix_caching=bool(enable_prefix_caching),
+            enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
         )
         self._engine = _core.Engine(spec.engine_values(self.max_model_len), options)
@@ -154,6 +156,7 @@ class Generator:
         self._turn = Turn()
         self._pid = os.getpid()
         self._submitted: set[int] = set()  # ids for poll
+        self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
         self._running = threading.Event()  # clear while paused
         self._running.set()
         self._closed = False
@@ -228,9 +231,11 @@ class Generator:
             late = self._drive(added, deadline, Progress(len(added), use_tqdm))
             with self._call():
                 outputs = [
-                    _refused(item, errors[index]) if request is None else self._requests.take(request)
+                    _refused(item, errors[index]) if request is None else self._requests.output(request)
                     for index, (item, request) in enumerate(zip(items, ids, strict=True))
                 ]
+                for request in added:
+                    self._requests.release(request)
         except BaseException:
             self._forget([request for request in ids if request is not None])
             raise
@@ -257,28 +262,49 @@ class Generator:
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs one engine step, or as many as it takes to finish min_outputs submitted requests (fewer when no more are
-        left, the timeout comes or the generator is paused), and returns the finished ones, oldest first, errors inside."""
+        left, the timeout comes or the generator is paused), and returns the finished ones, oldest first, errors inside: also
+        that of a tokenizer. When poll raises (asleep, Ctrl-C), the next one returns what was finished."""
+        min_outputs = integer("min_outputs", min_outputs, 0, 2**63 - 1)
         deadline = deadline_of(timeout)
-        outputs: list[RequestOutput] = []
-        while True:
-            with self._call(deadline):
-                self._weights.close_unscoped()
-                self._submitted.intersection_update(self._requests.live())
-                waiting = self._submitted - self._requests.done_of(self._submitted)
-                rows = self._requests.step() if waiting and self._running.is_set() else 0
-                for request in sorted(self._requests.done_of(self._submitted)):
-                    outputs.append(self._requests.take(request))
-                    self._submitted.discard(request)
-                left = len(self._submitted)
-            if len(outputs) >= min_outputs or not left or not rows or (deadline is not None and time.monotonic() >= deadline):
-                return sorted(outputs, key=lambda output: output.request_id)
+        outputs: dict[int, RequestOutput] = {}
+        more = True
+        try:
+            while more:
+                try:
+                    with self._call(deadline):
+                        more = self._poll_step(outputs) and len(outputs) < min_outputs
+                except DeadlineError:
+                    break  # the turn did not come in time
+                more = more and (deadline is None or time.monotonic() < deadline)
+            return [outputs[request] for request in sorted(outputs)]
+        except BaseException:
+            self._kept.update(outputs)
+            raise
+
+    def _poll_step(self, outputs: dict[int, RequestOutput]) -> bool:
+        """One step for poll; what is finished goes into `outputs`. False: another step would bring nothing. An exception at
+        any point loses nothing: an output is in `outputs`, in `_kept` or in the engine, perhaps in two of them."""
+        for request in list(self._kept):
+            outputs[request] = self._kept[request]
+            del self._kept[request]
+        self._weights.close_unscoped()
+        self._submitted.intersection_update(self._requests.live())
+        waiting = self._submitted - self._requests.done_of(self._submitted)
+        rows = self._requests.step() if waiting and self._running.is_set() else 0
+        for request in sorted(self._requests.done_of(self._submitted)):
+            outputs[request] = self._requests.output_or_error(request)
+            self._requests.release(request)
+            self._submitted.discard(request)
+        return bool(rows and self._submitted)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
-        """Ends requests; None: all. They come out of poll (or generate) with what they have and finish_reason "abort"."""
+        """Ends requests; None: all. They come out of poll (or generate) with what they have and finish_reason "abort";
+        a score or logits that is under way raises StateError."""
+        numbers = [] if ids is None else request_ids(ids)
         with self._call():
             known = self._requests.live()
-            wanted = known if ids is None else [ids] if isinstance(ids, int) else list(ids)
-            self._requests.abort([request for request in wanted if request in set(known)])
+            wanted = known if ids is None else set(known).intersection(numbers)
+            self._requests.abort(wanted)
 
     def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
         with naming_prompt(index):

@@ -61,7 +61,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt and its samples, in the order of their index."""
+    """One prompt and its samples, in the order of their index. Prompt logprobs that an abort left uncomputed are nan (ids: -1)."""
 
     request_id: int
     prompt: str | None  # when it was given as text
@@ -71,7 +71,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     prompt_logprobs: NDArray[np.float32] | None = None  # [p - 1] of token i+1 given 0..i, with SamplingParams.prompt_logprobs
     prompt_top_logprobs: TopLogprobs | None = None  # [p - 1, k]
-    error: Exception | None = None  # what ended it, with on_error="return"
+    error: Exception | None = None  # what ended it, with on_error="return"; from poll also what the tokenizer raised
 
 
 @dataclass(frozen=True, slots=True)

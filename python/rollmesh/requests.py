@@ -1,7 +1,7 @@
 """Requests in flight: what Python remembers of each while the C engine works on it, and how its records become a
 RequestOutput. Used under the generator's turn only.
 
-    add ──► step … step ──► done ──► take (copies out, releases)
+    add ──► step … step ──► done ──► output (copies out) ──► release
                   └─ stop strings are looked for after every step
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.errors import NumericsError, RequestError
+from rollmesh.arguments import BYTES
+from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.outputs import CONTRACT_VERSION, CompletionOutput, Contract, RequestOutput, TopLogprobs
 from rollmesh.sampling import SamplingParams
 from rollmesh.text import StopWatcher, TextCodec
@@ -46,7 +47,7 @@ class _EngineRequest:
     score_sampling: bool
 
     @classmethod
-    def of(cls, params: SamplingParams, score: bool, score_sampling: bool) -> _EngineRequest:
+    def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> _EngineRequest:
         return cls(
             n=1 if score else params.n,
             max_tokens=params.max_tokens,
@@ -56,7 +57,7 @@ class _EngineRequest:
             min_p=params.min_p,
             top_k=params.top_k,
             has_seed=params.seed is not None,
-            seed=params.seed or 0,
+            seed=number if params.seed is None else params.seed,
             ignore_eos=params.ignore_eos,
             logprobs=0 if score else params.logprobs or 0,
             prompt_logprobs=0 if score else -1 if params.prompt_logprobs is None else params.prompt_logprobs,
@@ -70,6 +71,7 @@ class _Request:
     prompt_ids: Ids
     prompt: str | None
     params: SamplingParams
+    number: int  # of the generation, see Requests._generations; 0: a score
     watchers: list[StopWatcher] = field(default_factory=list)  # one a sample, when there are stop strings
     stopped: dict[int, str] = field(default_factory=dict)  # sample → the stop string that ended it
 
@@ -81,6 +83,7 @@ class Requests:
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family = engine.stats()["family"]
         self._records: dict[int, _Request] = {}
+        self._generations = 0  # that were accepted: what default seeds are made of, so neither scores nor refusals move them
         self._watched: set[int] = set()  # those with stop strings that still run
 
     # ---------------------------------------------------------------------------------------- in
@@ -102,8 +105,10 @@ class Requests:
                 raise RequestError(f"stop = {params.stop!r} needs text, and the generator has no tokenizer")
             watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
-        request = self._engine.add(prompt_ids, stop_ids, _EngineRequest.of(params, False, False), None)
-        self._records[request] = _Request(prompt_ids, prompt, params, watchers)
+        number = self._generations + 1
+        request = self._engine.add(prompt_ids, stop_ids, _EngineRequest.of(params, number), None)
+        self._records[request] = _Request(prompt_ids, prompt, params, number, watchers)
+        self._generations = number
         if watchers:
             self._watched.add(request)
         return request
@@ -111,8 +116,8 @@ class Requests:
     def add_score(self, ids: Ids, params: SamplingParams | None, logits: NDArray[np.float32] | None = None) -> int:
         """Queues a scoring pass over `ids`; `logits` [len, vocab] is filled when given."""
         chosen = params or GREEDY
-        request = self._engine.add(ids, np.zeros(0, np.int32), _EngineRequest.of(chosen, True, params is not None), logits)
-        self._records[request] = _Request(ids, None, chosen)
+        request = self._engine.add(ids, np.zeros(0, np.int32), _EngineRequest.of(chosen, 0, True, params is not None), logits)
+        self._records[request] = _Request(ids, None, chosen, 0)
         return request
 
     # ---------------------------------------------------------------------------------------- work
@@ -169,41 +174,61 @@ class Requests:
         return self._engine.finished() & requests
 
     def forget(self, requests: Iterable[int]) -> None:
-        """Aborts and releases, without results."""
+        """Aborts and releases, without results. The latest generations give their numbers back."""
         known = set(self._engine.ids())
-        requests = [request for request in requests if request in known]
+        requests = sorted(known.intersection(requests), reverse=True)
         self.abort(requests)
         for request in requests:
-            self._release(request)
+            record = self._records.get(request)
+            self.release(request)
+            if record is not None and record.number == self._generations > 0:
+                self._generations -= 1
 
-    def _release(self, request: int) -> None:
+    def release(self, request: int) -> None:
+        """The records of a request that is done leave the engine."""
         self._engine.release(request)
         self._records.pop(request, None)
         self._watched.discard(request)
 
-    def take(self, request: int) -> RequestOutput:
-        """The output of a request that is done; its records leave the engine."""
+    def output(self, request: int) -> RequestOutput:
+        """The output of a request that is done. It stays until release: user code (a tokenizer) may raise in here."""
+        return self._output(request, self._codec)
+
+    def output_or_error(self, request: int) -> RequestOutput:
+        """As output, but a tokenizer that raises leaves its exception in `error`, and the texts empty."""
+        try:
+            return self.output(request)
+        except Exception as error:  # noqa: BLE001 (whatever user code raises)
+            return replace(self._output(request, None), error=error)
+
+    def _output(self, request: int, codec: TextCodec | None) -> RequestOutput:
         record, view = self._records[request], self._engine.request(request)
-        outputs = [self._completion(request, record, index, view) for index in range(view["n"])]
-        self._release(request)
+        top, scored = _top(view["prompt_top_ids"], view["prompt_top_logprobs"]), view["num_scored"]
+        if view["prompt_logprobs"] is not None:
+            view["prompt_logprobs"][scored:] = np.nan
+        if top is not None:
+            top.ids[scored:], top.logprobs[scored:] = -1, np.nan
         return RequestOutput(
             request_id=request,
             prompt=record.prompt,
             prompt_token_ids=record.prompt_ids,
-            outputs=outputs,
+            outputs=[self._completion(request, record, index, view, codec) for index in range(view["n"])],
             finished=True,
             num_cached_tokens=view["num_cached_tokens"],
             prompt_logprobs=view["prompt_logprobs"],
-            prompt_top_logprobs=_top(view["prompt_top_ids"], view["prompt_top_logprobs"]),
+            prompt_top_logprobs=top,
             error=view["error"],
         )
 
     def take_scores(self, request: int) -> NDArray[np.float32]:
-        """float32 [len − 1] of a scoring pass; raises what ended it."""
+        """float32 [len − 1] of a scoring pass, which is released; raises what ended it."""
         record, view = self._records[request], self._engine.request(request)
-        self._release(request)
+        finish = self._engine.tokens(request, 0, 0)[0]
+        self.release(request)
         if view["error"] is not None:
             raise view["error"]
+        if finish == "abort":
+            raise StateError(f"scoring pass {request} was aborted (abort, pause or sync of another thread) before it ended")
         name = "prompt_logprobs" if view["prompt_sampling_logprobs"] is None else "prompt_sampling_logprobs"
         scores: NDArray[np.float32] | None = view[name]  # type: ignore[literal-required]
         if scores is None:
@@ -212,7 +237,7 @@ class Requests:
             return np.zeros(0, np.float32)
         return scores
 
-    def _completion(self, request: int, record: _Request, index: int, view: RequestView) -> CompletionOutput:
+    def _completion(self, request: int, record: _Request, index: int, view: RequestView, codec: TextCodec | None) -> CompletionOutput:
         sample = self._engine.sample(request, index)
         tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
         finish = sample["finish"]
@@ -227,8 +252,8 @@ class Requests:
         text = ""
         if index in record.stopped:
             text = record.watchers[index].text
-        elif self._codec is not None and num_text:
-            text = self._codec.decode(tokens[:num_text].tolist())
+        elif codec is not None and num_text:
+            text = codec.decode(tokens[:num_text].tolist())
         contract = None
         if len(tokens) and not sample["no_contract"].any():
             first, last = int(versions[0]), int(versions[-1])  # versions only grow
@@ -263,6 +288,8 @@ def _routed(prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | Non
 
 def token_ids(prompt: Any) -> Ids:
     """A sequence of ints as the engine takes them. RequestError for anything else; the engine checks the range."""
+    if isinstance(prompt, BYTES):
+        raise RequestError(f"prompt is {type(prompt).__name__}, wanted text or token ids")
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -16,6 +16,7 @@ from rollmesh.errors import RequestError
 MAX_SEED = 2**64
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4028234663852886e38
+MIN_FLOAT32 = 1.1754943508222875e-38  # the smallest normal one: below it numbers lose digits, then are 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,15 @@ class SamplingParams:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise RequestError(f"{name} = {value!r}, wanted an integer")
         if not low <= int(value) <= high:
-            wanted = f"an integer >= {low}" if high >= MAX_INT32 and high != MAX_SEED - 1 else f"an integer in [{low}, {high}]"
-            raise RequestError(f"{name} = {value}, wanted {wanted}")
+            raise RequestError(f"{name} = {value}, wanted an integer in [{low}, {high}]")
         object.__setattr__(self, name, int(value))
 
     def _real(self, name: str, low: float, high: float, wanted: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)) or not low <= value <= high:
             raise RequestError(f"{name} = {value!r}, wanted {wanted}")
+        if 0.0 < value < MIN_FLOAT32:
+            raise RequestError(f"{name} = {value!r} is not 0, but below {MIN_FLOAT32}, the smallest normal float32")
         object.__setattr__(self, name, float(value))
 
     def _strings(self) -> tuple[str, ...]:

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rollmesh import _core
+from rollmesh.arguments import boolean
 from rollmesh.errors import (
     ConfigError,
     DeadlineError,
@@ -24,6 +27,7 @@ from rollmesh.errors import (
     TiedWeightError,
     UnexpectedKeyError,
     UnsupportedTensorError,
+    VersionError,
 )
 from rollmesh.outputs import SyncReport
 from rollmesh.views import ManifestEntry, SyncValues
@@ -48,18 +52,24 @@ class SyncOptions:
     allow_bias_removal: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        for name in ("cast", "strict", "keep_kv", "allow_nonfinite", "allow_bias_removal"):
+            object.__setattr__(self, name, boolean(name, getattr(self, name)))
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ConfigError(f"mode = {self.mode!r}, wanted one of {', '.join(MODES)}")
-        if self.inflight not in INFLIGHT:
+        if not isinstance(self.inflight, str) or self.inflight not in INFLIGHT:
             raise ConfigError(f"inflight = {self.inflight!r}, wanted one of {', '.join(INFLIGHT)}")
         if self.keep_kv and self.inflight != "keep":
             raise ConfigError(f"keep_kv=True goes with inflight='keep', not {self.inflight!r}")
-        if self.version is not None and (isinstance(self.version, bool) or not 0 <= int(self.version) < 2**63):
-            raise ConfigError(f"version = {self.version!r}, wanted an integer in [0, 2^63)")
+        if self.version is None:
+            return
+        version: object = self.version
+        if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= int(version) < 2**63:
+            raise VersionError(f"version = {version!r}, wanted an integer in [0, 2^63)")
+        object.__setattr__(self, "version", int(version))
 
     def begin(self, engine: _core.Engine) -> None:
         engine.sync_begin(
-            -1 if self.version is None else int(self.version),
+            -1 if self.version is None else self.version,
             cast=self.cast,
             allow_nonfinite=self.allow_nonfinite,
             allow_partial=not self.strict,

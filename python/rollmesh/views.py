@@ -15,6 +15,7 @@ class RequestView(TypedDict):
     finished: bool
     error: Exception | None
     num_cached_tokens: int
+    num_scored: int  # leading entries of the next four that were computed
     n: int
     prompt_logprobs: NDArray[np.float32] | None  # [p - 1]
     prompt_sampling_logprobs: NDArray[np.float32] | None  # [p - 1]

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollmesh import _core
 from rollmesh.arguments import deadline_of
-from rollmesh.errors import DeadlineError, StateError
+from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.requests import Requests
 from rollmesh.sync import SyncOptions, check_mapping, local_tensor, push_entries, push_mapping, report_of
@@ -29,10 +29,12 @@ class Weights:
         self._engine, self._requests = engine, requests
         self.manifest = engine.manifest()
         self.version: int | None = None
+        self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """A whole set from a mapping or an iterator."""
+        self._check_version(options)
         self.reset("a later sync began")
         if options.mode == "inplace":
             self._finish_running(options, deadline)
@@ -50,6 +52,7 @@ class Weights:
 
     def begin(self, sync: Sync) -> None:
         """Opens the set of a handle; another open one is reset."""
+        self._check_version(sync.options)
         self.reset("a later sync began")
         if sync.options.mode == "inplace":
             self._finish_running(sync.options, None)
@@ -105,10 +108,15 @@ class Weights:
     def _commit(self, options: SyncOptions, deadline: float | None) -> SyncReport:
         self._finish_running(options, deadline)
         report = report_of(self._engine.sync_commit(options.at_commit))
-        self.version = report.version
+        self.version = self._last = report.version
         if options.inflight == "restart":
             self._requests.rewind()
         return report
+
+    def _check_version(self, options: SyncOptions) -> None:
+        """The engine checks it too, but when an open set of another handle has been dropped for the new one."""
+        if options.version is not None and options.version <= self._last:
+            raise VersionError(f"version {options.version} does not exceed {self._last}, the last one")
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
         """inflight="wait": what runs is finished on the old version, under this turn."""

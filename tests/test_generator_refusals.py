@@ -1,0 +1,249 @@
+"""Calls that end early or are refused: aborted scores, a poll that fails half way, seeds after a refusal, wrong arguments. The
+oracle is the same as in test_requests.py: nothing that can be observed has changed, and no number comes out that was not computed.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from test_requests import OTHER_STATE, PARAMS, PROMPT, STATE, VOCAB, fingerprint, make
+
+import rollmesh as rm
+
+
+@pytest.fixture
+def gen() -> Iterator[rm.Generator]:
+    with make() as generator:
+        generator.sync_weights(STATE, version=3)
+        yield generator
+
+
+# -------------------------------------------------------------------------------------------------- what ends early, what is refused
+def after_steps(gen: rm.Generator, steps: int, act: Callable[[], Any]) -> threading.Thread:
+    """A thread that acts once the generator has made so many more steps."""
+    start = gen.metrics()["steps"]
+
+    def wait_and_act() -> None:
+        while gen.metrics()["steps"] < start + steps:
+            time.sleep(0)
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("how", ["abort", "pause", "sync"])
+@pytest.mark.parametrize("call", ["score", "logits"])
+def test_an_aborted_score_is_an_error_not_zeros(how: str, call: str) -> None:
+    acts: dict[str, Callable[[rm.Generator], Any]] = {
+        "abort": lambda gen: gen.abort(),
+        "pause": lambda gen: gen.pause("abort"),
+        "sync": lambda gen: gen.sync_weights(OTHER_STATE, inflight="abort"),
+    }
+    with make(max_num_batched_tokens=2, enable_prefix_caching=False) as gen:  # some 2000 steps: the other thread comes in between
+        gen.sync_weights(STATE, version=3)
+        thread = after_steps(gen, 5, lambda: acts[how](gen))
+        with pytest.raises(rm.StateError, match="aborted"):
+            getattr(gen, call)([list(range(100))] * 40)
+        thread.join()
+        assert gen._engine.ids() == []
+
+
+def test_prompt_logprobs_of_an_aborted_prefill_are_nan_where_not_computed() -> None:
+    with make(max_num_batched_tokens=16) as gen:
+        gen.sync_weights(STATE, version=3)
+        want = gen.score([list(range(100))])[0]
+        gen.reset_prefix_cache()
+        gen.submit(list(range(100)), rm.SamplingParams(prompt_logprobs=2))
+        assert gen.poll() == gen.poll() == []
+        gen.abort()
+        (output,) = gen.poll()
+        assert output.prompt_logprobs is not None
+        assert output.prompt_top_logprobs is not None
+        assert output.prompt_logprobs[:32].tobytes() == want[:32].tobytes()
+        assert np.isnan(output.prompt_logprobs[32:]).all()
+        assert np.isnan(output.prompt_top_logprobs.logprobs[32:]).all()
+        assert (output.prompt_top_logprobs.ids[32:] == -1).all()
+        assert not np.isnan(output.prompt_top_logprobs.logprobs[:32]).any()
+
+
+class FailingTokenizer:
+    """Decodes to "x"es; fails on a text of `bad` tokens with `error`."""
+
+    bad = 0
+    error: BaseException = ZeroDivisionError("user code")
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % VOCAB for c in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if len(ids) == self.bad:
+            raise self.error
+        return "x" * len(ids)
+
+
+def test_poll_loses_nothing_when_a_text_cannot_be_decoded() -> None:
+    tokenizer = FailingTokenizer()
+    with make(tokenizer=tokenizer) as gen:
+        gen.sync_weights(STATE, version=3)
+        ids = gen.submit([PROMPT] * 3, [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 4, 3)])
+        tokenizer.bad = 4
+        outputs = gen.poll(min_outputs=3)
+        assert [output.request_id for output in outputs] == ids
+        assert [type(output.error) for output in outputs] == [type(None), ZeroDivisionError, type(None)]
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4, 3]
+        tokenizer.error = KeyboardInterrupt()
+        ids = gen.submit([PROMPT] * 3, [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 4, 3)])
+        with pytest.raises(KeyboardInterrupt):
+            gen.poll(min_outputs=3)
+        tokenizer.bad = 0
+        assert [output.request_id for output in gen.poll(min_outputs=3)] == ids
+        assert gen._engine.ids() == gen.poll() == []
+
+
+SHORT_AND_LONG = [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 3000)]
+
+
+@pytest.fixture
+def long_gen() -> Iterator[rm.Generator]:
+    """Room for a request that runs long enough for another thread to come in between."""
+    with make(max_model_len=4096, kv_cache_gib=0.1) as generator:
+        generator.sync_weights(STATE, version=3)
+        yield generator
+
+
+def test_poll_loses_nothing_when_a_part_falls_asleep(long_gen: rm.Generator) -> None:
+    """The KV cache goes to sleep, from another thread, while a poll holds one finished request and waits for a second."""
+    gen = long_gen
+    ids = gen.submit([PROMPT] * 2, SHORT_AND_LONG)
+    thread = after_steps(gen, 5, lambda: gen.sleep("kv"))
+    with pytest.raises(rm.StateError, match="asleep"):
+        gen.poll(min_outputs=2)
+    thread.join()
+    gen.wake("kv")
+    assert [output.request_id for output in gen.poll(min_outputs=2)] == ids
+
+
+def test_poll_gives_what_it_has_when_its_turn_does_not_come_in_time(long_gen: rm.Generator) -> None:
+    gen = long_gen
+    ids = gen.submit([PROMPT] * 2, SHORT_AND_LONG)
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        time.sleep(1.0)
+        yield from OTHER_STATE.items()
+
+    thread = after_steps(gen, 5, lambda: gen.sync_weights(weights(), inflight="keep"))
+    outputs = gen.poll(min_outputs=2, timeout=0.5)
+    thread.join()
+    assert [output.request_id for output in outputs] == ids[:1]
+    assert [output.request_id for output in gen.poll(min_outputs=2)] == ids[1:]
+
+
+def test_what_is_refused_or_scored_does_not_move_the_seeds_of_later_requests() -> None:
+    def refused_submit(gen: rm.Generator) -> None:
+        with pytest.raises(rm.RequestError):
+            gen.submit([PROMPT, PROMPT, [-1]])
+
+    def refused_score(gen: rm.Generator) -> None:
+        with pytest.raises(rm.RequestError):
+            gen.score([PROMPT, [VOCAB]])
+
+    def refused_generate(gen: rm.Generator) -> None:
+        gen.generate([[VOCAB], []], use_tqdm=False, on_error="return")
+
+    def interrupted_generate(gen: rm.Generator) -> None:
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                gen.generate([PROMPT] * 500, rm.SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+
+    calls: list[Callable[[rm.Generator], Any]] = [
+        lambda gen: None,
+        refused_submit,
+        refused_score,
+        refused_generate,
+        interrupted_generate,
+        lambda gen: gen.score([PROMPT, PROMPT]),
+        lambda gen: gen.logits([PROMPT]),
+    ]
+    seen = []
+    for call in calls:
+        with make() as gen:
+            gen.sync_weights(STATE, version=3)
+            call(gen)
+            outputs = gen.generate([PROMPT, PROMPT], use_tqdm=False)
+            seen.append([output.outputs[0].token_ids.tobytes() + output.outputs[0].logprobs.tobytes() for output in outputs])
+    assert seen == seen[:1] * len(calls)
+    assert seen[0][0] != seen[0][1]
+
+
+BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
+    "timeout 1e300": (rm.ConfigError, lambda gen: gen.poll(timeout=1e300)),
+    "timeout 10**400": (rm.ConfigError, lambda gen: gen.generate(PROMPT, PARAMS, timeout=10**400)),
+    "timeout nan": (rm.ConfigError, lambda gen: gen.poll(timeout=math.nan)),
+    "version text": (rm.VersionError, lambda gen: gen.sync_weights(STATE, version="7")),  # type: ignore[arg-type]
+    "version 7.9": (rm.VersionError, lambda gen: gen.sync_weights(STATE, version=7.9)),  # type: ignore[arg-type]
+    "version nan": (rm.VersionError, lambda gen: gen.begin_sync(version=math.nan)),  # type: ignore[arg-type]
+    "cast 1": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, cast=1)),  # type: ignore[arg-type]
+    "strict None": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, strict=None)),  # type: ignore[arg-type]
+    "keep_kv text": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, keep_kv="no", inflight="keep")),  # type: ignore[arg-type]
+    "prefix caching text": (rm.ConfigError, lambda gen: make(enable_prefix_caching="no")),
+    "abort 1.5": (rm.RequestError, lambda gen: gen.abort(1.5)),  # type: ignore[arg-type]
+    "abort text": (rm.RequestError, lambda gen: gen.abort("x")),  # type: ignore[arg-type]
+    "sleep None": (rm.ConfigError, lambda gen: gen.sleep(None)),  # type: ignore[arg-type]
+    "sleep 5": (rm.ConfigError, lambda gen: gen.sleep(5)),  # type: ignore[arg-type]
+    "sleep nested": (rm.ConfigError, lambda gen: gen.sleep([["kv"]])),  # type: ignore[list-item]
+    "poll text": (rm.ConfigError, lambda gen: gen.poll("x")),  # type: ignore[arg-type]
+    "bytes": (rm.RequestError, lambda gen: gen.generate(b"abc", PARAMS, use_tqdm=False)),
+    "bytearray": (rm.RequestError, lambda gen: gen.generate([bytearray(b"abc")], PARAMS, use_tqdm=False)),  # type: ignore[list-item]
+    "top_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(top_p=1e-50)),
+    "min_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(min_p=1e-50)),
+    "temperature underflow": (rm.RequestError, lambda gen: rm.SamplingParams(temperature=1e-50)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_arguments_have_typed_errors_and_change_nothing(gen: rm.Generator, name: str) -> None:
+    before = fingerprint(gen)
+    kind, call = BAD_CALLS[name]
+    with pytest.raises(kind):
+        call(gen)
+    assert fingerprint(gen) == before
+
+
+def test_unusual_arguments_that_are_fine(gen: rm.Generator) -> None:
+    (request,) = gen.submit(PROMPT, PARAMS)
+    gen.abort(np.int64(request))  # type: ignore[arg-type]
+    (output,) = gen.poll(min_outputs=1, timeout=math.inf)
+    assert output.outputs[0].finish_reason == "abort"
+    gen.sync_weights(STATE, version=np.int64(9), strict=np.bool_(True), timeout=math.inf)  # type: ignore[arg-type]
+    assert gen.version == 9
+
+
+def test_messages_name_the_bound() -> None:
+    with pytest.raises(rm.RequestError, match=str(2**62)):
+        rm.SamplingParams(max_tokens=10**20)
+    with pytest.raises(rm.ConfigError, match="below 1048576"):
+        make(kv_cache_gib=1e9)
+
+
+def test_row_11_a_refused_version_leaves_an_open_set_alone(gen: rm.Generator) -> None:
+    with gen.begin_sync() as sync:
+        for name, tensor in OTHER_STATE.items():
+            sync.push(name, tensor)
+        for refused in (lambda: gen.begin_sync(version=3), lambda: gen.sync_weights(STATE, version=2)):
+            with pytest.raises(rm.VersionError):
+                refused()
+    assert sync.report is not None
+    assert gen.version == sync.report.version == 4
