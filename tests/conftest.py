@@ -70,7 +70,7 @@ def _factory() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(model: Any = None, *, weights: Any = "random", dtype: str = "float32", seed: int = 0, **options: Any) -> Any:
-        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one), synced to version 1 with
+        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one), synced to version 0 with
         its random weights, with `weights` (any source), or, at None, not at all."""
         case = model if isinstance(model, helpers.Case) else helpers.Case("", model or helpers.tiny_config())
         options.setdefault("max_model_len", case.max_model_len if isinstance(model, helpers.Case) else 256)
