@@ -7,6 +7,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,13 @@ tiny_generator = pytest.fixture(_factory, name="tiny_generator")
 module_generator = pytest.fixture(_factory, name="module_generator", scope="module")
 
 sys.path.insert(0, os.path.dirname(__file__))
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """native(name, sanitize="") builds tests/native/NAME.c and returns the program. RM_NATIVE_BUILD=DIR keeps its objects."""
+    import native_build
+
+    kept = os.environ.get("RM_NATIVE_BUILD")
+    into = Path(kept) if kept else tmp_path_factory.mktemp("native")
+    return lambda name, sanitize="": native_build.build(name, into, sanitize)

@@ -1,0 +1,51 @@
+"""Builds the C drivers of tests/native against the C core: no Python between a test and the code it is about, so that TSan,
+valgrind and tight loops see all of it and nothing else.
+
+    python tests/native_build.py NAME [--sanitize thread] [--into DIR]      prints the program's path
+
+The core is compiled by `setup.py archive`, with the flags it always has; a driver is tests/native/NAME.c and whatever
+tests/native/common/*.c holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "tests" / "native"
+FLAGS = ["-std=gnu11", "-O2", "-g1", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
+
+
+def build(name: str, into: Path, sanitize: str = "") -> Path:
+    """Compiles the core and tests/native/NAME.c under `into`, a folder for each sanitizer; returns the program. Objects that
+    are fresh are kept, so `into` may be used again."""
+    at = into / (sanitize.replace(",", "-") or "plain")
+    at.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"ROLLMESH_SANITIZE": sanitize, "ROLLMESH_ASSERT": "1"}
+    run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment)
+    program = at / name
+    sources = [FOLDER / f"{name}.c", *sorted((FOLDER / "common").glob("*.c"))]
+    flags = [*FLAGS, "-UNDEBUG", "-Ikernels", "-Icsrc", f"-I{FOLDER}"]
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    run([os.environ.get("CC", "gcc"), *flags, *map(str, sources), str(at / "librollmesh.a"), "-lm", "-o", str(program)], environment)
+    return program
+
+
+def run(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Build a driver of tests/native.")
+    parser.add_argument("name")
+    parser.add_argument("--sanitize", default="", help="thread, or address,undefined")
+    parser.add_argument("--into", type=Path, default=ROOT / "build" / "native")
+    options = parser.parse_args()
+    sys.stdout.write(f"{build(options.name, options.into, options.sanitize)}\n")
