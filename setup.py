@@ -8,25 +8,33 @@ in place for an editable install) and replaces *how* they are made.
 `python setup.py archive --to DIR` compiles the same objects without the extension's into DIR/librollmesh.a, for the C drivers of
 tests/native.
 
+kernels/cuda becomes a library of its own beside the extension, librollmesh_cuda.so, with the CUDA runtime inside: the extension
+needs nothing of CUDA, and one build serves machines with and without a GPU. `python setup.py cuda --to DIR` makes it alone, with
+ptxas' report on each kernel in DIR/kernels/cuda/*.ptxas.
+
 What a build reads from the environment:
   CC, CFLAGS, LDFLAGS    the compiler (gcc) and flags added at the end
   ROLLMESH_ASSERT=1      assertions on
   ROLLMESH_WERROR=1      a warning is an error
   ROLLMESH_SANITIZE=…    address,undefined (the interpreter then needs LD_PRELOAD of libasan)
+  ROLLMESH_CUDA=0|1      without, or not without, the CUDA library; by default it is made when nvcc is there and able to
+  ROLLMESH_CUDA_ARCHS    its architectures, separated by commas (sm_90a)
   ROLLMESH_JOBS=N        compilers at once; one per core by default
+  ROLLMESH_EMULATE=1     the variants that this processor may lack, in emulation: for tests
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -41,6 +49,15 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
 COMMON = ["-std=gnu11", "-O3", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
 INCLUDE = ["-Ikernels", "-Icsrc", "-Iext"]
 
+
+class Isa(NamedTuple):
+    """What makes a variant of the sources in kernels/cpu: its lanes, its way to multiply a panel, its compiler flags."""
+
+    lanes: str
+    panel: str
+    flags: tuple[str, ...]
+
+
 # kernels/cpu: these are compiled once, with these flags …
 ONCE = {
     "ref*.c": ["-O2", "-mfma"],  # the oracle: plain loops, but with the FMA instruction and not a library call for each
@@ -48,11 +65,23 @@ ONCE = {
     "pack.c": [],
     "fp.c": [],
     "dispatch.c": [],
+    "verify.c": ["-O2"],
 }
 # … and every other source there once for each of these.
 ISAS = {
-    "avx2": ["-mavx2", "-mfma"],
+    "avx2": Isa("vec_avx2.h", "panel_float.h", ("-mavx2", "-mfma")),
+    "avx512f": Isa("vec_avx512f.h", "panel_float.h", ("-mavx512f", "-mfma")),
+    "avx512bf16": Isa("vec_avx512bf16.h", "panel_bf16.h", ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma")),
+    "amx": Isa("vec_amx.h", "panel_amx.h", ("-mavx512f", "-mfma", "-mamx-tile", "-mamx-bf16")),
 }
+
+# ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their instructions do (tests/emulated).
+EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/emulated", "-DRM_EMULATED", "-Wno-psabi")
+
+# The flags of kernels/cuda that bits depend on: kernels/cuda/device.cuh. A spill is a warning.
+CUDA_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-ftz=true", "-prec-div=true", "-prec-sqrt=true", "-Xptxas=-v,-warn-spills"]
+CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-exceptions,-Wall,-Wextra"
+CUDA_LIBRARY = "librollmesh_cuda.so"
 
 
 @dataclass(frozen=True)
@@ -67,14 +96,16 @@ class Unit:
 def core_units() -> list[Unit]:
     """All compilations but the extension's, in a stable order. Sources are found by glob: adding a file is enough."""
     found: list[Unit] = []
+    emulate = os.environ.get("ROLLMESH_EMULATE") == "1"
     for source in files("kernels/cpu", "*.c"):
         once = next((flags for pattern, flags in ONCE.items() if source.match(pattern)), None)
         if once is not None:
-            found.append(Unit(source, source.with_suffix(".o"), tuple(once)))
+            found.append(Unit(source, source.with_suffix(".o"), (*once, *(["-DRM_EMULATED"] if emulate else []))))
             continue
-        for isa, flags in ISAS.items():
-            own = (*flags, f"-DRM_ISA={isa}", f'-DRM_VEC_HEADER="vec_{isa}.h"')
-            found.append(Unit(source, source.with_suffix(f".{isa}.o"), own))
+        for name, isa in ISAS.items():
+            flags = EMULATED if emulate and name != "avx2" else isa.flags
+            own = (*flags, f"-DRM_ISA={name}", f'-DRM_VEC_HEADER="{isa.lanes}"', f'-DRM_PANEL_HEADER="{isa.panel}"')
+            found.append(Unit(source, source.with_suffix(f".{name}.o"), own))
     return found + [Unit(source, source.with_suffix(".o"), ()) for source in files("csrc", "**/*.c")]
 
 
@@ -149,6 +180,35 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CC", "gcc"))
 
 
+def build_cuda(target: Path, temp: Path) -> None:
+    """Compiles kernels/cuda into the library `target`; ptxas' reports stay beside the objects in `temp`."""
+    nvcc = shutil.which("nvcc")
+    if not nvcc:
+        raise CompileError("nvcc is not on PATH: install the CUDA toolkit, or build with ROLLMESH_CUDA=0")
+    archs = os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(",")
+    targets = [f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}" for arch in archs]
+    flags = [*CUDA_FLAGS, *targets, f"-Xcompiler={CUDA_HOST_FLAGS}", f'-DRM_CUDA_ARCHS="{",".join(archs)}"', "-Ikernels", "-Ikernels/cpu"]
+    if os.environ.get("ROLLMESH_WERROR") == "1":
+        flags.append("-Werror=all-warnings")
+    objects = []
+    for source in files("kernels/cuda", "*.cu"):
+        path = (temp / source).with_suffix(".o")
+        objects.append(str(path))
+        command = [nvcc, *flags, "-MMD", "-MF", str(path.with_suffix(".d")), "-c", str(source), "-o", str(path)]
+        if is_fresh(path, command):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
+        path.with_suffix(".ptxas").write_text(done.stdout)
+        path.with_suffix(".cmd").write_text(shlex.join(command))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    link = [nvcc, "-shared", "-cudart=static", "-Xlinker=--as-needed,--exclude-libs=ALL,-z,noexecstack", *objects, "-o", str(target)]
+    if message := run(target, link):
+        raise LinkError(message)
+
+
 class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -159,6 +219,19 @@ class BuildExt(build_ext):
         link = [*compiler(), "-shared", "-pthread", *shared_flags(), *objects, "-o", str(target)]
         if message := run(target, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))]):
             raise LinkError(message)
+        self.build_cuda_beside(target)
+
+    def build_cuda_beside(self, extension: Path) -> None:
+        wanted, target = os.environ.get("ROLLMESH_CUDA", "auto"), extension.parent / CUDA_LIBRARY
+        target.unlink(missing_ok=True)
+        if wanted == "0" or (wanted != "1" and (not shutil.which("nvcc") or os.environ.get("ROLLMESH_SANITIZE"))):
+            return
+        try:
+            build_cuda(target, Path(self.build_temp).resolve())
+        except (CompileError, LinkError) as error:
+            if wanted == "1":
+                raise
+            print(f"no CUDA library in this build (ROLLMESH_CUDA=1 makes it an error): {error}", file=sys.stderr)
 
 
 class Archive(Command):
@@ -170,7 +243,7 @@ class Archive(Command):
 
     def finalize_options(self) -> None:
         if not self.to:
-            raise OptionError("archive needs --to DIR")
+            raise OptionError(f"{self.get_command_name()} needs --to DIR")
 
     def run(self) -> None:
         folder = Path(str(self.to)).resolve()
@@ -181,6 +254,14 @@ class Archive(Command):
             raise LinkError(message)
 
 
+class Cuda(Archive):
+    description = "compile kernels/cuda into DIR/librollmesh_cuda.so, objects and ptxas' reports beside it"
+
+    def run(self) -> None:
+        folder = Path(str(self.to)).resolve()
+        build_cuda(folder / CUDA_LIBRARY, folder)
+
+
 setup(
     ext_modules=[
         Extension(
@@ -189,6 +270,6 @@ setup(
             py_limited_api=LIMITED_API is not None,
         )
     ],
-    cmdclass={"build_ext": BuildExt, "archive": Archive},
+    cmdclass={"build_ext": BuildExt, "archive": Archive, "cuda": Cuda},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {},
 )

@@ -659,9 +659,22 @@ static PyObject *best_isa(PyObject *module, PyObject *unused) {
                        "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the processor lacks FMA");
 }
 
+static PyObject *isa_states(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  PyObject *states = PyDict_New();
+  for (int isa = 0; states && isa < RM_N_ISA; isa++) {
+    const rm_isa_state s = rm_isa_ask((rm_isa)isa);
+    PyObject *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False, s.gflops_one_row, s.gflops_many_rows);
+    if (!state || PyDict_SetItemString(states, rm_isa_name((rm_isa)isa), state)) Py_CLEAR(states);
+    Py_XDECREF(state);
+  }
+  return states;
+}
+
 static PyMethodDef functions[] = {
     {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
     {"available_isas", available_isas, METH_NOARGS, "Names of the variants that this build and processor have, slowest first."},
+    {"isa_states", isa_states, METH_NOARGS, "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
     {"best_isa", best_isa, METH_NOARGS, "The variant that an engine would take; RM_ISA in the environment caps it."},
     {NULL, NULL, 0, NULL},
 };

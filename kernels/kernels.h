@@ -16,12 +16,18 @@
 extern "C" {
 #endif
 
+#ifdef __CUDACC__
+#define RM_INLINE static inline __host__ __device__
+#else
+#define RM_INLINE static inline
+#endif
+
 typedef enum rm_dtype { RM_BF16 = 0, RM_F32 = 1 } rm_dtype;
 
-static inline size_t rm_dtype_bytes(rm_dtype dtype) { return dtype == RM_BF16 ? 2 : 4; }
-static inline int64_t rm_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-static inline int64_t rm_min64(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t rm_max64(int64_t a, int64_t b) { return a > b ? a : b; }
+RM_INLINE size_t rm_dtype_bytes(rm_dtype dtype) { return dtype == RM_BF16 ? 2 : 4; }
+RM_INLINE int64_t rm_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+RM_INLINE int64_t rm_min64(int64_t a, int64_t b) { return a < b ? a : b; }
+RM_INLINE int64_t rm_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Constants of the contract. Changing one changes bits.
 enum {
@@ -38,25 +44,23 @@ enum {
 // Packed weights of y = x·Wᵀ, W being [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb, kb) at index nb·(K/32) + kb.
 //   bf16: tile[16 k-pairs][16 n][2]   (what an AMX tile load wants, and one 32-bit lane per column for FMA)
 //   f32:  tile[32 k][16 n]
-static inline int64_t rm_packed_elems(int64_t n, int64_t k) { return rm_round_up(n, RM_N_TILE) * rm_round_up(k, RM_K_BLOCK); }
-static inline int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n, int64_t k) {
+RM_INLINE int64_t rm_packed_elems(int64_t n, int64_t k) { return rm_round_up(n, RM_N_TILE) * rm_round_up(k, RM_K_BLOCK); }
+RM_INLINE int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n, int64_t k) {
   const int64_t tile = (n / RM_N_TILE) * (rm_round_up(k_total, RM_K_BLOCK) / RM_K_BLOCK) + k / RM_K_BLOCK;
   const int64_t kk = k % RM_K_BLOCK, nn = n % RM_N_TILE;
   const int64_t in = dtype == RM_BF16 ? (kk / 2) * 32 + nn * 2 + (kk & 1) : kk * RM_N_TILE + nn;
   return tile * (RM_N_TILE * RM_K_BLOCK) + in;
 }
 // gate and up of a SwiGLU share one packed matrix, 16 columns of gate, then the 16 of up that belong to them.
-static inline int64_t rm_gate_up_row(int64_t row, int up) {
-  return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE;
-}
-static inline int64_t rm_gate_up_rows(int64_t width) { return rm_round_up(width, RM_N_TILE) * 2; }
+RM_INLINE int64_t rm_gate_up_row(int64_t row, int up) { return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE; }
+RM_INLINE int64_t rm_gate_up_rows(int64_t width) { return rm_round_up(width, RM_N_TILE) * 2; }
 
 // One layer's K and V caches: [page][kv_head][…]; page_size is a multiple of 16; pages are zeroed when handed out.
 //   K: packed like weights of [page_size][head_dim], so that q·Kᵀ is the gemm's dot product
 //   V: bf16 [page_size/2][head_dim↑16][2], f32 [page_size][head_dim↑16]: positions are the k of p·V
-static inline int64_t rm_k_page_elems(int64_t page_size, int64_t head_dim) { return page_size * rm_round_up(head_dim, RM_K_BLOCK); }
-static inline int64_t rm_v_page_elems(int64_t page_size, int64_t head_dim) { return page_size * rm_round_up(head_dim, RM_N_TILE); }
-static inline int64_t rm_v_index(rm_dtype dtype, int64_t head_dim, int64_t pos, int64_t d) {
+RM_INLINE int64_t rm_k_page_elems(int64_t page_size, int64_t head_dim) { return page_size * rm_round_up(head_dim, RM_K_BLOCK); }
+RM_INLINE int64_t rm_v_page_elems(int64_t page_size, int64_t head_dim) { return page_size * rm_round_up(head_dim, RM_N_TILE); }
+RM_INLINE int64_t rm_v_index(rm_dtype dtype, int64_t head_dim, int64_t pos, int64_t d) {
   const int64_t width = rm_round_up(head_dim, RM_N_TILE);
   return dtype == RM_BF16 ? ((pos / 2) * width + d) * 2 + (pos & 1) : pos * width + d;
 }
@@ -64,7 +68,10 @@ static inline int64_t rm_v_index(rm_dtype dtype, int64_t head_dim, int64_t pos, 
 // ------------------------------------------------------------------------------------------------ context
 typedef void (*rm_task_fn)(void *arg, int thread, int n_threads);
 
-// What an op may use besides its arguments. On a GPU `stream` is a CUDA stream; on the CPU ops are complete at return.
+// What an op may use besides its arguments. On the CPU ops are complete at return. On a GPU `stream` is a CUDA stream: an op
+// enqueues there, neither waits nor allocates, and every pointer but the ctx and the argument struct is the device's, the workspace
+// and row_flags too, group_rows, positions and block_tables as well: their values are not known when an op is launched, so grids are
+// sized by the shapes of the struct, and an op can be captured in a graph. Ops of one stream may share a workspace.
 typedef struct rm_ctx {
   void *stream;
   void *workspace;          // 64-byte aligned scratch of at least workspace_bytes(limits) bytes; content undefined between ops
@@ -265,6 +272,8 @@ typedef struct rm_pack_args {
 } rm_pack_args;
 
 // ------------------------------------------------------------------------------------------------ the table
+// Every slot of a table that rm_kernels_for or rm_kernels_best returns is there. A NULL slot is an op that a backend in the making
+// lacks; such a table can be had from its backend alone (rm_kernels_cuda), for tests and benchmarks, and no engine runs on it.
 typedef struct rm_kernels {
   const char *isa;          // "ref", "avx2", …
   const char *family;       // variants of one family give the same bits: "x86"
@@ -286,8 +295,16 @@ typedef struct rm_kernels {
 
 typedef enum rm_isa { RM_ISA_REF, RM_ISA_AVX2, RM_ISA_AVX512F, RM_ISA_AVX512BF16, RM_ISA_AMX, RM_N_ISA } rm_isa;
 
+// What is known of a variant, decided at the first question, in milliseconds (kernels/cpu/dispatch.c).
+typedef struct rm_isa_state {
+  const char *refused;      // NULL: it may serve; else why it may not. Static
+  int emulated;             // test builds only: computed by functions and not by its instructions
+  double gflops_one_row, gflops_many_rows;   // bf16 gemm on one thread, weights in the L2 cache; 0: not measured
+} rm_isa_state;
+
 const char *rm_isa_name(rm_isa isa);
-// The table of exactly this instruction set; NULL where it is not built in or the processor cannot run it.
+rm_isa_state rm_isa_ask(rm_isa isa);
+// The table of exactly this instruction set; NULL where it may not serve.
 const rm_kernels *rm_kernels_for(rm_isa isa);
 // The fastest table here. The environment variable RM_ISA = ref | avx2 | … caps the choice; an unknown word gives NULL.
 const rm_kernels *rm_kernels_best(void);

@@ -131,7 +131,7 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
     const void *keys = keys_at(T, u, t);
     const int more = any_live(u, t_next, t_next + RM_LANES);
     const int64_t ahead = more ? (const char *)keys_at(T, u, t_next) - (const char *)keys : 0;
-    tile_dots(T, u->queries, u->n_q, keys, u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, RM_ATTN_BLOCK, ahead);
+    score_dots(T, u->queries, u->n_q, keys, u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, ahead);
     values.half[half] = values_at(T, u, t);
     if (more) next[half] = values_at(T, u, t_next);
   }
@@ -149,7 +149,7 @@ static void end_segment(unit *u, int64_t from) {
     if (!is_live(u, q, from, from + RM_ATTN_SEGMENT)) continue;
     const int is_first = u->first[q] >= from;
     const float next = is_first ? u->m[q] : rm_max_f32(u->m[q], u->m_all[q]);
-    const float before = rm_exp(u->m_all[q] - next), here = rm_exp(u->m[q] - next);
+    const float before = is_first ? 0.0f : rm_exp(u->m_all[q] - next), here = rm_exp(u->m[q] - next);
     u->l_all[q] = is_first ? u->l[q] : fmaf(u->l_all[q], before, u->l[q] * here);
     u->m_all[q] = next;
     for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {

@@ -15,6 +15,7 @@
 enum {
   TILE = RM_N_TILE * RM_K_BLOCK,  // elements of a tile: 16 columns of one k block
   PREFETCH = 1024,                // bytes that a stream of weights is fetched ahead
+  MOST_ROWS = 8,                  // of a register block, on any instruction set
 };
 
 // How a k block of 16 columns lies in memory: packed tiles, or V, whose rows of pairs are `step` elements apart, 16 positions in
@@ -45,8 +46,8 @@ VEC void add_to(float *acc, vf even, vf odd) { vf_store(acc, vf_add(vf_load(acc)
 
 // acc[r][0 … 16) += E + O of one k block, R rows of x [R][32], even steps before odd ones. lda is a constant, like R.
 VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
-  vf chain[RM_VEC_ROWS];
-  float even[RM_VEC_ROWS][RM_LANES];
+  vf chain[MOST_ROWS];
+  float even[MOST_ROWS][RM_LANES];
   for (int r = 0; r < R; r++) chain[r] = vf_zero();
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
@@ -67,7 +68,7 @@ VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *
 
 // The same with both chains in flight.
 VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
-  vf even[2], odd[2];
+  vf even[MOST_ROWS], odd[MOST_ROWS];
   for (int r = 0; r < R; r++) even[r] = odd[r] = vf_zero();
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
@@ -81,7 +82,7 @@ VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *
 }
 
 VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
-  if (R <= 2) block_flat(dtype, R, x, w, acc, lda);
+  if (R <= RM_FLAT_ROWS) block_flat(dtype, R, x, w, acc, lda);
   else block_tall(dtype, R, x, w, acc, lda);
 }
 
@@ -97,7 +98,26 @@ VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, co
   }
 }
 
-_Static_assert(RM_VEC_ROWS == 4, "the switches below name every size of a register block");
+_Static_assert(RM_VEC_ROWS == 4 || (int)RM_VEC_ROWS == (int)MOST_ROWS, "WITH_ROWS names every size of a register block");
+
+// `call` with R, the rows of a register block, as a constant.
+#define ROWS_CASE(n, call) \
+  case n: { \
+    enum { R = n }; \
+    call; \
+    break; \
+  }
+#define WITH_ROWS(n, call) \
+  switch ((n) <= RM_VEC_ROWS ? (n) : RM_VEC_ROWS) { \
+    ROWS_CASE(1, call) \
+    ROWS_CASE(2, call) \
+    ROWS_CASE(3, call) \
+    ROWS_CASE(4, call) \
+    ROWS_CASE(5, call) \
+    ROWS_CASE(6, call) \
+    ROWS_CASE(7, call) \
+    ROWS_CASE(8, call) \
+  }
 
 // How many of the `left` rows the next register block takes: full ones, and no lonely row at the end.
 VEC int rows_at_once(int64_t left) {
@@ -107,22 +127,40 @@ VEC int rows_at_once(int64_t left) {
 
 // acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on;
 // what stands `ahead` bytes behind w is fetched into the cache meanwhile (0: nothing).
-VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda,
-                   int64_t ahead) {
+VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda,
+                      int64_t ahead) {
   const int64_t next = rows * RM_K_BLOCK;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * lda;
-    switch (n) {
-      case 1: rows_dots(dtype, 1, xr, next, w, n_blocks, to, lda, ahead); break;
-      case 2: rows_dots(dtype, 2, xr, next, w, n_blocks, to, lda, ahead); break;
-      case 3: rows_dots(dtype, 3, xr, next, w, n_blocks, to, lda, ahead); break;
-      default: rows_dots(dtype, RM_VEC_ROWS, xr, next, w, n_blocks, to, lda, ahead); break;
-    }
+    WITH_ROWS(n, rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, ahead));
     r += n;
     ahead = 0;  // the first register block has seen to it
   }
+}
+
+// One function for each dtype and row stride of acc in a source, called once for tens of thousands of multiplications: inlining every
+// size of a register block into every caller made the compiler take ten times as long, and nothing faster.
+#define DOTS_FUNCTION static __attribute__((noinline, unused))
+#define TILE_DOTS(name, dtype, lda) \
+  DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, int64_t ahead) { \
+    tile_dots_of(dtype, x, rows, w, n_blocks, acc, lda, ahead); \
+  }
+TILE_DOTS(tile_dots_bf16, RM_BF16, RM_N_TILE)
+TILE_DOTS(tile_dots_f32, RM_F32, RM_N_TILE)
+TILE_DOTS(score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
+TILE_DOTS(score_dots_f32, RM_F32, RM_ATTN_BLOCK)
+
+// acc [rows][16].
+VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, int64_t ahead) {
+  if (dtype == RM_BF16) tile_dots_bf16(x, rows, w, n_blocks, acc, ahead);
+  else tile_dots_f32(x, rows, w, n_blocks, acc, ahead);
+}
+// acc [rows][32], of which w's 16 columns are one half: scores of attention.
+VEC void score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, int64_t ahead) {
+  if (dtype == RM_BF16) score_dots_bf16(x, rows, w, n_blocks, acc, ahead);
+  else score_dots_f32(x, rows, w, n_blocks, acc, ahead);
 }
 
 // One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile.
@@ -134,20 +172,25 @@ VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, in
   }
 }
 
-VEC void block_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+VEC void block_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
   const int64_t next = rows * RM_LANES;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * RM_LANES;
-    switch (n) {
-      case 1: columns_dots(dtype, 1, xr, *w, n_tiles, to, next); break;
-      case 2: columns_dots(dtype, 2, xr, *w, n_tiles, to, next); break;
-      case 3: columns_dots(dtype, 3, xr, *w, n_tiles, to, next); break;
-      default: columns_dots(dtype, RM_VEC_ROWS, xr, *w, n_tiles, to, next); break;
-    }
+    WITH_ROWS(n, columns_dots(dtype, R, xr, *w, n_tiles, to, next));
     r += n;
   }
+}
+DOTS_FUNCTION void block_dots_bf16(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  block_dots_of(RM_BF16, x, rows, w, n_tiles, acc);
+}
+DOTS_FUNCTION void block_dots_f32(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  block_dots_of(RM_F32, x, rows, w, n_tiles, acc);
+}
+VEC void block_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  if (dtype == RM_BF16) block_dots_bf16(x, rows, w, n_tiles, acc);
+  else block_dots_f32(x, rows, w, n_tiles, acc);
 }
 
 // Widens one row x[0 … k) into row r of a panel of `rows` rows, +0 behind k.
@@ -159,55 +202,3 @@ VEC void fill_row(rm_dtype dtype, float *panel, int64_t rows, int64_t r, const v
     vf_store(to + RM_LANES, second < k ? vt_load_n(dtype, x, second, k - second) : vf_zero());
   }
 }
-
-VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows, int64_t k) {
-  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, at(dtype, x, r * ldx), k);
-}
-
-enum {
-  PANEL_ROWS = 96,                // rows that share a pass over the weights; their panel should stay in the L2 cache
-  PANEL_TILES = 8,                // tile columns worked on together, so that a piece of the panel is used 8 times while in L1/L2
-  CHUNK_BLOCKS = 8,               // k blocks of such a piece: 16 KB of widened weights, half an L1 cache
-  WIDEN_ROWS = 10,                // from here on widening pays, and arithmetic takes longer than reading the weights
-};
-
-// bf16 tiles as float tiles; meanwhile `ahead`, as many tiles, is on its way into the cache.
-VEC void widen_tiles(float *to, const uint16_t *w, int64_t n_tiles, const uint16_t *ahead) {
-  for (int64_t i = 0; i < n_tiles * TILE; i += 2 * RM_LANES) {
-    vec_prefetch(ahead + i);
-    const vi pairs = vi_load(w + i);
-    vf_store(to + i, vf_even(pairs));
-    vf_store(to + i + RM_LANES, vf_odd(pairs));
-  }
-}
-
-// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
-VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
-  memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
-  if (rows < WIDEN_ROWS) {  // column by column, as they lie in memory
-    const int64_t chunk = rows <= RM_VEC_ROWS ? n_blocks : CHUNK_BLOCKS;
-    for (int64_t t = 0; t < n_tiles; t++)
-      for (int64_t b = 0; b < n_blocks; b += chunk)
-        tile_dots(dtype, panel + b * rows * RM_K_BLOCK, rows, at(dtype, w, (t * n_blocks + b) * TILE), rm_min64(chunk, n_blocks - b),
-                  acc + t * rows * RM_N_TILE, RM_N_TILE, PREFETCH);
-    return;
-  }
-  float wide[CHUNK_BLOCKS * TILE] __attribute__((aligned(64)));
-  for (int64_t b = 0; b < n_blocks; b += CHUNK_BLOCKS)
-    for (int64_t t = 0; t < n_tiles; t++) {
-      const int64_t tile = t * n_blocks + b, n = rm_min64(CHUNK_BLOCKS, n_blocks - b);
-      const float *x = panel + b * rows * RM_K_BLOCK;
-      float *to = acc + t * rows * RM_N_TILE;
-      if (dtype == RM_F32) {
-        tile_dots(RM_F32, x, rows, (const float *)w + tile * TILE, n, to, RM_N_TILE, PREFETCH);
-        continue;
-      }
-      const uint16_t *from = (const uint16_t *)w + tile * TILE;
-      const int64_t ahead = t + 1 < n_tiles ? n_blocks : b + n < n_blocks ? n - t * n_blocks : n;  // the next column, piece, or group
-      widen_tiles(wide, from, n, from + ahead * TILE);
-      tile_dots(RM_F32, x, rows, wide, n, to, RM_N_TILE, 0);
-    }
-}
-
-// Workspace of one thread: a panel, and the sums of its rows.
-static inline int64_t dots_floats(int64_t k) { return PANEL_ROWS * (rm_round_up(k, RM_K_BLOCK) + PANEL_TILES * RM_N_TILE); }

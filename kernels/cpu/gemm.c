@@ -3,7 +3,7 @@
 // Threads share columns: each takes a contiguous range of tile columns over all groups, weighed by their rows, so that every
 // weight is read by one thread once per 96 rows, in order. Few columns and many rows are split by rows instead. Neither
 // changes a sum: a column's dot product is one thread's.
-#include "dots.h"
+#include "panel.h"
 #include "variant.h"
 
 typedef struct gemm_job {

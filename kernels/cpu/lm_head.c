@@ -2,7 +2,7 @@
 // weights. A thread takes whole blocks of 128 vocabulary entries, eight tiles; it turns the logits of each row of a block into a
 // pair while they are in its cache, so that logits which nobody asked for are never written. The pairs of a row are then
 // merged in ascending order, sixteen rows side by side.
-#include "dots.h"
+#include "panel.h"
 #include "variant.h"
 
 enum { BLOCK_TILES = RM_VOCAB_BLOCK / RM_N_TILE };

@@ -3,7 +3,7 @@
 // the tree is walked from the left, so that the loop over columns has no choices to make.
 #include "variant.h"
 
-#include "dots.h"
+#include "panel.h"
 
 enum { ROUTER_ROWS = 512 };       // rows whose logits are held at a time
 

@@ -8,25 +8,25 @@
 #include "kernels.h"
 
 // NaNs are told by their bits, and "greater" is written so that a NaN never wins: the same in every variant.
-static inline uint32_t rm_bits(float x) {
+RM_INLINE uint32_t rm_bits(float x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);
   return u;
 }
 
-static inline float rm_float(uint32_t u) {
+RM_INLINE float rm_float(uint32_t u) {
   float x;
   memcpy(&x, &u, sizeof x);
   return x;
 }
 
-static inline int rm_is_nan(float x) { return (rm_bits(x) & 0x7fffffffu) > 0x7f800000u; }
-static inline int rm_is_finite(float x) { return (rm_bits(x) & 0x7f800000u) != 0x7f800000u; }
-static inline float rm_max_f32(float x, float m) { return x > m ? x : m; }
+RM_INLINE int rm_is_nan(float x) { return (rm_bits(x) & 0x7fffffffu) > 0x7f800000u; }
+RM_INLINE int rm_is_finite(float x) { return (rm_bits(x) & 0x7f800000u) != 0x7f800000u; }
+RM_INLINE float rm_max_f32(float x, float m) { return x > m ? x : m; }
 
-static inline float rm_bf16_to_f32(uint16_t b) { return rm_float((uint32_t)b << 16); }
+RM_INLINE float rm_bf16_to_f32(uint16_t b) { return rm_float((uint32_t)b << 16); }
 
-static inline uint16_t rm_f32_to_bf16(float x) {
+RM_INLINE uint16_t rm_f32_to_bf16(float x) {
   const uint32_t u = rm_bits(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
   if ((u & 0x7f800000u) == 0) return (uint16_t)(u >> 16 & 0x8000u);
@@ -34,30 +34,30 @@ static inline uint16_t rm_f32_to_bf16(float x) {
 }
 
 // Every float32 that is stored passes here: −0 becomes +0 and there is one NaN.
-static inline float rm_canon(float x) {
+RM_INLINE float rm_canon(float x) {
   const float y = x + 0.0f;
   return rm_is_nan(y) ? rm_float(0x7fc00000u) : y;
 }
 
 // round_T: the value that a T holds of x.
-static inline float rm_round_to(rm_dtype dtype, float x) {
+RM_INLINE float rm_round_to(rm_dtype dtype, float x) {
   const float y = rm_canon(x);
   return dtype == RM_BF16 ? rm_bf16_to_f32(rm_f32_to_bf16(y)) : y;
 }
 
-static inline float rm_get(rm_dtype dtype, const void *p, int64_t i) {
+RM_INLINE float rm_get(rm_dtype dtype, const void *p, int64_t i) {
   return dtype == RM_BF16 ? rm_bf16_to_f32(((const uint16_t *)p)[i]) : ((const float *)p)[i];
 }
 
 // Stores round_T(x).
-static inline void rm_put(rm_dtype dtype, void *p, int64_t i, float x) {
+RM_INLINE void rm_put(rm_dtype dtype, void *p, int64_t i, float x) {
   const float y = rm_canon(x);
   if (dtype == RM_BF16) ((uint16_t *)p)[i] = rm_f32_to_bf16(y);
   else ((float *)p)[i] = y;
 }
 
 // Moves one element, bits untouched.
-static inline void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *from, int64_t j) {
+RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *from, int64_t j) {
   if (dtype == RM_BF16) ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
   else ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
 }
@@ -76,7 +76,7 @@ static inline void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void 
 #define RM_EXP_Q4 0x1.6da76cp-10f
 #define RM_EXP_Q5 0x1.a17e08p-13f
 
-static inline float rm_exp(float x) {
+RM_INLINE float rm_exp(float x) {
   x = RM_EXP_LO > x ? RM_EXP_LO : x;
   x = RM_EXP_HI < x ? RM_EXP_HI : x;
   const float t = fmaf(x, RM_LOG2E, RM_ROUND_MAGIC);
@@ -96,7 +96,7 @@ static inline float rm_exp(float x) {
 }
 
 // log of a positive normal number: x = 2^e·m, √½ ≤ m < √2, f = m − 1, log m = f − f²/2 + f³·p(f).
-static inline float rm_log(float x) {
+RM_INLINE float rm_log(float x) {
   if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;
   if (!rm_is_finite(x)) return x;
   const uint32_t shifted = rm_bits(x) - 0x3f3504f3u;  // √½
@@ -119,7 +119,7 @@ static inline float rm_log(float x) {
 }
 
 // The fixed tree over the 16 partial sums of a reduction.
-static inline float rm_tree16(const float *partial) {
+RM_INLINE float rm_tree16(const float *partial) {
   float s[RM_LANES];
   memcpy(s, partial, sizeof s);
   for (int step = RM_LANES / 2; step > 0; step /= 2)
@@ -128,10 +128,10 @@ static inline float rm_tree16(const float *partial) {
 }
 
 // (logit − max) − log(sum), the one logprob there is.
-static inline float rm_logprob(float logit, const float *stats) { return rm_canon((logit - stats[0]) - rm_log(stats[1])); }
+RM_INLINE float rm_logprob(float logit, const float *stats) { return rm_canon((logit - stats[0]) - rm_log(stats[1])); }
 
 // Floats as unsigned keys in ascending order; a NaN is lowest, −0 is +0.
-static inline uint32_t rm_order_key(float x) {
+RM_INLINE uint32_t rm_order_key(float x) {
   const uint32_t u = rm_bits(x + 0.0f);
   if ((u & 0x7fffffffu) > 0x7f800000u) return 0;
   return u & 0x80000000u ? ~u : u | 0x80000000u;

@@ -1,8 +1,15 @@
-// tables.h: the CPU's tables, one per variant that the build made, and the op they all share.
+// tables.h: the CPU's tables, one per variant that the build made, the op they all share, and what dispatch.c asks of a variant
+// before it is trusted.
 #pragma once
 
 #include "kernels.h"
 
-extern const rm_kernels rm_table_ref, rm_table_avx2;
+extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16, rm_table_amx;
 
 void rm_cpu_pack(const rm_ctx *, rm_pack_args *);  // pack.c: moves bytes, so one variant serves all
+
+// verify.c. The name of the first op whose bits differ from ref's on a fixed set of small inputs, or NULL. Milliseconds; not for two
+// threads at once.
+const char *rm_verify(const rm_kernels *kernels);
+// GFLOP/s of the bf16 gemm on one thread: one row against weights in the L2 cache, and 64 rows. After rm_verify.
+void rm_measure(const rm_kernels *kernels, double *one_row, double *many_rows);

@@ -7,7 +7,10 @@
 
 #include "scalar.h"
 
-enum { RM_VEC_ROWS = 4 };         // rows of a register block: 8 chains fill two FMA units of latency 4; 12 measured slower
+enum {
+  RM_VEC_ROWS = 4,                // rows of a register block: 8 chains fill two FMA units of latency 4; 12 measured slower
+  RM_FLAT_ROWS = 2,               // up to so many rows the even and the odd chains go side by side; 16 registers hold no more
+};
 
 typedef struct vf {
   __m256 a, b;

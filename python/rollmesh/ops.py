@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh._core import available_isas, best_isa
+from rollmesh._core import available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, DTypeError, Error, RequestError, ShapeError, UnsupportedTensorError
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "embed",
     "gemm",
     "gemm_swiglu",
+    "isa_states",
     "kv_cache",
     "lm_head",
     "pack",

@@ -5,6 +5,7 @@ a missing optional part is an answer.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import ctypes.util
 import importlib.metadata
 import importlib.util
@@ -19,9 +20,8 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh.cli.options import TRAIN
+from rollmesh.ops import isa_states
 
-ISAS = ("ref", "avx2", "avx512f", "avx512bf16", "amx")
-CPU_FLAGS = {"avx2": ("avx2", "fma"), "avx512f": ("avx512f",), "avx512bf16": ("avx512f", "avx512_bf16"), "amx": ("amx_tile", "amx_bf16")}
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 32,
@@ -75,16 +75,12 @@ def _processor() -> list[tuple[str, str]]:
 
 
 def _kernels() -> list[tuple[str, str]]:
-    """Each instruction set is tried for real: the reason is the library's own."""
-    flags = set(_cpuinfo().get("flags", "").split())
+    """What kernels/cpu/dispatch.c found out about each instruction set, in its words."""
     rows, chosen = [], _isa_of(None)
-    for isa in ISAS:
-        missing = [f for f in CPU_FLAGS.get(isa, ()) if f not in flags]
-        if missing:
-            text = f"not on this processor (no {', '.join(missing)})"
-        else:
-            got = _isa_of(isa)
-            text = "works" if got == isa else f"not available: {got}"
+    for isa, (refused, emulated, one_row, many_rows) in isa_states().items():
+        text = f"no: {refused}" if refused else "works, in emulation" if emulated else "works, bits are ref's"
+        if one_row > 0:
+            text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
     cap = os.environ.get("RM_ISA")
     why = f"capped by RM_ISA={cap}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
@@ -118,8 +114,21 @@ def _gpu() -> list[tuple[str, str]]:
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
         ("NCCL", nccl or "missing: only needed for several GPUs (pip install nvidia-nccl-cu13)"),
+        ("CUDA kernels", _cuda_kernels()),
         ("in rollmesh", _device_answer("cuda")),
     ]
+
+
+def _cuda_kernels() -> str:
+    """What the CUDA library beside the extension was compiled for, and the devices that it sees."""
+    path = Path(rm.__file__).parent / "librollmesh_cuda.so"
+    if not path.exists():
+        return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
+    library = ctypes.CDLL(str(path))
+    library.rm_cuda_archs.restype = ctypes.c_char_p
+    devices = int(library.rm_cuda_devices())
+    seen = "no driver here" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
+    return f"gemm and attention for {library.rm_cuda_archs().decode()}; {seen}; no engine uses them yet"
 
 
 def _device_answer(device: str) -> str:

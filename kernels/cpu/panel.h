@@ -1,0 +1,16 @@
+// panel.h: how gemm and lm_head multiply: up to PANEL_ROWS rows are laid out as a panel (fill_panel), which then meets the packed
+// weights a few tile columns at a time (panel_dots). What a panel looks like inside is the build's RM_PANEL_HEADER's business:
+// floats for FMA, permuted pairs for vdpbf16ps, rows of bf16 for AMX tiles. The sums are those of docs/numerics.md §2 in each.
+#pragma once
+
+#include "vec.h"
+
+enum {
+  PANEL_ROWS = 96,                // rows that share a pass over the weights; their panel should stay in the L2 cache
+  PANEL_TILES = 8,                // tile columns worked on together, so that a piece of the panel is used 8 times while in L1/L2
+};
+
+#include RM_PANEL_HEADER
+
+// Workspace of one thread: a panel, and the sums of its rows.
+static inline int64_t dots_floats(int64_t k) { return PANEL_ROWS * (rm_round_up(k, RM_K_BLOCK) + PANEL_TILES * RM_N_TILE); }

@@ -1,0 +1,116 @@
+// panel_amx.h: bf16 dot products by AMX. One tdpbf16ps is one block of the contract for 16 rows × 16 columns: it sums the even k
+// and the odd k in chains from +0 and adds their sum to the accumulator; a packed tile of weights is its second operand as it
+// lies in memory. Prefill and decode share the code: up to 16 rows cost what one costs, so decode runs at the rate at which
+// memory brings weights.
+//
+// The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end, or, below 16 rows, tiles of just so many. Tiles are
+// configured and released in each call, some hundred cycles of thousands, so that no thread is left with live tile state, which
+// every context switch would have to save. float32 goes by FMA.
+#pragma once
+
+#include "panel_fma.h"
+
+enum { TILE_ROWS = 16 };
+
+typedef struct tile_config {      // palette 1 as ldtilecfg reads it
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+} tile_config;
+
+// Tiles: 0 … 3 sums [row tile][column tile], 4 and 5 rows of the panel, 6 and 7 weights.
+VEC void configure_tiles(int64_t rows) {
+  tile_config config = {.palette = 1};
+  for (int i = 0; i < 8; i++) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = (uint8_t)(i < 6 ? rm_min64(rows, TILE_ROWS) : RM_K_BLOCK / 2);
+  }
+  _tile_loadconfig(&config);
+}
+
+static inline int64_t panel_rows(int64_t rows) { return rows < TILE_ROWS ? rows : rm_round_up(rows, TILE_ROWS); }
+
+VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_t rows, int64_t k) {
+  const int64_t all = panel_rows(rows), row_bytes = RM_K_BLOCK * (int64_t)sizeof *panel;
+  for (int64_t i = 0; i < k; i += RM_K_BLOCK, panel += all * RM_K_BLOCK) {
+    const int64_t n = rm_min64(RM_K_BLOCK, k - i) * (int64_t)sizeof *x;
+    for (int64_t r = 0; r < rows; r++) {
+      char *to = (char *)(panel + r * RM_K_BLOCK);
+      memcpy(to, x + r * ldx + i, (size_t)n);
+      memset(to + n, 0, (size_t)(row_bytes - n));
+    }
+    memset(panel + rows * RM_K_BLOCK, 0, (size_t)((all - rows) * row_bytes));
+  }
+}
+
+// Sums of one tile to acc [rows][16], of which only `rows` exist.
+#define STORE_SUMS(tile, acc, left) \
+  do { \
+    float sums[TILE_ROWS * RM_N_TILE] __attribute__((aligned(64))); \
+    if ((left) >= TILE_ROWS) { \
+      _tile_stored(tile, acc, 64); \
+    } else { \
+      _tile_stored(tile, sums, 64); \
+      memcpy(acc, sums, (size_t)((left) * RM_N_TILE) * sizeof *sums); \
+    } \
+  } while (0)
+
+// M × N tiles, each 1 or 2: rows [row, …) of the panel against tile columns w and w + n_blocks tiles.
+VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row, const uint16_t *w, int64_t n_blocks,
+                    float *acc, const int fetch) {
+  const int64_t all = panel_rows(rows), column = n_blocks * TILE;
+  _tile_zero(0);
+  if (N > 1) _tile_zero(1);
+  if (M > 1) _tile_zero(2);
+  if (M > 1 && N > 1) _tile_zero(3);
+  for (int64_t b = 0; b < n_blocks; b++, w += TILE) {
+    const uint16_t *x = panel + (b * all + row) * RM_K_BLOCK;
+    for (int p = 0; fetch && p < 16; p++) {
+      prefetch_row(RM_BF16, w, PREFETCH, p);
+      if (N > 1) prefetch_row(RM_BF16, w + column, PREFETCH, p);
+    }
+    _tile_loadd(4, x, 64);
+    _tile_loadd(6, w, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (N > 1) {
+      _tile_loadd(7, w + column, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (M > 1) {
+      _tile_loadd(5, x + TILE_ROWS * RM_K_BLOCK, 64);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
+  }
+  float *beside = acc + rows * RM_N_TILE, *below = acc + TILE_ROWS * RM_N_TILE;
+  STORE_SUMS(0, acc, rows - row);
+  if (N > 1) STORE_SUMS(1, beside, rows - row);
+  if (M > 1) STORE_SUMS(2, below, rows - row - TILE_ROWS);
+  if (M > 1 && N > 1) STORE_SUMS(3, beside + TILE_ROWS * RM_N_TILE, rows - row - TILE_ROWS);
+}
+
+DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const uint16_t *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
+  configure_tiles(rows);
+  for (int64_t t = 0; t < n_tiles; t += 2)
+    for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+      const uint16_t *columns = w + t * n_blocks * TILE;
+      float *to = acc + (t * rows + row) * RM_N_TILE;
+      const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1, fetch = row == 0;
+      if (two_rows && two_columns) tile_block(2, 2, panel, rows, row, columns, n_blocks, to, fetch);
+      else if (two_rows) tile_block(2, 1, panel, rows, row, columns, n_blocks, to, fetch);
+      else if (two_columns) tile_block(1, 2, panel, rows, row, columns, n_blocks, to, fetch);
+      else tile_block(1, 1, panel, rows, row, columns, n_blocks, to, fetch);
+    }
+  _tile_release();
+}
+
+VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows, int64_t k) {
+  if (dtype == RM_BF16) tile_fill_panel((uint16_t *)panel, x, ldx, rows, k);
+  else fma_fill_panel(dtype, panel, x, ldx, rows, k);
+}
+
+// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
+VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
+  if (dtype == RM_BF16) tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);
+  else fma_panel_dots(dtype, panel, rows, w, n_tiles, n_blocks, acc);
+}

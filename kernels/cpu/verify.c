@@ -1,0 +1,287 @@
+// verify.c: is a variant ref's equal on the processor at hand? Documents say what vdpbf16ps and tdpbf16ps compute; processors and
+// virtual machines are asked. Every op that multiplies, reduces or chooses is run on small fixed inputs, in both dtypes, with
+// tails, cancellation, denormals and wide scales, and each output bit is compared. The memory is static, since a table
+// may not allocate and this runs once.
+#include <string.h>
+#include <time.h>
+
+#include "tables.h"
+
+enum {
+  ROWS = 19,
+  WIDE = 200,
+  DEEP = 104,
+  HEADS = 4,
+  KV_HEADS = 2,
+  HEAD_DIM = 40,
+  PAGE = 16,
+  PAGES = 6,
+  EXPERTS = 21,
+  TOP_K = 5,
+  OUT = 8192
+};
+
+static struct inputs {
+  uint32_t x[64 * 1024], w[64 * 1024];   // words of either dtype
+  uint32_t want[OUT], got[OUT];
+  float logits[ROWS * WIDE], stats[2 * ROWS];
+} in;
+static char scratch[4 << 20] __attribute__((aligned(64)));
+static char k_cache[2][1 << 16], v_cache[2][1 << 16];
+
+static uint32_t next_random(uint64_t *state) {
+  *state = *state * 6364136223846793005u + 1442695040888963407u;
+  return (uint32_t)(*state >> 32);
+}
+
+// Numbers near 1 of both signs, some of them scaled by 2^±30, some denormal, some their neighbour's opposite.
+static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
+  uint16_t *half = (uint16_t *)words;
+  uint32_t before = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t r = next_random(&seed), kind = r & 31;
+    uint32_t bits = (r & 0x807fffffu) | (120u + (r >> 8 & 7)) << 23;
+    if (kind == 0) bits += 30u << 23;
+    if (kind == 1) bits -= 30u << 23;
+    if (kind == 2) bits &= 0x807fffffu;
+    if (kind == 3) bits = before ^ 0x80000000u;
+    before = bits;
+    if (dtype == RM_BF16) half[i] = (uint16_t)(bits >> 16);
+    else words[i] = bits;
+  }
+}
+
+static rm_ctx context(void) { return (rm_ctx){.workspace = scratch, .workspace_bytes = sizeof scratch, .n_threads = 1}; }
+
+static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, int swiglu) {
+  const rm_ctx ctx = context();
+  const int64_t n = swiglu ? 24 : 37;
+  const rm_gemm_args a = {.y = out,
+                          .x = in.x,
+                          .w = in.w,
+                          .bias = swiglu ? NULL : in.x + 9000,
+                          .m = rows,
+                          .n = n,
+                          .k = DEEP - 3,
+                          .ldx = DEEP,
+                          .ldy = n,
+                          .dtype = dtype,
+                          .y_dtype = swiglu ? dtype : RM_F32};
+  if (swiglu) k->gemm_swiglu(&ctx, &a);
+  else k->gemm(&ctx, &a);
+}
+static void gemm_1(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 1, 0); }
+static void gemm_19(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, ROWS, 0); }
+static void swiglu_5(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 5, 1); }
+static void swiglu_19(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, ROWS, 1); }
+
+static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
+  const rm_ctx ctx = context();
+  memcpy((char *)out + sizeof in.want / 2, in.x, ROWS * 53 * rm_dtype_bytes(dtype));
+  const rm_rms_norm_args a = {.out = out,
+                              .residual = (char *)out + sizeof in.want / 2,
+                              .x = in.w,
+                              .weight = in.w + 4000,
+                              .eps = 1e-6f,
+                              .rows = ROWS,
+                              .n = 53,
+                              .dtype = dtype};
+  k->rms_norm(&ctx, &a);
+}
+
+static void attention(const rm_kernels *k, rm_dtype dtype, void *out) {
+  static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
+  static const int32_t pages[PAGES] = {3, 0, 5, 1, 4, 2};
+  const rm_ctx ctx = context();
+  const rm_attention_args a = {.out = out,
+                               .q = in.x,
+                               .k_cache = in.w,
+                               .v_cache = in.w + 32768,
+                               .positions = positions,
+                               .seq_of_row = sequence,
+                               .block_tables = pages,
+                               .rows = 8,
+                               .n_seqs = 1,
+                               .max_pages = PAGES,
+                               .n_heads = HEADS,
+                               .n_kv_heads = KV_HEADS,
+                               .head_dim = HEAD_DIM,
+                               .page_size = PAGE,
+                               .scale = 0.125f,
+                               .dtype = dtype};
+  k->attention(&ctx, &a);
+}
+
+static void router(const rm_kernels *k, rm_dtype dtype, void *out) {
+  const rm_ctx ctx = context();
+  const rm_router_args a = {.ids = out,
+                            .gates = (float *)out + ROWS * TOP_K,
+                            .x = in.x,
+                            .w = in.w,
+                            .rows = ROWS,
+                            .hidden = 64,
+                            .n_experts = EXPERTS,
+                            .top_k = TOP_K,
+                            .renormalize = 1,
+                            .dtype = dtype};
+  k->router(&ctx, &a);
+}
+
+static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
+  static uint8_t flags[ROWS];
+  const rm_ctx ctx = context();
+  rm_sample_params params[ROWS];
+  float *logprobs = (float *)out + ROWS;
+  memset(flags, 0, sizeof flags);
+  const rm_lm_head_args head = {.logits = in.logits,
+                                .stats = in.stats,
+                                .row_flags = flags,
+                                .x = in.x,
+                                .w = in.w,
+                                .rows = ROWS,
+                                .vocab = WIDE,
+                                .hidden = 64,
+                                .ldx = 64,
+                                .ld_logits = WIDE,
+                                .dtype = dtype};
+  k->lm_head(&ctx, &head);
+  for (int r = 0; r < ROWS; r++)
+    params[r] = (rm_sample_params){.temperature = 0.25f * (float)(r % 5),
+                                   .top_p = r % 2 ? 0.9f : 1.0f,
+                                   .min_p = r % 3 ? 0.0f : 0.01f,
+                                   .top_k = r % 4 ? -1 : 7,
+                                   .seed = 7,
+                                   .counter = (uint64_t)r,
+                                   .forced = -1};
+  const rm_sample_args sample = {.tokens = out,
+                                 .logprobs = logprobs,
+                                 .sampling_logprobs = logprobs + ROWS,
+                                 .logits = in.logits,
+                                 .stats = in.stats,
+                                 .params = params,
+                                 .row_flags = flags,
+                                 .rows = ROWS,
+                                 .vocab = WIDE,
+                                 .ld_logits = WIDE};
+  k->sample(&ctx, &sample);
+  memcpy(logprobs + 2 * ROWS, in.stats, sizeof in.stats);
+  memcpy(logprobs + 4 * ROWS, in.logits, sizeof in.logits);
+}
+
+static void rope(const rm_kernels *k, rm_dtype dtype, void *out) {
+  static int32_t positions[ROWS];
+  static int64_t slots[ROWS];
+  static uint8_t flags[ROWS];
+  const rm_ctx ctx = context();
+  const int64_t q_words = ROWS * HEADS * 32 * (int64_t)rm_dtype_bytes(dtype);
+  memset(k_cache[0], 0, sizeof k_cache[0]);
+  memset(v_cache[0], 0, sizeof v_cache[0]);
+  for (int r = 0; r < ROWS; r++) {
+    positions[r] = r;
+    slots[r] = 2 * r;
+  }
+  const rm_qk_rope_kv_args a = {.q_out = out,
+                                .qkv = in.x,
+                                .q_weight = in.w,
+                                .k_weight = in.w + 32,
+                                .cos = (const float *)in.logits,
+                                .sin = (const float *)in.logits + 640,
+                                .positions = positions,
+                                .slots = slots,
+                                .k_cache = k_cache[0],
+                                .v_cache = v_cache[0],
+                                .row_flags = flags,
+                                .eps = 1e-6f,
+                                .rows = ROWS,
+                                .n_heads = HEADS,
+                                .n_kv_heads = KV_HEADS,
+                                .head_dim = 32,
+                                .page_size = PAGE,
+                                .dtype = dtype};
+  k->qk_rope_kv(&ctx, &a);
+  memcpy((char *)out + q_words, k_cache[0], 8192);
+  memcpy((char *)out + q_words + 8192, v_cache[0], 8192);
+}
+
+static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
+  static int32_t place[ROWS * TOP_K], ids[ROWS * TOP_K];
+  static float gates[ROWS * TOP_K];
+  const rm_ctx ctx = context();
+  for (int i = 0; i < ROWS * TOP_K; i++) {
+    place[i] = (i * 7) % (ROWS * TOP_K);
+    ids[i] = (i % TOP_K * 4 + i / TOP_K) % EXPERTS;
+    gates[i] = 1.0f / (float)(i + 3);
+  }
+  const rm_combine_args a = {.out = out,
+                             .y = in.x,
+                             .place = place,
+                             .ids = ids,
+                             .gates = gates,
+                             .rows = ROWS,
+                             .hidden = 43,
+                             .n_experts = EXPERTS,
+                             .top_k = TOP_K,
+                             .dtype = dtype};
+  k->combine(&ctx, &a);
+}
+
+static const struct check {
+  const char *name;
+  void (*run)(const rm_kernels *, rm_dtype, void *out);
+} CHECKS[] = {{"gemm", gemm_1},     {"gemm", gemm_19},        {"gemm_swiglu", swiglu_5}, {"gemm_swiglu", swiglu_19},
+              {"rms_norm", norm},   {"attention", attention}, {"router", router},        {"lm_head or sample", head_and_sample},
+              {"qk_rope_kv", rope}, {"combine", combine}};
+
+const char *rm_verify(const rm_kernels *kernels) {
+  for (rm_dtype dtype = RM_BF16; dtype <= RM_F32; dtype++) {
+    fill(in.x, sizeof in.x / rm_dtype_bytes(dtype), dtype, 1);
+    fill(in.w, sizeof in.w / rm_dtype_bytes(dtype), dtype, 2);
+    for (size_t i = 0; i < sizeof CHECKS / sizeof CHECKS[0]; i++) {
+      memset(in.want, 0, sizeof in.want);
+      memset(in.got, 0, sizeof in.got);
+      CHECKS[i].run(&rm_table_ref, dtype, in.want);
+      memset(scratch, 0xff, sizeof scratch / 16);  // what an op leaves unwritten and reads is a NaN
+      CHECKS[i].run(kernels, dtype, in.got);
+      if (memcmp(in.want, in.got, sizeof in.want) != 0) return CHECKS[i].name;
+    }
+  }
+  return NULL;
+}
+
+// ------------------------------------------------------------------------------------------------ speed
+static double seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// The best of three, which a busy machine disturbs least.
+static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t columns) {
+  enum { K = 512 };
+  const rm_ctx ctx = context();
+  const rm_gemm_args a = {.y = scratch + (2 << 20),
+                          .x = in.x,
+                          .w = in.w,
+                          .m = rows,
+                          .n = columns,
+                          .k = K,
+                          .ldx = K,
+                          .ldy = columns,
+                          .dtype = RM_BF16,
+                          .y_dtype = RM_BF16};
+  double best = 0;
+  for (int i = 0; i < 4; i++) {  // the first one warms up
+    const double start = seconds();
+    kernels->gemm(&ctx, &a);
+    const double rate = 2e-9 * (double)(rows * columns * K) / (seconds() - start);
+    if (i && rate > best) best = rate;
+  }
+  return best;
+}
+
+void rm_measure(const rm_kernels *kernels, double *one_row, double *many_rows) {
+  fill(in.x, 2 * (int64_t)(sizeof in.x / sizeof in.x[0]), RM_BF16, 1);
+  fill(in.w, 2 * (int64_t)(sizeof in.w / sizeof in.w[0]), RM_BF16, 2);
+  *one_row = gemm_gflops(kernels, 1, 256);
+  *many_rows = gemm_gflops(kernels, 64, 64);
+}

@@ -1,0 +1,26 @@
+// rm_cuda.h: the one door of librollmesh_cuda.so, which holds everything that needs CUDA and is loaded only when a GPU is used.
+//
+// The library carries its own CUDA runtime and finds the driver at the first call that needs it, so loading it needs no GPU. The
+// caller owns the device, its memory and its streams; ctx->stream and every pointer may come from another runtime of the same
+// process (torch's), since all share the device's primary context. An op enqueues on ctx->stream and returns: nothing is allocated
+// and nothing waited for. A launch that failed is seen by rm_cuda_error, a fault of a kernel when the stream is synchronised.
+#pragma once
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// gemm and attention; the other slots are NULL, so no engine may run on it: kernels.h, rm_kernels.
+const rm_kernels *rm_kernels_cuda(void);
+// The architectures compiled in: "sm_90a", separated by commas.
+const char *rm_cuda_archs(void);
+// The calling thread's last CUDA error since the last call, as text; NULL: none.
+const char *rm_cuda_error(void);
+// Devices that the driver shows, or −1 where there is no driver.
+int rm_cuda_devices(void);
+
+#ifdef __cplusplus
+}
+#endif

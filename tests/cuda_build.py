@@ -1,0 +1,72 @@
+"""Builds what the tests of kernels/cuda run: the library with ptxas' reports, and tests/simt/check.cpp over the fibres of
+tests/simt/simt.cpp or over a GPU.
+
+    python tests/cuda_build.py simt | gpu | library [--into DIR]      prints the path of the program or library
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from native_build import ROOT, run
+
+SIMT = ROOT / "tests" / "simt"
+INCLUDE = ["-Ikernels", "-Ikernels/cpu", "-Ikernels/cuda", f"-I{SIMT}"]
+CPU_FLAGS = ["-std=c++20", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
+CPU_FLAGS += ["-Wno-unknown-pragmas", "-DRM_SIMT", "-x", "c++"]  # nvcc's pragmas mean nothing to g++
+
+
+def library(into: Path) -> Path:
+    run([sys.executable, "setup.py", "-q", "cuda", "--to", str(into / "cuda")], os.environ | {"ROLLMESH_WERROR": "1"})
+    return into / "cuda" / "librollmesh_cuda.so"
+
+
+def simt(into: Path) -> Path:
+    """The kernels as C++, threads as fibres: needs no CUDA."""
+    sources = [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), SIMT / "simt.cpp", SIMT / "check.cpp"]
+    objects = []
+    for source in sources:
+        objects.append(into / f"{source.stem}.simt.o")
+        run([os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, "-c", str(source), "-o", str(objects[-1])], dict(os.environ))
+    program = into / "check_simt"
+    libraries = [str(reference(into)), "-lm", "-pthread"]
+    run([os.environ.get("CXX", "g++"), *map(str, objects), *libraries, "-o", str(program)], dict(os.environ))
+    return program
+
+
+def gpu(into: Path) -> Path:
+    """The kernels as the library has them, called by the same check. Needs nvcc to build and a GPU to run."""
+    objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
+    program = into / "check_gpu"
+    flags = ["-std=c++20", "-O2", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", "-gencode=arch=compute_90a,code=sm_90a", *INCLUDE]
+    for source in (SIMT / "check.cpp", SIMT / "gpu.cu"):
+        run(["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", str(into / f"{source.stem}.gpu.o")], dict(os.environ))
+    made = [str(into / "check.gpu.o"), str(into / "gpu.gpu.o"), *map(str, objects), str(reference(into))]
+    run(["nvcc", "-cudart=static", *made, "-lm", "-o", str(program)], dict(os.environ))
+    return program
+
+
+def reference(into: Path) -> Path:
+    """The reference table alone, the oracle."""
+    cpu = ROOT / "kernels" / "cpu"
+    objects = []
+    for source in (*sorted(cpu.glob("ref*.c")), cpu / "pack.c", cpu / "fp.c"):
+        objects.append(str(into / f"{source.stem}.o"))
+        flags = ["-std=gnu11", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Ikernels"]
+        run([os.environ.get("CC", "gcc"), *flags, "-c", str(source), "-o", objects[-1]], dict(os.environ))
+    archive = into / "libref.a"
+    run(["ar", "rcs", str(archive), *objects], dict(os.environ))
+    return archive
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Build the CUDA library or a program that checks it.")
+    parser.add_argument("what", choices=("simt", "gpu", "library"))
+    parser.add_argument("--into", type=Path, default=ROOT / "build" / "cuda")
+    options = parser.parse_args()
+    options.into.mkdir(parents=True, exist_ok=True)
+    made = {"simt": simt, "gpu": gpu, "library": library}[options.what](options.into)
+    sys.stdout.write(f"{made}\n")

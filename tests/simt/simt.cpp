@@ -1,0 +1,160 @@
+// simt.cpp: the scheduler of simt.h. One fibre a thread; a fibre runs until it waits or ends, and a barrier opens when every fibre
+// of its block (of its warp, for a shuffle) stands at it.
+#include "simt.h"
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+#include <vector>
+
+simt_state simt;
+
+namespace {
+
+enum wait_state { READY, AT_BARRIER, AT_SHUFFLE, DONE };
+enum { WARP = 32, MAX_THREADS = 1024, STACK = 64 << 10, PAGE = 4096, FAULT_STATUS = 3 };
+
+struct fibre {
+  ucontext_t context;
+  wait_state state;
+  unsigned shuffles;   // shuffles that this thread has entered
+};
+
+fibre fibres[MAX_THREADS];
+float lanes[2][MAX_THREADS];  // a lane is at most one shuffle ahead of its warp, so two sets of values are enough
+char *stacks;
+ucontext_t scheduler;
+unsigned n_threads, current;
+bool reversed;
+const std::function<void()> *body;
+
+[[noreturn]] void fault(const char *text) {
+  char line[160];
+  const int n =
+      snprintf(line, sizeof line, "simt: %s (block %u,%u,%u thread %u)\n", text, simt.block.x, simt.block.y, simt.block.z, current);
+  if (write(STDERR_FILENO, line, static_cast<size_t>(n)) < 0) _exit(FAULT_STATUS + 1);
+  _exit(FAULT_STATUS);
+}
+
+void on_fault(int) { fault("access outside a buffer or outside shared memory"); }
+
+void enter() {
+  (*body)();
+  fibres[current].state = DONE;
+  swapcontext(&fibres[current].context, &scheduler);
+}
+
+void wait_as(wait_state state) {
+  const unsigned me = current;
+  fibres[me].state = state;
+  swapcontext(&fibres[me].context, &scheduler);
+}
+
+// Opens the barrier of fibres [from, to) when all of them stand at it.
+bool open_barrier(unsigned from, unsigned to, wait_state at) {
+  for (unsigned i = from; i < to; i++)
+    if (fibres[i].state != at) return false;
+  for (unsigned i = from; i < to; i++) fibres[i].state = READY;
+  return true;
+}
+
+bool run_ready() {
+  bool ran = false;
+  for (unsigned i = 0; i < n_threads; i++) {
+    current = reversed ? n_threads - 1 - i : i;
+    if (fibres[current].state != READY) continue;
+    simt.thread = dim3(current, 0, 0);
+    swapcontext(&scheduler, &fibres[current].context);
+    ran = true;
+  }
+  return ran;
+}
+
+void run_block() {
+  for (unsigned i = 0; i < n_threads; i++) {
+    fibre &f = fibres[i];
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = stacks + static_cast<size_t>(i) * STACK;
+    f.context.uc_stack.ss_size = STACK;
+    f.context.uc_link = nullptr;
+    f.state = READY;
+    f.shuffles = 0;
+    makecontext(&f.context, enter, 0);
+  }
+  for (;;) {
+    bool moved = run_ready();
+    for (unsigned w = 0; w < n_threads; w += WARP) moved |= open_barrier(w, w + WARP < n_threads ? w + WARP : n_threads, AT_SHUFFLE);
+    moved |= open_barrier(0, n_threads, AT_BARRIER);
+    if (moved) continue;
+    for (current = 0; current < n_threads; current++)
+      if (fibres[current].state != DONE) fault("a barrier that not all threads reach");
+    return;
+  }
+}
+
+void prepare() {
+  if (stacks) return;
+  stacks = static_cast<char *>(malloc(static_cast<size_t>(MAX_THREADS) * STACK));
+  static char signal_stack[64 << 10];
+  stack_t alternate = {};
+  alternate.ss_sp = signal_stack;
+  alternate.ss_size = sizeof signal_stack;
+  struct sigaction action = {};
+  action.sa_handler = on_fault;
+  action.sa_flags = SA_ONSTACK;
+  if (!stacks || sigaltstack(&alternate, nullptr) || sigaction(SIGSEGV, &action, nullptr)) fault("no memory");
+}
+
+struct guarded {
+  char *raw, *data;
+  size_t length;
+};
+
+guarded guarded_create(size_t bytes) {
+  const size_t used = (bytes + 3) / 4 * 4, room = (used + PAGE - 1) / PAGE * PAGE, length = room + 2 * PAGE;
+  void *raw = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED) fault("no memory");
+  char *base = static_cast<char *>(raw) + PAGE;
+  if (room && mprotect(base, room, PROT_READ | PROT_WRITE)) fault("no memory");
+  memset(base, 0xff, room);
+  return {static_cast<char *>(raw), base + room - used, length};
+}
+
+}  // namespace
+
+void simt_order(bool reverse) { reversed = reverse; }
+
+void *simt_buffer(size_t bytes) { return guarded_create(bytes).data; }
+
+void simt_launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &thread) {
+  prepare();
+  n_threads = block.x;
+  if (block.y != 1 || block.z != 1 || !n_threads || n_threads > MAX_THREADS) fault("a block must be 1 to 1024 threads in x");
+  if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || shared_bytes > (48 << 10)) fault("a launch CUDA refuses");
+  body = &thread;
+  simt.grid = grid;
+  const guarded shared = guarded_create(shared_bytes);
+  simt.shared = reinterpret_cast<float *>(shared.data);
+  for (unsigned z = 0; z < grid.z; z++)
+    for (unsigned y = 0; y < grid.y; y++)
+      for (unsigned x = 0; x < grid.x; x++) {
+        simt.block = dim3(x, y, z);
+        memset(shared.data, 0xff, (shared_bytes + 3) / 4 * 4);  // NaNs: what an earlier block left is not there
+        run_block();
+      }
+  munmap(shared.raw, shared.length);
+}
+
+void __syncthreads() { wait_as(AT_BARRIER); }
+
+float __shfl_xor_sync(unsigned mask, float value, int lane_mask) {
+  if (mask != 0xffffffffu) fault("a shuffle of less than a warp");
+  const unsigned me = current, set = fibres[me].shuffles++ & 1u;
+  lanes[set][me] = value;
+  wait_as(AT_SHUFFLE);
+  return lanes[set][me ^ static_cast<unsigned>(lane_mask)];
+}

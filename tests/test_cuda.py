@@ -1,0 +1,93 @@
+"""kernels/cuda. On a CPU, as C++ over the fibres of tests/simt: gemm and attention are held to the reference bit for bit over shapes
+around the tile widths, and the shim to what it says it catches. With nvcc: the library builds without a warning, spills no register
+and loads where there is no driver. With a GPU: the same comparison on the hardware.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_build
+import pytest
+
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here: kernels/cuda not compiled")
+
+
+@pytest.fixture(scope="module")
+def into(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="module")
+def check(into: Path) -> Path:
+    return cuda_build.simt(into)
+
+
+@pytest.fixture(scope="module")
+def library(into: Path) -> Path:
+    return cuda_build.library(into)
+
+
+def said(program: Path, *words: str) -> tuple[int, str]:
+    done = subprocess.run([str(program), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("op, least", [("gemm", 200), ("attention", 150)])
+def test_simt_gives_the_references_bits(check: Path, op: str, least: int, seed: int) -> None:
+    status, text = said(check, op, str(seed))
+    found = re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)
+    assert status == 0, text
+    assert found, text
+    assert int(found[1]) >= least
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("barrier", "a barrier that not all threads reach"),
+        ("left", "a barrier that not all threads reach"),
+        ("shared", "access outside"),
+        ("buffer", "access outside"),
+        ("race", "DIFFERS"),
+    ],
+)
+def test_the_shim_catches(check: Path, fault: str, message: str) -> None:
+    status, text = said(check, fault)
+    assert status == (1 if fault == "race" else 3)
+    assert message in text
+
+
+@needs_nvcc
+def test_no_kernel_spills(library: Path) -> None:
+    """Each __global__ of the sources, in both dtypes, in ptxas' own words."""
+    kernels = sum(len(re.findall(r"__global__ void", path.read_text())) for path in cuda_build.ROOT.glob("kernels/cuda/*.cu"))
+    report = "".join(path.read_text() for path in sorted(library.parent.glob("kernels/cuda/*.ptxas")))
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert len(spills) >= 2 * kernels > 0
+    assert set(spills) == {("0", "0", "0")}, report
+
+
+@needs_nvcc
+def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> None:
+    needed = subprocess.run(["readelf", "-d", str(library)], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert not re.search(r"NEEDED.*(cuda|nv)", needed), needed
+    loaded = ctypes.CDLL(str(library))
+    loaded.rm_cuda_archs.restype = ctypes.c_char_p
+    assert b"sm_90a" in loaded.rm_cuda_archs()
+    assert loaded.rm_cuda_devices() >= -1
+
+
+@needs_nvcc
+def test_gpu_gives_the_references_bits(library: Path, into: Path, seed: int) -> None:
+    program = cuda_build.gpu(into)  # compiled in any case
+    if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
+        pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
+    for op in ("gemm", "attention"):
+        status, text = said(program, op, str(seed))
+        assert status == 0, text
+        assert text.startswith("OK")

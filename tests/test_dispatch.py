@@ -1,0 +1,125 @@
+"""Which variant runs and why: every instruction set has an answer here, works or a reason; RM_ISA caps; objects that every
+processor executes hold no instruction that only some have; and a variant whose arithmetic is wrong is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import native_build
+import pytest
+
+from rollmesh import ops
+
+ISAS = ("ref", "avx2", "avx512f", "avx512bf16", "amx")
+CPU_FLAGS = {"avx2": {"avx2", "fma"}, "avx512f": {"avx512f"}, "avx512bf16": {"avx512_bf16", "avx512bw"}, "amx": {"amx_tile", "amx_bf16"}}
+
+
+def processor_flags() -> set[str]:
+    """Linux lists a feature when the processor has it and the kernel saves its registers."""
+    text = Path("/proc/cpuinfo").read_text()
+    return set(re.search(r"^flags\s*:(.*)$", text, re.M)[1].split())  # type: ignore[index]
+
+
+def child(code: str, **environment: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False)
+    return (done.stdout + done.stderr).strip()
+
+
+def test_every_instruction_set_has_an_answer() -> None:
+    assert tuple(ops.isa_states()) == ISAS
+    works = tuple(isa for isa, (refused, *_) in ops.isa_states().items() if refused is None)
+    assert works == ops.available_isas()
+    assert ops.best_isa() in works
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_what_the_processor_has_is_used(isa: str) -> None:
+    """A variant that this machine could run and that is refused here is a defect; one that it cannot run names the reason."""
+    refused, emulated, one_row, many_rows = ops.isa_states()[isa]
+    if CPU_FLAGS[isa] <= processor_flags():
+        assert refused is None
+        assert not emulated
+        assert min(one_row, many_rows) > 0.1
+    else:
+        assert refused
+        pytest.skip(f"not run here: {refused}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rm_isa_caps(isa: str) -> None:
+    cap = ISAS.index(isa)
+    best = child("from rollmesh import ops; print(ops.best_isa())", RM_ISA=isa)
+    assert best in ops.available_isas()
+    assert ISAS.index(best) <= cap
+
+
+def test_an_unknown_rm_isa_is_an_error() -> None:
+    assert "RM_ISA is not ref, avx2" in child("from rollmesh import ops; print(ops.best_isa())", RM_ISA="avx1024")
+
+
+def test_a_handler_of_sigill_is_left_as_it_was() -> None:
+    """The check of the instructions borrows it for milliseconds."""
+    code = """
+import signal, ctypes
+seen = []
+signal.signal(signal.SIGILL, lambda *_: seen.append(1))
+from rollmesh import ops
+ops.best_isa()
+signal.raise_signal(signal.SIGILL)
+print(seen)
+"""
+    assert child(code) == "[1]"
+
+
+# zmm registers, tiles, mask registers; EVEX forms of xmm16 and up.
+ONLY_SOME_HAVE = re.compile(r"%(zmm\d+|[xy]mm(1[6-9]|2\d|3[01])|k[0-7]|tmm\d)\b")
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")
+def test_common_objects_run_on_every_processor(native: Callable[..., Path]) -> None:
+    """Dispatch must be reached before anything traps: only the objects of a variant may hold its instructions."""
+    found: dict[str, bool] = {}
+    for path in sorted(native("checkops").parent.rglob("*.o")):
+        text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True).stdout
+        found[path.name] = bool(ONLY_SOME_HAVE.search(text))
+    wide = re.compile(r"\.(avx512f|avx512bf16|amx)\.o$")
+    assert [name for name, has in found.items() if has and not wide.search(name)] == []
+    assert found["gemm.avx512f.o"]  # the search itself
+    assert found["gemm.avx512bf16.o"]
+    assert found["gemm.amx.o"]
+
+
+WRONG = """
+#include "tables.h"
+#include <stdio.h>
+static void wrong_gemm(const rm_ctx *ctx, const rm_gemm_args *a) {
+  rm_table_ref.gemm(ctx, a);
+  if (a->m > 1) ((float *)a->y)[a->n * a->m - 1] += 0x1p-20f * ((float *)a->y)[a->n * a->m - 1];
+}
+int main(void) {
+  rm_kernels wrong = rm_table_ref;
+  const uint32_t fp = rm_fp_enter();
+  const char *right = rm_verify(&wrong);
+  wrong.gemm = wrong_gemm;
+  const char *said = rm_verify(&wrong);
+  rm_fp_leave(fp);
+  printf("%s %s\\n", right ? right : "-", said ? said : "-");
+}
+"""
+
+
+def test_a_variant_with_wrong_arithmetic_is_refused(tmp_path: Path, native: Callable[..., Path]) -> None:
+    """Input: ref's table, and the same with one gemm output changed in its last bits. rm_verify passes one and names the op."""
+    library = native("checkops").parent / "librollmesh.a"
+    (tmp_path / "wrong.c").write_text(WRONG)
+    program = tmp_path / "wrong"
+    compile_ = ["gcc", "-std=gnu11", "-Ikernels", "-Ikernels/cpu", str(tmp_path / "wrong.c"), str(library)]
+    native_build.run([*compile_, "-lm", "-lpthread", "-o", str(program)], dict(os.environ))
+    assert subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout == "- gemm\n"
