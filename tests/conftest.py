@@ -98,9 +98,10 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 @pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """native(name, sanitize="") builds tests/native/NAME.c and returns the program. RM_NATIVE_BUILD=DIR keeps its objects."""
+    """native(name, sanitize="", emulate=False) builds a driver of tests/native and returns the program. RM_NATIVE_BUILD=DIR
+    keeps its objects."""
     import native_build
 
     kept = os.environ.get("RM_NATIVE_BUILD")
     into = Path(kept) if kept else tmp_path_factory.mktemp("native")
-    return lambda name, sanitize="": native_build.build(name, into, sanitize)
+    return lambda name, sanitize="", emulate=False: native_build.build(name, into, sanitize, emulate)

@@ -1,10 +1,11 @@
 """Builds the C drivers of tests/native against the C core: no Python between a test and the code it is about, so that TSan,
 valgrind and tight loops see all of it and nothing else.
 
-    python tests/native_build.py NAME [--sanitize thread] [--into DIR]      prints the program's path
+    python tests/native_build.py NAME [--sanitize thread] [--emulate] [--into DIR]      prints the program's path
 
 The core is compiled by `setup.py archive`, with the flags it always has; a driver is tests/native/NAME.c and whatever
-tests/native/common/*.c holds.
+tests/native/common/*.c holds, or the folder tests/native/NAME alone. --emulate: the variants that this processor cannot run
+are compiled over functions that compute what their instructions do, so that any x86 with AVX2 runs them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ FOLDER = ROOT / "tests" / "native"
 FLAGS = ["-std=gnu11", "-O2", "-g1", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
 
 
-def build(name: str, into: Path, sanitize: str = "") -> Path:
-    """Compiles the core and tests/native/NAME.c under `into`, a folder for each sanitizer; returns the program. Objects that
-    are fresh are kept, so `into` may be used again."""
-    at = into / (sanitize.replace(",", "-") or "plain")
+def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> Path:
+    """Compiles the core and the driver NAME under `into`, a folder for each sanitizer and for emulation; returns the program.
+    Objects that are fresh are kept, so `into` may be used again."""
+    at = into / "-".join(word for word in (sanitize.replace(",", "-") or "plain", "emulated" if emulate else "") if word)
     at.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"ROLLMESH_SANITIZE": sanitize, "ROLLMESH_ASSERT": "1"}
+    environment = os.environ | {"ROLLMESH_SANITIZE": sanitize, "ROLLMESH_ASSERT": "1", "ROLLMESH_EMULATE": "1" if emulate else ""}
     run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment)
     program = at / name
-    sources = [FOLDER / f"{name}.c", *sorted((FOLDER / "common").glob("*.c"))]
+    sources = sorted((FOLDER / name).glob("*.c")) or [FOLDER / f"{name}.c", *sorted((FOLDER / "common").glob("*.c"))]
     flags = [*FLAGS, "-UNDEBUG", "-Ikernels", "-Icsrc", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -46,6 +47,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Build a driver of tests/native.")
     parser.add_argument("name")
     parser.add_argument("--sanitize", default="", help="thread, or address,undefined")
+    parser.add_argument("--emulate", action="store_true", help="variants that this processor lacks run in emulation")
     parser.add_argument("--into", type=Path, default=ROOT / "build" / "native")
     options = parser.parse_args()
-    sys.stdout.write(f"{build(options.name, options.into, options.sanitize)}\n")
+    sys.stdout.write(f"{build(options.name, options.into, options.sanitize, options.emulate)}\n")

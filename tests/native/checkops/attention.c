@@ -1,0 +1,223 @@
+// attention.c: trials of the ops that know heads and pages: qk_rope_kv and attention.
+#include <stdlib.h>
+#include <string.h>
+
+#include "trial.h"
+
+static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
+
+static void draw_heads(trial *t) {
+  shape *s = &t->s;
+  s->n_kv_heads = PICK(t, 1, 1, 2, 3);
+  s->n_heads = s->n_kv_heads * PICK(t, 1, 1, 2, 3, 4, 7, 8);
+  s->head_dim = PICK(t, 2, 4, 14, 16, 18, 30, 32, 34, 48, 62, 64, 66, 96, 128);
+  s->page_size = PICK(t, 16, 16, 32, 48, 64, 112);
+  s->dtype = draw_dtype(t);
+}
+
+// Numbers of a page of K or V: pads zero, as pages are handed out.
+static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v, kind what) {
+  const shape *s = &t->s;
+  const int64_t bytes = size_of(s->dtype);
+  const int64_t elems = is_v ? rm_v_page_elems(s->page_size, s->head_dim) : rm_k_page_elems(s->page_size, s->head_dim);
+  memset(cache + from * elems * bytes, 0, (size_t)((to - from) * elems * bytes));
+  for (int64_t page = from; page < to; page++)
+    for (int64_t pos = 0; pos < s->page_size; pos++)
+      for (int64_t d = 0; d < s->head_dim; d++) {
+        const int64_t in = is_v ? rm_v_index(s->dtype, s->head_dim, pos, d) : rm_packed_index(s->dtype, s->head_dim, pos, d);
+        fill(t, s->dtype, cache + (page * elems + in) * bytes, 1, what);
+      }
+}
+
+// ------------------------------------------------------------------------------------------------ qk_rope_kv
+static void draw_qk_rope_kv(trial *t) {
+  draw_heads(t);
+  t->s.rows = draw_rows(t, t->small ? 11 : 200);
+  t->s.positions = between(t, 1, 300);
+}
+
+static const float *draw_angles(trial *t, const char *name) {
+  const int64_t n = t->s.positions * (t->s.head_dim / 2);
+  float *x = input(t, name, n, sizeof *x);
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t u = draw_float(t, PLAIN);
+    if (one_in(t, 8)) u = (uint32_t)PICK(t, 0, 0x3f800000, 0xbf800000, 0x80000000);
+    if (t->s.dtype == RM_BF16) u &= 0xffff0000u;
+    memcpy(x + i, &u, sizeof u);
+  }
+  return x;
+}
+
+static int64_t *draw_slots(trial *t, int64_t n_slots) {
+  const shape *s = &t->s;
+  int64_t *slots = input(t, "slots", s->rows, sizeof *slots);
+  int32_t *order = malloc((size_t)n_slots * sizeof *order);
+  for (int64_t i = 0; i < n_slots; i++) order[i] = (int32_t)i;
+  if (!one_in(t, 3)) shuffle(t, order, n_slots);
+  for (int64_t r = 0; r < s->rows; r++) slots[r] = one_in(t, 9) ? -1 : order[r];
+  free(order);
+  return slots;
+}
+
+static void build_qk_rope_kv(trial *t) {
+  const shape *s = &t->s;
+  const int64_t n_pages = s->rows / s->page_size + 2, width = (s->n_heads + 2 * s->n_kv_heads) * s->head_dim, bytes = size_of(s->dtype);
+  const kind what = draw_kind(t, SPOILED);
+  int32_t *positions = input(t, "positions", s->rows, sizeof *positions);
+  for (int64_t r = 0; r < s->rows; r++) positions[r] = (int32_t)between(t, 0, s->positions - 1);
+  rm_qk_rope_kv_args *a = &t->args.rope;
+  *a = (rm_qk_rope_kv_args){.positions = positions,
+                            .eps = 1e-6f,
+                            .rows = s->rows,
+                            .n_heads = s->n_heads,
+                            .n_kv_heads = s->n_kv_heads,
+                            .head_dim = s->head_dim,
+                            .page_size = s->page_size,
+                            .dtype = s->dtype};
+  a->qkv = float_input(t, "qkv", s->dtype, s->rows * width, what);
+  a->q_weight = float_input(t, "q_weight", s->dtype, s->head_dim, draw_kind(t, VAST));
+  a->k_weight = float_input(t, "k_weight", s->dtype, s->head_dim, draw_kind(t, VAST));
+  a->slots = draw_slots(t, n_pages * s->page_size);
+  a->q_out = output(t, "q_out", s->rows * s->n_heads * s->head_dim, bytes);
+  int64_t written = 0;
+  for (int64_t r = 0; r < s->rows; r++) written += a->slots[r] >= 0 ? s->n_kv_heads * s->head_dim : 0;
+  const int64_t pages = n_pages * s->n_kv_heads;
+  a->k_cache = partial_output(t, "k_cache", pages * rm_k_page_elems(s->page_size, s->head_dim), bytes, written);
+  a->v_cache = partial_output(t, "v_cache", pages * rm_v_page_elems(s->page_size, s->head_dim), bytes, written);
+  fill_pages(t, a->k_cache, 0, pages, 0, EQUAL);
+  fill_pages(t, a->v_cache, 0, pages, 1, EQUAL);
+  a->row_flags = partial_output(t, "row_flags", s->rows, 1, s->rows);
+  for (int64_t r = 0; r < s->rows; r++) a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_LOGITS_NONFINITE, RM_ROW_KV_NONFINITE);
+  const int64_t before = t->moved_bytes;
+  a->cos = draw_angles(t, "cos");
+  a->sin = draw_angles(t, "sin");
+  t->moved_bytes = before + s->rows * s->head_dim * (int64_t)sizeof *a->cos;
+  t->limits = (rm_limits){.max_rows = s->rows,
+                          .max_k = s->n_heads * s->head_dim,
+                          .max_n = width,
+                          .n_heads = s->n_heads,
+                          .n_kv_heads = s->n_kv_heads,
+                          .head_dim = s->head_dim,
+                          .max_positions = s->positions};
+  t->flops = 10.0 * (double)(s->rows * (s->n_heads + s->n_kv_heads) * s->head_dim);
+}
+
+static void call_qk_rope_kv(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->qk_rope_kv(ctx, &t->args.rope); }
+
+const op_test op_qk_rope_kv = {
+    .name = "qk_rope_kv",
+    .share = 80,
+    .draw = draw_qk_rope_kv,
+    .build = build_qk_rope_kv,
+    .call = call_qk_rope_kv,
+    .bench = {{.rows = 32, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 2048},
+              {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 2048}}};
+
+// ------------------------------------------------------------------------------------------------ attention
+enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };
+
+static void draw_attention(trial *t) {
+  shape *s = &t->s;
+  draw_heads(t);
+  s->rows = t->small ? between(t, 0, 6) : draw_rows(t, 40);
+  s->positions = t->small ? PICK(t, 1, 17, 33, 50, 70) : PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 100, 150, 200);
+  if (one_in(t, t->small ? 60 : 20)) {  // more than one segment
+    s->positions = PICK(t, 1023, 1024, 1025, 1056, 1100, 2048, 2060);
+    s->rows = rm_min64(s->rows, 3);
+    s->head_dim = rm_min64(s->head_dim, 34);
+    s->n_heads = rm_min64(s->n_heads / s->n_kv_heads, 2) * s->n_kv_heads;
+  }
+  while (s->rows * s->n_heads * s->head_dim * s->positions > 4000000) s->rows /= 2;
+  s->window = one_in(t, 3) ? PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 40, 1000) : 0;
+  s->option = (int)PICK(t, 0, ATTEND_PREFILL, ATTEND_PREFILL, ATTEND_MIXED);
+}
+
+// Which sequence each row is of and where it stands there: rows of a sequence together at rising positions (a chunk of a
+// prompt), one row a sequence (decode), or anything.
+static int64_t draw_rows_of(trial *t, int32_t *seqs, int32_t *positions) {
+  const shape *s = &t->s;
+  const int64_t n_seqs = s->option & ATTEND_PREFILL ? (t->timed ? 1 : between(t, 1, 3))
+                         : s->option & ATTEND_MIXED ? 4
+                                                    : rm_max64(1, s->rows);
+  for (int64_t r = 0; r < s->rows; r++) {
+    const int64_t last = s->positions - 1;
+    if (s->option & ATTEND_PREFILL) {
+      seqs[r] = (int32_t)(r * n_seqs / s->rows);
+      positions[r] = (int32_t)rm_min64(last, r > 0 && seqs[r] == seqs[r - 1] ? positions[r - 1] + 1 : t->timed ? 0 : between(t, 0, last));
+    } else {
+      seqs[r] = (int32_t)(s->option & ATTEND_MIXED ? between(t, 0, n_seqs - 1) : r);
+      positions[r] = (int32_t)(t->timed ? last : between(t, rm_max64(0, last - 20), last));
+    }
+  }
+  return n_seqs;
+}
+
+// Pages stand in any order; those in which no row looks are not there: their entry of the table is a wild number.
+static int32_t *draw_tables(trial *t, const int32_t *seqs, const int32_t *positions, int64_t n_seqs, int64_t max_pages, int64_t *n_pages) {
+  const shape *s = &t->s;
+  int32_t *tables = input(t, "block_tables", n_seqs * max_pages, sizeof *tables), *order = malloc((size_t)(n_seqs * max_pages + 1) * 4);
+  for (int64_t i = 0; i < n_seqs * max_pages; i++) tables[i] = INT32_MAX;
+  *n_pages = 0;
+  for (int64_t r = 0; r < s->rows; r++) {
+    const int64_t first = s->window > 0 ? rm_max64(0, positions[r] - s->window + 1) : 0;
+    for (int64_t p = first / s->page_size; p <= positions[r] / s->page_size; p++)
+      if (tables[seqs[r] * max_pages + p] == INT32_MAX) tables[seqs[r] * max_pages + p] = (int32_t)(*n_pages)++;
+  }
+  for (int64_t i = 0; i < *n_pages; i++) order[i] = (int32_t)i;
+  shuffle(t, order, *n_pages);
+  for (int64_t i = 0; i < n_seqs * max_pages; i++)
+    if (tables[i] != INT32_MAX) tables[i] = order[tables[i]];
+  free(order);
+  return tables;
+}
+
+static void build_attention(trial *t) {
+  const shape *s = &t->s;
+  const int64_t bytes = size_of(s->dtype), width = s->n_heads * s->head_dim, max_pages = (s->positions - 1) / s->page_size + 1;
+  int32_t *positions = input(t, "positions", s->rows, sizeof *positions), *seqs = input(t, "seq_of_row", s->rows, sizeof *seqs);
+  rm_attention_args *a = &t->args.attention;
+  *a = (rm_attention_args){.positions = positions,
+                           .seq_of_row = seqs,
+                           .rows = s->rows,
+                           .max_pages = max_pages,
+                           .n_heads = s->n_heads,
+                           .n_kv_heads = s->n_kv_heads,
+                           .head_dim = s->head_dim,
+                           .page_size = s->page_size,
+                           .window = s->window,
+                           .dtype = s->dtype};
+  a->scale = one_in(t, 4) ? 1.0f : 0.125f;
+  a->n_seqs = draw_rows_of(t, seqs, positions);
+  int64_t n_pages;
+  a->block_tables = draw_tables(t, seqs, positions, a->n_seqs, max_pages, &n_pages);
+  n_pages *= s->n_kv_heads;
+  const kind what = draw_kind(t, VAST);
+  char *k = input(t, "k_cache", n_pages * rm_k_page_elems(s->page_size, s->head_dim), bytes);
+  char *v = input(t, "v_cache", n_pages * rm_v_page_elems(s->page_size, s->head_dim), bytes);
+  fill_pages(t, k, 0, n_pages, 0, what);
+  fill_pages(t, v, 0, n_pages, 1, what);
+  a->k_cache = k;
+  a->v_cache = v;
+  a->q = float_input(t, "q", s->dtype, s->rows * width, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
+  a->out = output(t, "out", s->rows * width, bytes);
+  t->limits = (rm_limits){.max_rows = s->rows,
+                          .max_k = width,
+                          .max_n = width,
+                          .n_heads = s->n_heads,
+                          .n_kv_heads = s->n_kv_heads,
+                          .head_dim = s->head_dim,
+                          .max_positions = s->positions};
+  for (int64_t r = 0; r < s->rows; r++)
+    t->flops += 4.0 * (double)width * (double)(s->window > 0 ? rm_min64(s->window, positions[r] + 1) : positions[r] + 1);
+}
+
+static void call_attention(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->attention(ctx, &t->args.attention); }
+
+const op_test op_attention = {
+    .name = "attention",
+    .share = 80,
+    .draw = draw_attention,
+    .build = build_attention,
+    .call = call_attention,
+    .bench = {{.rows = 16, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 1024},
+              {.rows = 256, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 256, .option = ATTEND_PREFILL}}};

@@ -1,0 +1,168 @@
+// dense.c: trials of the ops on plain rows: embed, rms_norm, gemm and gemm_swiglu with and without groups.
+#include <stdlib.h>
+#include <string.h>
+
+#include "trial.h"
+
+static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
+
+// ------------------------------------------------------------------------------------------------ embed
+enum { EMBED_PACKED = 1 };
+
+static void draw_embed(trial *t) {
+  t->s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = draw_width(t, t->small ? 131 : 700), .vocab = draw_width(t, 600)};
+  t->s.option = one_in(t, 2) ? EMBED_PACKED : 0;
+  t->s.dtype = draw_dtype(t);
+}
+
+static void build_embed(trial *t) {
+  const shape *s = &t->s;
+  int32_t *ids = input(t, "ids", s->rows, sizeof *ids);
+  for (int64_t r = 0; r < s->rows; r++) ids[r] = (int32_t)between(t, 0, s->vocab - 1);
+  const void *table;
+  const int64_t before = t->moved_bytes;
+  if (s->option & EMBED_PACKED) {
+    table = packed_input(t, "table", s->dtype, s->vocab, s->n, 1, 0, 0, SPOILED);
+  } else {
+    uint16_t *words = input(t, "table", s->vocab * s->n, size_of(s->dtype));
+    for (int64_t i = 0; i < s->vocab * s->n * size_of(s->dtype) / 2; i++) words[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
+    table = words;
+  }
+  t->moved_bytes = before + s->rows * s->n * size_of(s->dtype);  // of the table the rows that are asked for
+  t->args.embed = (rm_embed_args){.out = output(t, "out", s->rows * s->n, size_of(s->dtype)),
+                                  .ids = ids,
+                                  .table = table,
+                                  .packed = s->option & EMBED_PACKED,
+                                  .rows = s->rows,
+                                  .hidden = s->n,
+                                  .dtype = s->dtype};
+  t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n, .vocab = s->vocab};
+}
+
+static void call_embed(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->embed(ctx, &t->args.embed); }
+
+const op_test op_embed = {
+    .name = "embed",
+    .share = 80,
+    .draw = draw_embed,
+    .build = build_embed,
+    .call = call_embed,
+    .bench = {{.rows = 512, .n = 2048, .vocab = 32768}, {.rows = 512, .n = 2048, .vocab = 32768, .option = EMBED_PACKED}}};
+
+// ------------------------------------------------------------------------------------------------ rms_norm
+enum { NORM_X = 1, NORM_IN_PLACE = 2 };
+
+static void draw_rms_norm(trial *t) {
+  t->s = (shape){.rows = draw_rows(t, t->small ? 17 : 1025), .n = one_in(t, 6) && !t->small ? between(t, 500, 4200) : draw_width(t, 700)};
+  if (t->s.rows > 128) t->s.n = rm_min64(t->s.n, 300);
+  t->s.option = (int)PICK(t, 0, NORM_X, NORM_X | NORM_IN_PLACE);
+  t->s.dtype = draw_dtype(t);
+}
+
+static void build_rms_norm(trial *t) {
+  const shape *s = &t->s;
+  const int64_t n = s->rows * s->n;
+  rm_rms_norm_args *a = &t->args.rms_norm;
+  *a = (rm_rms_norm_args){.rows = s->rows, .n = s->n, .dtype = s->dtype, .eps = one_in(t, 8) ? 0.0f : one_in(t, 2) ? 1e-6f : 1e-5f};
+  a->residual = partial_output(t, "residual", n, size_of(s->dtype), n);
+  fill(t, s->dtype, a->residual, n, draw_kind(t, SPOILED));
+  if (s->option & NORM_IN_PLACE) {
+    a->x = a->out = partial_output(t, "x and out", n, size_of(s->dtype), n);
+    fill(t, s->dtype, a->out, n, draw_kind(t, SPOILED));
+  } else {
+    if (s->option & NORM_X) a->x = float_input(t, "x", s->dtype, n, draw_kind(t, SPOILED));
+    a->out = output(t, "out", n, size_of(s->dtype));
+  }
+  a->weight = float_input(t, "weight", s->dtype, s->n, draw_kind(t, SPOILED));
+  t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n, .max_k = s->n};
+  t->flops = 6.0 * (double)n;
+}
+
+static void call_rms_norm(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->rms_norm(ctx, &t->args.rms_norm); }
+
+const op_test op_rms_norm = {.name = "rms_norm",
+                             .share = 120,
+                             .draw = draw_rms_norm,
+                             .build = build_rms_norm,
+                             .call = call_rms_norm,
+                             .bench = {{.rows = 32, .n = 2048, .option = NORM_X}, {.rows = 1024, .n = 2048, .option = NORM_X}}};
+
+// ------------------------------------------------------------------------------------------------ gemm
+enum { GEMM_BIAS = 1, GEMM_GROUPS = 2, GEMM_STRIDES = 4 };
+
+static void draw_any_gemm(trial *t, int swiglu) {
+  shape *s = &t->s;
+  const int64_t most = t->small ? 49 : 1100;
+  *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = draw_width(t, most), .k = draw_width(t, most)};
+  if (s->rows > 100) s->k = rm_min64(s->k, 66);        // keeps the reference, the slow side, below a second
+  while (s->rows * s->n * s->k > (swiglu ? 4000000 : 8000000)) s->n = (s->n + 1) / 2;
+  if (one_in(t, 3)) s->option = GEMM_GROUPS;
+  else if (!swiglu && one_in(t, 3)) s->option = GEMM_BIAS;
+  if (one_in(t, 3)) s->option |= GEMM_STRIDES;
+  if (s->option & GEMM_GROUPS) s->n_groups = between(t, 1, t->small ? 4 : 12);
+  s->dtype = draw_dtype(t);
+  s->out_dtype = one_in(t, 3) ? RM_F32 : s->dtype;
+}
+static void draw_gemm(trial *t) { draw_any_gemm(t, 0); }
+static void draw_gemm_swiglu(trial *t) { draw_any_gemm(t, 1); }
+
+// Rows are dealt to groups at random, or nearly all to one; others stay empty.
+static const int32_t *draw_groups(trial *t, const shape *s) {
+  int32_t *ends = input(t, "group_rows", s->n_groups + 1, sizeof *ends);
+  int32_t *size = calloc((size_t)s->n_groups, sizeof *size);
+  const int64_t favourite = between(t, 0, s->n_groups - 1);
+  const int even = one_in(t, 2);
+  for (int64_t r = 0; r < s->rows; r++)
+    size[t->timed ? r % s->n_groups : even || one_in(t, 8) ? between(t, 0, s->n_groups - 1) : favourite]++;
+  ends[0] = 0;
+  for (int64_t g = 0; g < s->n_groups; g++) ends[g + 1] = ends[g] + size[g];
+  free(size);
+  return ends;
+}
+
+static void build_any_gemm(trial *t, int swiglu) {
+  const shape *s = &t->s;
+  rm_gemm_args *a = &t->args.gemm;
+  const int strides = s->option & GEMM_STRIDES;
+  *a = (rm_gemm_args){.m = s->rows, .n = s->n, .k = s->k, .dtype = s->dtype, .y_dtype = s->out_dtype};
+  a->ldx = s->k + (strides ? between(t, 0, 40) : 0);
+  a->ldy = s->n + (strides ? between(t, 0, 40) : 0);
+  const kind what = draw_kind(t, SPOILED);
+  a->x = strided_input(t, "x", s->dtype, s->rows, s->k, a->ldx, what);
+  if (s->n_groups) {
+    a->group_rows = draw_groups(t, s);
+    a->n_groups = s->n_groups;
+    a->group_stride = rm_packed_elems(swiglu ? rm_gate_up_rows(s->n) : s->n, s->k) + (strides ? between(t, 0, 40) : 0);
+  }
+  a->w = packed_input(t, "w", s->dtype, s->n, s->k, rm_max64(1, s->n_groups), a->group_stride, swiglu, one_in(t, 2) ? what : PLAIN);
+  if (s->option & GEMM_BIAS) a->bias = float_input(t, "bias", s->dtype, s->n, draw_kind(t, SPOILED));
+  const int64_t room = s->rows ? (s->rows - 1) * a->ldy + s->n : 0;
+  if (strides) a->y = partial_output(t, "y", room, size_of(s->out_dtype), s->rows * s->n);
+  else a->y = output(t, "y", room, size_of(s->out_dtype));
+  t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .max_n = s->n};
+  t->flops = (swiglu ? 4.0 : 2.0) * (double)(s->rows * s->n) * (double)s->k;
+}
+static void build_gemm(trial *t) { build_any_gemm(t, 0); }
+static void build_gemm_swiglu(trial *t) { build_any_gemm(t, 1); }
+
+static void call_gemm(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gemm(ctx, &t->args.gemm); }
+static void call_gemm_swiglu(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->gemm_swiglu(ctx, &t->args.gemm); }
+
+// A decode step, a batch of decodes, a prefill, and experts that meet two rows each.
+const op_test op_gemm = {.name = "gemm",
+                         .share = 220,
+                         .draw = draw_gemm,
+                         .build = build_gemm,
+                         .call = call_gemm,
+                         .bench = {{.rows = 1, .n = 8192, .k = 2048},
+                                   {.rows = 16, .n = 8192, .k = 2048},
+                                   {.rows = 512, .n = 2048, .k = 2048},
+                                   {.rows = 64, .n = 768, .k = 2048, .n_groups = 32, .option = GEMM_GROUPS}}};
+const op_test op_gemm_swiglu = {.name = "gemm_swiglu",
+                                .share = 140,
+                                .draw = draw_gemm_swiglu,
+                                .build = build_gemm_swiglu,
+                                .call = call_gemm_swiglu,
+                                .bench = {{.rows = 1, .n = 6144, .k = 2048},
+                                          {.rows = 512, .n = 1024, .k = 2048},
+                                          {.rows = 64, .n = 768, .k = 2048, .n_groups = 32, .option = GEMM_GROUPS}}};

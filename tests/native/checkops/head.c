@@ -1,0 +1,181 @@
+// head.c: trials of what stands over the vocabulary: lm_head, sample, top_logprobs.
+#include <math.h>
+#include <string.h>
+
+#include "trial.h"
+
+static int64_t draw_vocab(trial *t, int64_t most) {
+  const int64_t edge = PICK(t, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 144, 255, 256, 257, 383, 385, 1023, 1024, 1025, 2047, 2049);
+  return rm_min64(one_in(t, 5) ? between(t, 1, most) : edge, most);
+}
+
+// ------------------------------------------------------------------------------------------------ lm_head
+enum { HEAD_LOGITS = 1, HEAD_TARGETS = 2, HEAD_STRIDES = 4 };
+
+static void draw_lm_head(trial *t) {
+  shape *s = &t->s;
+  *s = (shape){.rows = draw_rows(t, t->small ? 17 : 1025), .vocab = draw_vocab(t, t->small ? 257 : 3000), .k = draw_width(t, 300)};
+  if (s->rows > 100) s->k = rm_min64(s->k, 33);
+  while (s->rows * s->vocab * s->k > (t->small ? 300000 : 8000000)) s->vocab = (s->vocab + 1) / 2;
+  s->option = (int)between(t, 0, 7);
+  s->dtype = draw_dtype(t);
+}
+
+static void build_lm_head(trial *t) {
+  const shape *s = &t->s;
+  rm_lm_head_args *a = &t->args.lm_head;
+  const kind what = draw_kind(t, SPOILED);
+  *a = (rm_lm_head_args){.rows = s->rows, .vocab = s->vocab, .hidden = s->k, .ldx = s->k, .dtype = s->dtype};
+  if (s->option & HEAD_STRIDES) a->ldx += between(t, 0, 40);
+  a->x = strided_input(t, "x", s->dtype, s->rows, s->k, a->ldx, what);
+  a->w = packed_input(t, "w", s->dtype, s->vocab, s->k, 1, 0, 0, one_in(t, 2) ? what : PLAIN);
+  if (s->option & HEAD_LOGITS) {
+    a->ld_logits = s->vocab + (s->option & HEAD_STRIDES ? between(t, 0, 40) : 0);
+    const int64_t room = s->rows ? (s->rows - 1) * a->ld_logits + s->vocab : 0;
+    a->logits = partial_output(t, "logits", room, sizeof *a->logits, s->rows * s->vocab);
+  }
+  a->stats = output(t, "stats", s->rows * 2, sizeof *a->stats);
+  if (s->option & HEAD_TARGETS) {
+    int32_t *targets = input(t, "targets", s->rows, sizeof *targets);
+    for (int64_t r = 0; r < s->rows; r++) targets[r] = (int32_t)between(t, -1, s->vocab - 1);
+    a->targets = targets;
+    a->target_logprobs = output(t, "target_logprobs", s->rows, sizeof *a->target_logprobs);
+  }
+  a->row_flags = partial_output(t, "row_flags", s->rows, 1, s->rows);
+  for (int64_t r = 0; r < s->rows; r++) a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_KV_NONFINITE);
+  t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .vocab = s->vocab};
+  t->flops = 2.0 * (double)(s->rows * s->vocab) * (double)s->k;
+}
+
+static void call_lm_head(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->lm_head(ctx, &t->args.lm_head); }
+
+const op_test op_lm_head = {.name = "lm_head",
+                            .share = 80,
+                            .draw = draw_lm_head,
+                            .build = build_lm_head,
+                            .call = call_lm_head,
+                            .bench = {{.rows = 1, .vocab = 32768, .k = 2048, .option = HEAD_LOGITS},
+                                      {.rows = 32, .vocab = 32768, .k = 2048, .option = HEAD_LOGITS},
+                                      {.rows = 256, .vocab = 8192, .k = 2048, .option = HEAD_TARGETS}}};
+
+// ------------------------------------------------------------------------------------------------ logits that others made
+enum { LOGITS_SPREAD = 1, LOGITS_FEW = 2, LOGITS_FLAT = 3, LOGITS_HARD = 4, LOGITS_SPOILED = 5, SAMPLE_ALL = 16 };
+
+static void draw_logits(trial *t) {
+  shape *s = &t->s;
+  s->rows = t->small ? between(t, 0, 4) : draw_rows(t, 40);
+  s->option = (int)between(t, 0, LOGITS_SPOILED);
+  const int ties = s->option == LOGITS_FEW || s->option == LOGITS_FLAT || s->option == LOGITS_HARD;  // slow in the reference
+  s->vocab = draw_vocab(t, t->small ? 300 : !ties ? 5000 : one_in(t, 50) ? 1100 : 300);
+  if (s->vocab > 300) s->rows = rm_min64(s->rows, 2);
+}
+
+// Numbers of a few units, or: spread over many; of few values, so that ties decide; all equal; hard; not all finite.
+static const float *logits_input(trial *t, int64_t stride) {
+  const shape *s = &t->s;
+  const int what = s->option & 15;
+  float *x = strided_input(t, "logits", RM_F32, s->rows, s->vocab, stride,
+                           what == LOGITS_HARD      ? HARD
+                           : what == LOGITS_FLAT    ? EQUAL
+                           : what == LOGITS_SPOILED ? SPOILED
+                                                    : PLAIN);
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t v = 0; v < s->vocab; v++) {
+      float *at = x + r * stride + v;
+      if (what == LOGITS_SPREAD) *at *= (float)(1 << between(t, 0, 6));
+      if (what == LOGITS_FEW) *at = (float)between(t, -3, 3) * 0.5f;
+    }
+  return x;
+}
+
+static const float *stats_input(trial *t) {
+  float *stats = input(t, "stats", t->s.rows * 2, sizeof *stats);
+  for (int64_t r = 0; r < t->s.rows; r++) {
+    stats[2 * r] = (float)between(t, -8, 64) * 0.37f;
+    stats[2 * r + 1] = one_in(t, 20) ? NAN : (float)between(t, 1, 1 << 20) * 0.731f;
+  }
+  return stats;
+}
+
+// ------------------------------------------------------------------------------------------------ sample
+static void draw_params(trial *t, rm_sample_params *p, const int32_t *banned, int64_t n_banned) {
+  static const float temperatures[] = {0.0f, 1.0f, 1.0f, 1.0f, 0.7f, 0.01f, 1.9f, 100.0f, 0x1p-130f, 0x1p-100f, 1e30f};
+  static const float top_ps[] = {1.0f, 1.0f, 0.9f, 0.5f, 0.999f, 0x1p-30f, 0x1.fffffep-1f, 0x1p-126f};
+  static const float min_ps[] = {0.0f, 0.0f, 0.0f, 0.05f, 0.5f, 1.0f, 0x1p-40f};
+  const int64_t v = t->s.vocab;
+  const int all = t->s.option & SAMPLE_ALL;
+  *p = (rm_sample_params){.temperature = 1.0f, .top_p = 1.0f, .top_k = -1, .forced = -1, .seed = next64(t), .counter = next64(t)};
+  if (t->timed) {
+    if (all) p->top_p = 0.9f;
+    return;
+  }
+  p->temperature = temperatures[between(t, 0, 10)];
+  if (one_in(t, 2)) p->top_p = top_ps[between(t, 0, 7)];
+  if (one_in(t, 2)) p->min_p = min_ps[between(t, 0, 6)];
+  if (one_in(t, 2)) p->top_k = (int32_t)PICK(t, -1, 1, 2, 3, 15, 16, 17, 50, v, v + 1, rm_max64(1, v - 1), rm_max64(1, v / 2));
+  if (one_in(t, 3)) {
+    p->banned = banned;
+    p->n_banned = (int32_t)between(t, 0, n_banned);
+  }
+  if (one_in(t, 5)) p->forced = (int32_t)between(t, 0, v - 1);
+  if (one_in(t, 8)) p->counter = (uint64_t)between(t, 0, 3) - 1;
+}
+
+static void build_sample(trial *t) {
+  const shape *s = &t->s;
+  rm_sample_args *a = &t->args.sample;
+  *a = (rm_sample_args){.rows = s->rows, .vocab = s->vocab, .ld_logits = s->vocab + (t->timed ? 0 : between(t, 0, 20))};
+  a->logits = logits_input(t, a->ld_logits);
+  a->stats = stats_input(t);
+  const int64_t n_banned = one_in(t, 4) ? s->vocab : rm_min64(s->vocab, 5);
+  int32_t *banned = input(t, "banned", n_banned, sizeof *banned);
+  for (int64_t i = 0; i < n_banned; i++) banned[i] = (int32_t)(n_banned == s->vocab ? i : between(t, 0, s->vocab - 1));
+  rm_sample_params *params = input(t, "params", s->rows, sizeof *params);
+  uint8_t *flags = input(t, "row_flags", s->rows, 1);
+  for (int64_t r = 0; r < s->rows; r++) {
+    draw_params(t, params + r, banned, n_banned);
+    flags[r] = !t->timed && one_in(t, 12) ? RM_ROW_LOGITS_NONFINITE : 0;
+  }
+  a->params = params;
+  a->row_flags = flags;
+  a->tokens = output(t, "tokens", s->rows, sizeof *a->tokens);
+  a->logprobs = output(t, "logprobs", s->rows, sizeof *a->logprobs);
+  a->sampling_logprobs = output(t, "sampling_logprobs", s->rows, sizeof *a->sampling_logprobs);
+  t->limits = (rm_limits){.max_rows = s->rows, .vocab = s->vocab};
+}
+
+static void call_sample(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->sample(ctx, &t->args.sample); }
+
+const op_test op_sample = {
+    .name = "sample",
+    .share = 1,
+    .draw = draw_logits,
+    .build = build_sample,
+    .call = call_sample,
+    .bench = {{.rows = 16, .vocab = 151936, .option = LOGITS_SPREAD}, {.rows = 16, .vocab = 151936, .option = LOGITS_SPREAD | SAMPLE_ALL}}};
+
+// ------------------------------------------------------------------------------------------------ top_logprobs
+static void draw_top(trial *t) {
+  draw_logits(t);
+  t->s.k = rm_min64(PICK(t, 0, 1, 2, 5, 15, 16, 17, 20, 33), t->s.vocab);
+}
+
+static void build_top(trial *t) {
+  const shape *s = &t->s;
+  rm_top_logprobs_args *a = &t->args.top;
+  *a = (rm_top_logprobs_args){.rows = s->rows, .vocab = s->vocab, .k = s->k, .ld_logits = s->vocab + (t->timed ? 0 : between(t, 0, 20))};
+  a->logits = logits_input(t, a->ld_logits);
+  a->stats = stats_input(t);
+  a->ids = output(t, "ids", s->rows * s->k, sizeof *a->ids);
+  a->logprobs = output(t, "logprobs", s->rows * s->k, sizeof *a->logprobs);
+  t->limits = (rm_limits){.max_rows = s->rows, .vocab = s->vocab};
+}
+
+static void call_top(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->top_logprobs(ctx, &t->args.top); }
+
+const op_test op_top_logprobs = {.name = "top_logprobs",
+                                 .share = 4,
+                                 .draw = draw_top,
+                                 .build = build_top,
+                                 .call = call_top,
+                                 .bench = {{.rows = 16, .vocab = 151936, .k = 20, .option = LOGITS_SPREAD}}};

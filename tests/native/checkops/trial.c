@@ -1,0 +1,262 @@
+// trial.c: see trial.h: random numbers, buffers between guards, and hard numbers to fill them with.
+#include "trial.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+// ------------------------------------------------------------------------------------------------ chance
+uint64_t next64(trial *t) {     // splitmix64
+  uint64_t z = t->random += 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+
+int64_t between(trial *t, int64_t low, int64_t high) { return low + (int64_t)(next64(t) % (uint64_t)(high - low + 1)); }
+int one_in(trial *t, int64_t n) { return between(t, 1, n) == 1; }
+int64_t pick(trial *t, const int64_t *of, int64_t n) { return of[between(t, 0, n - 1)]; }
+
+int64_t draw_width(trial *t, int64_t most) {
+  const int64_t edge = PICK(t, 1, 2, 3, 7, 8, 15, 16, 17, 23, 31, 32, 33, 47, 48, 49, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 131);
+  const int64_t drawn = one_in(t, 6) ? between(t, 1, most) : edge;
+  return rm_min64(drawn, most);
+}
+
+int64_t draw_rows(trial *t, int64_t most) {
+  const int64_t edge = PICK(t, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 15, 16, 17, 31, 32, 33, 40, 95, 96, 97);
+  const int64_t drawn = one_in(t, 24) ? PICK(t, 127, 128, 129, 192, 193, 509, 1024, 1025) : edge;
+  return rm_min64(drawn, most);
+}
+
+rm_dtype draw_dtype(trial *t) { return one_in(t, 3) ? RM_F32 : RM_BF16; }
+
+kind draw_kind(trial *t, kind last) {
+  const kind drawn = (kind)PICK(t, PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, HARD, HARD, HARD, HARD, EQUAL, TINY, VAST, SPOILED);
+  return drawn <= last && !t->timed ? drawn : PLAIN;
+}
+
+void shuffle(trial *t, int32_t *x, int64_t n) {
+  for (int64_t i = n - 1; i > 0; i--) {
+    const int64_t j = between(t, 0, i);
+    const int32_t kept = x[i];
+    x[i] = x[j];
+    x[j] = kept;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ numbers
+static uint32_t bits_of(int sign, int exponent, uint64_t mantissa) {
+  return (uint32_t)sign << 31 | (uint32_t)exponent << 23 | (uint32_t)(mantissa & 0x7fffff);
+}
+
+static uint32_t draw_hard(trial *t, uint64_t r) {
+  const int sign = r >> 63;
+  switch (r >> 59 & 15) {
+    case 0: return bits_of(sign, (int)between(t, 127 - 60, 127 + 60), r);
+    case 1: return 0x80000000u;
+    case 2: return bits_of(sign, 0, r);                       // denormal
+    case 3: return bits_of(sign, (int)between(t, 1, 12), r);  // products vanish
+    case 4: return bits_of(sign, 127, r & 1 ? 0x7fffff : 1);  // ±1 and an ulp, ±2 less an ulp
+    case 5: return 0;
+    case 6: return bits_of(sign, 127, r & 0x7f0000) + 0x8000u;  // the middle between two bf16
+    default: return bits_of(sign, 124 + (int)(r >> 40 & 3), r);
+  }
+}
+
+uint32_t draw_float(trial *t, kind what) {
+  const uint64_t r = next64(t);
+  const int sign = r >> 63;
+  switch (what) {
+    case HARD: return draw_hard(t, r);
+    case TINY: return bits_of(sign, (int)(r >> 40 & 3), r);
+    case VAST: return bits_of(sign, r >> 40 & 7 ? 124 + (int)(r >> 44 & 3) : 254 - (int)(r >> 44 & 31), r);
+    case SPOILED:
+      if ((r >> 32 & 127) == 0) return PICK(t, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000, 0x7f800001, 0xffffffff);
+      return bits_of(sign, 124 + (int)(r >> 40 & 3), r);
+    default: return bits_of(sign, 124 + (int)(r >> 40 & 3), r);
+  }
+}
+
+// In HARD numbers one of seven is the negative of its neighbour, so that sums cancel.
+void fill(trial *t, rm_dtype dtype, void *p, int64_t n, kind what) {
+  uint32_t u = draw_float(t, what);
+  for (int64_t i = 0; i < n; i++) {
+    if (what == HARD && i % 7 == 1) u ^= 0x80000000u;
+    else if (what != EQUAL) u = draw_float(t, what);
+    if (dtype == RM_BF16) ((uint16_t *)p)[i] = (uint16_t)(u >> 16);
+    else ((uint32_t *)p)[i] = u;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ buffers
+static int64_t page_bytes(void) { return sysconf(_SC_PAGESIZE); }
+
+static void *must(void *p) {
+  if (!p || p == MAP_FAILED) {
+    perror("checkops: memory");
+    exit(2);
+  }
+  return p;
+}
+
+static void reserve(buffer *b, int64_t bytes) {
+  if (b->map && b->map_bytes >= bytes) {
+    mprotect(b->map, (size_t)b->map_bytes, PROT_READ | PROT_WRITE);
+    return;
+  }
+  if (b->map) munmap(b->map, (size_t)(b->map_bytes + page_bytes()));
+  b->map_bytes = rm_round_up(bytes + bytes / 2, page_bytes());
+  b->map = must(mmap(NULL, (size_t)(b->map_bytes + page_bytes()), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  mprotect(b->map + b->map_bytes, (size_t)page_bytes(), PROT_NONE);
+}
+
+static buffer *place(trial *t, const char *name, int64_t elements, int64_t elem_bytes, int is_output) {
+  if (t->n_buffers == MAX_BUFFERS) must(NULL);
+  buffer *b = &t->buffers[t->n_buffers++];
+  const int64_t bytes = elements * elem_bytes;
+  b->name = name;
+  b->elements = b->counted = elements;
+  b->elem_bytes = (int)elem_bytes;
+  b->is_output = is_output;
+  if (t->heap) {
+    b->room = b->data = must(malloc((size_t)(bytes ? bytes : 1)));
+    b->room_bytes = bytes;
+    return b;
+  }
+  const int64_t off = t->timed ? 0 : between(t, 0, 64 / elem_bytes - 1) * elem_bytes, back = t->timed || one_in(t, 2) ? GUARD_BYTES : 0;
+  reserve(b, bytes + 2 * GUARD_BYTES + 192);
+  b->room_bytes = GUARD_BYTES + bytes + back;
+  if (back) b->room = b->map + off;
+  else b->room = b->map + b->map_bytes - b->room_bytes;  // the end of the data is the end of the map
+  b->data = b->room + GUARD_BYTES;
+  memset(b->room, is_output ? OUT_GUARD : 0xff, (size_t)b->room_bytes);
+  return b;
+}
+
+void *input(trial *t, const char *name, int64_t elements, int64_t elem_bytes) {
+  t->moved_bytes += elements * elem_bytes;
+  return place(t, name, elements, elem_bytes, 0)->data;
+}
+
+void *output(trial *t, const char *name, int64_t elements, int64_t elem_bytes) {
+  t->moved_bytes += elements * elem_bytes;
+  return place(t, name, elements, elem_bytes, 1)->data;
+}
+
+void *partial_output(trial *t, const char *name, int64_t elements, int64_t elem_bytes, int64_t counted) {
+  buffer *b = place(t, name, elements, elem_bytes, 1);
+  b->counted = counted;
+  memset(b->data, OUT_GUARD, (size_t)(elements * elem_bytes));
+  t->moved_bytes += counted * elem_bytes;
+  return b->data;
+}
+
+void *float_input(trial *t, const char *name, rm_dtype dtype, int64_t elements, kind what) {
+  void *p = input(t, name, elements, (int64_t)rm_dtype_bytes(dtype));
+  fill(t, dtype, p, elements, what);
+  return p;
+}
+
+void *strided_input(trial *t, const char *name, rm_dtype dtype, int64_t rows, int64_t k, int64_t stride, kind what) {
+  const int64_t bytes = (int64_t)rm_dtype_bytes(dtype), elements = rows ? (rows - 1) * stride + k : 0;
+  char *p = input(t, name, elements, bytes);
+  for (int64_t r = 0; r < rows; r++) {
+    fill(t, dtype, p + r * stride * bytes, k, what);
+    if (r + 1 < rows) memset(p + (r * stride + k) * bytes, 0xff, (size_t)((stride - k) * bytes));
+  }
+  return p;
+}
+
+void *packed_input(trial *t, const char *name, rm_dtype dtype, int64_t n, int64_t k, int64_t n_matrices, int64_t stride, int gate_up,
+                   kind what) {
+  const int64_t bytes = (int64_t)rm_dtype_bytes(dtype), packed_rows = gate_up ? rm_gate_up_rows(n) : n;
+  const int64_t one = rm_packed_elems(packed_rows, k);
+  char *p = input(t, name, (n_matrices - 1) * stride + one, bytes), *row = must(malloc((size_t)(k * bytes)));
+  for (int64_t m = 0; m < n_matrices; m++) {
+    char *matrix = p + m * stride * bytes;
+    memset(matrix, 0, (size_t)(one * bytes));
+    if (m + 1 < n_matrices) memset(matrix + one * bytes, 0xff, (size_t)((stride - one) * bytes));
+    if (t->timed) {             // a large matrix at the speed of memory; what the numbers are does not matter, but no denormals
+      fill(t, dtype, row, k, PLAIN);
+      for (int64_t i = 0; i < one; i++) memcpy(matrix + i * bytes, row + i % k * bytes, (size_t)bytes);
+      continue;
+    }
+    for (int64_t r = 0; r < (gate_up ? 2 * n : n); r++) {
+      const int64_t at = gate_up ? rm_gate_up_row(r / 2, r & 1) : r;
+      fill(t, dtype, row, k, what);
+      for (int64_t i = 0; i < k; i++) memcpy(matrix + rm_packed_index(dtype, k, at, i) * bytes, row + i * bytes, (size_t)bytes);
+    }
+  }
+  free(row);
+  return p;
+}
+
+// ------------------------------------------------------------------------------------------------ a trial
+void trial_begin(trial *t, uint64_t seed) {
+  t->seed = t->random = seed;
+  t->n_buffers = 0;
+  t->moved_bytes = 0;
+  t->flops = 0;
+  memset(&t->s, 0, sizeof t->s);
+  memset(&t->limits, 0, sizeof t->limits);
+  memset(&t->args, 0, sizeof t->args);
+}
+
+void trial_seal(trial *t) {
+  for (int i = 0; i < t->n_buffers; i++) {
+    buffer *b = &t->buffers[i];
+    if (!b->is_output) {
+      if (!t->heap && !t->timed) mprotect(b->map, (size_t)b->map_bytes, PROT_READ);
+      continue;
+    }
+    if (t->heap || b->image_bytes < b->room_bytes) {
+      free(b->first);
+      free(b->want);
+      b->image_bytes = b->room_bytes + 1;
+      b->first = must(malloc((size_t)b->image_bytes));
+      b->want = must(malloc((size_t)b->image_bytes));
+    }
+    memcpy(b->first, b->room, (size_t)b->room_bytes);
+  }
+}
+
+void trial_reset(trial *t) {
+  for (int i = 0; i < t->n_buffers; i++)
+    if (t->buffers[i].is_output) memcpy(t->buffers[i].room, t->buffers[i].first, (size_t)t->buffers[i].room_bytes);
+}
+
+void trial_keep(trial *t) {
+  for (int i = 0; i < t->n_buffers; i++)
+    if (t->buffers[i].is_output) memcpy(t->buffers[i].want, t->buffers[i].room, (size_t)t->buffers[i].room_bytes);
+}
+
+const buffer *trial_differs(const trial *t, int64_t *byte) {
+  for (int i = 0; i < t->n_buffers; i++) {
+    const buffer *b = &t->buffers[i];
+    if (!b->is_output || memcmp(b->room, b->want, (size_t)b->room_bytes) == 0) continue;
+    for (*byte = 0; b->room[*byte] == b->want[*byte]; ++*byte) continue;
+    return b;
+  }
+  return NULL;
+}
+
+int64_t trial_elements(const trial *t) {
+  int64_t sum = 0;
+  for (int i = 0; i < t->n_buffers; i++) sum += t->buffers[i].is_output ? t->buffers[i].counted : 0;
+  return sum;
+}
+
+void trial_free(trial *t) {
+  for (int i = 0; i < MAX_BUFFERS; i++) {
+    buffer *b = &t->buffers[i];
+    if (t->heap && i < t->n_buffers) free(b->room);
+    if (b->map) munmap(b->map, (size_t)(b->map_bytes + page_bytes()));
+    free(b->first);
+    free(b->want);
+    *b = (buffer){0};
+  }
+  t->n_buffers = 0;
+}
