@@ -331,19 +331,17 @@ static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
   return PyLong_FromLongLong(n);
 }
 
-// Finished ids go from the engine into the set without a byte code between, so that a Ctrl-C cannot lose one.
+// Finished ids go from the engine into the set without a byte code between, so that a Ctrl-C cannot lose one; and each leaves
+// the engine when it is in the set, so that an allocation that fails cannot either.
 static int take_finished(rm_engine_object *self) {
-  uint64_t ids[256];
-  int64_t n;
-  do {
-    n = rm_engine_finished(self->engine, ids, (int64_t)N_ENTRIES(ids));
-    for (int64_t i = 0; i < n; i++) {
-      PyObject *id = PyLong_FromUnsignedLongLong(ids[i]);
-      const int failed = !id || PySet_Add(self->done, id);
-      Py_XDECREF(id);
-      if (failed) return -1;
-    }
-  } while (n == (int64_t)N_ENTRIES(ids));
+  uint64_t next;
+  while ((next = rm_engine_next_finished(self->engine))) {
+    PyObject *id = PyLong_FromUnsignedLongLong(next);
+    const int failed = !id || PySet_Add(self->done, id);
+    Py_XDECREF(id);
+    if (failed) return -1;
+    rm_engine_finished(self->engine, &next, 1);
+  }
   return 0;
 }
 

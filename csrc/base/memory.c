@@ -1,5 +1,6 @@
-// memory.c: see memory.h. Two globals of the library live here, both atomic: the bytes mapped now, which P7 ("close gives
-// everything back") is tested by, and the countdown of the failure hook.
+// memory.c: see memory.h. The library's globals live here, all atomic: the bytes mapped and the blocks held now, which P7 ("close
+// gives everything back") is tested by, and the countdown of the failure hook. Blocks are counted where they are made and
+// given back, never in a step, so the count costs nothing that can be measured.
 //
 // Large blocks come from mmap and not from malloc because they must go back to the system at once (sleep, in-place sync),
 // and because 2 MiB alignment lets the kernel back them with huge pages: a decode step walks all the weights, and with 4 KiB
@@ -19,37 +20,55 @@
 
 enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
 
-static _Atomic size_t mapped_bytes;
+static _Atomic size_t mapped_bytes, blocks_held;
 static _Atomic long fail_countdown;   // 0: off
+static _Atomic long n_failed;         // by the hook
 static _Atomic int fail_for_ever;
 
 void rm_memory_fail_at(long n, int for_ever) {
+  atomic_store(&n_failed, 0);
   atomic_store(&fail_for_ever, for_ever);
   atomic_store(&fail_countdown, n);
 }
+
+long rm_memory_failed(void) { return atomic_load(&n_failed); }
 
 // Counts this allocation; 1 when it is to fail.
 static int must_fail(void) {
   long left = atomic_load_explicit(&fail_countdown, memory_order_relaxed);
   while (left > 0) {
     const long next = left == 1 && atomic_load(&fail_for_ever) ? 1 : left - 1;
-    if (atomic_compare_exchange_weak(&fail_countdown, &left, next)) return left == 1;
+    if (!atomic_compare_exchange_weak(&fail_countdown, &left, next)) continue;
+    atomic_fetch_add(&n_failed, left == 1);
+    return left == 1;
   }
   return 0;
 }
 
+// A block that was just made, or NULL: counted where it is one.
+static void *held(void *block) {
+  if (block) atomic_fetch_add_explicit(&blocks_held, 1, memory_order_relaxed);
+  return block;
+}
+
+static void given_back(void) { atomic_fetch_sub_explicit(&blocks_held, 1, memory_order_relaxed); }
+
 void *rm_alloc(size_t count, size_t bytes) {
   if (must_fail()) return NULL;
-  return calloc(count ? count : 1, bytes ? bytes : 1);
+  return held(calloc(count ? count : 1, bytes ? bytes : 1));
 }
 
 void *rm_realloc(void *old, size_t count, size_t bytes) {
   size_t total;
   if (!rm_mul_size(count, bytes, &total) || must_fail()) return NULL;
-  return realloc(old, total ? total : 1);
+  void *block = realloc(old, total ? total : 1);
+  return old ? block : held(block);
 }
 
-void rm_free(void *block) { free(block); }
+void rm_free(void *block) {
+  if (block) given_back();
+  free(block);
+}
 
 static size_t page_round(size_t bytes) {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -69,13 +88,14 @@ void *rm_map(size_t bytes) {
     madvise(raw, length, MADV_HUGEPAGE);   // a hint: without huge pages it is slower, not different
   }
   atomic_fetch_add(&mapped_bytes, length);
-  return raw;
+  return held(raw);
 }
 
 void rm_unmap(void *block, size_t bytes) {
   if (!block) return;
   const size_t length = page_round(bytes);
   munmap(block, length);
+  given_back();
   atomic_fetch_sub(&mapped_bytes, length);
 }
 
@@ -109,6 +129,7 @@ size_t rm_memory_available(void) {
 }
 
 size_t rm_memory_mapped(void) { return atomic_load(&mapped_bytes); }
+size_t rm_memory_blocks(void) { return atomic_load(&blocks_held); }
 
 void *rm_carve(rm_arena *arena, size_t count, size_t bytes) {
   size_t wanted, end;

@@ -13,6 +13,7 @@ void rm_free(void *block);
 void *rm_map(size_t bytes);                          // zeroed, 2 MiB aligned when large; owned, rm_unmap; NULL on failure
 void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
+size_t rm_memory_blocks(void);                       // blocks, small and mapped, that were not given back yet
 size_t rm_memory_available(void);                    // bytes the system can still give (RAM, cgroup); SIZE_MAX: it does not say
 
 // Carves cache-line aligned pieces out of one block; they die with it.
@@ -24,3 +25,4 @@ void *rm_carve(rm_arena *arena, size_t count, size_t bytes);  // NULL when it do
 
 // Test hook: the n-th allocation from now (1 = next) fails, and all after it when `for_ever`. 0 switches it off.
 void rm_memory_fail_at(long n, int for_ever);
+long rm_memory_failed(void);                         // allocations that the hook has failed since it was set

@@ -90,6 +90,8 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
 int64_t rm_engine_unfinished(const rm_engine *engine);
 // Requests finished since the last call, at most capacity of them.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
+// The one that rm_engine_finished would give next, 0 when there is none: for a caller that may fail to take it.
+uint64_t rm_engine_next_finished(const rm_engine *engine);
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err);
 rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err);
 rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err);      // of a finished one

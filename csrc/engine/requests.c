@@ -81,6 +81,10 @@ int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
   return n;
 }
 
+uint64_t rm_engine_next_finished(const rm_engine *engine) {
+  return rm_list_empty(&engine->finished) ? 0 : ((const rm_group *)engine->finished.next)->id;
+}
+
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {
   const rm_group *group = find(engine, id, err);
   if (!group) return RM_E_REQUEST;

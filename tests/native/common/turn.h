@@ -1,0 +1,31 @@
+// turn.h: the discipline under which ext/engine.c lets threads call one engine, and nothing more: an atomic flag that is taken
+// by exchange and given back by a store, around each call, and a pointer that is NULL once the engine is closed. Where the
+// extension refuses a second thread, here it waits.
+#pragma once
+
+#include <sched.h>
+#include <stdatomic.h>
+
+#include "engine/engine.h"
+
+typedef struct turn {
+  atomic_int busy;
+  rm_engine *engine;            // touched between enter and leave only
+  atomic_long n;                // turns taken
+} turn;
+
+// The engine, NULL when it is closed; to be followed by turn_leave in either case.
+static inline rm_engine *turn_enter(turn *t) {
+  while (atomic_exchange(&t->busy, 1)) sched_yield();
+  atomic_fetch_add_explicit(&t->n, 1, memory_order_relaxed);
+  return t->engine;
+}
+
+static inline void turn_leave(turn *t) { atomic_store(&t->busy, 0); }
+
+static inline void turn_close(turn *t) {
+  rm_engine *engine = turn_enter(t);
+  t->engine = NULL;
+  rm_engine_destroy(engine);
+  turn_leave(t);
+}

@@ -1,0 +1,97 @@
+// race_team.c: the thread team under TSan. What a team promises is order: everything before rm_team_run is seen by its workers,
+// and everything they did is seen when it returns. So tasks write plain memory, no atomics, and the caller reads and overwrites
+// it between runs; a missing edge is a report. Checked: teams created, run and destroyed in several threads at once; a team
+// that is handed from thread to thread; runs that follow at once (workers spin) and after a pause (they sleep on the futex).
+//
+//   race_team [--threads 4] [--rounds 40] [--seed 1] [--plant 1: a task increments an unsynchronised counter]
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+#include "base/team.h"
+#include "common/tiny.h"
+
+enum { MAX_TEAM = 5, RUNS = 12, LINE = 8 };
+
+typedef struct job {
+  int64_t input;                // written by the caller before a run
+  int64_t slots[MAX_TEAM * LINE];
+  int64_t *unsynchronised;      // the planted fault, or NULL
+} job;
+
+static int64_t planted;
+static atomic_long n_runs;
+
+static void task(void *arg, int thread, int n_threads) {
+  job *j = arg;
+  for (int t = thread; t < MAX_TEAM; t += n_threads) j->slots[t * LINE] += j->input + t;
+  if (j->unsynchronised) ++*j->unsynchronised;
+}
+
+static void run_and_check(rm_team *team, job *j, int64_t input) {
+  int64_t want[MAX_TEAM];
+  for (int t = 0; t < MAX_TEAM; t++) want[t] = j->slots[t * LINE] + input + t;
+  j->input = input;
+  rm_team_run(team, task, j);
+  atomic_fetch_add(&n_runs, 1);
+  for (int t = 0; t < MAX_TEAM; t++)
+    if (j->slots[t * LINE] != want[t]) tiny_die("slot %d is %lld, wanted %lld", t, (long long)j->slots[t * LINE], (long long)want[t]);
+}
+
+typedef struct shared_team {
+  pthread_mutex_t lock;
+  rm_team *team;
+  job j;
+} shared_team;
+
+typedef struct worker {
+  pthread_t thread;
+  uint64_t seed;
+  long rounds;
+  int plant;
+  shared_team *shared;
+} worker;
+
+static void *work(void *arg) {
+  worker *w = arg;
+  for (long round = 0; round < w->rounds; round++) {
+    const uint64_t r = tiny_mix(w->seed + (uint64_t)round);
+    rm_team *team;
+    rm_error err = RM_ERROR_INIT;
+    tiny_must(rm_team_create(1 + (int)(r % MAX_TEAM), &team, &err), &err);
+    job own = {.unsynchronised = w->plant ? &planted : NULL};
+    const int runs = (int)(r >> 8) % RUNS;   // also none: workers that are told to leave before they ever ran
+    for (int i = 0; i < runs; i++) {
+      run_and_check(team, &own, (int64_t)(r >> (i % 32) & 0xFFFF));
+      if ((r >> 20 & 7) == 0) usleep(200);   // long enough for the workers to fall asleep
+    }
+    rm_team_destroy(team);
+    pthread_mutex_lock(&w->shared->lock);
+    run_and_check(w->shared->team, &w->shared->j, (int64_t)(r & 0xFF));
+    pthread_mutex_unlock(&w->shared->lock);
+  }
+  return NULL;
+}
+
+int main(int argc, char **argv) {
+  const int n = (int)tiny_option(argc, argv, "threads", 4);
+  const int plant = (int)tiny_option(argc, argv, "plant", 0);
+  const uint64_t seed = (uint64_t)tiny_option(argc, argv, "seed", 1);
+  shared_team shared = {.lock = PTHREAD_MUTEX_INITIALIZER};
+  rm_error err = RM_ERROR_INIT;
+  worker workers[16] = {0};
+  if (n < 1 || n > 16) tiny_die("--threads %d is not in [1, 16]", n);
+  tiny_must(rm_team_create(2, &shared.team, &err), &err);
+  for (int i = 0; i < n; i++) {
+    workers[i] = (worker){.seed = tiny_mix(seed) + (uint64_t)i * 1000, .rounds = tiny_option(argc, argv, "rounds", 40), .plant = plant};
+    workers[i].shared = &shared;
+    if (pthread_create(&workers[i].thread, NULL, work, &workers[i])) tiny_die("no thread %d", i);
+  }
+  for (int i = 0; i < n; i++) pthread_join(workers[i].thread, NULL);
+  rm_team_destroy(shared.team);
+  if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
+  printf("race_team: %ld runs in %d threads\n", (long)n_runs, n);
+  return 0;
+}
