@@ -1,0 +1,180 @@
+"""Plants known faults, one at a time, and says which test caught which.
+
+Each tests/planted/NN-name.patch changes one thing that a user would suffer from. Its header says what, why it hurts, and on a
+`Tests:` line which tests should see it, narrowest first (arguments of pytest, split like a shell's). This script copies the tree
+to a scratch folder, and there, for every patch: applies it, builds, runs those tests until the first failure, takes it back.
+
+A test counts only if it passes without any patch, so all named tests run once on the clean tree first. A fault whose patch does
+not apply or does not build is not caught, nor is one that pytest could not collect (exit status 1 alone is a test that failed).
+Exit status 1: some fault was not caught.
+
+    python tests/planted/run.py [NAME …] [--list] [--wide] [--into DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+TIMEOUT = 600  # seconds of one build or one run of tests
+WIDE = [
+    f"tests/test_{name}.py" for name in ("ops", "ops_reference", "engine", "sync", "requests", "generator", "generator_sync", "sources")
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A patch and what its header says."""
+
+    path: Path
+    title: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def read_fault(path: Path) -> Fault:
+    header = path.read_text().partition("\n--- ")[0].splitlines()
+    tests = [line.removeprefix("Tests:") for line in header if line.startswith("Tests:")]
+    if len(tests) != 1 or len(header) < 3:
+        raise ValueError(f"{path.name}: the header needs what, why and one line of Tests:")
+    return Fault(path, header[0], tuple(shlex.split(tests[0])))
+
+
+def all_faults() -> list[Fault]:
+    return [read_fault(path) for path in sorted(FOLDER.glob("*.patch"))]
+
+
+def touched(fault: Fault) -> list[str]:
+    return re.findall(r"^\+\+\+ b/(\S+)", fault.path.read_text(), re.MULTILINE)
+
+
+def copy_tree(to: Path) -> None:
+    """All files that git would keep; one that has not changed keeps its old copy, so that a second run compiles little."""
+    listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    for name in listed.decode().split("\0"):
+        source, target = ROOT / name, to / name
+        if not name or not source.is_file() or (target.exists() and target.read_bytes() == source.read_bytes()):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def apply(tree: Path, fault: Fault, *options: str) -> bool:
+    command = ["patch", "-p1", "--fuzz=0", "--batch", "--silent", "--no-backup-if-mismatch", *options, "-i", str(fault.path)]
+    return subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+class Scratch:
+    """A copy of the tree with its build beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree, self.lib, self.temp = folder / "tree", folder / "lib", folder / "temp"
+        copy_tree(self.tree)
+
+    def call(self, command: list[str], **variables: str) -> tuple[int, str]:
+        environment = os.environ | {"ROLLMESH_CUDA": "0", "ROLLMESH_JOBS": "2", "PYTHONDONTWRITEBYTECODE": "1"} | variables
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.tree,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return -1, f"no end within {TIMEOUT} s"
+        return done.returncode, done.stdout
+
+    def build(self) -> str | None:
+        command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(self.lib), "--build-temp", str(self.temp)]
+        status, said = self.call(command)
+        return said if status else None
+
+    def test(self, tests: list[str]) -> tuple[int, str]:
+        """pytest's exit status and its last words: the test that failed first, when one did."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE", *tests]
+        status, said = self.call(command, PYTHONPATH=str(self.lib))
+        failed = re.findall(r"^(?:FAILED|ERROR) (.*)", said, re.MULTILINE)
+        return status, failed[0] if failed else said.strip()[-300:]
+
+
+def plant(scratch: Scratch, fault: Fault, wide: bool) -> tuple[bool, str]:
+    """(caught, by what or why not)."""
+    if not apply(scratch.tree, fault):
+        return False, "the patch does not apply"
+    try:
+        if said := scratch.build():
+            return False, f"does not build: {said.strip()[-300:]}"
+        status, said = scratch.test([*fault.tests])
+        if status == 0 and wide:
+            status, said = scratch.test(WIDE)
+        return status == 1, said if status else "SURVIVED"
+    finally:
+        if not apply(scratch.tree, fault, "--reverse"):
+            raise RuntimeError(f"{fault.name} could not be taken back from {scratch.tree}")
+
+
+def baseline(scratch: Scratch, faults: list[Fault], wide: bool) -> str | None:
+    if said := scratch.build():
+        return said
+    for tests in sorted({fault.tests for fault in faults}) + ([tuple(WIDE)] if wide else []):
+        status, said = scratch.test([*tests])
+        if status:
+            return f"without any fault, {shlex.join(tests)}: {said}"
+    return None
+
+
+def run(faults: list[Fault], folder: Path, wide: bool) -> int:
+    scratch = Scratch(folder)
+    if said := baseline(scratch, faults, wide):
+        print(said, file=sys.stderr)
+        return 2
+    missed = 0
+    for fault in faults:
+        start = time.monotonic()
+        caught, said = plant(scratch, fault, wide)
+        missed += not caught
+        print(f"{'caught' if caught else 'MISSED'}  {fault.name:36} {time.monotonic() - start:5.0f} s  {said[:200]}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} caught")
+    return 1 if missed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="plants known faults and says which test caught which")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="patches, by their file name or its beginning; all by default")
+    parser.add_argument("--list", action="store_true", help="show the faults and do nothing")
+    parser.add_argument("--wide", action="store_true", help="try more test files when the named tests pass")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="scratch folder to keep, so that the next run builds less")
+    options = parser.parse_args()
+    faults = [fault for fault in all_faults() if not options.names or fault.name.startswith(tuple(options.names))]
+    if not faults:
+        parser.error("no fault of that name")
+    if options.list:
+        for fault in faults:
+            print(f"{fault.name:36} {fault.title}")
+        return 0
+    if options.into:
+        return run(faults, options.into.resolve(), options.wide)
+    with tempfile.TemporaryDirectory() as folder:
+        return run(faults, Path(folder), options.wide)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
