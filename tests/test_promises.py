@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import numpy_state_dict, tiny_config, tiny_spec
 
@@ -104,21 +102,17 @@ def test_p3_a_sync_that_waits_ends_at_its_deadline() -> None:
         gen.abort()
 
 
-class Trap:
-    """Runs when unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.putenv, ("ROLLMESH_TRAP", "sprung")
+# As bytes, since nothing here may import what it is about: unpickled, it calls os.putenv("ROLLMESH_TRAP", "sprung").
+TRAP = b"cposix\nputenv\n(S'ROLLMESH_TRAP'\nS'sprung'\ntR."
+NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117) + b"\n"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "weights.npy", "weights.npz"])
 def test_p4_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
     """Files that torch.load or numpy.load would have executed are refused unread, whatever they are called."""
-    trapped = pickle.dumps({"model.norm.weight": Trap()})
+    trapped = TRAP
     if name.endswith(".npy"):
-        file = io.BytesIO()
-        np.save(file, np.array([Trap()], object), allow_pickle=True)
-        trapped = file.getvalue()
+        trapped = b"\x93NUMPY\x01\x00" + len(NPY_HEADER).to_bytes(2, "little") + NPY_HEADER + TRAP
     if name.endswith((".npz", ".bin")):
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
