@@ -43,7 +43,8 @@ def test_every_instruction_set_has_an_answer() -> None:
 def test_what_the_processor_has_is_used(isa: str) -> None:
     """A variant that this machine could run and that is refused here is a defect; one that it cannot run names the reason."""
     refused, emulated, one_row, many_rows = ops.isa_states()[isa]
-    if CPU_FLAGS[isa] <= processor_flags():
+    refused_by_system = refused == "the operating system refuses tile registers to this process"  # a container may
+    if CPU_FLAGS[isa] <= processor_flags() and not refused_by_system:
         assert refused is None
         assert not emulated
         assert min(one_row, many_rows) > 0.1

@@ -64,6 +64,11 @@ def test_races_touch_only_their_memory(native: Build, driver: str) -> None:
     passes([native(driver, MEMORY), "--seed", "2"])
 
 
+def test_second_lines_of_defence(native: Build) -> None:
+    """Guards that another guard hides from every test above: versions in the store, versions and zeroing in the page cache."""
+    assert passes([native("second_line")]) == "2 guards hold\n"
+
+
 def sites(printed: str) -> list[tuple[int, int]]:
     return [(int(a), int(t)) for a, t in re.findall(r"(\d+) allocations and (\d+) threads failed once and for ever", printed)]
 

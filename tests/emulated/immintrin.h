@@ -264,5 +264,5 @@ static inline __attribute__((unused)) void emu_tile_dots(int c, int a, int b) {
 #define _tile_release() memset(&emu_tile, 0, sizeof emu_tile)
 #define _tile_loadd(t, p, stride) emu_load(t, p, stride)
 #define _tile_stored(t, p, stride) emu_store(t, p, stride)
-#define _tile_zero(t) memset(emu_tile.word[t], 0, sizeof emu_tile.word[t])
+#define _tile_zero(t) (emu_need(emu_tile.configured && emu_tile.rows[t] > 0), memset(emu_tile.word[t], 0, sizeof emu_tile.word[t]))
 #define _tile_dpbf16ps(c, a, b) emu_tile_dots(c, a, b)

@@ -1,0 +1,63 @@
+// second_line.c: guards that no test can reach from above, because another one stands before them: the Python layer refuses a
+// version that does not grow before the store does, and a commit empties the prefix index before an old version's page could
+// be found. Both must hold by themselves. Exit status 1 and a sentence where one does not.
+#include <stdio.h>
+#include <string.h>
+
+#include "common/tiny.h"
+#include "engine/kv_cache.h"
+
+enum { PAGE = 16, N_PAGES = 4 };
+
+static int zeroed[N_PAGES];
+static void count_zeroed(void *owner, int32_t page) {
+  (void)owner;
+  zeroed[page]++;
+}
+
+static void must(int holds, const char *what) {
+  if (!holds) tiny_die("%s", what);
+}
+
+// The same tokens under two versions are two pages; a page that was written is zeroed before it is handed out again.
+static void prefix_index(void) {
+  rm_kv_cache *cache = NULL;
+  rm_error err = RM_ERROR_INIT;
+  int32_t tokens[PAGE] = {5, 6, 7};
+  tiny_must(rm_kv_create(&(rm_kv_options){.n_pages = N_PAGES, .page_size = PAGE, .zero_page = count_zeroed}, &cache, &err), &err);
+  const int32_t page = rm_kv_alloc(cache);
+  rm_kv_index(cache, page, 1, -1, tokens, 0);
+  must(rm_kv_find(cache, 2, -1, tokens, 0) == -1, "a page of version 1 was found under version 2");
+  must(rm_kv_find(cache, 1, -1, tokens, 0) == page, "a page was not found under its own version");
+  rm_kv_release(cache, page);
+  rm_kv_release(cache, page);
+  rm_kv_reset(cache);
+  int32_t held[N_PAGES];
+  const int before = zeroed[page];
+  for (int i = 0; i < N_PAGES; i++) held[i] = rm_kv_alloc(cache);
+  must(zeroed[page] == before + 1, "a page that had been in use was handed out as it was");
+  for (int i = 0; i < N_PAGES; i++) rm_kv_release(cache, held[i]);
+  rm_kv_destroy(cache);
+}
+
+static void versions_grow(void) {
+  tiny_model *model = tiny_model_create(TINY_DENSE, RM_F32);
+  tiny_weights *weights = tiny_weights_create(model, 1);
+  rm_engine *engine = tiny_engine(model, 1);
+  rm_error err = RM_ERROR_INIT;
+  rm_sync_options options = {.version = 7};
+  tiny_must(tiny_sync_with(engine, weights, &options, RM_INFLIGHT_REFUSE, &err), &err);
+  for (int64_t version = 6; version <= 7; version++) {
+    options.version = version;
+    must(tiny_sync_with(engine, weights, &options, RM_INFLIGHT_REFUSE, &err) == RM_E_VERSION, "version 7 was followed by 6 or 7");
+  }
+  rm_engine_destroy(engine);
+  tiny_weights_destroy(weights);
+  tiny_model_destroy(model);
+}
+
+int main(void) {
+  prefix_index();
+  versions_grow();
+  puts("2 guards hold");
+}
