@@ -112,8 +112,8 @@ static void *interfere(void *arg) {
   scene *s = arg;
   rm_error err = RM_ERROR_INIT;
   for (uint64_t i = 0; !atomic_load(&s->closed); i++) {
-    const int wait = (int)(tiny_mix(s->seed + i) % 400);
-    for (int k = 0; k < wait && !atomic_load(&s->closed); k++) sched_yield();
+    const long until = atomic_load(&s->turn.n) + (long)(tiny_mix(s->seed + i) % 1000);   // turns of all: a sync is some hundred
+    while (atomic_load(&s->turn.n) < until && !atomic_load(&s->closed)) sched_yield();
     rm_engine *engine = turn_enter(&s->turn);
     if (engine && i % 3 == 0) tiny_must(rm_engine_sync_begin(engine, &(rm_sync_options){.version = -1}, &err), &err);
     if (engine && i % 3 == 1) rm_engine_sync_abort(engine);
