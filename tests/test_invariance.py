@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import rollmesh as rm
+from rollmesh import ops
 
 Outputs = list[rm.RequestOutput]
 Params = rm.SamplingParams
@@ -235,21 +236,26 @@ def test_across_the_segment(model: str, variant: str) -> None:
     run_variant(model, "long", variant)
 
 
+OTHERS = [isa for isa in ops.available_isas() if isa != ops.best_isa()]  # the plain loops and what else runs here
+
+
+@pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_reference_kernels(model: str) -> None:
-    """The plain loops of kernels/cpu/ref.c give the bits of the fast variant, with another batch, chunk and page as well."""
+def test_other_kernels(model: str, isa: str) -> None:
+    """The plain loops of kernels/cpu/ref.c give the bits of the chosen variant, with another batch, chunk and page as well."""
     picks = [0, 3, 4, 7, 9, 13, 18, 21, 23]
-    with engine(model, isa="ref", block_size=64, max_num_batched_tokens=150, enable_prefix_caching=True) as gen:
-        assert gen.metrics()["isa"] == "ref"
+    with engine(model, isa=isa, block_size=64, max_num_batched_tokens=150, enable_prefix_caching=True) as gen:
+        assert gen.metrics()["isa"] == isa
         assert_same(together(gen, SHORT.of(picks)), [base(model, "short")[i] for i in picks])
     with engine(model) as gen:
-        assert gen.metrics()["isa"] != "ref"
+        assert gen.metrics()["isa"] == ops.best_isa()
     COMPARED["tests"] += 1
 
 
+@pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", ["window_f32", "moe_bf16"])
-def test_reference_kernels_across_the_segment(model: str) -> None:
-    with engine(model, isa="ref") as gen:
+def test_other_kernels_across_the_segment(model: str, isa: str) -> None:
+    with engine(model, isa=isa) as gen:
         assert_same(together(gen, LONG.of([0])), [base(model, "long")[0]])
     COMPARED["tests"] += 1
 
@@ -345,7 +351,7 @@ def test_logits(model: str) -> None:
 # -------------------------------------------------------------------------------------------------- the count
 def test_a_million_logprobs(request: pytest.FixtureRequest) -> None:
     line = f"invariance: {COMPARED['logprobs']:,} logprobs and {COMPARED['logits']:,} logits compared, 0 bits differ"
-    all_tests = len(MODELS) * (len(VARIANTS) + len(LONG_VARIANTS) + 6) + 2
+    all_tests = len(MODELS) * (len(VARIANTS) + len(LONG_VARIANTS) + 5 + len(OTHERS)) + 2 * len(OTHERS)
     if COMPARED["tests"] != all_tests:
         pytest.skip(f"{COMPARED['tests']} of {all_tests} tests of this file passed in this run")
     request.config.stash[conftest.SUMMARY].append(line)

@@ -8,7 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HEAD_DIM = 16, LAYERS = 2, VOCAB = 131, MAX_LEN = 64, MAX_TOKENS = 10 };
+enum { MAX_HEAD_DIM = 64, LAYERS = 2, MAX_LEN = 64, MAX_TOKENS = 10 };
+
+static const struct sizes {
+  int64_t vocab, hidden, intermediate, head_dim, experts, top_k, of_expert;
+} SMALL = {131, 40, 56, 16, 5, 2, 24}, WIDE = {517, 168, 208, 64, 9, 3, 72};
 
 _Noreturn void tiny_die(const char *format, ...) {
   va_list args;
@@ -50,21 +54,22 @@ static void *take(size_t count, size_t bytes) {
 
 // ------------------------------------------------------------------------------------------------ model
 tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
-  float inv_freq[HEAD_DIM / 2];
-  for (int i = 0; i < HEAD_DIM / 2; i++) inv_freq[i] = powf(10000.0f, -2.0f * (float)i / HEAD_DIM);
-  const int moe = kind == TINY_MOE;
+  const struct sizes *size = kind == TINY_WIDE ? &WIDE : &SMALL;
+  float inv_freq[MAX_HEAD_DIM / 2];
+  for (int i = 0; i < size->head_dim / 2; i++) inv_freq[i] = powf(10000.0f, -2.0f * (float)i / (float)size->head_dim);
+  const int moe = kind == TINY_MOE || kind == TINY_WIDE;
   const rm_layer_spec layers[LAYERS] = {{0, 0}, {moe, moe ? 0 : 20}};
   const rm_spec values = {
-      .vocab_size = VOCAB,
-      .hidden_size = 40,
-      .intermediate_size = 56,
+      .vocab_size = size->vocab,
+      .hidden_size = size->hidden,
+      .intermediate_size = size->intermediate,
       .n_layers = LAYERS,
       .n_heads = 4,
       .n_kv_heads = 2,
-      .head_dim = HEAD_DIM,
-      .n_experts = moe ? 5 : 0,
-      .top_k = moe ? 2 : 0,
-      .moe_intermediate_size = moe ? 24 : 0,
+      .head_dim = size->head_dim,
+      .n_experts = moe ? size->experts : 0,
+      .top_k = moe ? size->top_k : 0,
+      .moe_intermediate_size = moe ? size->of_expert : 0,
       .norm_topk_prob = moe,
       .attention_bias = kind == TINY_TIED,
       .tie_word_embeddings = kind == TINY_TIED,

@@ -17,10 +17,11 @@
 
 #include "engine/engine.h"
 
-typedef enum tiny_kind { TINY_DENSE, TINY_TIED, TINY_MOE, TINY_N_KIND } tiny_kind;
+typedef enum tiny_kind { TINY_DENSE, TINY_TIED, TINY_MOE, TINY_N_KIND, TINY_WIDE = TINY_N_KIND } tiny_kind;
 
 // With sizes that are no multiples of a tile; TINY_MOE has a dense layer and one of experts with a router bias, the others a
-// layer with a sliding window and, TINY_TIED, biases of attention.
+// layer with a sliding window and, TINY_TIED, biases of attention. TINY_WIDE, which is not among the TINY_N_KIND, is like
+// TINY_MOE with sizes of several tiles.
 typedef struct tiny_model {
   tiny_kind kind;
   rm_dtype dtype;
