@@ -10,7 +10,8 @@
 enum {
   ROWS = 19,
   WIDE = 200,
-  DEEP = 104,
+  SHALLOW = 101,   // inner dimensions: of less than a block, and of more than one
+  DEEP = 300,
   HEADS = 4,
   KV_HEADS = 2,
   HEAD_DIM = 40,
@@ -53,7 +54,7 @@ static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
 
 static rm_ctx context(void) { return (rm_ctx){.workspace = scratch, .workspace_bytes = sizeof scratch, .n_threads = 1}; }
 
-static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, int swiglu) {
+static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, int64_t inner, int swiglu) {
   const rm_ctx ctx = context();
   const int64_t n = swiglu ? 24 : 37;
   const rm_gemm_args a = {.y = out,
@@ -62,18 +63,19 @@ static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, i
                           .bias = swiglu ? NULL : in.x + 9000,
                           .m = rows,
                           .n = n,
-                          .k = DEEP - 3,
-                          .ldx = DEEP,
+                          .k = inner,
+                          .ldx = inner + 3,
                           .ldy = n,
                           .dtype = dtype,
                           .y_dtype = swiglu ? dtype : RM_F32};
   if (swiglu) k->gemm_swiglu(&ctx, &a);
   else k->gemm(&ctx, &a);
 }
-static void gemm_1(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 1, 0); }
-static void gemm_19(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, ROWS, 0); }
-static void swiglu_5(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 5, 1); }
-static void swiglu_19(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, ROWS, 1); }
+static void gemm_1(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 1, SHALLOW, 0); }
+static void gemm_19(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, ROWS, SHALLOW, 0); }
+static void gemm_35(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 35, DEEP, 0); }
+static void swiglu_5(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 5, SHALLOW, 1); }
+static void swiglu_35(const rm_kernels *k, rm_dtype dtype, void *out) { gemm(k, dtype, out, 35, DEEP, 1); }
 
 static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
@@ -228,9 +230,10 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
 static const struct check {
   const char *name;
   void (*run)(const rm_kernels *, rm_dtype, void *out);
-} CHECKS[] = {{"gemm", gemm_1},     {"gemm", gemm_19},        {"gemm_swiglu", swiglu_5}, {"gemm_swiglu", swiglu_19},
-              {"rms_norm", norm},   {"attention", attention}, {"router", router},        {"lm_head or sample", head_and_sample},
-              {"qk_rope_kv", rope}, {"combine", combine}};
+} CHECKS[] = {{"gemm", gemm_1},          {"gemm", gemm_19},          {"gemm", gemm_35},
+              {"gemm_swiglu", swiglu_5}, {"gemm_swiglu", swiglu_35}, {"rms_norm", norm},
+              {"attention", attention},  {"router", router},         {"lm_head or sample", head_and_sample},
+              {"qk_rope_kv", rope},      {"combine", combine}};
 
 const char *rm_verify(const rm_kernels *kernels) {
   for (rm_dtype dtype = RM_BF16; dtype <= RM_F32; dtype++) {
