@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
     assert "  in rollmesh    not built into this version\n" in text
     for name in ("ref", "NumPy", "torch", "transformers", "nvcc", "NCCL", "vllm"):
         assert f"\n  {name} " in text
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    """As in `rollmesh doctor | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "rollmesh", "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_plan_of_the_full_size_config() -> None:

@@ -7,6 +7,7 @@ only `grpo` needs torch, and `rollmesh doctor` must work where everything else i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C."""
+    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C, 141 when the reader of the output
+    has gone."""
     parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -32,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = COMMANDS[args.command][0].run(args)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails to flush at exit, aloud
+        return 141
     except (rm.Error, MemoryError) as error:
         print(f"rollmesh {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
