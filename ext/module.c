@@ -80,6 +80,11 @@ static PyObject *memory_mapped(PyObject *module, PyObject *ignored) {
   return PyLong_FromSize_t(rm_memory_mapped());
 }
 
+static PyObject *memory_blocks(PyObject *module, PyObject *ignored) {
+  (void)module, (void)ignored;
+  return PyLong_FromSize_t(rm_memory_blocks());
+}
+
 static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
   (void)module;
   long n;
@@ -91,6 +96,7 @@ static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"memory_mapped", memory_mapped, METH_NOARGS, "Bytes of weights, KV and workspaces mapped now by this process."},
+    {"memory_blocks", memory_blocks, METH_NOARGS, "Blocks, small and mapped, that were not given back yet."},
     {"memory_fail_at", memory_fail_at, METH_VARARGS, "(n, for_ever=False): a test hook; the n-th allocation from now fails."},
     {0},
 };

@@ -1,0 +1,1 @@
+"""Nothing piles up over ten thousand syncs and generators and a million requests; __main__.py has the command."""
