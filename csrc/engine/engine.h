@@ -35,8 +35,8 @@ typedef struct rm_request {     // all pointers are views during add, except log
   rm_request_kind kind;
   const int32_t *prompt;        // [n_prompt] token ids
   int64_t n_prompt;
-  int32_t n;                    // samples
-  int64_t max_tokens, min_tokens;
+  int32_t n;                    // samples, 1 … 16384; RM_GENERATE, as is the next line
+  int64_t max_tokens, min_tokens;   // min_tokens > 0: at least one token of the vocabulary must be neither eos nor a stop
   float temperature, top_p, min_p;
   int32_t top_k;
   int has_seed;                 // 0: the engine's seed is mixed with `seed`, the caller's count of such requests

@@ -50,15 +50,21 @@ static rm_code check_lengths(const rm_request *request, const rm_request_rules *
   return RM_OK;
 }
 
+// Tokens that each sample may generate. Of lengths that were checked: others overflow here.
+static int64_t capacity_of(const rm_request *request, const rm_request_rules *rules) {
+  return request->kind == RM_SCORE ? 0 : rm_min64(request->max_tokens, rules->max_model_len - request->n_prompt);
+}
+
 // Positions that get KV: the last token generated is never fed back.
-static rm_code check_capacity(int64_t n_positions, const rm_request_rules *rules, rm_error *err) {
+static rm_code check_capacity(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
+  const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, rules) - 1, 0);
   const int64_t n_pages = (n_positions + rules->page_size - 1) / rules->page_size;
   if (n_pages <= rules->n_pages) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY, "%lld tokens need %lld pages of %lld positions; the KV cache has %lld", (long long)n_positions,
                  (long long)n_pages, (long long)rules->page_size, (long long)rules->n_pages);
 }
 
-static rm_code check(const rm_request *request, const rm_request_rules *rules, int64_t capacity, rm_error *err) {
+static rm_code check(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
   if ((code = check_lengths(request, rules, err))) return code;
@@ -68,7 +74,7 @@ static rm_code check(const rm_request *request, const rm_request_rules *rules, i
   if ((code = check_logprobs(request, rules->vocab, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
   if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, rules->vocab, err))) return code;
-  return check_capacity(request->n_prompt + rm_max64(capacity - 1, 0), rules, err);
+  return check_capacity(request, rules, err);
 }
 
 // ---------------------------------------------------------------------------------------------- token sets
@@ -169,7 +175,7 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
       .n_prompt = request->n_prompt,
       .capacity = capacity,
       .n = score ? 1 : request->n,
-      .min_tokens = request->min_tokens,
+      .min_tokens = score ? 0 : request->min_tokens,
       .temperature = request->temperature,
       .top_p = request->top_p,
       .min_p = request->min_p,
@@ -184,16 +190,12 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
   return group;
 }
 
-static int64_t capacity_of(const rm_request *request, const rm_request_rules *rules) {
-  return request->kind == RM_SCORE ? 0 : rm_min64(request->max_tokens, rules->max_model_len - request->n_prompt);
-}
-
 rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
                         rm_error *err) {
-  const int64_t capacity = capacity_of(request, rules);
   *out = NULL;
-  const rm_code code = check(request, rules, capacity, err);
+  const rm_code code = check(request, rules, err);
   if (code) return code;
+  const int64_t capacity = capacity_of(request, rules);
   const rm_group values = values_of(request, capacity);
   rm_group *group = allocate(&values, request, rules);
   if (!group)

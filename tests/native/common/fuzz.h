@@ -59,10 +59,12 @@ static inline int fuzz_one_in(fuzz *f, int64_t n) { return fuzz_below(f, n) == 0
 
 // Zero, small ones of both signs, powers of two with their neighbours, the ends of 32 and 64 bits, and any.
 static inline int64_t fuzz_integer(fuzz *f) {
-  switch (fuzz_below(f, 6)) {
+  const int64_t kind = fuzz_below(f, 6);   // one call a statement: the order of two in an expression is the compiler's
+  const uint64_t power = UINT64_C(1) << fuzz_below(f, 63), near = (uint64_t)fuzz_below(f, 3) - 1;
+  switch (kind) {
     case 0: return fuzz_below(f, 9) - 4;
-    case 1: return (int64_t)((UINT64_C(1) << fuzz_below(f, 63)) + (uint64_t)fuzz_below(f, 3) - 1);
-    case 2: return (int64_t)(0 - (UINT64_C(1) << fuzz_below(f, 63)) + (uint64_t)fuzz_below(f, 3) - 1);
+    case 1: return (int64_t)(power + near);
+    case 2: return (int64_t)(0 - power + near);
     case 3:
       return (const int64_t[]){INT64_MIN, INT64_MIN + 1, INT32_MIN, INT32_MAX, UINT32_MAX, INT64_MAX - 1, INT64_MAX}[fuzz_below(f, 7)];
     case 4: return fuzz_below(f, 2000) - 1000;
