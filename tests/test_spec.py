@@ -281,6 +281,35 @@ def test_row_15_sizes_beyond_any_model(base: dict[str, Any], changes: dict[str, 
         rm.Generator(spec(base, **changes), max_model_len=32, kv_cache_gib=0.002, threads=1).sync_weights({})
 
 
+MANY = {f"key{i}": i for i in range(5000)}
+LAUGHS: Any = 0
+for _ in range(9):
+    LAUGHS = [LAUGHS] * 100  # 10^18 elements in a few kilobytes
+NO_JSON: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": np.arange(3)}, r"rope_scaling=array\(\[0, 1, 2\]\) is a ndarray"),
+    ({"hidden_act": np.arange(3)}, "hidden_act=.* is a ndarray"),
+    ({"model_type": np.arange(3)}, "model_type=.* is a ndarray"),
+    ({"quantization_config": np.arange(3)}, "quantization_config=.*: quantized weights"),
+    ({"layer_types": [10**5000, "full_attention"]}, "layer_types has "),
+    ({"layer_types": [np.arange(3)] * 2}, "layer_types has "),
+    (MANY, "unknown config keys: key0=0, key1=1, .* and 4980 more"),
+    ({"x" * 10**6: 1}, "unknown config keys: 'xxx"),
+    ({"\ud800": 1}, r"unknown config keys: '\\ud800'=1"),
+    ({7: 1, ("a", "b"): 2}, r"unknown config keys: 7=1, \('a', 'b'\)=2"),
+    ({"rope_parameters": MANY}, "rope_parameters has keys .*: key0, .* and 4980 more"),
+    ({"quantization_config": LAUGHS}, "quantization_config="),
+    ({"num_hidden_layers": LAUGHS}, "num_hidden_layers="),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), NO_JSON, ids=[str(next(iter(c[0])))[:20] for c in NO_JSON])
+def test_row_15_what_no_file_holds(changes: dict[Any, Any], words: str) -> None:
+    """Values of Python's alone, and more of them than a message should list: refused as any other, on less than a page."""
+    with pytest.raises(rm.ConfigError, match=words) as refused:
+        rm.ModelSpec.from_hf({**DENSE, **changes})
+    assert len(str(refused.value).encode()) < 8192
+
+
 def test_row_15_what_is_no_config(tmp_path: Path) -> None:
     for bad in (None, 3, [1], object()):
         with pytest.raises(rm.ConfigError):

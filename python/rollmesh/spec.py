@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollmesh import rope as _rope
 from rollmesh.errors import ConfigError, FormatError
-from rollmesh.rope import MAX_FLOAT, shown
+from rollmesh.rope import MAX_FLOAT, listed, shown
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 
@@ -55,6 +55,15 @@ _IRRELEVANT = _keys(
     "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens is_decoder"
 )
+
+_UNSUPPORTED = {
+    "quantization_config": "quantized weights",
+    "auto_map": "code that comes with the checkpoint",
+    "pruned_heads": "pruned heads",
+    "is_encoder_decoder": "encoder-decoder models",
+    "add_cross_attention": "cross attention",
+}
+_PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
 
 class Parameter(NamedTuple):
@@ -127,6 +136,7 @@ class ModelSpec:
         if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
             raise ConfigError(f"ignore={shown(ignore)}, wanted a tuple of keys of the config")
         values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
+        _refuse_odd(values)
         model_type = values.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ConfigError(f"model_type={shown(model_type)} is not supported; supported are {', '.join(MODEL_TYPES)}")
@@ -236,25 +246,26 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return values
 
 
+def _refuse_odd(values: Mapping[str, Any]) -> None:
+    """Values that are compared and tested below as what JSON has; an array, say, has no truth value."""
+    for key, value in values.items():
+        if key in _USED and not isinstance(value, _PLAIN):
+            raise ConfigError(f"{key}={shown(value)} is a {type(value).__name__}, wanted a value as JSON has them")
+
+
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
     """Options that change the numbers and are not supported, then everything that nobody here has heard of."""
-    unsupported = {
-        "quantization_config": "quantized weights",
-        "auto_map": "code that comes with the checkpoint",
-        "pruned_heads": "pruned heads",
-        "is_encoder_decoder": "encoder-decoder models",
-        "add_cross_attention": "cross attention",
-    }
-    for key, what in unsupported.items():
-        if values.get(key):
-            raise ConfigError(f"{key}={shown(values[key])}: {what} are not supported")
+    for key, what in _UNSUPPORTED.items():
+        value = values.get(key)
+        if not isinstance(value, _PLAIN) or value:
+            raise ConfigError(f"{key}={shown(value)}: {what} are not supported")
     unknown = [
-        f"{key}={shown(value)}"
+        (key, value)
         for key, value in values.items()
-        if key not in _USED and key not in _IRRELEVANT and key not in unsupported and value is not None and value is not False
+        if key not in _USED and key not in _IRRELEVANT and key not in _UNSUPPORTED and value is not None and value is not False
     ]
     if unknown:
-        raise ConfigError(f"unknown config keys: {', '.join(unknown)} (ignore=(…) passes those that do not matter)")
+        raise ConfigError(f"unknown config keys: {listed(unknown)} (ignore=(…) passes those that do not matter)")
 
 
 class _Reader:
@@ -348,8 +359,8 @@ def _moe_layers(c: _Reader, layers: int) -> tuple[bool, ...]:
     step, dense = c.integer("decoder_sparse_step", 1, MAX_POSITION, 1), c.values.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(type(i) is int and 0 <= i < layers for i in dense):
         raise ConfigError(f"mlp_only_layers={shown(dense)} is not a list of layers in [0, {layers})")
-    has_experts = _num_experts(c) > 0
-    return tuple(has_experts and i not in dense and (i + 1) % step == 0 for i in range(layers))
+    has_experts, without = _num_experts(c) > 0, frozenset(dense)
+    return tuple(has_experts and i not in without and (i + 1) % step == 0 for i in range(layers))
 
 
 def _windows(c: _Reader, layers: int, moe: bool) -> tuple[int, ...]:
@@ -362,7 +373,7 @@ def _windows(c: _Reader, layers: int, moe: bool) -> tuple[int, ...]:
         return tuple(window if i >= first else 0 for i in range(layers))
     if not isinstance(types, (list, tuple)) or len(types) != layers:
         raise ConfigError(f"layer_types={shown(types)} has not one entry for each of num_hidden_layers={layers}")
-    if other := sorted({str(t) for t in types} - {"full_attention", "sliding_attention"}):
+    if other := [t for t in types if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")]:
         raise ConfigError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
     if moe and set(types) != {"sliding_attention" if window else "full_attention"}:
         raise ConfigError(f"layer_types={shown(types)} with sliding_window={window or None}: Qwen3-MoE's layers are all of one kind")
