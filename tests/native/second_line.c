@@ -1,9 +1,12 @@
 // second_line.c: guards that no test can reach from above, because another one stands before them: the Python layer refuses a
 // version that does not grow before the store does, and a commit empties the prefix index before an old version's page could
-// be found. Both must hold by themselves. Exit status 1 and a sentence where one does not.
+// be found. And a worker of a thread team has the floating-point mode of the contract whatever the thread that started it had:
+// a forward of a tiny model would rarely show it. All must hold by themselves. Exit status 1 and a sentence where one does not.
 #include <stdio.h>
 #include <string.h>
+#include <xmmintrin.h>
 
+#include "base/team.h"
 #include "common/tiny.h"
 #include "engine/kv_cache.h"
 
@@ -56,8 +59,30 @@ static void versions_grow(void) {
   tiny_model_destroy(model);
 }
 
+// MXCSR without its sticky flags, of each thread of a team that was made by a thread that rounds up.
+static void record_mode(void *arg, int thread, int n_threads) {
+  (void)n_threads;
+  ((unsigned *)arg)[thread] = _mm_getcsr() & ~0x3fu;
+}
+
+static void workers_have_the_mode(void) {
+  enum { N = 3, DEFAULT = 0x1f80, ROUND_UP = 0x4000, FLUSH_TO_ZERO = 0x8000, DENORMALS_ARE_ZERO = 0x0040 };
+  unsigned modes[N] = {0};
+  rm_team *team = NULL;
+  rm_error err = RM_ERROR_INIT;
+  _mm_setcsr(DEFAULT | ROUND_UP);
+  tiny_must(rm_team_create(N, &team, &err), &err);
+  rm_team_run(team, record_mode, modes);
+  must((_mm_getcsr() & ~0x3fu) == (DEFAULT | ROUND_UP), "a run of the team changed the caller's floating-point mode");
+  _mm_setcsr(DEFAULT);
+  rm_team_destroy(team);
+  for (int i = 0; i < N; i++)
+    must(modes[i] == (DEFAULT | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO), "a thread of a team computed in the mode of who made it");
+}
+
 int main(void) {
   prefix_index();
   versions_grow();
-  puts("2 guards hold");
+  workers_have_the_mode();
+  puts("3 guards hold");
 }
