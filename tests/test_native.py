@@ -65,8 +65,8 @@ def test_races_touch_only_their_memory(native: Build, driver: str) -> None:
 
 
 def test_second_lines_of_defence(native: Build) -> None:
-    """Guards that another guard hides from every test above: versions in the store, versions and zeroing in the page cache."""
-    assert passes([native("second_line")]) == "2 guards hold\n"
+    """Guards that no test above reaches: versions in the store, versions and zeroing in the page cache, the mode of workers."""
+    assert passes([native("second_line")]) == "3 guards hold\n"
 
 
 def sites(printed: str) -> list[tuple[int, int]]:

@@ -289,6 +289,17 @@ def philox(seed: int, counter: int) -> int:
     return x[0] | x[1] << 32
 
 
+def test_a_draw_on_a_border_takes_the_token_behind_it() -> None:
+    """Token 0 weighs 2^40, each of the others 1, so that every number from 2^40 on is a border. Seeds whose number falls there
+    were searched for (one in 2^22); the oracle draws by exact integers."""
+    others = 2**18
+    logits, stats = lone(np.concatenate([[0.0], np.full(others, -27.5)]))
+    for seed, token in ((2711413, 100348), (6524832, 66153), (7624765, 177384)):
+        assert token == (philox(seed, 0) * (2**40 + others) >> 64) - 2**40 + 1
+        for isa in ops.available_isas():
+            assert ops.sample(logits, stats, ops.SampleParams(seed=seed, counter=0), isa=isa).tokens[0] == token
+
+
 def kept(logits: Array, params: ops.SampleParams) -> dict[int, float]:
     """Which tokens can be drawn, and their sampling logprobs: those that `forced` does not give −∞."""
     row, stats = lone(logits)
@@ -309,6 +320,7 @@ def test_filters_by_hand() -> None:
     assert set(kept(equal, ops.SampleParams(top_k=4))) == {0, 1, 2, 3}
     assert set(kept(equal, ops.SampleParams(top_p=0.5))) == {0, 1, 2}
     assert set(kept(equal, ops.SampleParams(top_p=0.51))) == {0, 1, 2, 3}
+    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {0, 1}  # −0 is +0
     assert set(kept(logits, ops.SampleParams(top_p=0.25))) == {1}
     assert set(kept(logits, ops.SampleParams(top_p=0.65))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(top_p=1e-9))) == {1}
@@ -366,7 +378,8 @@ def test_frequencies(params: ops.SampleParams) -> None:
 
 
 def test_top_logprobs(rng: np.random.Generator) -> None:
-    logits = np.round(normal(rng, (5, 40), "float32", 2.0)) + 0.0
+    logits = np.round(normal(rng, (5, 40), "float32", 2.0))  # ties, and zeros of both signs, which are equal
+    assert np.signbit(logits[logits == 0]).any()
     stats = np.concatenate([lone(row)[1] for row in logits])
     ids, logprobs = ops.top_logprobs(logits, stats, 12, isa=REF)
     order = np.lexsort((np.broadcast_to(np.arange(40), logits.shape), -logits), axis=1)[:, :12]
@@ -377,13 +390,14 @@ def test_top_logprobs(rng: np.random.Generator) -> None:
 
 # ---------------------------------------------------------------------------------------------- environment and refusals
 def test_the_callers_floating_point_environment_is_left_alone() -> None:
-    """Denormals are flushed inside an op and live outside, before and after."""
-    tiny = np.float32(1e-40)
+    """Denormals are flushed inside an op and live outside, before and after. They are made and compared as bits, since where
+    they are flushed 1e-40 is 0, and where they count as zeros it is equal to 0."""
+    bits = np.array([71362], np.uint32)  # of 1e-40
+    tiny = bits.view(np.float32)
     for isa in ops.available_isas():
-        x = np.full((1, 32), 1e-40, np.float32)
-        y = ops.gemm(x, ops.pack(np.full((16, 32), 1.0, np.float32), dtype="float32"), 16, isa=isa, threads=2)
+        y = ops.gemm(np.repeat(tiny[None], 32, 1), ops.pack(np.full((16, 32), 1.0, np.float32), dtype="float32"), 16, isa=isa, threads=2)
         assert (y == 0).all()
-        assert tiny * np.float32(1) == tiny
+        assert (tiny * np.float32(1)).view(np.uint32) == bits
 
 
 def test_rm_isa_caps_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ FAULTS = run.all_faults()
 
 def test_the_list_is_long_and_its_names_are_unique() -> None:
     names = [fault.name.partition("-")[2] for fault in FAULTS]
-    assert len(names) >= 30
+    assert len(names) >= 50
     assert len(set(names)) == len(names)
 
 

@@ -155,6 +155,25 @@ def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> N
         reader.refresh()
 
 
+def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWriter) -> None:
+    """Of the versions before the one it serves, neither a file descriptor nor a mapping is left."""
+    reader = sources.SharedReader(writer.address)
+    folder = writer.address.rpartition(":")[0]
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(folder)
+
+    writer.publish(STATE)
+    reader.refresh()
+    before = held()
+    assert before[1] == 1
+    for _ in range(20):
+        writer.publish(STATE)
+        reader.refresh()
+        assert reader["model.norm.weight"].size
+    assert held() == before
+
+
 def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
     torch = pytest.importorskip("torch")
     mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}

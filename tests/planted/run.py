@@ -2,11 +2,12 @@
 
 Each tests/planted/NN-name.patch changes one thing that a user would suffer from. Its header says what, why it hurts, and on a
 `Tests:` line which tests should see it, narrowest first (arguments of pytest, split like a shell's). This script copies the tree
-to a scratch folder, and there, for every patch: applies it, builds, runs those tests until the first failure, takes it back.
+to a scratch folder and builds it there; then, for every patch, to a copy of that: applies it, builds, runs those tests until the
+first failure.
 
-A test counts only if it passes without any patch, so all named tests run once on the clean tree first. A fault whose patch does
-not apply or does not build is not caught, nor is one that pytest could not collect (exit status 1 alone is a test that failed).
-Exit status 1: some fault was not caught.
+A test counts only if it passes without any patch, so all named tests run once on the clean tree first. A fault is caught when a
+test fails (pytest's exit status 1) or kills the process by a signal. One whose patch does not apply or does not build is not
+caught, nor is one that pytest could not collect, or that no test ended in time. Exit status 1: some fault was not caught.
 
     python tests/planted/run.py [NAME …] [--list] [--wide] [--into DIR]
 """
@@ -18,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 TIMEOUT = 600  # seconds of one build or one run of tests
+TIMED_OUT = 124
 WIDE = [
     f"tests/test_{name}.py" for name in ("ops", "ops_reference", "engine", "sync", "requests", "generator", "generator_sync", "sources")
 ]
@@ -63,11 +66,14 @@ def touched(fault: Fault) -> list[str]:
 
 
 def copy_tree(to: Path) -> None:
-    """All files that git would keep; one that has not changed keeps its old copy, so that a second run compiles little."""
+    """All files that git would keep, and no others; one that has not changed keeps its old copy, so that little is compiled again."""
     listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-    for name in listed.decode().split("\0"):
+    names = {name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()}
+    for stale in [path for path in to.rglob("*") if path.is_file() and str(path.relative_to(to)) not in names]:
+        stale.unlink()
+    for name in names:
         source, target = ROOT / name, to / name
-        if not name or not source.is_file() or (target.exists() and target.read_bytes() == source.read_bytes()):
+        if target.exists() and target.read_bytes() == source.read_bytes():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
@@ -79,14 +85,27 @@ def apply(tree: Path, fault: Fault, *options: str) -> bool:
 
 
 class Scratch:
-    """A copy of the tree with its build beside it."""
+    """`work`, a copy of the tree with its builds, and `clean`, what that was before any fault. A fault is planted into a work that
+    is copied from clean with the times of its files, so that only what the fault touches is compiled."""
 
     def __init__(self, folder: Path) -> None:
-        self.tree, self.lib, self.temp = folder / "tree", folder / "lib", folder / "temp"
+        self.clean, self.work = folder / "clean", folder / "work"
+        self.tree, self.lib, self.temp, self.native = (self.work / name for name in ("tree", "lib", "temp", "native"))
+        if self.clean.exists():
+            self.restore()
         copy_tree(self.tree)
 
+    def restore(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+        shutil.copytree(self.clean, self.work)
+
+    def keep(self) -> None:
+        shutil.rmtree(self.clean, ignore_errors=True)
+        shutil.copytree(self.work, self.clean)
+
     def call(self, command: list[str], **variables: str) -> tuple[int, str]:
-        environment = os.environ | {"ROLLMESH_CUDA": "0", "ROLLMESH_JOBS": "2", "PYTHONDONTWRITEBYTECODE": "1"} | variables
+        fixed = {"ROLLMESH_CUDA": "0", "PYTHONDONTWRITEBYTECODE": "1", "RM_NATIVE_BUILD": str(self.native)}
+        environment = os.environ | fixed | variables
         try:
             done = subprocess.run(
                 command,
@@ -99,7 +118,7 @@ class Scratch:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return -1, f"no end within {TIMEOUT} s"
+            return TIMED_OUT, f"no end within {TIMEOUT} s"
         return done.returncode, done.stdout
 
     def build(self) -> str | None:
@@ -108,27 +127,27 @@ class Scratch:
         return said if status else None
 
     def test(self, tests: list[str]) -> tuple[int, str]:
-        """pytest's exit status and its last words: the test that failed first, when one did."""
+        """pytest's exit status and its last words: the test that failed first, or in which the process died."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE", *tests]
         status, said = self.call(command, PYTHONPATH=str(self.lib))
-        failed = re.findall(r"^(?:FAILED|ERROR) (.*)", said, re.MULTILINE)
-        return status, failed[0] if failed else said.strip()[-300:]
+        if failed := re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE):
+            return status, failed[1]
+        if status < 0 and (died := re.search(r'File "\S*(tests/\w+\.py)", line \d+ in (\w+)', said)):
+            return status, f"{signal.Signals(-status).name} in {died[1]}::{died[2]}"
+        return status, said.strip()[-300:]
 
 
 def plant(scratch: Scratch, fault: Fault, wide: bool) -> tuple[bool, str]:
     """(caught, by what or why not)."""
+    scratch.restore()
     if not apply(scratch.tree, fault):
         return False, "the patch does not apply"
-    try:
-        if said := scratch.build():
-            return False, f"does not build: {said.strip()[-300:]}"
-        status, said = scratch.test([*fault.tests])
-        if status == 0 and wide:
-            status, said = scratch.test(WIDE)
-        return status == 1, said if status else "SURVIVED"
-    finally:
-        if not apply(scratch.tree, fault, "--reverse"):
-            raise RuntimeError(f"{fault.name} could not be taken back from {scratch.tree}")
+    if said := scratch.build():
+        return False, f"does not build: {said.strip()[-300:]}"
+    status, said = scratch.test([*fault.tests])
+    if status == 0 and wide:
+        status, said = scratch.test(WIDE)
+    return status == 1 or status < 0, said if status else "SURVIVED"
 
 
 def baseline(scratch: Scratch, faults: list[Fault], wide: bool) -> str | None:
@@ -138,21 +157,22 @@ def baseline(scratch: Scratch, faults: list[Fault], wide: bool) -> str | None:
         status, said = scratch.test([*tests])
         if status:
             return f"without any fault, {shlex.join(tests)}: {said}"
+    scratch.keep()
     return None
 
 
 def run(faults: list[Fault], folder: Path, wide: bool) -> int:
-    scratch = Scratch(folder)
+    begin, scratch, missed = time.monotonic(), Scratch(folder), 0
     if said := baseline(scratch, faults, wide):
         print(said, file=sys.stderr)
         return 2
-    missed = 0
+    print(f"without any fault all named tests pass ({time.monotonic() - begin:.0f} s)", flush=True)
     for fault in faults:
         start = time.monotonic()
         caught, said = plant(scratch, fault, wide)
         missed += not caught
         print(f"{'caught' if caught else 'MISSED'}  {fault.name:36} {time.monotonic() - start:5.0f} s  {said[:200]}", flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} caught")
+    print(f"{len(faults) - missed} of {len(faults)} caught in {time.monotonic() - begin:.0f} s")
     return 1 if missed else 0
 
 
