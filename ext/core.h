@@ -26,4 +26,5 @@ PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...)
 
 // Parts of the module, each called once while it is executed; 0, or −1 with an exception set.
 int rm_ops_add(PyObject *module);          // ops.c: _core.Kernels and the functions over arrays
+int rm_mesh_add(PyObject *module);         // mesh.c: _core.placement
 int rm_engine_type_add(PyObject *module);  // engine.c: _core.Engine

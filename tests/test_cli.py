@@ -72,26 +72,13 @@ def test_plan_counts_what_the_engine_stores() -> None:
 
     for name in ("qwen3_debug", "qwen3_moe_debug"):
         spec = rm.ModelSpec.from_hf(options.read_model_config(ROOT / f"configs/{name}.toml"))
+        (whole,) = plan.placements(spec)
         for dtype, size in (("bfloat16", 2), ("float32", 4)):
-            planned = sum(plan.rank_bytes(spec, m, plan.Ranks(1, 1, 1), size) for m in plan.matrices(spec))
+            planned = sum(plan.rank_bytes(spec, m, whole, size) for m in plan.matrices(spec))
             with rm.Generator(spec, dtype=dtype, kv_cache_gib=0.001, max_model_len=16) as generator:
                 elements = sum(math.prod(info.shape) for info in generator.manifest().values() if info.required)
                 assert plan.count_parameters(spec).total == elements
                 assert planned == pytest.approx(generator.metrics()["weight_bytes"], rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "heads, kv_heads, tp, expected", [(32, 4, 1, 4), (32, 4, 8, 1), (32, 4, 2, 2), (12, 4, 6, 2), (12, 3, 2, 2), (6, 2, 3, 2)]
-)
-def test_kv_heads_of_a_rank(heads: int, kv_heads: int, tp: int, expected: int) -> None:
-    """Against sets of heads written out: the most KV heads that the query heads of one rank touch."""
-    from types import SimpleNamespace
-
-    from rollmesh.cli.plan import rank_kv_heads
-
-    touched = [{q // (heads // kv_heads) for q in range(r * heads // tp, (r + 1) * heads // tp)} for r in range(tp)]
-    assert max(map(len, touched)) == expected
-    assert rank_kv_heads(SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads), tp) == expected  # type: ignore[arg-type]
 
 
 def test_generate_with_random_weights_is_reproducible() -> None:

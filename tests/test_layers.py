@@ -22,11 +22,11 @@ FOLDERS = ("kernels", "csrc", "ext", "python", "tests", "benchmarks", "data")
 C_LAYERS = {
     "kernels": {"kernels"},
     "csrc/base": {"kernels", "csrc/base"},
-    "csrc/model": {"kernels", "csrc/base", "csrc/model"},
-    "csrc/mesh": {"kernels", "csrc/base", "csrc/model", "csrc/mesh"},
-    "csrc/weights": {"kernels", "csrc/base", "csrc/model", "csrc/mesh", "csrc/weights"},
-    "csrc/engine": {"kernels", "csrc/base", "csrc/model", "csrc/mesh", "csrc/weights", "csrc/engine"},
-    "ext": {"kernels", "csrc/base", "csrc/model", "csrc/mesh", "csrc/weights", "csrc/engine", "ext"},
+    "csrc/mesh": {"kernels", "csrc/base", "csrc/mesh"},
+    "csrc/model": {"kernels", "csrc/base", "csrc/mesh", "csrc/model"},
+    "csrc/weights": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights"},
+    "csrc/engine": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights", "csrc/engine"},
+    "ext": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights", "csrc/engine", "ext"},
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 

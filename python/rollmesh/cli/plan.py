@@ -1,9 +1,9 @@
 """`rollmesh plan MODEL`: what a model is made of, and the memory it takes on each rank.
 
-Arithmetic only, from the configuration: nothing is allocated, so it answers for any size on any machine. MODEL is a checkpoint
-folder, a config.json or a run's TOML. Ranks: dense parameters are sharded over tp (whole heads, vocabulary in blocks of 128) and
-replicated over dp; experts are spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed in tiles
-of 16 rows and 32 columns. The largest rank is shown where shards are uneven.
+Arithmetic only, from the configuration: nothing is allocated, so it answers for any size and world on any machine. MODEL is a
+checkpoint folder, a config.json or a run's TOML. Ranks: dense parameters are sharded over tp (whole heads, vocabulary in blocks
+of 128) and replicated over dp; experts are spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed
+in tiles of 16 rows and 32 columns. A column "a rank" is of the rank that holds most of it; --ranks lists them all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import rollmesh as rm
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
+from rollmesh.placement import Placement, placements
 
-TILE_ROWS, TILE_COLS, VOCAB_BLOCK = 16, 32, 128
+TILE_ROWS, TILE_COLS = 16, 32
 GIB = 2**30
 
 
@@ -29,18 +30,11 @@ class Matrix:
     count: int
     rows: int
     cols: int
-    shard: str  # what a rank keeps: "whole", "heads", "kv_heads", "rows", "vocab" or "expert"
+    shard: str  # the part that a rank keeps: "whole", or the name of a range of Placement
 
     @property
     def elements(self) -> int:
         return self.count * self.rows * self.cols
-
-
-@dataclass(frozen=True)
-class Ranks:
-    tp: int
-    dp: int
-    ep: int
 
 
 @dataclass(frozen=True)
@@ -67,14 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: of a run's TOML its own, else bfloat16")
     parser.add_argument("--kv-cache-gib", type=float, help="how many tokens this holds is shown; default: of a run's TOML its own, else 1")
+    parser.add_argument("--ranks", action="store_true", help="also list what each rank holds")
     add_mesh(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     take_run_settings(args)
     spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
-    ranks = Ranks(*(1 if given is None else given for given in (args.tp, args.dp, args.ep)))
-    check_ranks(spec, ranks)
+    tp, dp, ep = (1 if given is None else given for given in (args.tp, args.dp, args.ep))
+    ranks = placements(spec, tp, dp, ep)
     if not 0 <= args.kv_cache_gib < math.inf:
         raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a finite number >= 0")
     dtype = args.dtype or "bfloat16"
@@ -82,16 +77,21 @@ def run(args: argparse.Namespace) -> int:
     parameters = count_parameters(spec)
     print(f"{args.model}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
+    kinds = set(ranks)  # replicas are alike
     for m in matrices(spec):
         shape = str(m.cols) if m.rows == 1 else f"{m.rows} x {m.cols}"
-        print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{_size(rank_bytes(spec, m, ranks, bytes_each)):>12}")
-    weights = sum(rank_bytes(spec, m, ranks, bytes_each) for m in matrices(spec))
-    token = kv_bytes_per_token(spec, ranks, bytes_each)
-    print(f"\non each of {ranks.tp * ranks.dp} rank(s), {dtype} (tp={ranks.tp}, dp={ranks.dp}, ep={ranks.ep})")
+        most = max(rank_bytes(spec, m, rank, bytes_each) for rank in kinds)
+        print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{_size(most):>12}")
+    weights_of = {rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds}
+    weights = max(weights_of.values())
+    token = kv_bytes_per_token(spec, max(len(rank.kv_heads) for rank in kinds), bytes_each)
+    print(f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep})")
     print(f"{'weights':<34}{_size(weights):>12}")
     print(f'{"staging of the next version":<34}{_size(weights):>12}   none with mode="inplace"')
     print(f"{'KV of a token':<34}{_size(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
     print(f"{'weights + staging + KV cache':<34}{_size(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
+    if args.ranks:
+        print_ranks(spec, ranks, tp, [weights_of[rank] for rank in ranks])
     return 0
 
 
@@ -106,72 +106,69 @@ def matrices(spec: rm.ModelSpec) -> Iterator[Matrix]:
     yield Matrix("layernorms", 2 * layers + 1, 1, hidden, "whole")
     yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
     yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
-    yield Matrix("self_attn.o_proj", layers, hidden, query, "rows")
+    yield Matrix("self_attn.o_proj", layers, hidden, query, "hidden")
     if spec.attention_bias:
-        yield Matrix("self_attn.q_proj.bias", layers, 1, query, "whole")
-        yield Matrix("self_attn.k_proj.bias, v_proj.bias", 2 * layers, 1, kv, "whole")
-        yield Matrix("self_attn.o_proj.bias", layers, 1, hidden, "whole")
+        yield Matrix("self_attn.q_proj.bias", layers, 1, query, "heads")
+        yield Matrix("self_attn.k_proj.bias, v_proj.bias", 2 * layers, 1, kv, "kv_heads")
+        yield Matrix("self_attn.o_proj.bias", layers, 1, hidden, "hidden")
     yield Matrix("self_attn.q_norm, k_norm", 2 * layers, 1, dim, "whole")
     if layers > moe:
-        yield Matrix("mlp.gate_proj, up_proj", 2 * (layers - moe), spec.intermediate_size, hidden, "rows")
-        yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "rows")
+        yield Matrix("mlp.gate_proj, up_proj", 2 * (layers - moe), spec.intermediate_size, hidden, "inner")
+        yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "hidden")
     if moe:
         yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")
-        yield Matrix("mlp.experts.gate_proj, up_proj", 2 * moe * spec.num_experts, spec.moe_intermediate_size, hidden, "expert")
-        yield Matrix("mlp.experts.down_proj", moe * spec.num_experts, hidden, spec.moe_intermediate_size, "expert")
+        yield Matrix("mlp.experts.gate_proj, up_proj", 2 * moe * spec.num_experts, spec.moe_intermediate_size, hidden, "expert_inner")
+        yield Matrix("mlp.experts.down_proj", moe * spec.num_experts, hidden, spec.moe_intermediate_size, "expert_hidden")
 
 
 def count_parameters(spec: rm.ModelSpec) -> Parameters:
     items = list(matrices(spec))
     total = sum(m.elements for m in items)
-    experts = sum(m.elements for m in items if m.shard == "expert")
+    experts = sum(m.elements for m in items if m.shard.startswith("expert"))
     dense = total - experts - sum(m.elements for m in items if m.shard == "vocab")
     active = experts * spec.num_experts_per_tok // spec.num_experts if spec.num_experts else 0
     return Parameters(total, dense + active, spec.vocab_size * spec.hidden_size, dense, experts, spec.num_experts, spec.num_experts_per_tok)
 
 
-def check_ranks(spec: rm.ModelSpec, ranks: Ranks) -> None:
-    """The rules of a mesh, whatever of it is built. Raises rm.ConfigError."""
-    if min(ranks.tp, ranks.dp, ranks.ep) < 1:
-        raise rm.ConfigError(f"tp={ranks.tp} dp={ranks.dp} ep={ranks.ep}: expected positive numbers")
-    if ranks.ep not in (1, ranks.tp, ranks.dp * ranks.tp):
-        raise rm.ConfigError(f"ep={ranks.ep} is neither 1, tp={ranks.tp} nor dp*tp={ranks.dp * ranks.tp}")
-    if spec.num_attention_heads % ranks.tp:
-        raise rm.ConfigError(f"tp={ranks.tp} does not divide num_attention_heads={spec.num_attention_heads}")
-    if ranks.ep > 1 and (not spec.num_experts or spec.num_experts % ranks.ep):
-        raise rm.ConfigError(f"ep={ranks.ep} does not divide num_experts={spec.num_experts}")
+def rank_bytes(spec: rm.ModelSpec, m: Matrix, rank: Placement, bytes_each: int) -> int:
+    """Of one kind of parameter on one rank."""
+    count, rows, cols = m.count, m.rows, m.cols
+    if m.shard != "whole":
+        held = len(getattr(rank, m.shard))
+        held *= spec.head_dim if m.shard in ("heads", "kv_heads") else 1
+        rows, cols = (1, held) if m.rows == 1 else (held, m.cols)
+    if m.shard.startswith("expert"):
+        count = count // spec.num_experts * len(rank.experts)
+    if m.rows == 1 or (m.name == "embed_tokens" and not spec.tie_word_embeddings):
+        return count * rows * cols * bytes_each
+    return count * _up(rows, TILE_ROWS) * _up(cols, TILE_COLS) * bytes_each
 
 
-def rank_bytes(spec: rm.ModelSpec, m: Matrix, ranks: Ranks, bytes_each: int) -> int:
-    """Of one kind of parameter on the rank that holds most of it."""
-    count, rows = m.count, m.rows
-    if m.shard == "heads":
-        rows = spec.num_attention_heads // ranks.tp * spec.head_dim
-    elif m.shard == "kv_heads":
-        rows = rank_kv_heads(spec, ranks.tp) * spec.head_dim
-    elif m.shard == "rows" or (m.shard == "expert" and ranks.ep == 1):
-        rows = min(rows, _up(-(-rows // ranks.tp), TILE_COLS)) if ranks.tp > 1 else rows
-    elif m.shard == "vocab":
-        rows = min(rows, _up(-(-rows // ranks.tp), VOCAB_BLOCK)) if ranks.tp > 1 else rows
-    if m.shard == "expert":
-        count //= ranks.ep
-    if m.rows == 1 or m.name == "embed_tokens":
-        return count * rows * m.cols * bytes_each
-    return count * _up(rows, TILE_ROWS) * _up(m.cols, TILE_COLS) * bytes_each
-
-
-def rank_kv_heads(spec: rm.ModelSpec, tp: int) -> int:
-    """KV heads that a rank's query heads touch, at most; groups may straddle ranks."""
-    heads: int = spec.num_attention_heads
-    per_rank, group = heads // tp, heads // spec.num_key_value_heads
-    return max((first + per_rank - 1) // group - first // group + 1 for first in range(0, heads, per_rank))
-
-
-def kv_bytes_per_token(spec: rm.ModelSpec, ranks: Ranks, bytes_each: int) -> int:
+def kv_bytes_per_token(spec: rm.ModelSpec, kv_heads: int, bytes_each: int) -> int:
     """K rows are padded to 32 dims, V rows to 16."""
     row = _up(spec.head_dim, TILE_COLS) + _up(spec.head_dim, TILE_ROWS)
     layers: int = spec.num_hidden_layers
-    return layers * rank_kv_heads(spec, ranks.tp) * row * bytes_each
+    return layers * kv_heads * row * bytes_each
+
+
+def print_ranks(spec: rm.ModelSpec, ranks: list[Placement], tp: int, weights: list[int]) -> None:
+    """A line for each rank: its coordinates and what it holds, as first-last."""
+    names = [
+        "heads",
+        "kv_heads",
+        "vocab",
+        "hidden",
+        *(["inner"] if spec.intermediate_size else []),
+        *(["experts"] if spec.num_experts else []),
+    ]
+    print("\n" + f"{'rank':>5}{'dp':>5}{'tp':>4}" + "".join(f"{name:>15}" for name in names) + f"{'weights':>12}")
+    for number, (rank, size) in enumerate(zip(ranks, weights, strict=True)):
+        held = "".join(f"{_span(getattr(rank, name)):>15}" for name in names)
+        print(f"{number:>5}{number // tp:>5}{number % tp:>4}{held}{_size(size):>12}")
+
+
+def _span(r: range) -> str:
+    return f"{r.start}-{r.stop - 1}" if r else "-"
 
 
 def _up(n: int, to: int) -> int:

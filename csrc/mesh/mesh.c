@@ -1,0 +1,35 @@
+// mesh.c: see mesh.h.
+#include "mesh/mesh.h"
+
+static rm_code check_degree(const char *name, int64_t degree, rm_error *err) {
+  if (degree >= 1 && degree <= RM_MAX_WORLD) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s=%lld, wanted 1 … %d", name, (long long)degree, RM_MAX_WORLD);
+}
+
+rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out, rm_error *err) {
+  rm_code code;
+  if ((code = check_degree("tp", tp, err)) || (code = check_degree("dp", dp, err)) || (code = check_degree("ep", ep, err))) return code;
+  if (cp != 1) return rm_fail(err, RM_E_CONFIG, "cp=%lld, wanted 1: there is no context parallelism", (long long)cp);
+  if (pp != 1) return rm_fail(err, RM_E_CONFIG, "pp=%lld, wanted 1: there is no pipeline parallelism", (long long)pp);
+  if (tp * dp > RM_MAX_WORLD)
+    return rm_fail(err, RM_E_CONFIG, "dp=%lld times tp=%lld are %lld ranks, wanted at most %d", (long long)dp, (long long)tp,
+                   (long long)(tp * dp), RM_MAX_WORLD);
+  if (ep != 1 && ep != tp && ep != dp * tp)
+    return rm_fail(err, RM_E_CONFIG, "ep=%lld, wanted 1, tp=%lld or dp*tp=%lld", (long long)ep, (long long)tp, (long long)(dp * tp));
+  *out = (rm_mesh){.tp = (int32_t)tp, .dp = (int32_t)dp, .ep = (int32_t)ep};
+  return RM_OK;
+}
+
+rm_coords rm_mesh_coords(const rm_mesh *mesh, int32_t rank) {
+  return (rm_coords){.tp = rank % mesh->tp, .dp = rank / mesh->tp, .ep = rank % mesh->ep};   // ep is 1, tp or the world
+}
+
+int32_t rm_mesh_rank(const rm_mesh *mesh, int32_t dp, int32_t tp) { return dp * mesh->tp + tp; }
+
+rm_peers rm_mesh_peers(const rm_mesh *mesh, int32_t rank, rm_axis axis) {
+  switch (axis) {
+    case RM_AXIS_TP: return (rm_peers){.first = rank - rank % mesh->tp, .step = 1, .count = mesh->tp};
+    case RM_AXIS_DP: return (rm_peers){.first = rank % mesh->tp, .step = mesh->tp, .count = mesh->dp};
+    default: return (rm_peers){.first = rank - rank % mesh->ep, .step = 1, .count = mesh->ep};
+  }
+}

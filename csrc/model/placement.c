@@ -1,0 +1,69 @@
+// placement.c: see placement.h.
+#include "model/placement.h"
+
+rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index) {
+  const int64_t units = (n + unit - 1) / unit;
+  const int64_t first = rm_min64(units * index / parts * unit, n), end = rm_min64(units * (index + 1) / parts * unit, n);
+  return (rm_range){.first = first, .n = end - first};
+}
+
+rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err) {
+  if (spec->n_heads % mesh->tp)
+    return rm_fail(err, RM_E_CONFIG, "tp=%d does not divide num_attention_heads=%lld", mesh->tp, (long long)spec->n_heads);
+  if (mesh->ep > 1 && !spec->n_experts) return rm_fail(err, RM_E_CONFIG, "ep=%d and the model has no experts", mesh->ep);
+  if (mesh->ep > 1 && spec->n_experts % mesh->ep)
+    return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", mesh->ep, (long long)spec->n_experts);
+  return RM_OK;
+}
+
+// Those that query heads [first, first + n) read.
+static rm_range kv_heads_of(const rm_spec *spec, rm_range heads) {
+  const int64_t group = spec->n_heads / spec->n_kv_heads, first = heads.first / group;
+  return (rm_range){.first = first, .n = (heads.first + heads.n - 1) / group - first + 1};
+}
+
+rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank) {
+  const rm_coords at = rm_mesh_coords(mesh, rank);
+  const rm_range heads = rm_share(spec->n_heads, 1, mesh->tp, at.tp);
+  rm_placement p = {
+      .heads = heads,
+      .kv_heads = kv_heads_of(spec, heads),
+      .hidden = rm_share(spec->hidden_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
+      .inner = rm_share(spec->intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
+      .vocab = rm_share(spec->vocab_size, RM_SHARD_VOCAB, mesh->tp, at.tp),
+      .experts = {0, spec->n_experts},
+      .expert_inner = rm_share(spec->moe_intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
+  };
+  p.expert_hidden = p.hidden;
+  if (mesh->ep > 1) {
+    p.experts = rm_share(spec->n_experts, 1, mesh->ep, at.ep);
+    p.expert_inner = (rm_range){0, spec->moe_intermediate_size};
+    p.expert_hidden = (rm_range){0, spec->hidden_size};
+  }
+  return p;
+}
+
+static rm_range scaled(rm_range r, int64_t by) { return (rm_range){r.first * by, r.n * by}; }
+
+rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, const rm_param *param) {
+  if (param->expert >= 0 && (param->expert < p->experts.first || param->expert >= p->experts.first + p->experts.n)) return (rm_range){0, 0};
+  switch (param->kind) {
+    case RM_P_EMBED:
+    case RM_P_LM_HEAD: return p->vocab;
+    case RM_P_Q:
+    case RM_P_Q_BIAS: return scaled(p->heads, spec->head_dim);
+    case RM_P_K:
+    case RM_P_V:
+    case RM_P_K_BIAS:
+    case RM_P_V_BIAS: return scaled(p->kv_heads, spec->head_dim);
+    case RM_P_O:
+    case RM_P_O_BIAS:
+    case RM_P_DOWN: return p->hidden;
+    case RM_P_GATE:
+    case RM_P_UP: return p->inner;
+    case RM_P_EXPERT_GATE:
+    case RM_P_EXPERT_UP: return p->expert_inner;
+    case RM_P_EXPERT_DOWN: return p->expert_hidden;
+    default: return (rm_range){0, param->n_dims == 1 ? param->cols : param->rows};
+  }
+}

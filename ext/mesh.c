@@ -1,0 +1,34 @@
+// mesh.c: where a model's parts lie on a mesh, as numbers; rollmesh.placement gives them names.
+#include "arrays.h"
+#include "model/placement.h"
+#include "spec.h"
+
+static PyObject *placement(PyObject *module, PyObject *args) {
+  PyObject *values, *out = NULL;
+  long long tp, dp, ep;
+  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, &tp, &dp, &ep)) return NULL;
+  rm_mesh mesh;
+  rm_error err = RM_ERROR_INIT;
+  if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
+  rm_spec *spec = rm_spec_from_python(module, values);
+  if (!spec) return NULL;
+  if (rm_placement_check(spec, &mesh, &err)) {
+    rm_raise(module, &err);
+    goto out;
+  }
+  enum { RANGES = sizeof(rm_placement) / sizeof(rm_range) };
+  const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
+  if (!(out = rm_array_new(NPY_INT64, 3, shape, NULL))) goto out;
+  rm_placement *placements = PyArray_DATA((PyArrayObject *)out);
+  for (int32_t rank = 0; rank < rm_mesh_world(&mesh); rank++) placements[rank] = rm_placement_of(spec, &mesh, rank);
+out:
+  rm_spec_destroy(spec);
+  return out;
+}
+
+static PyMethodDef methods[] = {
+    {"placement", placement, METH_VARARGS, "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
+    {0},
+};
+
+int rm_mesh_add(PyObject *module) { return PyModule_AddFunctions(module, methods); }
