@@ -29,16 +29,17 @@ int rm_engine_enter(rm_engine_object *self) {
 void rm_engine_leave(rm_engine_object *self) { atomic_store(&self->busy, 0); }
 
 // ------------------------------------------------------------------------------------------------ create, destroy
-#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_engine_options, member)}
+#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_ranks_options, member)}
 static const rm_attribute option_fields[] = {
-    OPTION("threads", RM_ATTR_INT, n_threads),
-    OPTION("max_model_len", RM_ATTR_I64, max_model_len),
-    OPTION("max_num_seqs", RM_ATTR_I64, max_num_seqs),
-    OPTION("max_num_batched_tokens", RM_ATTR_I64, max_num_batched_tokens),
-    OPTION("block_size", RM_ATTR_I64, page_size),
-    OPTION("kv_bytes", RM_ATTR_U64, kv_bytes),
-    OPTION("seed", RM_ATTR_U64, seed),
-    OPTION("enable_prefix_caching", RM_ATTR_BOOL, prefix_caching),
+    OPTION("threads", RM_ATTR_INT, engine.n_threads),
+    OPTION("max_model_len", RM_ATTR_I64, engine.max_model_len),
+    OPTION("max_num_seqs", RM_ATTR_I64, engine.max_num_seqs),
+    OPTION("max_num_batched_tokens", RM_ATTR_I64, engine.max_num_batched_tokens),
+    OPTION("block_size", RM_ATTR_I64, engine.page_size),
+    OPTION("kv_bytes", RM_ATTR_U64, engine.kv_bytes),
+    OPTION("seed", RM_ATTR_U64, engine.seed),
+    OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
+    OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
 };
 
 #define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
@@ -68,23 +69,54 @@ static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **ke
   return -1;
 }
 
+typedef struct degrees {
+  int64_t tp, dp, ep;
+} degrees;
+static const rm_attribute degree_fields[] = {
+    {"tp", RM_ATTR_I64, offsetof(degrees, tp)},
+    {"dp", RM_ATTR_I64, offsetof(degrees, dp)},
+    {"ep", RM_ATTR_I64, offsetof(degrees, ep)},
+};
+
+static int choose_mesh(PyObject *module, PyObject *object, rm_mesh *mesh) {
+  degrees d;
+  rm_error err = RM_ERROR_INIT;
+  if (rm_attributes_read(object, degree_fields, N_ENTRIES(degree_fields), &d)) return -1;
+  if (!rm_mesh_create(d.tp, d.dp, d.ep, 1, 1, mesh, &err)) return 0;
+  rm_raise(module, &err);
+  return -1;
+}
+
+static int choose_dispatcher(PyObject *module, PyObject *name, rm_dispatcher *dispatcher) {
+  for (int i = 0; i < RM_N_DISPATCHER; i++)
+    if (is_word(name, rm_dispatcher_name((rm_dispatcher)i))) {
+      *dispatcher = (rm_dispatcher)i;
+      return 0;
+    }
+  rm_raise_code(module, RM_E_CONFIG, "ep_backend = %R is no token dispatcher of this build", name);
+  return -1;
+}
+
 static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
-  rm_engine_options options = {0};
+  rm_ranks_options options = {0};
   if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
   int failed = -1;
-  PyObject *dtype = NULL, *isa = NULL, *eos = NULL;
-  if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.dtype)) goto out;
-  if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.kernels)) goto out;
+  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL;
+  if (choose_mesh(module, object, &options.mesh)) goto out;
+  if (!(backend = PyObject_GetAttrString(object, "ep_backend")) || choose_dispatcher(module, backend, &options.dispatcher)) goto out;
+  if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.engine.dtype)) goto out;
+  if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.engine.kernels)) goto out;
   if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
-  if (rm_array_ids(module, eos, "eos_token_ids", &options.eos_ids, &options.n_eos)) goto out;
+  if (rm_array_ids(module, eos, "eos_token_ids", &options.engine.eos_ids, &options.engine.n_eos)) goto out;
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_engine_create(self->spec, &options, &self->engine, &err);
+    code = rm_ranks_create(self->spec, &options, &self->engine, &err);
   Py_END_ALLOW_THREADS
   if (code) rm_raise(module, &err);
   else failed = 0;
 out:
+  Py_XDECREF(backend);
   Py_XDECREF(dtype);
   Py_XDECREF(isa);
   Py_XDECREF(eos);
@@ -111,13 +143,13 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 // In a forked child the engine's threads do not exist and its pages are the parent's copies: they are left alone.
 static void destroy(rm_engine_object *self) {
-  rm_engine *engine = self->engine;
+  rm_ranks *engine = self->engine;
   rm_spec *spec = self->spec;
   self->engine = NULL;
   self->spec = NULL;
   if (self->pid != (long)getpid()) return;
   Py_BEGIN_ALLOW_THREADS
-    rm_engine_destroy(engine);
+    rm_ranks_destroy(engine);
     rm_spec_destroy(spec);
   Py_END_ALLOW_THREADS
 }
@@ -204,20 +236,20 @@ static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (rm_array_data(module, logits, &want, &data)) goto out;
   request.logits_out = data;
-  if (rm_engine_add(self->engine, &request, &id, &err)) {
+  if (rm_ranks_add(self->engine, &request, &id, &err)) {
     rm_raise(module, &err);
     goto out;
   }
   result = remember(self, id, &request, logits);
   if (!result) {  // no memory for the record: the request must not write to an array that nobody holds
-    if (rm_engine_abort(self->engine, id, &err) || rm_engine_release(self->engine, id, &err)) rm_error_clear(&err);
+    if (rm_ranks_abort(self->engine, id, &err) || rm_ranks_release(self->engine, id, &err)) rm_error_clear(&err);
   }
 out:
   rm_engine_leave(self);
   return result;
 }
 
-typedef rm_code (*id_call)(rm_engine *, uint64_t, rm_error *);
+typedef rm_code (*id_call)(rm_ranks *, uint64_t, rm_error *);
 
 static int call_with_id(rm_engine_object *self, PyObject *argument, id_call call) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
@@ -231,12 +263,12 @@ static int call_with_id(rm_engine_object *self, PyObject *argument, id_call call
 }
 
 static PyObject *engine_abort(rm_engine_object *self, PyObject *id) {
-  if (call_with_id(self, id, rm_engine_abort)) return NULL;
+  if (call_with_id(self, id, rm_ranks_abort)) return NULL;
   Py_RETURN_NONE;
 }
 
 static PyObject *engine_release(rm_engine_object *self, PyObject *id) {
-  if (call_with_id(self, id, rm_engine_release)) return NULL;
+  if (call_with_id(self, id, rm_ranks_release)) return NULL;
   if (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0) return NULL;
   Py_RETURN_NONE;
 }
@@ -248,7 +280,7 @@ static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = rm_engine_stop_sample(self->engine, id, sample, n_tokens, &err);
+  const rm_code code = rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err);
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
   Py_RETURN_NONE;
@@ -262,7 +294,7 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
   int64_t n_work = 0;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_engine_step(self->engine, &n_work, &err);
+    code = rm_ranks_step(self->engine, &n_work, &err);
   Py_END_ALLOW_THREADS
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
@@ -272,7 +304,7 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
 static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const int64_t n = rm_engine_unfinished(self->engine);
+  const int64_t n = rm_ranks_unfinished(self->engine);
   rm_engine_leave(self);
   return PyLong_FromLongLong(n);
 }
@@ -281,12 +313,12 @@ static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
 // the engine when it is in the set, so that an allocation that fails cannot either.
 static int take_finished(rm_engine_object *self) {
   uint64_t next;
-  while ((next = rm_engine_next_finished(self->engine))) {
+  while ((next = rm_ranks_next_finished(self->engine))) {
     PyObject *id = PyLong_FromUnsignedLongLong(next);
     const int failed = !id || PySet_Add(self->done, id);
     Py_XDECREF(id);
     if (failed) return -1;
-    rm_engine_finished(self->engine, &next, 1);
+    rm_ranks_finished(self->engine, &next, 1);
   }
   return 0;
 }
@@ -309,7 +341,7 @@ static PyObject *engine_ids(rm_engine_object *self, PyObject *ignored) {
 static PyObject *engine_pause(rm_engine_object *self, PyObject *paused) {
   const int value = PyObject_IsTrue(paused);
   if (value < 0 || rm_engine_enter(self)) return NULL;
-  rm_engine_pause(self->engine, value);
+  rm_ranks_pause(self->engine, value);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
@@ -317,12 +349,12 @@ static PyObject *engine_pause(rm_engine_object *self, PyObject *paused) {
 static PyObject *engine_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  rm_engine_reset_prefix_cache(self->engine);
+  rm_ranks_reset_prefix_cache(self->engine);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
 
-static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (*change)(rm_engine *, unsigned, rm_error *)) {
+static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (*change)(rm_ranks *, unsigned, rm_error *)) {
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
   if (rm_engine_enter(self)) return NULL;
@@ -336,8 +368,8 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
   Py_RETURN_NONE;
 }
 
-static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_engine_sleep); }
-static PyObject *engine_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_engine_wake); }
+static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
+static PyObject *engine_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_wake); }
 
 // ------------------------------------------------------------------------------------------------ type
 #define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}

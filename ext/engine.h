@@ -1,7 +1,7 @@
-// engine.h: _core.Engine, the Python object over one rm_engine. Split over engine.c (life, requests, steps), engine_views.c
+// engine.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps), engine_views.c
 // (results, copied out as arrays) and engine_sync.c (weights).
 //
-// One writer: every method that touches the rm_engine stands between rm_engine_enter and rm_engine_leave. A second thread
+// One writer: every method that touches them stands between rm_engine_enter and rm_engine_leave. A second thread
 // inside, a closed engine, and an engine of the parent process after fork are refused with StateError. The lock that makes
 // threads wait for one another is generator.py's; this flag only makes a mistake there an exception and not a race.
 #pragma once
@@ -10,20 +10,20 @@
 
 #include <stdatomic.h>
 
-#include "engine/engine.h"
+#include "engine/ranks.h"
 
 typedef struct rm_engine_object {
   PyObject_HEAD
-  rm_engine *engine;            // owned; NULL once closed
-  rm_spec *spec;                // owned; the engine's view
-  PyObject *requests;           // owned dict: id → (logprobs, prompt_logprobs, logits array or None) until release
-  PyObject *done;               // owned set: ids of finished requests until release
+  rm_ranks *engine; // owned; NULL once closed
+  rm_spec *spec; // owned; the engine's view
+  PyObject *requests; // owned dict: id → (logprobs, prompt_logprobs, logits array or None) until release
+  PyObject *done; // owned set: ids of finished requests until release
   atomic_int busy;
-  long pid;                     // of the process that made it
+  long pid; // of the process that made it
 } rm_engine_object;
 
-PyObject *rm_engine_module(rm_engine_object *self);   // view
-int rm_engine_enter(rm_engine_object *self);          // 0, or −1 with StateError set
+PyObject *rm_engine_module(rm_engine_object *self); // view
+int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
 
 // Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.

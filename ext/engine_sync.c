@@ -30,7 +30,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_engine_sync_begin(self->engine, &options, &err);
+    code = rm_ranks_sync_begin(self->engine, &options, &err);
   Py_END_ALLOW_THREADS
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
@@ -45,7 +45,7 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &held, &text, &length)) goto out;
   if (rm_engine_enter(self)) goto out;
-  const rm_code code = rm_names_resolve(rm_engine_params(self->engine), text, (size_t)length, &target, &err);
+  const rm_code code = rm_names_resolve(rm_engine_params(rm_ranks_engine(self->engine, 0)), text, (size_t)length, &target, &err);
   rm_engine_leave(self);
   if (code) {
     rm_raise(module, &err);
@@ -62,7 +62,7 @@ out:
   return list;
 }
 
-typedef rm_code (*sync_call)(rm_engine *, const char *, size_t, const rm_tensor *, rm_error *);
+typedef rm_code (*sync_call)(rm_ranks *, const char *, size_t, const rm_tensor *, rm_error *);
 
 static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object, sync_call call) {
   PyObject *module = rm_engine_module(self), *key = NULL, *owner = NULL, *result = NULL;
@@ -89,13 +89,13 @@ out:
 PyObject *rm_engine_py_sync_check(rm_engine_object *self, PyObject *args) {
   PyObject *name, *tensor;
   if (!PyArg_ParseTuple(args, "OO:sync_check", &name, &tensor)) return NULL;
-  return with_tensor(self, name, tensor, rm_engine_sync_check);
+  return with_tensor(self, name, tensor, rm_ranks_sync_check);
 }
 
 PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   PyObject *name, *tensor;
   if (!PyArg_ParseTuple(args, "OO:sync_push", &name, &tensor)) return NULL;
-  return with_tensor(self, name, tensor, rm_engine_sync_push);
+  return with_tensor(self, name, tensor, rm_ranks_sync_push);
 }
 
 static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
@@ -119,7 +119,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_engine_sync_commit(self->engine, inflight, &r, &err);
+    code = rm_ranks_sync_commit(self->engine, inflight, &r, &err);
   Py_END_ALLOW_THREADS
   rm_engine_leave(self);
   if (code) return rm_raise(module, &err);
@@ -132,7 +132,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  rm_engine_sync_abort(self->engine);
+  rm_ranks_sync_abort(self->engine);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
@@ -140,7 +140,7 @@ PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_store *store = rm_engine_store(self->engine);
+  const rm_store *store = rm_engine_store(rm_ranks_engine(self->engine, 0));
   const int64_t version = rm_store_version(store);
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);

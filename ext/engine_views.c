@@ -68,7 +68,7 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
   if (asked_for(self, argument, &logprobs, &prompt_logprobs)) goto out;
-  if (rm_engine_view(self->engine, id, &view, &err)) {
+  if (rm_ranks_view(self->engine, id, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -111,7 +111,7 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
   if (asked_for(self, argument, &logprobs, &prompt_logprobs)) goto out;
-  if (rm_engine_sample_view(self->engine, id, sample, &view, &err)) {
+  if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -131,7 +131,7 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
   PyObject *result = NULL;
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
-  if (rm_engine_sample_view(self->engine, id, sample, &view, &err)) {
+  if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
@@ -146,7 +146,7 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
   rm_engine_stats s;
-  rm_engine_statistics(self->engine, &s);
+  rm_ranks_statistics(self->engine, &s);
   rm_engine_leave(self);
   // clang-format off
   return Py_BuildValue(
@@ -174,7 +174,7 @@ static PyObject *manifest_entry(const rm_param *param) {
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const rm_params *params = rm_engine_params(self->engine);
+  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
   PyObject *list = PyList_New((Py_ssize_t)params->n);
   for (int64_t i = 0; list && i < params->n; i++) {
     PyObject *entry = manifest_entry(&params->list[i]);

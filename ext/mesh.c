@@ -16,11 +16,14 @@ static PyObject *placement(PyObject *module, PyObject *args) {
     rm_raise(module, &err);
     goto out;
   }
-  enum { RANGES = sizeof(rm_placement) / sizeof(rm_range) };
+  enum { RANGES = offsetof(rm_placement, answers_replicated) / sizeof(rm_range) };   // they come first
   const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
   if (!(out = rm_array_new(NPY_INT64, 3, shape, NULL))) goto out;
-  rm_placement *placements = PyArray_DATA((PyArrayObject *)out);
-  for (int32_t rank = 0; rank < rm_mesh_world(&mesh); rank++) placements[rank] = rm_placement_of(spec, &mesh, rank);
+  rm_range *ranges = PyArray_DATA((PyArrayObject *)out);
+  for (int32_t rank = 0; rank < rm_mesh_world(&mesh); rank++, ranges += RANGES) {
+    const rm_placement p = rm_placement_of(spec, &mesh, rank);
+    memcpy(ranges, &p, RANGES * sizeof *ranges);
+  }
 out:
   rm_spec_destroy(spec);
   return out;

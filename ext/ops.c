@@ -25,6 +25,7 @@ typedef struct kernels_object {
 
 // Every size is held to this: then sums of sizes and rounding up are exact in int64_t, and products are checked.
 enum { MAX_SIZE = INT32_MAX };
+static const int64_t MAX_INDEX = INT64_MAX / 16;  // of an element in a parameter: bytes and sums of two stay below 2^63
 
 // Checking of one call's arguments: the first fault sets the exception, later checks are passed over.
 typedef struct check {
@@ -250,7 +251,6 @@ static void check_heads(check *c, int64_t n_heads, int64_t n_kv_heads, int64_t h
   at_least(c, "num_kv_heads", n_kv_heads, 1);
   multiple_of(c, "page_size", page_size, 16);
   multiple_of(c, "head_dim", head_dim, 2);
-  if (!c->failed) multiple_of(c, "num_heads", n_heads, n_kv_heads);
   check_size(c, "num_heads", n_heads, 1);
   check_size(c, "num_heads * head_dim", product(c, "q", n_heads, head_dim), 0);
 }
@@ -302,6 +302,21 @@ static PyObject *op_qk_rope_kv(kernels_object *self, PyObject *args) {
   RUN(qk_rope_kv, ((rm_limits){.max_rows = a.rows, .n_heads = n_heads, .n_kv_heads = s.n_kv_heads, .head_dim = a.head_dim}), &a);
 }
 
+// The kv heads are those that the query heads read.
+static void check_group(check *c, const rm_attention_args *a) {
+  check_size(c, "group", a->group, 0);
+  check_size(c, "head0", a->head0, 0);
+  if (c->failed) return;
+  if (!a->group) {
+    multiple_of(c, "num_heads", a->n_heads, a->n_kv_heads);
+    if (a->head0) refuse(c, RM_E_SHAPE, "head0 without group", a->head0, "exactly", 0);
+    return;
+  }
+  const int64_t read = (a->head0 + a->n_heads + a->group - 1) / a->group;
+  if (a->head0 >= a->group) refuse(c, RM_E_SHAPE, "head0", a->head0, "less than group,", a->group);
+  if (a->n_kv_heads != read) refuse(c, RM_E_SHAPE, "num_kv_heads", a->n_kv_heads, "as many as the query heads read,", read);
+}
+
 // Every page that a row may look at exists.
 static void check_tables(check *c, const rm_attention_args *a, int64_t n_pages) {
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
@@ -312,13 +327,14 @@ static void check_tables(check *c, const rm_attention_args *a, int64_t n_pages) 
   }
 }
 
-// (out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale)
+// (out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group = 0, head0 = 0)
 static PyObject *op_attention(kernels_object *self, PyObject *args) {
   OBJECTS(7);
   CHECK;
-  long long page_size, window;
+  long long page_size, window, group = 0, head0 = 0;
   rm_attention_args a = {.rows = -1, .n_heads = -1, .head_dim = -1, .n_seqs = -1, .max_pages = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOLLf:attention", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &page_size, &window, &a.scale))
+  if (!PyArg_ParseTuple(args, "OOOOOOOLLf|LL:attention", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &page_size, &window, &a.scale,
+                        &group, &head0))
     return NULL;
   a.dtype = dtype_of(&c, o[1], "q");
   cache_shape s = {.n_pages = -1, .n_kv_heads = -1};
@@ -327,6 +343,10 @@ static PyObject *op_attention(kernels_object *self, PyObject *args) {
   a.out = view(&c, o[0], "out", numpy_type(a.dtype), RM_ARRAY_WRITE, 3, &a.rows, &a.n_heads, &a.head_dim);
   if (!c.failed) check_caches(&c, o[2], o[3], a.dtype, page_size, a.head_dim, RM_ARRAY_IN, &s, &k, &v);
   check_heads(&c, a.n_heads, s.n_kv_heads, a.head_dim, page_size);
+  a.n_kv_heads = s.n_kv_heads;
+  a.group = group;
+  a.head0 = head0;
+  check_group(&c, &a);
   check_size(&c, "window", window, 0);
   a.positions = view(&c, o[4], "positions", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
   a.seq_of_row = view(&c, o[5], "seq_of_row", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
@@ -337,13 +357,16 @@ static PyObject *op_attention(kernels_object *self, PyObject *args) {
   in_range(&c, "seq_of_row", a.seq_of_row, a.rows, 0, a.n_seqs);
   a.k_cache = k;
   a.v_cache = v;
-  a.n_kv_heads = s.n_kv_heads;
   a.page_size = page_size;
   a.window = window;
   check_tables(&c, &a, s.n_pages);
   RUN(attention,
-      ((rm_limits){
-          .max_rows = a.rows, .n_heads = a.n_heads, .n_kv_heads = a.n_kv_heads, .head_dim = a.head_dim, .max_positions = positions}),
+      ((rm_limits){.max_rows = a.rows,
+                   .n_heads = a.n_heads,
+                   .n_kv_heads = a.n_kv_heads,
+                   .head_dim = a.head_dim,
+                   .group = a.group,
+                   .max_positions = positions}),
       &a);
 }
 
@@ -414,28 +437,52 @@ static PyObject *op_combine(kernels_object *self, PyObject *args) {
   RUN(combine, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .n_experts = n_experts, .top_k = a.top_k}), &a);
 }
 
-// (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab)
+// (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, target_logits | None). With
+// pairs, stats may be None, and vocab 0.
 static PyObject *op_lm_head(kernels_object *self, PyObject *args) {
-  OBJECTS(7);
+  OBJECTS(9);
   CHECK;
   long long vocab;
   rm_lm_head_args a = {.rows = -1, .hidden = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOL:lm_head", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &vocab)) return NULL;
-  check_size(&c, "vocab", vocab, 1);
+  o[7] = o[8] = Py_None;
+  if (!PyArg_ParseTuple(args, "OOOOOOOL|OO:lm_head", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &vocab, &o[7], &o[8])) return NULL;
+  const int in_pairs = o[7] != Py_None, has_targets = o[2] != Py_None || o[8] != Py_None;
+  check_size(&c, "vocab", vocab, !in_pairs);
   a.vocab = vocab;
   a.dtype = dtype_of(&c, o[5], "x");
   a.x = view(&c, o[5], "x", numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
-  int64_t elems = packed_elems(&c, "w", vocab, a.hidden), two = 2;
+  int64_t elems = packed_elems(&c, "w", vocab, a.hidden), n_blocks = (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK, two = 2;
   a.w = view(&c, o[6], "w", numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
   a.logits = view(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, &a.rows, &a.vocab, NULL);
-  a.stats = view(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &a.rows, &two, NULL);
+  a.stats = view(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), 2, &a.rows, &two, NULL);
   a.target_logprobs = view(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
-  a.targets = view(&c, o[3], "targets", NPY_INT32, a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
+  a.targets = view(&c, o[3], "targets", NPY_INT32, has_targets ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
+  a.pairs = view(&c, o[7], "pairs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 3, &n_blocks, &a.rows, &two);
+  a.target_logits = view(&c, o[8], "target_logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
   a.row_flags = view(&c, o[4], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
   in_range(&c, "targets", a.targets, a.rows, -1, vocab);
   a.ldx = a.hidden;
   a.ld_logits = vocab;
   RUN(lm_head, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .vocab = vocab}), &a);
+}
+
+// (stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)
+static PyObject *op_merge_pairs(kernels_object *self, PyObject *args) {
+  OBJECTS(6);
+  CHECK;
+  rm_merge_pairs_args a = {.rows = -1, .n_blocks = -1};
+  if (!PyArg_ParseTuple(args, "OOOOOO:merge_pairs", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5])) return NULL;
+  int64_t two = 2;
+  a.pairs = view(&c, o[4], "pairs", NPY_FLOAT32, RM_ARRAY_IN, 3, &a.n_blocks, &a.rows, &two);
+  at_least(&c, "the blocks of pairs", a.n_blocks, 1);
+  a.stats = view(&c, o[0], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &a.rows, &two, NULL);
+  a.target_logprobs = view(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
+  const int wanted = a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL;
+  a.targets = view(&c, o[2], "targets", NPY_INT32, wanted, 1, &a.rows, NULL, NULL);
+  a.target_logits = view(&c, o[5], "target_logits", NPY_FLOAT32, wanted, 1, &a.rows, NULL, NULL);
+  a.row_flags = view(&c, o[3], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  in_range(&c, "targets", a.targets, a.rows, -1, a.n_blocks * RM_VOCAB_BLOCK);
+  RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
 // Per row parameters from their columns; owned, NULL with an exception set.
@@ -517,21 +564,24 @@ static PyObject *op_top_logprobs(kernels_object *self, PyObject *args) {
   RUN(top_logprobs, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
 }
 
-// (dst, src, layout, dst_row0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed with dst_cols = src's columns.
+// (dst, src, layout, dst_row0, index0 = 0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed with dst_cols = src's columns.
 static PyObject *op_pack(kernels_object *self, PyObject *args) {
   OBJECTS(2);
   CHECK;
   int layout;
-  long long row0;
-  if (!PyArg_ParseTuple(args, "OOiL:pack", &o[0], &o[1], &layout, &row0)) return NULL;
+  long long row0, index0 = 0;
+  if (!PyArg_ParseTuple(args, "OOiL|L:pack", &o[0], &o[1], &layout, &row0, &index0)) return NULL;
   static const int types[] = {NPY_UINT16, NPY_FLOAT32, NPY_FLOAT16, NPY_FLOAT64};  // by rm_src_dtype
-  rm_pack_args a = {.rows = -1, .cols = -1, .layout = (rm_layout)layout, .dst_row0 = row0};
+  rm_pack_args a = {.rows = -1, .cols = -1, .layout = (rm_layout)layout, .dst_row0 = row0, .index0 = index0};
   const int type = PyArray_Check(o[1]) ? PyArray_TYPE((PyArrayObject *)o[1]) : -1;
   while (a.src_dtype < RM_SRC_F64 && types[a.src_dtype] != type) a.src_dtype++;
   a.dst_dtype = dtype_of(&c, o[0], "dst");
   a.src = view(&c, o[1], "src", types[a.src_dtype], RM_ARRAY_IN, 2, &a.rows, &a.cols, NULL);
   if (layout < RM_PLAIN || layout > RM_PACKED_UP) refuse(&c, RM_E_LAYOUT, "layout", layout, "one of rm_layout, at most", RM_PACKED_UP);
   check_size(&c, "dst_row0", row0, 0);
+  at_least(&c, "index0", index0, 0);
+  if (index0 > MAX_INDEX) refuse(&c, RM_E_SHAPE, "index0", index0, "at most", MAX_INDEX);
+  if (a.cols % 2 == 0 && index0 % 2) refuse(&c, RM_E_SHAPE, "index0 of rows of even width", index0, "even, such as", index0 - 1);
   const int64_t end = c.failed ? 0 : row0 + a.rows, rows_of = layout >= RM_PACKED_GATE ? rm_gate_up_rows(end) : end;
   int64_t elems = -1, dst_rows = -1;
   a.dst = layout == RM_PLAIN ? view(&c, o[0], "dst", numpy_type(a.dst_dtype), RM_ARRAY_WRITE, 2, &dst_rows, &a.cols, NULL)
@@ -589,16 +639,18 @@ static PyMethodDef kernels_methods[] = {
     METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu)"),
     METHOD(qk_rope_kv,
            "(q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)"),
-    METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale)"),
+    METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group = 0, head0 = 0)"),
     METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize)"),
     METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
     METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
-    METHOD(lm_head, "(logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab)"),
+    METHOD(lm_head, "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None = None, "
+                    "target_logits | None = None)"),
+    METHOD(merge_pairs, "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
     METHOD(sample,
            "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
            "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
-    METHOD(pack, "(dst, src, layout, dst_row0) -> (digest, nonfinite_index)"),
+    METHOD(pack, "(dst, src, layout, dst_row0, index0 = 0) -> (digest, nonfinite_index)"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -88,6 +88,7 @@ typedef struct rm_limits {
   int64_t max_n;            // widest output, vocabulary excepted
   int64_t vocab;
   int64_t n_heads, n_kv_heads, head_dim;
+  int64_t group;            // as in rm_attention_args
   int64_t max_positions;    // longest context
   int64_t n_experts, top_k; // 0 in a dense model
   int n_threads;
@@ -155,6 +156,9 @@ typedef struct rm_qk_rope_kv_args {
 
 // Row r attends to positions max(0, p − window + 1) … p of its sequence, p = positions[r]. Any mix of prefill and decode
 // rows; rows of one sequence that stand together are worked on together.
+//
+// A rank of a mesh holds a run of the model's query heads and the kv heads that these read, of which the first and the last may
+// be cut: local query head h reads local kv head (head0 + h) / group, and n_kv_heads = ⌈(head0 + n_heads) / group⌉.
 typedef struct rm_attention_args {
   void *out;                // T [rows][n_heads][head_dim]
   const void *q;            // T [rows][n_heads][head_dim]
@@ -163,10 +167,13 @@ typedef struct rm_attention_args {
   const int32_t *seq_of_row;  // [rows]
   const int32_t *block_tables;  // [n_seqs][max_pages] page ids
   int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
+  int64_t group;            // query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, and head0 is 0
+  int64_t head0;            // place of query head 0 among those of its kv head, in [0, group)
   int64_t window;           // 0: none
   float scale;
   rm_dtype dtype;
 } rm_attention_args;
+RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) { return group > 0 ? group : n_heads / n_kv_heads; }
 
 // Scores are softmax(logits) in float32; the choice is by score + bias, ties to the lowest id, best first; a gate is the
 // score without the bias, divided by the sum of the chosen in ascending id order when `renormalize`.
@@ -205,17 +212,33 @@ typedef struct rm_combine_args {
 
 // logits = x·Wᵀ in float32; stats = (max, Σ exp(logit − max)), per 128 entries and merged ascending.
 // logprob(t) = (logit[t] − max) − log(sum).
+//
+// A rank of a mesh holds whole blocks of 128 entries, none perhaps. It asks for `pairs` instead of stats; the pieces of all ranks,
+// one behind the other in the order of the vocabulary, are what merge_pairs takes. Its targets are counted from its first entry.
 typedef struct rm_lm_head_args {
   float *logits;            // [rows][ld_logits] or NULL: not kept
-  float *stats;             // [rows][2]
-  float *target_logprobs;   // [rows] or NULL
-  const int32_t *targets;   // [rows], −1: none; NULL without target_logprobs
+  float *stats;             // [rows][2]; not written with pairs
+  float *target_logprobs;   // [rows] or NULL; not written with pairs
+  float *pairs;             // [⌈vocab/128⌉][rows][2] (max, Σ exp(logit − max)) of each block, or NULL
+  float *target_logits;     // [rows] the logit of the target, +0 where there is none; or NULL
+  const int32_t *targets;   // [rows], −1: none; NULL without target_logprobs and target_logits
   uint8_t *row_flags;       // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
   const void *x;            // T [rows][hidden], row stride ldx
   const void *w;            // packed T [vocab]×[hidden]
-  int64_t rows, vocab, hidden, ldx, ld_logits;
+  int64_t rows, vocab, hidden, ldx, ld_logits;   // vocab ≥ 1; with pairs ≥ 0
   rm_dtype dtype;
 } rm_lm_head_args;
+
+// stats, flags and logprobs as lm_head gives them, from the pairs of all blocks of the vocabulary in ascending order.
+typedef struct rm_merge_pairs_args {
+  float *stats;             // [rows][2]
+  float *target_logprobs;   // [rows] or NULL
+  const int32_t *targets;   // [rows], −1: none, any other: target_logits has its logit; NULL without target_logprobs
+  uint8_t *row_flags;       // [rows], or-ed with RM_ROW_LOGITS_NONFINITE where a sum is a NaN
+  const float *pairs;       // [n_blocks][rows][2]
+  const float *target_logits;   // [rows]; NULL without target_logprobs
+  int64_t rows, n_blocks;   // n_blocks ≥ 1
+} rm_merge_pairs_args;
 
 typedef struct rm_sample_params {
   float temperature;        // ≥ 0; 0: greedy
@@ -266,7 +289,8 @@ typedef struct rm_pack_args {
   rm_layout layout;
   int64_t dst_row0, dst_cols;
   int compare;
-  uint64_t digest;          // out: Σ over elements of mix(row·cols + col, stored bits) mod 2^64
+  int64_t index0;           // of src's first element in the whole parameter, so that digests of parts add up; even where cols is
+  uint64_t digest;          // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
   int64_t nonfinite_index;  // out: lowest row·cols + col of a NaN or Inf, or −1
   int64_t diff_index;       // out: with `compare`, or −1
 } rm_pack_args;
@@ -288,6 +312,7 @@ typedef struct rm_kernels {
   void (*permute)(const rm_ctx *, const rm_permute_args *);
   void (*combine)(const rm_ctx *, const rm_combine_args *);
   void (*lm_head)(const rm_ctx *, const rm_lm_head_args *);
+  void (*merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
   void (*sample)(const rm_ctx *, const rm_sample_args *);
   void (*top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
   void (*pack)(const rm_ctx *, rm_pack_args *);

@@ -1,5 +1,5 @@
-"""Inputs and exact arithmetic for the tests of the op table: arrays that are hard on kernels, outputs between guard bytes,
-bf16 and float32 with denormals flushed as docs/numerics.md says, and fma in exact fractions."""
+"""Inputs and exact arithmetic for the tests of the op table: arrays that are hard on kernels, pages of K and V, outputs between
+guard bytes, bf16 and float32 with denormals flushed as docs/numerics.md says, and fma in exact fractions."""
 
 from __future__ import annotations
 
@@ -63,6 +63,47 @@ def hard(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
 
 def inputs(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, kind: str) -> Array:
     return hard(rng, shape, dtype) if kind == "hard" else normal(rng, shape, dtype)
+
+
+def packed(w: Array, dtype: str) -> Array:
+    return misaligned(ops.pack(w, dtype=dtype, isa="ref"))
+
+
+def attention_case(
+    rng: np.random.Generator,
+    dtype: str,
+    lengths: list[int],
+    chunk: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int = 0,
+) -> dict[str, Array]:
+    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages. Slots that no row may see hold finite
+    garbage where they share a page with live ones; pages without a live one hold NaN, and tables do not point to them."""
+    needed = [-(-n // page_size) for n in lengths]
+    order = rng.permutation(sum(needed) + 3).astype(np.int32)
+    tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
+    for i, n in enumerate(needed):
+        first = max(0, lengths[i] - chunk - window + 1) // page_size if window else 0
+        tables[i, first:n] = order[sum(needed[:i]) + first : sum(needed[:i]) + n]
+    k, v = ops.kv_cache(len(order), kv_heads, page_size, head_dim, dtype=dtype)
+    k[...] = normal(rng, k.shape, dtype)
+    v[...] = normal(rng, v.shape, dtype)
+    if head_dim % 32:  # the packed layout's padding is zero
+        k[:, :, packed(np.ones((page_size, head_dim), np.float32), dtype) == 0] = 0
+    unused = np.setdiff1d(order, tables)
+    k[unused] = v[unused] = stored(np.array([np.nan], np.float32), dtype)
+    rows = [(s, p) for s, n in enumerate(lengths) for p in range(max(0, n - chunk), n)]
+    return {
+        "q": normal(rng, (len(rows), heads, head_dim), dtype, 2.0),
+        "k_cache": k,
+        "v_cache": v,
+        "positions": np.array([p for _, p in rows], np.int32),
+        "seq_of_row": np.array([s for s, _ in rows], np.int32),
+        "block_tables": tables,
+    }
 
 
 class Guarded:

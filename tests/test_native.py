@@ -33,9 +33,9 @@ def run(command: list[str | Path], timeout: float = 300, **environment: str) -> 
     pytest.skip(f"no sanitizer can run here: {done.stderr.strip()[:200] if done else ''}")
 
 
-def passes(command: list[str | Path], **environment: str) -> str:
+def passes(command: list[str | Path], timeout: float = 300, **environment: str) -> str:
     """Runs a driver that must find nothing; returns what it printed."""
-    done = run(command, **environment)
+    done = run(command, timeout, **environment)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
     assert not REPORT.search(done.stderr), done.stderr[-8000:]
     return done.stdout

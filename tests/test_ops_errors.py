@@ -72,6 +72,72 @@ def test_gate_and_up_have_one_shape() -> None:
             ops.pack(words(*shape))
 
 
+# ---------------------------------------------------------------------------------------------- a rank's part
+def test_heads_and_the_kv_heads_that_they_read() -> None:
+    """(group, head0) must make the query heads read exactly the kv heads of the caches."""
+
+    def attend(heads: int, kv_heads: int, group: int, head0: int) -> Array:
+        rows = (ints(0), ints(0), np.zeros((1, 1), np.int32))
+        return ops.attention(
+            words(1, heads, 32), *ops.kv_cache(1, kv_heads, 16, 32), *rows, page_size=16, scale=1.0, group=group, head0=head0
+        )
+
+    for heads, kv_heads, group, head0 in (
+        (4, 2, 0, 0),
+        (4, 2, 2, 0),
+        (4, 2, 3, 2),
+        (4, 2, 3, 1),
+        (3, 1, 8, 5),
+        (1, 1, 2**31 - 1, 2**31 - 2),
+    ):
+        assert attend(heads, kv_heads, group, head0).shape == (1, heads, 32)
+    for heads, kv_heads, group, head0 in ((3, 2, 0, 0), (4, 2, 0, 1), (4, 2, 2, 1), (4, 2, 4, 0), (4, 2, 1, 0), (3, 1, 8, 8), (3, 1, 8, 6)):
+        with pytest.raises(errors.ShapeError, match="head"):
+            attend(heads, kv_heads, group, head0)
+
+
+def test_pairs_and_what_goes_with_them() -> None:
+    f32, one = np.float32, ints(-1)
+    pairs = np.ones((2, 1, 2), f32)
+    for wrong in (pairs[:0], pairs[0], np.ones((2, 1, 3), f32)):
+        with pytest.raises(errors.ShapeError):
+            ops.merge_pairs(wrong)
+    with pytest.raises(errors.UnsupportedTensorError, match="pairs is a list"):
+        ops.merge_pairs([1.0])  # type: ignore[arg-type]
+    with pytest.raises(errors.DTypeError):
+        ops.merge_pairs(pairs.astype(np.float64))
+    with pytest.raises(errors.LayoutError):
+        ops.merge_pairs(np.ones((2, 2, 2), f32).transpose(1, 0, 2))
+    with pytest.raises(errors.Error, match="target_logits"):
+        ops.merge_pairs(pairs, targets=one)
+    with pytest.raises(errors.ShapeError, match="targets"):
+        ops.merge_pairs(pairs, targets=ints(0, 0), target_logits=np.ones(2, f32))
+    for token in (-2, 256):
+        with pytest.raises(errors.RequestError, match="targets"):
+            ops.merge_pairs(pairs, targets=ints(token), target_logits=np.ones(1, f32))
+    assert ops.merge_pairs(pairs, targets=ints(255), target_logits=np.ones(1, f32)).stats.tolist() == [[1.0, 2.0]]
+    core, flags, stats = ops.kernels("ref"), np.zeros(1, np.uint8), np.ones((1, 2), f32)
+    for wrong in (pairs, np.ones((1, 2, 2), f32), np.ones((0, 1, 2), f32)):
+        with pytest.raises(errors.ShapeError, match="pairs"):
+            core.lm_head(None, stats, None, None, flags, words(1, 32), words(512), 16, wrong)
+    with pytest.raises(errors.ShapeError, match="vocab"):
+        core.lm_head(None, stats, None, None, flags, words(1, 32), words(0), 0)
+    with pytest.raises(errors.Error, match="stats"):
+        core.lm_head(None, None, None, None, flags, words(1, 32), words(512), 16)
+    with pytest.raises(errors.Error, match="targets"):
+        core.lm_head(None, stats, None, None, flags, words(1, 32), words(512), 16, None, np.ones(1, f32))
+    assert ops.lm_head_pairs(words(1, 32), words(0), 0, targets=one).pairs.shape == (0, 1, 2)
+
+
+def test_where_a_part_of_a_parameter_may_begin() -> None:
+    core = ops.kernels("ref")
+    for cols, index0 in ((32, 1), (32, 33), (32, -32), (33, -1), (33, 2**63 - 1)):
+        with pytest.raises(errors.ShapeError, match="index0"):
+            core.pack(words(1024), words(1, cols), 1, 0, index0)
+    for cols, index0 in ((32, 2), (33, 1), (33, 2**40)):
+        assert core.pack(words(1024), words(1, cols), 1, 0, index0) == (0, -1)
+
+
 # ---------------------------------------------------------------------------------------------- sizes
 def test_sizes_that_wrap_are_refused() -> None:
     """Products of these are 0, or small, in 64 bits; each call used to read or write far outside its arrays."""

@@ -179,6 +179,23 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
                 relative = EPS_T[dtype] + 2 * off.max() + (40 + length / 8) * EPS
                 bound = relative * (weights @ np.abs(vv)) * 2 + EPS_T[dtype] * np.abs(weights @ vv)
                 assert (np.abs(out[r, h] - weights @ vv) <= 1.01 * bound + 2.0**-126).all()
+        group = heads // kv_heads
+        for h in range(heads):  # a rank that has this head alone, and the one kv head that it reads
+            mine = (np.ascontiguousarray(x[:, h // group : h // group + 1]) for x in (k_cache, v_cache))
+            part = ops.attention(
+                q[:, h : h + 1].copy(),
+                *mine,
+                positions,
+                np.zeros_like(positions),
+                tables,
+                page_size=16,
+                scale=scale,
+                window=window,
+                group=group,
+                head0=h % group,
+                isa=REF,
+            )
+            assert (f64(part)[:, 0] == out[:, h]).all()
 
 
 # ---------------------------------------------------------------------------------------------- mixture of experts
@@ -259,6 +276,32 @@ def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
         tolerance = (steps + 4) * EPS + 2 * EPS * (np.abs(logits - logits.max(1, keepdims=True)).max() + np.abs(log_sum).max())
         assert (np.abs(head.target_logprobs - want) <= tolerance)[targets >= 0].all()
         assert head.target_logprobs[2] == 0
+
+
+def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
+    """Pairs as blocks have them against log-sum-exp in float64; a NaN among the sums flags its row and no other."""
+    for blocks, rows in ((1, 3), (2, 1), (40, 7)):
+        pairs = np.stack([rng.standard_normal((blocks, rows)) * 6, 1 + 127 * rng.random((blocks, rows))], 2).astype(np.float32)
+        targets = rng.integers(0, 128 * blocks, rows).astype(np.int32)
+        targets[-1] = -1
+        logits = (pairs[:, :, 0].max(0) - rng.random(rows)).astype(np.float32)
+        head = ops.merge_pairs(pairs, targets=targets, target_logits=logits, isa=REF)
+        assert head.target_logprobs is not None
+        maxima, sums = pairs[:, :, 0].astype(np.float64), pairs[:, :, 1].astype(np.float64)
+        assert (head.stats[:, 0] == maxima.max(0)).all()
+        total = (sums * np.exp(maxima - maxima.max(0))).sum(0)
+        # a merge: two exps off by an ulp and by that of their argument, a product and an fma
+        relative = blocks * 6 * EPS + 2 * EPS * (maxima.max() - maxima.min())
+        assert (np.abs(head.stats[:, 1] - total) <= relative * total).all()
+        want = logits.astype(np.float64) - maxima.max(0) - np.log(total)
+        tolerance = relative + 4 * EPS * (1 + np.abs(want))
+        assert (np.abs(head.target_logprobs - want) <= tolerance)[targets >= 0].all()
+        assert head.target_logprobs[-1] == 0
+        assert not head.row_flags.any()
+        pairs[blocks // 2, 0, 1] = np.nan
+        spoiled = ops.merge_pairs(pairs, isa=REF)
+        assert spoiled.row_flags.tolist() == [2] + [0] * (rows - 1)
+        assert (spoiled.stats[1:] == head.stats[1:]).all()
 
 
 def lone(logits: Array) -> tuple[Array, Array]:

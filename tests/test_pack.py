@@ -7,6 +7,8 @@ arithmetic, and conversions by float arithmetic. Bound: zero.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -41,10 +43,10 @@ def places(layout: int, bf16: bool, rows: int, cols: int, row0: int) -> np.ndarr
     return tile * 512 + (k // 2 * 32 + n * 2 + k % 2 if bf16 else k * 16 + n)
 
 
-def digest(bits: np.ndarray) -> int:
+def digest(bits: np.ndarray, index0: int = 0) -> int:
     """Σ weight(word)·word mod 2^64 over the words of the elements in row-major order, a word being two bf16 or a float32."""
     flat = bits.reshape(-1)
-    at = np.arange(flat.size, dtype=np.uint64)
+    at = np.arange(flat.size, dtype=np.uint64) + np.uint64(index0)
     word, shift = (at >> np.uint64(1), (at & np.uint64(1)) * np.uint64(16)) if bits.dtype == np.uint16 else (at, np.zeros_like(at))
     weight = (word.astype(np.uint32) + np.uint32(1)) * np.uint32(0x9E3779B1)
     weight ^= weight >> np.uint32(15)
@@ -111,3 +113,41 @@ def test_the_digest_does_not_depend_on_threads_or_layout(rng: np.random.Generato
                 out = np.zeros(2 * 416 * 704, np.uint16)
                 seen.add(ops.kernels(threads=threads).pack(out[: 405 * 700].reshape(405, 700) if layout == PLAIN else out, x, layout, row0))
     assert seen == {(digest(to_bf16(x)), -1)}
+
+
+@pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random.Generator) -> None:
+    """Ranks that hold disjoint runs of a parameter's rows, cut anywhere, empty ones too: the digest of the whole is the sum of
+    theirs. The index of what is not finite stays one of the part."""
+    to_bits = to_bf16 if stored == "bfloat16" else to_f32
+    for rows, cols in ((40, 64), (33, 33), (100, 31), (7, 1), (5, 2), (130, 600)):
+        whole = rng.standard_normal((rows, cols), np.float32)
+        cuts = [0, *sorted(int(cut) for cut in rng.integers(0, rows + 1, 4)), rows]
+        total = 0
+        for begin, end in pairwise(cuts):
+            part = whole[begin:end].copy()
+            out = np.zeros(2 * (part.shape[0] + 15) * (cols + 31), np.uint16 if stored == "bfloat16" else np.float32)
+            target = out[: part.size].reshape(part.shape) if layout == PLAIN else out
+            got = ops.kernels(threads=2).pack(target, part, layout, 0, begin * cols)
+            assert got == (digest(to_bits(part), begin * cols), -1), (rows, cols, begin, end)
+            total += got[0]
+            if part.size:
+                part[-1, -1] = np.inf
+                assert ops.kernels().pack(target, part, layout, 0, begin * cols)[1] == part.size - 1
+        assert total % 2**64 == digest(to_bits(whole))
+
+
+def test_the_digest_knows_where_a_part_begins(rng: np.random.Generator) -> None:
+    """Any index that rows may begin at, those beyond 2^32 too; words of odd rows are shared by two of them."""
+    for stored in ("bfloat16", "float32"):
+        for cols in (32, 33, 66, 77):
+            x = rng.standard_normal((19, cols), np.float32)
+            bits = (to_bf16 if stored == "bfloat16" else to_f32)(x)
+            seen = set()
+            for index0 in (0, cols, 3 * cols, 2 * cols * 12345, cols << 31, cols * (2**33 + 5)):
+                for layout in (PLAIN, PACKED):
+                    out = np.zeros(bits.shape if layout == PLAIN else 32 * 96, np.uint16 if stored == "bfloat16" else np.float32)
+                    assert ops.kernels().pack(out, x, layout, 0, index0) == (digest(bits, index0), -1), (stored, cols, index0, layout)
+                seen.add(digest(bits, index0))
+            assert len(seen) >= 5

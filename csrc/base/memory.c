@@ -91,6 +91,14 @@ void *rm_map(size_t bytes) {
   return held(raw);
 }
 
+void *rm_map_file(int file, size_t bytes) {
+  if (bytes == 0 || bytes > SIZE_MAX / 2 || must_fail()) return NULL;
+  void *block = mmap(NULL, page_round(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (block == MAP_FAILED) return NULL;
+  atomic_fetch_add(&mapped_bytes, page_round(bytes));
+  return held(block);
+}
+
 void rm_unmap(void *block, size_t bytes) {
   if (!block) return;
   const size_t length = page_round(bytes);

@@ -11,6 +11,7 @@ void *rm_alloc(size_t count, size_t bytes);          // zeroed; NULL on overflow
 void *rm_realloc(void *old, size_t count, size_t bytes);   // grown part not zeroed; old stays valid on NULL
 void rm_free(void *block);
 void *rm_map(size_t bytes);                          // zeroed, 2 MiB aligned when large; owned, rm_unmap; NULL on failure
+void *rm_map_file(int file, size_t bytes);           // the file's first bytes, shared with whoever maps it; owned, rm_unmap
 void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
 size_t rm_memory_blocks(void);                       // blocks, small and mapped, that were not given back yet

@@ -102,6 +102,12 @@ static const char *const code_names[RM_N_CODE] = {
     [RM_E_CAPACITY] = "CapacityError",
     [RM_E_NUMERICS] = "NumericsError",
     [RM_E_MEMORY] = "MemoryError",
+    [RM_E_MESH_MISMATCH] = "MeshMismatchError",
+    [RM_E_COLLECTIVE_MISMATCH] = "CollectiveMismatchError",
+    [RM_E_COLLECTIVE_TIMEOUT] = "CollectiveTimeoutError",
+    [RM_E_RANK_LOST] = "RankLostError",
+    [RM_E_SYNC_ABORTED] = "SyncAbortedError",
+    [RM_E_AUTH] = "AuthError",
 };
 
 const char *rm_code_name(rm_code code) { return (unsigned)code < RM_N_CODE && code_names[code] ? code_names[code] : "Error"; }

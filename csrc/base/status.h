@@ -25,6 +25,12 @@ typedef enum rm_code {
   RM_E_CAPACITY,       // it can never fit
   RM_E_NUMERICS,       // a row of logits, K or V is not finite
   RM_E_MEMORY,         // an allocation failed
+  RM_E_MESH_MISMATCH,  // ranks that do not fit together
+  RM_E_COLLECTIVE_MISMATCH,
+  RM_E_COLLECTIVE_TIMEOUT,
+  RM_E_RANK_LOST,
+  RM_E_SYNC_ABORTED,   // another rank, or the sender, gave up a sync
+  RM_E_AUTH,           // shared memory that is not the one meant
   RM_N_CODE
 } rm_code;
 

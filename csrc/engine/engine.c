@@ -84,6 +84,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
       {&plan->draws, seqs, sizeof(rm_draw)},
       {&plan->routed, engine->routed_per_token ? rows : 0, (size_t)engine->routed_per_token * sizeof(int16_t)},
       {&plan->row_flags, rows, sizeof(uint8_t)},
+      {&plan->all_flags, engine->options.rank.tp ? rows : 0, (size_t)engine->options.rank.mesh.tp},
       {&plan->tokens, seqs, sizeof(int32_t)},
       {&plan->logprobs, seqs, sizeof(float)},
       {&plan->sampling_logprobs, seqs, sizeof(float)},
@@ -111,11 +112,12 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
 
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  const rm_model_options model = {options->dtype, options->max_num_batched_tokens, options->max_model_len, engine->max_out_rows,
-                                  options->page_size};
+  const rm_model_options model = {
+      options->dtype, options->max_num_batched_tokens, options->max_model_len, engine->max_out_rows, options->page_size, options->rank};
+  const rm_placement placement = rm_placement_of(engine->spec, &options->rank.mesh, options->rank.index);
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
-  if ((code = rm_params_create(engine->spec, options->dtype, &engine->params, err))) return code;
+  if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->kernels, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->kernels, engine->team, &engine->store, err))) return code;
   if ((code = create_cache(engine, err))) return code;
@@ -136,6 +138,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   *out = NULL;
   rm_code code = check_options(spec, options, err);
   if (code) return code;
+  if ((code = rm_rank_check(&options->rank, spec, err))) return code;
   const rm_kernels *kernels = options->kernels ? options->kernels : rm_kernels_best();
   if (!kernels)
     return rm_fail(err, RM_E_CONFIG, "RM_ISA=%s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
@@ -179,6 +182,7 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_params_destroy(engine->params);
   rm_team_destroy(engine->team);
   rm_free((void *)engine->options.eos_ids);
+  rm_error_clear(&engine->lost);
   rm_free(engine);
 }
 
@@ -189,18 +193,47 @@ static double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+static int has_work(const rm_engine *engine) { return !engine->paused && engine->n_live > 0; }
+
+// Where experts span replicas all of them step together, those without requests with an empty batch.
+static rm_code someone_has_work(rm_engine *engine, int *anyone, rm_error *err) {
+  const rm_rank *rank = &engine->options.rank;
+  int32_t has[RM_MAX_WORLD] = {has_work(engine)};
+  *anyone = has[0];
+  if (!rm_rank_spans_dp(rank)) return RM_OK;
+  const int32_t mine = has[0];
+  size_t bytes[RM_MAX_WORLD];
+  for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof mine;
+  const rm_code code = rm_comm_all_gather(rank->ep, &mine, has, bytes, err);
+  for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) *anyone |= has[r];
+  return code;
+}
+
+// What was moved by a step that broke off is undefined, and so is what would follow.
+static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
+  rm_fail(&engine->lost, code, "%s", err ? rm_error_message(err) : "another rank failed");
+  return code;
+}
+
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   *n_work = 0;
   if (engine->asleep)
     return rm_fail(err, RM_E_STATE, "a step while %s asleep", engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a step before any weights were synced");
-  if (engine->paused || !engine->n_live) return RM_OK;
+  if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
+  int anyone;
+  rm_code code = someone_has_work(engine, &anyone, err);
+  if (code) return lose(engine, code, err);
+  if (!anyone) return RM_OK;
   const uint32_t saved = rm_fp_enter();
   const double start = now();
   rm_schedule(engine);
-  assert(engine->plan.n_rows > 0);   // the oldest can always go on
+  assert(engine->plan.n_rows > 0 || !has_work(engine));   // the oldest can always go on
   const double scheduled = now();
-  rm_forward(engine);
+  if ((code = rm_forward(engine, err))) {
+    rm_fp_leave(saved);
+    return lose(engine, code, err);
+  }
   const double forwarded = now();
   rm_commit(engine);
   engine->stats.schedule_seconds += scheduled - start;

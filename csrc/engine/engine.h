@@ -5,6 +5,11 @@
 //
 //   create ─► sync_begin/push/commit ─► add … ─► step … (schedule, forward, commit) ─► result ─► release ─► destroy
 //
+// On a mesh there is an engine for each rank. The ranks of a tp group get the same calls in the same order and schedule alike; those
+// of different replicas have requests of their own. A step, a commit and nothing else talk to other ranks; when that fails
+// (comm.h's codes) the engine is lost: every later step says so, results stay readable. (ranks.h makes and drives all ranks of
+// a process.)
+//
 // A request is one prompt and n samples of it. It is refused at add when malformed (RM_E_REQUEST) or when it can never fit
 // (RM_E_CAPACITY). Numbers of the contract: the logprob of a token depends on the weights and the tokens before it only.
 #pragma once
@@ -26,6 +31,7 @@ typedef struct rm_engine_options {
   int prefix_caching;
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
+  rm_rank rank;                 // rm_rank_alone(), or a place on a mesh; its comms are views
 } rm_engine_options;
 
 // kind of work
@@ -47,6 +53,8 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int32_t logprobs;             // top-k of generated tokens, 0: only the sampled one
   int32_t prompt_logprobs;      // −1: none; k ≥ 0: of the prompt, with top-k
   float *logits_out;            // RM_SCORE: float32 [n_prompt][vocab] or NULL
+  int wants_logits;             // RM_SCORE without logits_out: logits are made, and given to nobody, since another rank wants them
+  uint64_t id;                  // 0: the engine numbers it; else its number, above that of every request before
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
 } rm_request;
 
@@ -92,6 +100,7 @@ int64_t rm_engine_unfinished(const rm_engine *engine);
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
 // The one that rm_engine_finished would give next, 0 when there is none: for a caller that may fail to take it.
 uint64_t rm_engine_next_finished(const rm_engine *engine);
+int rm_engine_has(const rm_engine *engine, uint64_t id);       // it was added and not released
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err);
 rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err);
 rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err);      // of a finished one

@@ -185,8 +185,9 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
       .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
       .score_sampling = score && request->score_sampling,
       .logits_out = score ? request->logits_out : NULL,
+      .wants_logits = score && (request->logits_out || request->wants_logits),
   };
-  if (group.want_prompt_logprobs) group.n_targets = group.logits_out ? group.n_prompt : group.n_prompt - 1;
+  if (group.want_prompt_logprobs) group.n_targets = group.wants_logits ? group.n_prompt : group.n_prompt - 1;
   return group;
 }
 

@@ -1,6 +1,7 @@
 // lifecycle.c: what a new version, or the loss of a part, means for requests in flight. The store knows how weights get in;
 // here is only what the engine adds: when that is allowed, and what becomes of KV and records made under the old version.
 #include "engine/state.h"
+#include "weights/agree.h"
 
 // ---------------------------------------------------------------------------------------------- requests in flight
 // The group begins again: from its prompt, with all its samples, whether they had ended or not.
@@ -68,6 +69,13 @@ rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, 
   return code;
 }
 
+// From here on a rank that serves another version is found out by the header of whatever it sends.
+static void set_epoch(rm_engine *engine) {
+  const rm_rank *rank = &engine->options.rank;
+  if (rank->tp) rm_comm_set_epoch(rank->tp, rm_store_version(engine->store));
+  if (rank->ep) rm_comm_set_epoch(rank->ep, rm_store_version(engine->store));
+}
+
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
   if (inflight < RM_INFLIGHT_REFUSE || inflight > RM_INFLIGHT_KEEP_KV)
     return rm_fail(err, RM_E_CONFIG, "inflight=%d is no policy for requests in flight", (int)inflight);
@@ -75,9 +83,10 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
     return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)engine->n_live);
   const uint32_t saved = rm_fp_enter();
-  const rm_code code = rm_sync_commit(engine->store, report, err);
+  const rm_code code = rm_sync_commit_together(engine->store, engine->options.rank.world, report, err);
   rm_fp_leave(saved);
   if (code) return code;
+  set_epoch(engine);
   apply(engine, inflight);
   rm_kv_reset(engine->cache);
   return RM_OK;

@@ -51,14 +51,18 @@ rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id
   };
   if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "a request while the weights are asleep");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a request before any weights were synced");
+  const uint64_t number = request->id ? request->id : engine->next_id;
+  if (number < engine->next_id)
+    return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one", (unsigned long long)number,
+                   (unsigned long long)engine->next_id - 1);
   rm_group *group;
-  const rm_code code = rm_group_create(request, &rules, engine->next_id, engine->next_order, &group, err);
+  const rm_code code = rm_group_create(request, &rules, number, engine->next_order, &group, err);
   if (code) return code;
   if (!grow_buckets(engine)) {
     rm_free(group);
     return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests", (long long)engine->n_groups + 1);
   }
-  engine->next_id++;
+  engine->next_id = number + 1;
   engine->next_order += (uint64_t)group->n;
   engine->n_groups++;
   engine->n_live++;
@@ -83,6 +87,12 @@ int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
 
 uint64_t rm_engine_next_finished(const rm_engine *engine) {
   return rm_list_empty(&engine->finished) ? 0 : ((const rm_group *)engine->finished.next)->id;
+}
+
+int rm_engine_has(const rm_engine *engine, uint64_t id) {
+  const rm_group *group = engine->n_buckets ? *bucket(engine, id) : NULL;
+  while (group && group->id != id) group = group->next_in_bucket;
+  return group != NULL;
 }
 
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {

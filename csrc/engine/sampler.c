@@ -16,36 +16,31 @@ static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int
 
 static int needs_logits(const rm_out_row *out) {
   const rm_group *group = out->seq->group;
-  return out->draws || group->logits_out || group->score_sampling || group->prompt_top;
+  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top;
 }
 
-static rm_chunk run_lm_head(rm_engine *engine, const char *hidden, int64_t first) {
+static rm_code run_lm_head(rm_engine *engine, const char *hidden, int64_t first, rm_chunk *chunk, rm_error *err) {
   rm_plan *plan = &engine->plan;
-  rm_chunk chunk = {first, rm_min64(plan->n_out - first, engine->max_out_rows), 0};
-  for (int64_t i = 0; i < chunk.n; i++) {
-    const rm_out_row *out = out_row(plan, &chunk, i);
+  *chunk = (rm_chunk){first, rm_min64(plan->n_out - first, engine->max_out_rows), 0};
+  for (int64_t i = 0; i < chunk->n; i++) {
+    const rm_out_row *out = out_row(plan, chunk, i);
     plan->targets[i] = out->target;
     plan->out_flags[i] = plan->row_flags[plan->out_rows[first + i]];
-    chunk.has_logits |= needs_logits(out);
+    chunk->has_logits |= needs_logits(out);
   }
-  const rm_lm_head_args args = {
-      .logits = chunk.has_logits ? plan->logits : NULL,
+  const rm_head head = {
+      .hidden = hidden + (size_t)(first * engine->spec->hidden_size) * rm_dtype_bytes(engine->options.dtype),
+      .rows = chunk->n,
+      .ld_logits = engine->ld_logits,
+      .logits = chunk->has_logits ? plan->logits : NULL,
       .stats = plan->stats,
       .target_logprobs = plan->target_logprobs,
       .targets = plan->targets,
       .row_flags = plan->out_flags,
-      .x = hidden + (size_t)(first * engine->spec->hidden_size) * rm_dtype_bytes(engine->options.dtype),
-      .w = (const char *)rm_store_weights(engine->store) + engine->params->lm_head,
-      .rows = chunk.n,
-      .vocab = engine->spec->vocab_size,
-      .hidden = engine->spec->hidden_size,
-      .ldx = engine->spec->hidden_size,
-      .ld_logits = engine->ld_logits,
-      .dtype = engine->options.dtype,
   };
-  engine->kernels->lm_head(rm_model_ctx(engine->model), &args);
-  for (int64_t i = 0; i < chunk.n; i++) plan->row_flags[plan->out_rows[first + i]] |= plan->out_flags[i];
-  return chunk;
+  const rm_code code = rm_model_head(engine->model, rm_store_weights(engine->store), &head, err);
+  for (int64_t i = 0; i < chunk->n; i++) plan->row_flags[plan->out_rows[first + i]] |= plan->out_flags[i];
+  return code;
 }
 
 // ---------------------------------------------------------------------------------------------- records of prompts
@@ -196,7 +191,40 @@ static int64_t draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t d) 
   return end;
 }
 
-void rm_forward(rm_engine *engine) {
+// ---------------------------------------------------------------------------------------------- the other ranks of the tp group
+// They were told the same and have scheduled alike, or what they exchange would be of different batches.
+static rm_code agree_on_batch(rm_engine *engine, rm_error *err) {
+  const rm_plan *plan = &engine->plan;
+  rm_comm *tp = engine->options.rank.tp;
+  if (!tp) return RM_OK;
+  uint64_t digest = (uint64_t)plan->n_rows, all[RM_MAX_TP];
+  size_t bytes[RM_MAX_TP];
+  for (int64_t r = 0; r < plan->n_rows; r++)
+    digest =
+        (digest ^ (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32) * 0x9E3779B97F4A7C15u + (uint64_t)plan->positions[r];
+  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof digest;
+  const rm_code code = rm_comm_all_gather(tp, &digest, all, bytes, err);
+  for (int r = 0; r < rm_comm_size(tp) && !code; r++)
+    if (all[r] != digest)
+      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
+                     "tp rank %d steps with another batch than tp rank %d; all ranks of a tp group get the same calls", r,
+                     rm_comm_rank(tp));
+  return code;
+}
+
+// A row of K or V that is not finite is seen by the ranks that have its head, and ends its request on all.
+static rm_code share_flags(rm_engine *engine, rm_error *err) {
+  rm_comm *tp = engine->options.rank.tp;
+  rm_plan *plan = &engine->plan;
+  if (!tp || !plan->n_rows) return RM_OK;
+  size_t bytes[RM_MAX_TP];
+  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = (size_t)plan->n_rows;
+  const rm_code code = rm_comm_all_gather(tp, plan->row_flags, plan->all_flags, bytes, err);
+  for (int64_t i = 0; i < plan->n_rows * rm_comm_size(tp) && !code; i++) plan->row_flags[i % plan->n_rows] |= plan->all_flags[i];
+  return code;
+}
+
+rm_code rm_forward(rm_engine *engine, rm_error *err) {
   rm_plan *plan = &engine->plan;
   const void *hidden;
   const rm_batch batch = {
@@ -214,10 +242,14 @@ void rm_forward(rm_engine *engine) {
       .row_flags = plan->row_flags,
   };
   memset(plan->row_flags, 0, (size_t)plan->n_rows);
-  rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden);
-  for (int64_t first = 0, d = 0; first < plan->n_out; first += engine->max_out_rows) {
-    const rm_chunk chunk = run_lm_head(engine, hidden, first);
+  rm_code code = agree_on_batch(engine, err);
+  if (!code) code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
+  if (!code) code = share_flags(engine, err);
+  for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += engine->max_out_rows) {
+    rm_chunk chunk;
+    if ((code = run_lm_head(engine, hidden, first, &chunk, err))) break;
     record_prompts(engine, &chunk);
     d = draw_tokens(engine, &chunk, d);
   }
+  return code;
 }

@@ -130,7 +130,7 @@ static int reserve(rm_engine *engine, rm_sequence *seq, int64_t n_positions) {
 static int page_serves(const rm_engine *engine, const rm_group *group, int64_t page) {
   const int64_t rows = rm_min64((page + 1) * engine->options.page_size - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
-  return !group->prompt_top && !group->score_sampling && !group->logits_out;
+  return !group->prompt_top && !group->score_sampling && !group->wants_logits;
 }
 
 static void take_records(rm_engine *engine, rm_sequence *seq, int64_t index, int32_t page) {

@@ -62,6 +62,7 @@ struct rm_group {
   int32_t top_k, top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling;
   float *logits_out;
+  int wants_logits;             // they are made, whether or not this rank gives them out
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence
   int32_t *banned;              // [n_banned] ascending: tokens that may not come before min_tokens
   int64_t n_stops, n_banned;

@@ -37,6 +37,7 @@ typedef struct rm_plan {
   // sampler.c
   int16_t *routed;              // [max_rows][routed_per_token]
   uint8_t *row_flags;           // [max_rows]
+  uint8_t *all_flags;           // [tp][max_rows] scratch; where tp > 1
   int32_t *tokens;              // [max_num_seqs] of the draws
   float *logprobs, *sampling_logprobs;
   // scratch of sampler.c
@@ -88,6 +89,7 @@ struct rm_engine {
   int64_t n_groups;
   uint64_t next_id, next_order;
   int paused;
+  rm_error lost;                // RM_OK, or why this engine cannot step any more
   unsigned asleep;
   rm_engine_stats stats;
 };
@@ -100,7 +102,7 @@ void rm_release_places(rm_engine *engine, rm_sequence *seq);       // leaves its
 void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *leader);   // JOINING → ACTIVE on the leader's prompt
 
 // sampler.c
-void rm_forward(rm_engine *engine);
+rm_code rm_forward(rm_engine *engine, rm_error *err);
 
 // commit.c
 void rm_commit(rm_engine *engine);

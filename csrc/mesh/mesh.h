@@ -22,7 +22,7 @@ typedef struct rm_coords {      // of one rank
 
 typedef enum rm_axis { RM_AXIS_TP, RM_AXIS_DP, RM_AXIS_EP } rm_axis;
 
-enum { RM_MAX_WORLD = 4096 };
+enum { RM_MAX_WORLD = 4096, RM_MAX_TP = 256 };
 
 // RM_E_CONFIG names the rule that is broken. Context and pipeline degrees exist to be refused by name.
 rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out, rm_error *err);

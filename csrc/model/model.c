@@ -2,41 +2,32 @@
 // here. All rows of a step go through together, whatever sequences they belong to: only attention knows sequences, and every
 // op treats a row the same in any company, which is what makes batching invisible.
 //
-// Buffers: `residual` is the stream that blocks add to, `x` what a block reads and then writes. The rows whose output is wanted
-// are gathered before the final norm; earlier they cannot be, since every row's routing is recorded.
-#include "model/model.h"
+// A matrix product gives this rank's columns, which it writes to their place in a whole matrix; shard.h then completes the rows.
+// No sum crosses a rank, so what every rank computes is part of what one would, bit for bit.
+//
+// Buffers: `residual` is the stream that blocks add to, `x` what a block reads and then writes. With sequence parallelism
+// residual has this rank's home rows only, and a block's output comes to `home`. The rows whose output is wanted are gathered
+// before the final norm; earlier they cannot be, since every row's routing is recorded.
+#include "model/inside.h"
 
-#include "model/moe/moe.h"
+// Of one token on this rank.
+static int64_t layer_width(const rm_params *params) {
+  return (params->placement.heads.n + 2 * params->placement.kv_heads.n) * params->spec->head_dim;
+}
 
-struct rm_model {
-  const rm_params *params;      // view
-  const rm_spec *spec;          // view
-  const rm_kernels *kernels;
-  rm_model_options options;
-  rm_ctx ctx;
-  void *block;                  // all that follows
-  size_t block_bytes;
-  float *cos, *sin;             // [max_positions][head_dim/2]
-  char *residual, *x;           // T [max_rows][hidden]
-  char *qkv;                    // T [max_rows][(heads + 2·kv_heads)·head_dim]; then attention's output
-  char *q;                      // T [max_rows][heads·head_dim]
-  char *inner;                  // T [max_rows][intermediate], where a layer is dense
-  rm_moe moe;                   // where one is not
-};
-
-static int64_t layer_width(const rm_spec *spec) { return (spec->n_heads + 2 * spec->n_kv_heads) * spec->head_dim; }
-
-static rm_limits limits_of(const rm_spec *spec, const rm_model_options *options, int n_threads) {
+static rm_limits limits_of(const rm_params *params, const rm_model_options *options, int n_threads) {
+  const rm_spec *spec = params->spec;
   const int64_t heads = spec->n_heads * spec->head_dim;
   const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size);
   return (rm_limits){
       .max_rows = options->max_rows,
       .max_k = rm_max64(spec->hidden_size, rm_max64(inner, heads)),
-      .max_n = rm_max64(rm_max64(spec->hidden_size, layer_width(spec)), rm_gate_up_rows(inner)),
+      .max_n = rm_max64(rm_max64(spec->hidden_size, layer_width(params)), rm_gate_up_rows(inner)),
       .vocab = spec->vocab_size,
-      .n_heads = spec->n_heads,
-      .n_kv_heads = spec->n_kv_heads,
+      .n_heads = params->placement.heads.n,
+      .n_kv_heads = params->placement.kv_heads.n,
       .head_dim = spec->head_dim,
+      .group = spec->n_heads / spec->n_kv_heads,
       .max_positions = options->max_positions,
       .n_experts = spec->n_experts,
       .top_k = spec->top_k,
@@ -44,45 +35,68 @@ static rm_limits limits_of(const rm_spec *spec, const rm_model_options *options,
   };
 }
 
-rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options, rm_model **out,
-                        rm_error *err) {
-  const rm_spec *spec = params->spec;
-  *out = NULL;
-  rm_model *model = rm_alloc(1, sizeof *model);
-  if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
-  *model = (rm_model){.params = params, .spec = spec, .kernels = kernels, .options = *options};
-  model->moe = (rm_moe){.spec = spec, .kernels = kernels, .dtype = options->dtype};
-  const rm_limits limits = limits_of(spec, options, rm_team_threads(team));
+// Everything a forward writes to, in one block.
+static rm_code create_buffers(rm_model *model, char **workspace, size_t workspace_bytes, rm_error *err) {
+  const rm_model_options *options = &model->options;
+  const rm_spec *spec = model->spec;
+  const int parallel = model->shard.comm != NULL;
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->head_dim / 2;
-  const size_t table = (size_t)options->max_positions * sizeof(float);
-  char *workspace;
-  const size_t workspace_bytes = kernels->workspace_bytes(&limits);
-  rm_field fields[8 + RM_MOE_FIELDS] = {
+  const size_t table = (size_t)options->max_positions * sizeof(float), wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
+  enum { FIELDS = 10 };
+  rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
       {&model->residual, rows, (size_t)spec->hidden_size * elem},
       {&model->x, rows, (size_t)spec->hidden_size * elem},
-      {&model->qkv, rows, (size_t)layer_width(spec) * elem},
-      {&model->q, rows, (size_t)(spec->n_heads * spec->head_dim) * elem},
+      {&model->qkv, rows, (size_t)layer_width(model->params) * elem},
+      {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers ? rows : 0, (size_t)spec->intermediate_size * elem},
-      {&workspace, workspace_bytes, 1},
+      {&model->attended, parallel ? rows : 0, wide},
+      {&model->home, parallel ? rows : 0, (size_t)spec->hidden_size * elem},
+      {workspace, workspace_bytes, 1},
   };
-  const size_t n_fields = spec->n_moe_layers ? 8 + RM_MOE_FIELDS : 8;
-  if (spec->n_moe_layers) rm_moe_fields(&model->moe, options->max_rows, fields + 8);
+  size_t n_fields = FIELDS;
+  if (parallel) n_fields += rm_head_fields(model, fields + n_fields);
+  if (spec->n_moe_layers) n_fields += rm_moe_fields(&model->moe, fields + n_fields);
   model->block_bytes = rm_fields_bytes(fields, n_fields);
   model->block = model->block_bytes ? rm_map(model->block_bytes) : NULL;
-  if (!model->block || !rm_fields_place(fields, n_fields, model->block, model->block_bytes)) {
-    const size_t wanted = model->block_bytes;
-    rm_model_destroy(model);
-    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of activations (%lld rows a step, %lld positions)", wanted,
-                   (long long)options->max_rows, (long long)options->max_positions);
-  }
+  if (model->block && rm_fields_place(fields, n_fields, model->block, model->block_bytes)) return RM_OK;
+  return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of activations (%lld rows a step, %lld positions)", model->block_bytes,
+                 (long long)options->max_rows, (long long)options->max_positions);
+}
+
+static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
+  const rm_model_options *options = &model->options;
+  const rm_spec *spec = model->spec;
+  const rm_limits limits = limits_of(model->params, options, rm_team_threads(team));
+  char *workspace;
+  const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
+  rm_code code = rm_shard_create(spec, &options->rank, options->dtype, &model->shard, err);
+  if (code) return code;
+  if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->kernels, &options->rank, options->max_rows, err)))
+    return code;
+  if ((code = create_buffers(model, &workspace, workspace_bytes, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
   model->ctx.run = rm_team_run;
   model->ctx.team = team;
   const uint32_t saved = rm_fp_enter();
   rm_rope_table(model->cos, model->sin, spec->inv_freq, options->max_positions, spec->head_dim / 2, spec->rope_scale, options->dtype);
   rm_fp_leave(saved);
+  return RM_OK;
+}
+
+rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options, rm_model **out,
+                        rm_error *err) {
+  *out = NULL;
+  rm_model *model = rm_alloc(1, sizeof *model);
+  if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
+  *model = (rm_model){.params = params, .spec = params->spec, .kernels = kernels, .options = *options};
+  model->sequence_parallel = options->rank.sequence_parallel && options->rank.mesh.tp > 1;
+  const rm_code code = create_parts(model, team, err);
+  if (code) {
+    rm_model_destroy(model);
+    return code;
+  }
   *out = model;
   return RM_OK;
 }
@@ -90,6 +104,8 @@ rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_t
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
   rm_unmap(model->block, model->block_bytes);
+  rm_moe_destroy(&model->moe);
+  rm_shard_destroy(&model->shard);
   rm_free(model);
 }
 
@@ -97,18 +113,24 @@ const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
 size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes; }
 
 // ---------------------------------------------------------------------------------------------- KV pages
-// Bytes of one page's K, and of its V, in one layer.
-static size_t k_bytes(const rm_model *model) {
-  return (size_t)(model->spec->n_kv_heads * rm_k_page_elems(model->options.page_size, model->spec->head_dim)) *
-         rm_dtype_bytes(model->options.dtype);
+// Bytes of one page's K, and of its V, in one layer, of n kv heads.
+static size_t k_bytes_of(const rm_model *model, int64_t n) {
+  return (size_t)(n * rm_k_page_elems(model->options.page_size, model->spec->head_dim)) * rm_dtype_bytes(model->options.dtype);
 }
 
-static size_t v_bytes(const rm_model *model) {
-  return (size_t)(model->spec->n_kv_heads * rm_v_page_elems(model->options.page_size, model->spec->head_dim)) *
-         rm_dtype_bytes(model->options.dtype);
+static size_t v_bytes_of(const rm_model *model, int64_t n) {
+  return (size_t)(n * rm_v_page_elems(model->options.page_size, model->spec->head_dim)) * rm_dtype_bytes(model->options.dtype);
 }
 
-size_t rm_model_page_bytes(const rm_model *model) { return (size_t)model->spec->n_layers * (k_bytes(model) + v_bytes(model)); }
+static size_t k_bytes(const rm_model *model) { return k_bytes_of(model, model->params->placement.kv_heads.n); }
+static size_t v_bytes(const rm_model *model) { return v_bytes_of(model, model->params->placement.kv_heads.n); }
+
+size_t rm_model_page_bytes(const rm_model *model) {
+  const rm_mesh *mesh = &model->options.rank.mesh;
+  int64_t most = 0;
+  for (int32_t r = 0; r < mesh->tp; r++) most = rm_max64(most, rm_placement_of(model->spec, mesh, r).kv_heads.n);
+  return (size_t)model->spec->n_layers * (k_bytes_of(model, most) + v_bytes_of(model, most));
+}
 
 static char *k_cache(const rm_model *model, void *kv, int64_t n_pages, int64_t layer) {
   return (char *)kv + (size_t)layer * (size_t)n_pages * (k_bytes(model) + v_bytes(model));
@@ -135,54 +157,140 @@ void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_
   }
 }
 
-// ---------------------------------------------------------------------------------------------- blocks
-static void embed(rm_model *model, const char *weights, const rm_batch *batch) {
+// ---------------------------------------------------------------------------------------------- rows
+// Sequence parallel: the rows that this rank keeps of n; else all of them.
+static rm_range kept(const rm_model *model, int64_t n) {
+  return model->sequence_parallel ? rm_shard_home(&model->shard, n) : (rm_range){0, n};
+}
+
+static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype); }
+
+static void look_up(rm_model *model, const char *weights, void *out, const int32_t *ids, int64_t rows) {
   const rm_embed_args args = {
-      .out = model->residual,
-      .ids = batch->ids,
+      .out = out,
+      .ids = ids,
       .table = weights + model->params->embed,
       .packed = model->spec->tie_word_embeddings,
-      .rows = batch->n_rows,
+      .rows = rows,
       .hidden = model->spec->hidden_size,
       .dtype = model->options.dtype,
   };
-  model->kernels->embed(&model->ctx, &args);
+  if (rows) model->kernels->embed(&model->ctx, &args);
 }
 
-// x ← norm(residual += x), without the addition when `first`.
-static void norm(rm_model *model, const char *weight, int64_t rows, int first) {
+static int owner_of(const rm_shard *shard, int32_t id) {
+  int r = 0;
+  while (id >= shard->vocab[r].first + shard->vocab[r].n) r++;
+  return r;
+}
+
+// Each rank looks up the rows whose ids are in its shard; all of them, rank after rank, come to `home` and are put in their places.
+static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  if (!shard->comm) {
+    look_up(model, weights, model->residual, batch->ids, batch->n_rows);
+    return RM_OK;
+  }
+  int64_t *counts = model->embed_counts, *next = counts + shard->size, n_mine = 0;
+  memset(counts, 0, (size_t)shard->size * sizeof *counts);
+  for (int64_t row = 0; row < batch->n_rows; row++) {
+    const int owner = owner_of(shard, batch->ids[row]);
+    counts[owner]++;
+    if (owner == shard->me) model->embed_ids[n_mine++] = (int32_t)(batch->ids[row] - shard->vocab[owner].first);
+  }
+  look_up(model, weights, model->x, model->embed_ids, n_mine);
+  const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, counts, row_bytes(model), err);
+  if (code) return code;
+  const rm_range rows = kept(model, batch->n_rows);
+  next[0] = 0;
+  for (int r = 1; r < shard->size; r++) next[r] = next[r - 1] + counts[r - 1];
+  for (int64_t row = 0; row < batch->n_rows; row++) {
+    const char *from = model->home + (size_t)next[owner_of(shard, batch->ids[row])]++ * row_bytes(model);
+    if (row >= rows.first && row < rows.first + rows.n)
+      memcpy(model->residual + (size_t)(row - rows.first) * row_bytes(model), from, row_bytes(model));
+  }
+  return RM_OK;
+}
+
+// out ← norm(residual += x), without the addition when x is NULL.
+static void norm_rows(rm_model *model, void *out, const void *x, const char *weight, int64_t rows) {
   const rm_rms_norm_args args = {
-      .out = model->x,
+      .out = out,
       .residual = model->residual,
-      .x = first ? NULL : model->x,
+      .x = x,
       .weight = weight,
       .eps = model->spec->rms_norm_eps,
       .rows = rows,
       .n = model->spec->hidden_size,
       .dtype = model->options.dtype,
   };
-  model->kernels->rms_norm(&model->ctx, &args);
+  if (rows) model->kernels->rms_norm(&model->ctx, &args);
 }
 
-static rm_gemm_args linear(const rm_model *model, void *y, const void *x, const char *w, const char *bias, int64_t m, int64_t n,
+// Where a block's output lies: whole rows of all rows, or the home rows.
+static char *output_of(rm_model *model) { return model->sequence_parallel ? model->home : model->x; }
+
+// x ← norm(residual += the last block's output), of the rows that are kept; x has them in their places.
+static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
+  const rm_range rows = kept(model, n_rows);
+  norm_rows(model, model->x + (size_t)rows.first * row_bytes(model), first ? NULL : output_of(model), weight, rows.n);
+}
+
+// x whole on every rank, for a block that reads all rows.
+static rm_code complete_rows(rm_model *model, int64_t rows, rm_error *err) {
+  return model->sequence_parallel ? rm_shard_gather_rows(&model->shard, model->x, rows, row_bytes(model), err) : RM_OK;
+}
+
+// This rank's columns of x become whole rows: of all rows, or of the home rows in `home`.
+static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  if (!model->sequence_parallel) return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, model->x, rows, err);
+  const char *mine = model->x + (size_t)shard->cuts[RM_CUT_HIDDEN][shard->me].first * shard->elem;
+  return rm_shard_columns_to_rows(shard, RM_CUT_HIDDEN, mine, model->spec->hidden_size, model->home, rows, err);
+}
+
+// ---------------------------------------------------------------------------------------------- blocks
+// y: a whole matrix of `width` columns; this rank's are those of the cut.
+static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, const char *w, const char *bias, int64_t m,
                            int64_t k) {
-  return (rm_gemm_args){.y = y,
+  const rm_range mine = model->shard.cuts[cut][model->shard.me];
+  return (rm_gemm_args){.y = y + (size_t)mine.first * model->shard.elem,
                         .x = x,
                         .w = w,
                         .bias = bias,
                         .m = m,
-                        .n = n,
+                        .n = mine.n,
                         .k = k,
                         .ldx = k,
-                        .ldy = n,
+                        .ldy = model->shard.widths[cut],
                         .dtype = model->options.dtype,
                         .y_dtype = model->options.dtype};
 }
 
+static void gemm(rm_model *model, const rm_gemm_args *args) {
+  if (args->m && args->n) model->kernels->gemm(&model->ctx, args);
+}
+
 static const char *optional(const char *weights, size_t offset) { return offset == SIZE_MAX ? NULL : weights + offset; }
 
+static void project_qkv(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows) {
+  const int64_t width = layer_width(model->params), hidden = model->spec->hidden_size;
+  const rm_gemm_args args = {.y = model->qkv,
+                             .x = model->x,
+                             .w = weights + layer->qkv,
+                             .bias = optional(weights, layer->qkv_bias),
+                             .m = rows,
+                             .n = width,
+                             .k = hidden,
+                             .ldx = hidden,
+                             .ldy = width,
+                             .dtype = model->options.dtype,
+                             .y_dtype = model->options.dtype};
+  gemm(model, &args);
+}
+
 static void write_kv(rm_model *model, const rm_layer_params *layer, const char *weights, void *k, void *v, const rm_batch *batch) {
-  const rm_spec *spec = model->spec;
+  const rm_placement *here = &model->params->placement;
   const rm_qk_rope_kv_args args = {
       .q_out = model->q,
       .qkv = model->qkv,
@@ -195,19 +303,22 @@ static void write_kv(rm_model *model, const rm_layer_params *layer, const char *
       .k_cache = k,
       .v_cache = v,
       .row_flags = batch->row_flags,
-      .eps = spec->rms_norm_eps,
+      .eps = model->spec->rms_norm_eps,
       .rows = batch->n_rows,
-      .n_heads = spec->n_heads,
-      .n_kv_heads = spec->n_kv_heads,
-      .head_dim = spec->head_dim,
+      .n_heads = here->heads.n,
+      .n_kv_heads = here->kv_heads.n,
+      .head_dim = model->spec->head_dim,
       .page_size = model->options.page_size,
       .dtype = model->options.dtype,
   };
-  model->kernels->qk_rope_kv(&model->ctx, &args);
+  if (batch->n_rows) model->kernels->qk_rope_kv(&model->ctx, &args);
 }
 
+// Into qkv, whose numbers are in q and the caches by now.
 static void attend(rm_model *model, int64_t index, const void *k, const void *v, const rm_batch *batch) {
   const rm_spec *spec = model->spec;
+  const rm_placement *here = &model->params->placement;
+  const int64_t group = spec->n_heads / spec->n_kv_heads;
   const rm_attention_args args = {
       .out = model->qkv,
       .q = model->q,
@@ -219,63 +330,120 @@ static void attend(rm_model *model, int64_t index, const void *k, const void *v,
       .rows = batch->n_rows,
       .n_seqs = batch->n_seqs,
       .max_pages = batch->max_pages,
-      .n_heads = spec->n_heads,
-      .n_kv_heads = spec->n_kv_heads,
+      .n_heads = here->heads.n,
+      .n_kv_heads = here->kv_heads.n,
       .head_dim = spec->head_dim,
       .page_size = model->options.page_size,
+      .group = group,
+      .head0 = here->heads.first % group,
       .window = spec->layers[index].window,
       .scale = (float)(1.0 / __builtin_sqrt((double)spec->head_dim)),
       .dtype = model->options.dtype,
   };
-  model->kernels->attention(&model->ctx, &args);
+  if (batch->n_rows) model->kernels->attention(&model->ctx, &args);
 }
 
-static void attention_block(rm_model *model, int64_t index, const char *weights, void *kv, int64_t n_pages, const rm_batch *batch) {
-  const rm_spec *spec = model->spec;
+static rm_code attention_block(rm_model *model, int64_t index, const char *weights, void *kv, int64_t n_pages, const rm_batch *batch,
+                               rm_error *err) {
   const rm_layer_params *layer = &model->params->layers[index];
-  const int64_t rows = batch->n_rows, hidden = spec->hidden_size, heads = spec->n_heads * spec->head_dim;
+  const int64_t rows = batch->n_rows;
   void *k = k_cache(model, kv, n_pages, index), *v = v_cache(model, kv, n_pages, index);
-  const rm_gemm_args in =
-      linear(model, model->qkv, model->x, weights + layer->qkv, optional(weights, layer->qkv_bias), rows, layer_width(spec), hidden);
-  model->kernels->gemm(&model->ctx, &in);
+  rm_code code = complete_rows(model, rows, err);
+  if (code) return code;
+  project_qkv(model, layer, weights, rows);
   write_kv(model, layer, weights, k, v, batch);
   attend(model, index, k, v, batch);
-  const rm_gemm_args back = linear(model, model->x, model->qkv, weights + layer->o, optional(weights, layer->o_bias), rows, hidden, heads);
-  model->kernels->gemm(&model->ctx, &back);
+  if ((code = rm_shard_gather_part(&model->shard, RM_CUT_HEADS, model->qkv, model->attended, rows, err))) return code;
+  const char *whole = model->shard.comm ? model->attended : model->qkv;
+  const rm_gemm_args back = linear(model, RM_CUT_HIDDEN, model->x, whole, weights + layer->o, optional(weights, layer->o_bias), rows,
+                                   model->spec->n_heads * model->spec->head_dim);
+  gemm(model, &back);
+  return complete_output(model, rows, err);
 }
 
-static void mlp_block(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows) {
+static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows, rm_error *err) {
   const int64_t hidden = model->spec->hidden_size, width = model->spec->intermediate_size;
-  const rm_gemm_args in = linear(model, model->inner, model->x, weights + layer->gate_up, NULL, rows, width, hidden);
-  model->kernels->gemm_swiglu(&model->ctx, &in);
-  const rm_gemm_args back = linear(model, model->x, model->inner, weights + layer->down, NULL, rows, hidden, width);
-  model->kernels->gemm(&model->ctx, &back);
+  rm_code code = complete_rows(model, rows, err);
+  if (code) return code;
+  const rm_gemm_args in = linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up, NULL, rows, hidden);
+  if (in.m && in.n) model->kernels->gemm_swiglu(&model->ctx, &in);
+  if ((code = rm_shard_gather_columns(&model->shard, RM_CUT_INNER, model->inner, rows, err))) return code;
+  const rm_gemm_args back = linear(model, RM_CUT_HIDDEN, model->x, model->inner, weights + layer->down, NULL, rows, width);
+  gemm(model, &back);
+  return complete_output(model, rows, err);
 }
 
-// Moves the wanted rows to the front. out_rows ascend, so a row is read before anything is written over it.
-static void gather(const rm_model *model, char *rows, const rm_batch *batch) {
-  const size_t bytes = (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype);
-  for (int64_t i = 0; i < batch->n_out; i++)
-    if (batch->out_rows[i] != i) memcpy(rows + (size_t)i * bytes, rows + (size_t)batch->out_rows[i] * bytes, bytes);
+// The block's input in x and its output where norm looks for it, whichever rows a dispatcher works on.
+static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, const char *weights, const rm_batch *batch, rm_error *err) {
+  const rm_spec *spec = model->spec;
+  rm_shard *shard = &model->shard;
+  rm_moe *moe = &model->moe;
+  const int64_t rows = batch->n_rows, stride = spec->n_moe_layers * spec->top_k;
+  const rm_range home = rm_shard_home(shard, rows);
+  int16_t *routed = batch->routed + moe_layer * spec->top_k;
+  const rm_layer_params *layer = &model->params->layers[index];
+  rm_code code;
+  if (rm_moe_takes_home_rows(moe)) {
+    char *own = model->x + (size_t)home.first * row_bytes(model), *out = model->sequence_parallel ? model->home : own;
+    code = rm_moe_travel(moe, &model->ctx, layer, weights, own, out, home.n, routed + home.first * stride, stride, err);
+    if (code || model->sequence_parallel) return code;
+    return rm_shard_gather_rows(shard, model->x, rows, row_bytes(model), err);
+  }
+  if ((code = complete_rows(model, rows, err))) return code;
+  if ((code = rm_moe_stay(moe, &model->ctx, shard, layer, weights, model->x, rows, routed, stride, err))) return code;
+  return complete_output(model, rows, err);
 }
 
-void rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden) {
+// ---------------------------------------------------------------------------------------------- a pass
+// Moves the wanted rows to the front. They ascend, so a row is read before anything is written over it.
+static void gather(const rm_model *model, char *rows, const int32_t *wanted, int64_t n, int64_t first) {
+  const size_t bytes = row_bytes(model);
+  for (int64_t i = 0; i < n; i++)
+    if (wanted[i] - first != i) memcpy(rows + (size_t)i * bytes, rows + (size_t)(wanted[i] - first) * bytes, bytes);
+}
+
+static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch, const void **hidden, rm_error *err) {
+  const rm_shard *shard = &model->shard;
+  int64_t *counts = model->embed_counts, first = 0, n = batch->n_out;
+  const rm_range rows = kept(model, batch->n_rows);
+  for (int r = 0; model->sequence_parallel && r < shard->size; r++) {
+    const rm_range run = rm_shard_rows(shard, batch->n_rows, r);
+    int64_t end = r ? first + counts[r - 1] : 0;
+    first = end;
+    while (end < batch->n_out && batch->out_rows[end] < run.first + run.n) end++;
+    counts[r] = end - first;
+  }
+  if (model->sequence_parallel) {
+    first = 0;
+    for (int r = 0; r < shard->me; r++) first += counts[r];
+    n = counts[shard->me];
+  }
+  char *out = output_of(model);
+  gather(model, model->residual, batch->out_rows + first, n, rows.first);
+  gather(model, out, batch->out_rows + first, n, rows.first);
+  norm_rows(model, model->x, out, weight, n);
+  *hidden = model->x;
+  if (!model->sequence_parallel) return RM_OK;
+  *hidden = model->home;
+  return rm_shard_gather_counted(&model->shard, model->x, model->home, counts, row_bytes(model), err);
+}
+
+rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,
+                         rm_error *err) {
   const rm_spec *spec = model->spec;
   const char *base = weights;
   int64_t moe_layer = 0;
-  embed(model, base, batch);
-  for (int64_t i = 0; i < spec->n_layers; i++) {
+  rm_code code = embed(model, base, batch, err);
+  for (int64_t i = 0; i < spec->n_layers && !code; i++) {
     const rm_layer_params *layer = &model->params->layers[i];
     norm(model, base + layer->input_norm, batch->n_rows, i == 0);
-    attention_block(model, i, base, kv, n_pages, batch);
+    if ((code = attention_block(model, i, base, kv, n_pages, batch, err))) break;
     norm(model, base + layer->post_norm, batch->n_rows, 0);
-    if (spec->layers[i].is_moe)
-      rm_moe_forward(&model->moe, &model->ctx, layer, base, model->x, batch->n_rows, batch->routed + moe_layer++ * spec->top_k,
-                     spec->n_moe_layers * spec->top_k);
-    else mlp_block(model, layer, base, batch->n_rows);
+    if (spec->layers[i].is_moe) code = moe_block(model, i, moe_layer++, base, batch, err);
+    else code = mlp_block(model, layer, base, batch->n_rows, err);
   }
-  gather(model, model->residual, batch);
-  gather(model, model->x, batch);
-  norm(model, base + model->params->final_norm, batch->n_out, 0);
-  *hidden = model->x;
+  if (!code && moe_layer && rm_moe_takes_home_rows(&model->moe))
+    code =
+        rm_shard_gather_rows(&model->shard, batch->routed, batch->n_rows, (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
+  return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);
 }

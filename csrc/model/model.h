@@ -1,9 +1,13 @@
 // model.h: one forward pass over a batch of rows: token ids in, hidden states of the asked-for rows out. The model owns its
 // activations and rope table, sized at creation; weights and KV are views given per call, so a swap of either costs nothing.
+//
+// On a mesh every rank of a tensor parallel group makes the same calls with the same batch and gets the same results, bit for bit
+// those of one rank. Only moving activations between ranks can fail; the codes are comm.h's.
 #pragma once
 
 #include "base/team.h"
 #include "model/params.h"
+#include "model/rank.h"
 
 typedef struct rm_model rm_model;
 
@@ -13,6 +17,7 @@ typedef struct rm_model_options {
   int64_t max_positions;        // longest context; also the length of the rope table
   int64_t max_out_rows;         // rows of logits worked on at a time
   int64_t page_size;
+  rm_rank rank;
 } rm_model_options;
 
 // Views of the engine's; all arrays valid until the forward returns.
@@ -32,11 +37,24 @@ typedef struct rm_batch {
 rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options, rm_model **out,
                         rm_error *err);
 void rm_model_destroy(rm_model *model);
-// Bytes of KV for one page over all layers. A block of n_pages holds, layer after layer, the K pages and then the V pages.
+// Bytes of KV for one page over all layers, on the rank of the tp group that has most, so that all have as many pages. A block of
+// n_pages holds, layer after layer, the K pages and then the V pages.
 size_t rm_model_page_bytes(const rm_model *model);
 size_t rm_model_workspace_bytes(const rm_model *model);   // activations, rope table and the ops' scratch
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
 // hidden: T [n_out][hidden], carved in the model, valid until the next forward.
-void rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden);
+rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,
+                         rm_error *err);
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
+
+// From hidden states to logits and their statistics; as rm_lm_head_args, over the whole vocabulary. logits may be NULL, and so may
+// target_logprobs and then targets.
+typedef struct rm_head {
+  const void *hidden;           // T [rows][hidden]
+  int64_t rows, ld_logits;
+  float *logits, *stats, *target_logprobs;
+  const int32_t *targets;
+  uint8_t *row_flags;
+} rm_head;
+rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);

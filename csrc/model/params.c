@@ -36,6 +36,9 @@ static size_t take_packed(layout *l, int64_t rows, int64_t cols) { return take(l
 
 static void add(layout *l, rm_param p) {
   rm_params *params = l->params;
+  const rm_range held = rm_placement_rows(params->spec, &params->placement, p.kind, p.expert, p.n_dims == 1 ? p.cols : p.rows);
+  p.first = held.first;
+  p.held = held.n;
   if (params->list) params->list[params->n] = p;
   params->n++;
 }
@@ -70,96 +73,108 @@ static void add_vector(layout *l, rm_param_kind kind, int layer, int64_t n, rm_d
                     .required = required});
 }
 
-static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n) {
-  const size_t offset = take(l, n, l->params->dtype);
+// Its whole length is n; `held` of it is here.
+static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n, int64_t held) {
+  const size_t offset = take(l, held, l->params->dtype);
   add_vector(l, kind, layer, n, l->params->dtype, offset, 1);
   return offset;
 }
 
-static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols) {
-  const size_t offset = take_packed(l, rows, cols);
+static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held, int64_t cols) {
+  const size_t offset = take_packed(l, held, cols);
   add_matrix(l, kind, layer, -1, rows, cols, RM_PACKED, offset, 0);
   return offset;
 }
 
 static void lay_attention(layout *l, rm_layer_params *out, int layer) {
   const rm_spec *s = l->params->spec;
+  const rm_placement *here = &l->params->placement;
   const int64_t q = s->n_heads * s->head_dim, kv = s->n_kv_heads * s->head_dim, hidden = s->hidden_size;
-  out->qkv = take_packed(l, q + 2 * kv, hidden);
+  const int64_t q_here = here->heads.n * s->head_dim, kv_here = here->kv_heads.n * s->head_dim;
+  out->qkv = take_packed(l, q_here + 2 * kv_here, hidden);
   add_matrix(l, RM_P_Q, layer, -1, q, hidden, RM_PACKED, out->qkv, 0);
-  add_matrix(l, RM_P_K, layer, -1, kv, hidden, RM_PACKED, out->qkv, q);
-  add_matrix(l, RM_P_V, layer, -1, kv, hidden, RM_PACKED, out->qkv, q + kv);
-  out->o = new_packed(l, RM_P_O, layer, hidden, q);
+  add_matrix(l, RM_P_K, layer, -1, kv, hidden, RM_PACKED, out->qkv, q_here);
+  add_matrix(l, RM_P_V, layer, -1, kv, hidden, RM_PACKED, out->qkv, q_here + kv_here);
+  out->o = new_packed(l, RM_P_O, layer, hidden, here->hidden.n, q);
   out->qkv_bias = out->o_bias = SIZE_MAX;
   if (s->attention_bias) {
     const size_t each = rm_dtype_bytes(l->params->dtype);
-    out->qkv_bias = take(l, q + 2 * kv, l->params->dtype);
+    out->qkv_bias = take(l, q_here + 2 * kv_here, l->params->dtype);
     add_vector(l, RM_P_Q_BIAS, layer, q, l->params->dtype, out->qkv_bias, 1);
-    add_vector(l, RM_P_K_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)q * each, 1);
-    add_vector(l, RM_P_V_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)(q + kv) * each, 1);
-    out->o_bias = new_vector(l, RM_P_O_BIAS, layer, hidden);
+    add_vector(l, RM_P_K_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)q_here * each, 1);
+    add_vector(l, RM_P_V_BIAS, layer, kv, l->params->dtype, out->qkv_bias + (size_t)(q_here + kv_here) * each, 1);
+    out->o_bias = new_vector(l, RM_P_O_BIAS, layer, hidden, here->hidden.n);
   }
-  out->q_norm = new_vector(l, RM_P_Q_NORM, layer, s->head_dim);
-  out->k_norm = new_vector(l, RM_P_K_NORM, layer, s->head_dim);
+  out->q_norm = new_vector(l, RM_P_Q_NORM, layer, s->head_dim, s->head_dim);
+  out->k_norm = new_vector(l, RM_P_K_NORM, layer, s->head_dim, s->head_dim);
 }
 
 static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   const rm_spec *s = l->params->spec;
+  const rm_placement *here = &l->params->placement;
   const int64_t width = s->intermediate_size, hidden = s->hidden_size;
-  out->gate_up = take_packed(l, rm_gate_up_rows(width), hidden);
+  out->gate_up = take_packed(l, rm_gate_up_rows(here->inner.n), hidden);
   add_matrix(l, RM_P_GATE, layer, -1, width, hidden, RM_PACKED_GATE, out->gate_up, 0);
   add_matrix(l, RM_P_UP, layer, -1, width, hidden, RM_PACKED_UP, out->gate_up, 0);
-  out->down = new_packed(l, RM_P_DOWN, layer, hidden, width);
+  out->down = new_packed(l, RM_P_DOWN, layer, hidden, here->hidden.n, width);
   out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
+}
+
+// The kind's matrices of all experts; those that are here lie `stride` bytes apart, the others nowhere.
+static void add_experts(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols, rm_layout how, size_t offset, size_t stride) {
+  const rm_range here = l->params->placement.experts;
+  for (int64_t e = 0; e < l->params->spec->n_experts; e++) {
+    const int64_t place = e >= here.first && e < here.first + here.n ? e - here.first : 0;
+    add_matrix(l, kind, layer, (int)e, rows, cols, how, offset + (size_t)place * stride, 0);
+  }
 }
 
 static void lay_experts(layout *l, rm_layer_params *out, int layer) {
   const rm_spec *s = l->params->spec;
-  const int64_t width = s->moe_intermediate_size, hidden = s->hidden_size, experts = s->n_experts;
+  const rm_placement *here = &l->params->placement;
+  const int64_t width = s->moe_intermediate_size, hidden = s->hidden_size;
   const size_t each = rm_dtype_bytes(l->params->dtype);
   out->gate_up = out->down = SIZE_MAX;
-  out->router = new_packed(l, RM_P_ROUTER, layer, experts, hidden);
-  out->router_bias = take(l, experts, RM_F32);
-  add_vector(l, RM_P_ROUTER_BIAS, layer, experts, RM_F32, out->router_bias, 0);
-  out->expert_gate_up_stride = rm_packed_elems(rm_gate_up_rows(width), hidden);
-  out->expert_down_stride = rm_packed_elems(hidden, width);
-  out->expert_gate_up = take(l, experts * out->expert_gate_up_stride, l->params->dtype);
-  out->expert_down = take(l, experts * out->expert_down_stride, l->params->dtype);
+  out->router = new_packed(l, RM_P_ROUTER, layer, s->n_experts, s->n_experts, hidden);
+  out->router_bias = take(l, s->n_experts, RM_F32);
+  add_vector(l, RM_P_ROUTER_BIAS, layer, s->n_experts, RM_F32, out->router_bias, 0);
+  out->expert_gate_up_stride = rm_packed_elems(rm_gate_up_rows(here->expert_inner.n), hidden);
+  out->expert_down_stride = rm_packed_elems(here->expert_hidden.n, width);
+  out->expert_gate_up = take(l, here->experts.n * out->expert_gate_up_stride, l->params->dtype);
+  out->expert_down = take(l, here->experts.n * out->expert_down_stride, l->params->dtype);
   const size_t gate_up_bytes = (size_t)out->expert_gate_up_stride * each, down_bytes = (size_t)out->expert_down_stride * each;
-  for (int e = 0; e < (int)experts; e++)
-    add_matrix(l, RM_P_EXPERT_GATE, layer, e, width, hidden, RM_PACKED_GATE, out->expert_gate_up + (size_t)e * gate_up_bytes, 0);
-  for (int e = 0; e < (int)experts; e++)
-    add_matrix(l, RM_P_EXPERT_UP, layer, e, width, hidden, RM_PACKED_UP, out->expert_gate_up + (size_t)e * gate_up_bytes, 0);
-  for (int e = 0; e < (int)experts; e++)
-    add_matrix(l, RM_P_EXPERT_DOWN, layer, e, hidden, width, RM_PACKED, out->expert_down + (size_t)e * down_bytes, 0);
+  add_experts(l, RM_P_EXPERT_GATE, layer, width, hidden, RM_PACKED_GATE, out->expert_gate_up, gate_up_bytes);
+  add_experts(l, RM_P_EXPERT_UP, layer, width, hidden, RM_PACKED_UP, out->expert_gate_up, gate_up_bytes);
+  add_experts(l, RM_P_EXPERT_DOWN, layer, hidden, width, RM_PACKED, out->expert_down, down_bytes);
 }
 
 // In the order of (layer, kind, expert), which rm_params_find searches.
 static void lay_all(layout *l) {
   rm_params *p = l->params;
   const rm_spec *s = p->spec;
+  const int64_t vocab = p->placement.vocab.n;
   if (s->tie_word_embeddings) {
-    p->lm_head = p->embed = take_packed(l, s->vocab_size, s->hidden_size);
+    p->lm_head = p->embed = take_packed(l, vocab, s->hidden_size);
     add_matrix(l, RM_P_EMBED, -1, -1, s->vocab_size, s->hidden_size, RM_PACKED, p->embed, 0);
   } else {
-    p->embed = take(l, s->vocab_size * s->hidden_size, p->dtype);
+    p->embed = take(l, vocab * s->hidden_size, p->dtype);
     add_matrix(l, RM_P_EMBED, -1, -1, s->vocab_size, s->hidden_size, RM_PLAIN, p->embed, 0);
-    p->lm_head = take_packed(l, s->vocab_size, s->hidden_size);
+    p->lm_head = take_packed(l, vocab, s->hidden_size);
   }
   add_matrix(l, RM_P_LM_HEAD, -1, -1, s->vocab_size, s->hidden_size, RM_PACKED, p->lm_head, 0);
   if (p->list) p->list[p->n - 1].required = !s->tie_word_embeddings;
-  p->final_norm = new_vector(l, RM_P_FINAL_NORM, -1, s->hidden_size);
+  p->final_norm = new_vector(l, RM_P_FINAL_NORM, -1, s->hidden_size, s->hidden_size);
   for (int i = 0; i < (int)s->n_layers; i++) {
     rm_layer_params *out = &p->layers[i];
-    out->input_norm = new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size);
-    out->post_norm = new_vector(l, RM_P_POST_NORM, i, s->hidden_size);
+    out->input_norm = new_vector(l, RM_P_INPUT_NORM, i, s->hidden_size, s->hidden_size);
+    out->post_norm = new_vector(l, RM_P_POST_NORM, i, s->hidden_size, s->hidden_size);
     lay_attention(l, out, i);
     if (s->layers[i].is_moe) lay_experts(l, out, i);
     else lay_dense(l, out, i);
   }
 }
 
-rm_code rm_params_create(const rm_spec *spec, rm_dtype dtype, rm_params **out, rm_error *err) {
+rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, rm_params **out, rm_error *err) {
   *out = NULL;
   const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;   // before anything of that size is walked or allocated
   if (per_expert > MAX_PARAMS)
@@ -168,6 +183,7 @@ rm_code rm_params_create(const rm_spec *spec, rm_dtype dtype, rm_params **out, r
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;
+  params->placement = placement ? *placement : rm_placement_whole(spec);
   params->dtype = dtype;
   params->layers = rm_alloc((size_t)spec->n_layers, sizeof *params->layers);
   if (!params->layers) goto no_memory;

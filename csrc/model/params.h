@@ -1,60 +1,53 @@
 // params.h: the parameters of a model, one entry per tensor of the Hugging Face checkpoint, and where each lies in the one
 // block that holds a version of the weights. The same table is the manifest, the target of a sync and the forward's map.
+//
+// On a rank of a mesh the table has the same entries in the same order and with the same shapes; what differs is how much of each
+// the rank holds (placement.h), and hence how large the block is.
 #pragma once
 
 #include <stddef.h>
 
-#include "model/spec.h"
-
-// clang-format off
-typedef enum rm_param_kind {
-  RM_P_EMBED, RM_P_LM_HEAD, RM_P_FINAL_NORM,
-  RM_P_INPUT_NORM, RM_P_POST_NORM,
-  RM_P_Q, RM_P_K, RM_P_V, RM_P_O,
-  RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
-  RM_P_Q_NORM, RM_P_K_NORM,
-  RM_P_GATE, RM_P_UP, RM_P_DOWN,
-  RM_P_ROUTER, RM_P_ROUTER_BIAS,
-  RM_P_EXPERT_GATE, RM_P_EXPERT_UP, RM_P_EXPERT_DOWN,
-  RM_N_PARAM_KIND
-} rm_param_kind;
-// clang-format on
+#include "model/placement.h"
 
 typedef struct rm_param {
   rm_param_kind kind;
   int32_t layer, expert;        // −1 where there is none
   int64_t rows, cols;           // as in the checkpoint; a vector has rows = 1 and n_dims = 1
+  int64_t first, held;          // rows (of a vector: elements) that this rank has: [first, first + held)
   int n_dims;
   rm_dtype dtype;               // of the stored parameter; the router bias is float32 always
   rm_layout layout;
   size_t offset;                // bytes from the block to the base of the matrix it is packed into
-  int64_t dst_row0, dst_cols;   // where in that matrix
+  int64_t dst_row0, dst_cols;   // where in that matrix row `first` stands
   int required;                 // 0: the router bias, and lm_head when tied
 } rm_param;
 
-// Base offsets of one layer's matrices in the block, for the forward pass. SIZE_MAX where a layer has none.
+// Base offsets of one layer's matrices in the block, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that
+// the rank holds and all columns; [shapes] below are those of one rank alone.
 typedef struct rm_layer_params {
   size_t input_norm, post_norm, q_norm, k_norm;
   size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
   size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]
   size_t router, router_bias;              // MoE: packed [E]×[H]; float32 [E]
-  size_t expert_gate_up, expert_down;      // MoE: E matrices, strides below
+  size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert that the rank holds, strides below
   int64_t expert_gate_up_stride, expert_down_stride;   // in elements
 } rm_layer_params;
 
 typedef struct rm_params {
   const rm_spec *spec;          // view
+  rm_placement placement;       // what this rank holds
   rm_dtype dtype;
   int64_t n;
   rm_param *list;               // [n], ordered by layer, kind, expert
   rm_layer_params *layers;      // [n_layers]
-  size_t embed;                 // T [vocab][hidden]; equal to lm_head, and packed, when tied
+  size_t embed;                 // T [vocab held][hidden]; equal to lm_head, and packed, when tied
   size_t lm_head, final_norm;
   size_t bytes;                 // of one version
 } rm_params;
 
-// Lays the parameters out; the spec must outlive it. Owned: rm_params_destroy, safe on NULL.
-rm_code rm_params_create(const rm_spec *spec, rm_dtype dtype, rm_params **out, rm_error *err);
+// Lays the parameters out; the spec must outlive it. `placement` is copied, NULL: all of the model. Owned: rm_params_destroy, safe
+// on NULL.
+rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, rm_params **out, rm_error *err);
 void rm_params_destroy(rm_params *params);
 // Index of a parameter, −1 if the model has none such.
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);

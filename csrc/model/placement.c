@@ -40,14 +40,22 @@ rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t r
     p.expert_inner = (rm_range){0, spec->moe_intermediate_size};
     p.expert_hidden = (rm_range){0, spec->hidden_size};
   }
+  p.answers_replicated = rank == 0;
+  p.answers_sharded = at.dp == 0;
+  p.answers_experts = mesh->ep == rm_mesh_world(mesh) || at.dp == 0;
   return p;
+}
+
+rm_placement rm_placement_whole(const rm_spec *spec) {
+  const rm_mesh alone = {.tp = 1, .dp = 1, .ep = 1};
+  return rm_placement_of(spec, &alone, 0);
 }
 
 static rm_range scaled(rm_range r, int64_t by) { return (rm_range){r.first * by, r.n * by}; }
 
-rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, const rm_param *param) {
-  if (param->expert >= 0 && (param->expert < p->experts.first || param->expert >= p->experts.first + p->experts.n)) return (rm_range){0, 0};
-  switch (param->kind) {
+rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_kind kind, int32_t expert, int64_t n) {
+  if (expert >= 0 && (expert < p->experts.first || expert >= p->experts.first + p->experts.n)) return (rm_range){0, 0};
+  switch (kind) {
     case RM_P_EMBED:
     case RM_P_LM_HEAD: return p->vocab;
     case RM_P_Q:
@@ -64,6 +72,33 @@ rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, const rm_
     case RM_P_EXPERT_GATE:
     case RM_P_EXPERT_UP: return p->expert_inner;
     case RM_P_EXPERT_DOWN: return p->expert_hidden;
-    default: return (rm_range){0, param->n_dims == 1 ? param->cols : param->rows};
+    default: return (rm_range){0, n};
+  }
+}
+
+// KV heads that no rank before this one of its tp group holds: the first may be shared with the rank before, no other can be.
+static rm_range new_kv_heads(const rm_spec *spec, const rm_placement *p) {
+  const int64_t group = spec->n_heads / spec->n_kv_heads, shared = p->heads.first % group != 0;
+  return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
+}
+
+rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_param_kind kind, int32_t expert, int64_t n) {
+  const rm_range held = rm_placement_rows(spec, p, kind, expert, n), none = {held.first, 0};
+  switch (kind) {
+    case RM_P_K:
+    case RM_P_V:
+    case RM_P_K_BIAS:
+    case RM_P_V_BIAS: return p->answers_sharded ? scaled(new_kv_heads(spec, p), spec->head_dim) : none;
+    case RM_P_EXPERT_GATE:
+    case RM_P_EXPERT_UP:
+    case RM_P_EXPERT_DOWN: return p->answers_experts ? held : none;
+    case RM_P_FINAL_NORM:
+    case RM_P_INPUT_NORM:
+    case RM_P_POST_NORM:
+    case RM_P_Q_NORM:
+    case RM_P_K_NORM:
+    case RM_P_ROUTER:
+    case RM_P_ROUTER_BIAS: return p->answers_replicated ? held : none;
+    default: return p->answers_sharded ? held : none;
   }
 }

@@ -8,7 +8,21 @@
 #pragma once
 
 #include "mesh/mesh.h"
-#include "model/params.h"
+#include "model/spec.h"
+
+// clang-format off
+typedef enum rm_param_kind {
+  RM_P_EMBED, RM_P_LM_HEAD, RM_P_FINAL_NORM,
+  RM_P_INPUT_NORM, RM_P_POST_NORM,
+  RM_P_Q, RM_P_K, RM_P_V, RM_P_O,
+  RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
+  RM_P_Q_NORM, RM_P_K_NORM,
+  RM_P_GATE, RM_P_UP, RM_P_DOWN,
+  RM_P_ROUTER, RM_P_ROUTER_BIAS,
+  RM_P_EXPERT_GATE, RM_P_EXPERT_UP, RM_P_EXPERT_DOWN,
+  RM_N_PARAM_KIND
+} rm_param_kind;
+// clang-format on
 
 typedef struct rm_range {
   int64_t first, n;             // [first, first + n)
@@ -21,6 +35,7 @@ typedef struct rm_placement {   // of one rank
   rm_range vocab;               // rows of embed_tokens and lm_head
   rm_range experts;             // those it holds a part of
   rm_range expert_inner, expert_hidden;   // of each of them: rows of gate and up, of down
+  int answers_replicated, answers_sharded, answers_experts;   // the first holder of what is whole everywhere, is cut, is an expert's
 } rm_placement;
 
 enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
@@ -29,8 +44,12 @@ enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err);
 // For a mesh that was checked.
 rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);
-// The rows (of a vector: the elements) of a parameter that the rank holds; n = 0: none.
-rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *placement, const rm_param *param);
+// One rank that holds everything.
+rm_placement rm_placement_whole(const rm_spec *spec);
+// The rows (of a vector: the elements) of a parameter that the rank holds, out of n; 0: none.
+rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *placement, rm_param_kind kind, int32_t expert, int64_t n);
+// Those of them for which it answers: over all ranks each row has one that does, so that what is said of rows adds up.
+rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *placement, rm_param_kind kind, int32_t expert, int64_t n);
 
 // Part `index` of `parts` of [0, n) in units of `unit`, the last of which may be cut.
 rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index);

@@ -1,5 +1,5 @@
 // sync.c: two blocks and a swap. What is known of each parameter during a sync is a byte of flags; what a version is, is its
-// block, its per-parameter digests and which router biases it carries, and all three change hands in commit, after the last
+// block, the sums of its parameters and which router biases it carries, and all three change hands in commit, after the last
 // thing that can fail.
 //
 // In place there is one block: begin takes it out of service and makes it the staging one, so that everything after is the
@@ -19,8 +19,9 @@ enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been wri
 
 typedef struct version_state {
   char *block;                  // owned; NULL: none
-  uint64_t *digests;            // [n] of each parameter's name and stored values, 0 where it has none
-  uint64_t digest;              // their sum
+  uint64_t *sums;               // [n] of the stored values for which this rank answers
+  uint8_t *counts;              // [n] the parameter is part of the version: all are but absent biases and a tied lm_head
+  uint64_t digest;              // of names and sums, over the whole mesh
 } version_state;
 
 struct rm_store {
@@ -51,6 +52,12 @@ static double now_seconds(void) {
 }
 
 // ------------------------------------------------------------------------------------------------ the store
+static int create_state(version_state *state, int64_t n) {
+  state->sums = rm_alloc((size_t)n, sizeof *state->sums);
+  state->counts = rm_alloc((size_t)n, sizeof *state->counts);
+  return state->sums && state->counts;
+}
+
 rm_code rm_store_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, rm_store **out, rm_error *err) {
   *out = NULL;
   rm_store *store = rm_alloc(1, sizeof *store);
@@ -66,9 +73,8 @@ rm_code rm_store_create(const rm_params *params, const rm_kernels *kernels, rm_t
   }
   store->flags = rm_alloc((size_t)params->n, sizeof *store->flags);
   store->has_bias = rm_alloc((size_t)params->spec->n_layers, sizeof *store->has_bias);
-  store->serving.digests = rm_alloc((size_t)params->n, sizeof *store->serving.digests);
-  store->staging.digests = rm_alloc((size_t)params->n, sizeof *store->staging.digests);
-  if (!store->flags || !store->has_bias || !store->serving.digests || !store->staging.digests) goto no_memory;
+  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) || !create_state(&store->staging, params->n))
+    goto no_memory;
   *out = store;
   return RM_OK;
 
@@ -82,12 +88,16 @@ static void drop_block(rm_store *store, version_state *state) {
   state->block = NULL;
 }
 
+static void destroy_state(rm_store *store, version_state *state) {
+  drop_block(store, state);
+  rm_free(state->sums);
+  rm_free(state->counts);
+}
+
 void rm_store_destroy(rm_store *store) {
   if (!store) return;
-  drop_block(store, &store->serving);
-  drop_block(store, &store->staging);
-  rm_free(store->serving.digests);
-  rm_free(store->staging.digests);
+  destroy_state(store, &store->serving);
+  destroy_state(store, &store->staging);
   rm_free(store->has_bias);
   rm_free(store->flags);
   rm_target_clear(&store->target);
@@ -98,6 +108,8 @@ int64_t rm_store_version(const rm_store *store) { return store->version; }
 const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
 uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
 int rm_store_is_open(const rm_store *store) { return store->open; }
+const rm_params *rm_store_params(const rm_store *store) { return store->params; }
+int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
 
 void rm_store_discard(rm_store *store) {
   rm_sync_abort(store);
@@ -159,7 +171,8 @@ static void copy_task(void *arg, int thread, int n_threads) {
 static void copy_serving(rm_store *store) {
   copy_job job = {store->staging.block, store->serving.block, store->params->bytes};
   store->ctx.run(store->ctx.team, copy_task, &job);
-  memcpy(store->staging.digests, store->serving.digests, (size_t)store->params->n * sizeof *store->serving.digests);
+  memcpy(store->staging.sums, store->serving.sums, (size_t)store->params->n * sizeof *store->serving.sums);
+  memcpy(store->staging.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
 }
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err) {
@@ -238,23 +251,27 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
   return twin >= 0 && (store->flags[twin] & SEEN) ? twin : -1;
 }
 
-static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor) {
+// Rows [first, first + n) of a parameter; of a vector the elements.
+static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
   const int n = tensor->n_dims;
   const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2], col_stride = tensor->strides[n - 1];
-  const int64_t start = n == 1 ? piece->row0 * col_stride : piece->row0 * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
+  const int64_t row = piece->row0 + run.first;
+  const int64_t start = n == 1 ? row * col_stride : row * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
+  const int64_t skipped = run.first - param->first;
   return (rm_pack_args){
       .src = (const char *)tensor->data + start * (int64_t)rm_src_bytes(tensor->dtype),
       .src_dtype = tensor->dtype,
-      .rows = param->rows,
-      .cols = param->cols,
+      .rows = n == 1 ? 1 : run.n,
+      .cols = n == 1 ? run.n : param->cols,
       .row_stride = row_stride,
       .col_stride = col_stride,
-      .dst = store->staging.block + param->offset,
+      .dst = store->staging.block + param->offset + (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
       .dst_dtype = param->dtype,
       .layout = param->layout,
-      .dst_row0 = param->dst_row0,
-      .dst_cols = param->dst_cols,
+      .dst_row0 = param->dst_row0 + (n == 1 ? 0 : skipped),
+      .dst_cols = n == 1 ? run.n : param->dst_cols,
+      .index0 = run.first * (n == 1 ? 1 : param->cols),
   };
 }
 
@@ -265,27 +282,44 @@ static rm_dims_text show_index(const rm_store *store, const rm_piece *piece, con
   return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
 }
 
-static rm_code copy_piece(rm_store *store, const rm_piece *piece, const char *name, const rm_tensor *tensor, uint64_t *digest,
-                          rm_error *err) {
-  const rm_param *param = &store->params->list[piece->param];
-  const int64_t twin = tied_twin(store, piece->param);
-  rm_pack_args args = pack_args(store, piece, tensor);
+static rm_code copy_run(rm_store *store, const rm_piece *piece, const char *name, const rm_tensor *tensor, rm_range run, int64_t twin,
+                        uint64_t *sum, rm_error *err) {
+  if (!run.n) return RM_OK;
+  rm_pack_args args = pack_args(store, piece, tensor, run);
   args.compare = twin >= 0;
-  if (!args.compare) {
-    store->flags[piece->param] |= DIRTY;
-    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
-  }
   store->kernels->pack(&store->ctx, &args);
   if (args.nonfinite_index >= 0 && !store->options.allow_nonfinite)
     return rm_fail(err, RM_E_NONFINITE, "%s: element %s is not finite as %s", name,
-                   show_index(store, piece, tensor, args.nonfinite_index).text, rm_dtype_name(param->dtype));
+                   show_index(store, piece, tensor, args.index0 + args.nonfinite_index).text, rm_dtype_name(args.dst_dtype));
   if (args.diff_index >= 0) {
     char other[128];
     rm_param_name(&store->params->list[twin], other, sizeof other);
     return rm_fail(err, RM_E_TIED_WEIGHT, "%s differs from %s at element %s, and tie_word_embeddings is set", name, other,
-                   show_index(store, piece, tensor, args.diff_index).text);
+                   show_index(store, piece, tensor, args.index0 + args.diff_index).text);
   }
-  *digest = piece->param == store->tied_head ? 0 : named_digest(param, args.digest);   // a tied matrix counts once
+  store->report.bytes += (uint64_t)(args.rows * args.cols) * rm_src_bytes(tensor->dtype);
+  *sum += args.digest;
+  return RM_OK;
+}
+
+// This rank's part of one parameter: the rows that another rank answers for, then those it answers for itself.
+static rm_code copy_piece(rm_store *store, const rm_piece *piece, const char *name, const rm_tensor *tensor, rm_error *err) {
+  const rm_params *params = store->params;
+  const rm_param *param = &params->list[piece->param];
+  const rm_range counted =
+      rm_placement_counted(params->spec, &params->placement, param->kind, param->expert, tensor->n_dims == 1 ? param->cols : param->rows);
+  const int64_t twin = tied_twin(store, piece->param);
+  const rm_range others = {param->first, param->held - counted.n};
+  if (twin < 0) {
+    store->flags[piece->param] |= DIRTY;
+    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
+  }
+  uint64_t sum = 0, ignored = 0;
+  rm_code code = copy_run(store, piece, name, tensor, others, twin, &ignored, err);
+  if (!code) code = copy_run(store, piece, name, tensor, (rm_range){others.first + others.n, counted.n}, twin, &sum, err);
+  if (code) return code;
+  store->staging.sums[piece->param] = sum;
+  store->staging.counts[piece->param] = piece->param != store->tied_head;   // a tied matrix counts once
   return RM_OK;
 }
 
@@ -301,21 +335,36 @@ rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_
     return RM_OK;
   }
   const double start = now_seconds();
+  const uint64_t read_before = store->report.bytes;
   const rm_target *target = &store->target;
-  for (int64_t i = 0; i < target->n_pieces && !code; i++)
-    code = copy_piece(store, &target->pieces[i], shown, tensor, &store->staging.digests[target->pieces[i].param], err);
+  for (int64_t i = 0; i < target->n_pieces && !code; i++) code = copy_piece(store, &target->pieces[i], shown, tensor, err);
   store->report.copy_seconds += now_seconds() - start;
-  if (code) return code;
-
-  uint64_t elements = 1;
-  for (int i = 0; i < tensor->n_dims; i++) elements *= (uint64_t)tensor->shape[i];
-  store->report.bytes += elements * rm_src_bytes(tensor->dtype);
+  if (code) {
+    store->report.bytes = read_before;
+    return code;
+  }
   store->report.n_tensors++;
   for (int64_t i = 0; i < target->n_pieces; i++) {
     store->flags[target->pieces[i].param] |= SEEN;
     store->report.n_parameters++;
   }
   return RM_OK;
+}
+
+void rm_sync_forget(rm_store *store, const char *name, size_t length) {
+  rm_error err = RM_ERROR_INIT;
+  if (!store->open) return;
+  if (rm_names_resolve(store->params, name, length, &store->target, &err)) {
+    rm_error_clear(&err);
+    return;
+  }
+  for (int64_t i = 0; i < store->target.n_pieces; i++) {
+    const int64_t index = store->target.pieces[i].param;
+    if (!(store->flags[index] & SEEN)) return;   // all of its pieces came, or none
+    store->flags[index] &= (uint8_t)~SEEN;
+    store->report.n_parameters--;
+  }
+  store->report.n_tensors--;
 }
 
 // ------------------------------------------------------------------------------------------------ commit
@@ -373,27 +422,36 @@ static void settle_biases(rm_store *store) {
     store->has_bias[param->layer] = (uint8_t)has;
     if (has) continue;
     memset(store->staging.block + param->offset, 0, (size_t)param->cols * rm_dtype_bytes(param->dtype));
-    store->staging.digests[i] = 0;
+    store->staging.counts[i] = 0;
   }
 }
 
-rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err) {
+rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (!store->open) return rm_fail(err, RM_E_STATE, "a sync was to be committed and none is open");
-  rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
-  if (code) {
-    rm_sync_abort(store);
-    return code;
-  }
+  const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
+  if (code) rm_sync_abort(store);
+  return code;
+}
+
+const uint64_t *rm_sync_sums(const rm_store *store) { return store->staging.sums; }
+
+void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report) {
   settle_biases(store);
   store->staging.digest = 0;
-  for (int64_t i = 0; i < store->params->n; i++) store->staging.digest += store->staging.digests[i];
+  for (int64_t i = 0; i < store->params->n; i++)
+    if (store->staging.counts[i]) store->staging.digest += named_digest(&store->params->list[i], sums[i]);
   swap_states(store);
   store->version = store->last_version = store->options.version;
   store->open = 0;
   store->report.digest = store->serving.digest;
   store->report.seconds = now_seconds() - store->began;
   if (report) *report = store->report;
-  return RM_OK;
+}
+
+rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err) {
+  const rm_code code = rm_sync_prepare(store, err);
+  if (!code) rm_sync_swap(store, rm_sync_sums(store), report);
+  return code;
 }
 
 static int anything_written(const rm_store *store) {

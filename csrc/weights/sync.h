@@ -10,6 +10,10 @@
 // begin and serves again after commit. A failed push leaves the sync open with that tensor not there: it may be sent again,
 // and commit fails while it is missing.
 //
+// On a rank of a mesh the store has that rank's part of each parameter, and every rank is sent every tensor: names, shapes and
+// strides are checked whole, and of the values just those of the part are read, checked and copied. Then a commit has two phases,
+// between which the ranks vote: prepare says whether this rank can, and swap, which cannot fail, does it.
+//
 // The store is not thread-safe; its owner (engine.c) serialises. Nothing here waits.
 #pragma once
 
@@ -40,7 +44,7 @@ typedef struct rm_sync_options {
 
 typedef struct rm_sync_report {
   int64_t version, n_tensors, n_parameters, n_skipped;
-  uint64_t bytes;               // of tensor data read
+  uint64_t bytes;               // of tensor data read by this rank
   double seconds;               // begin to commit
   double copy_seconds;          // inside push
   uint64_t digest;              // of names and stored values; the same for every spelling of the same weights
@@ -53,12 +57,20 @@ int64_t rm_store_version(const rm_store *store);          // −1: never synced,
 const void *rm_store_weights(const rm_store *store);      // the serving block, NULL when unsynced; view until the next commit
 uint64_t rm_store_digest(const rm_store *store);
 int rm_store_is_open(const rm_store *store);
+const rm_params *rm_store_params(const rm_store *store);
+int64_t rm_sync_version(const rm_store *store);           // of the open sync, or of the last one
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
 rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
                       rm_error *err); // push's checks, nothing written
 rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
+rm_code rm_sync_prepare(rm_store *store, rm_error *err);  // commit's checks; on failure the sync is closed, old serves
+// The first half of a digest of what is staged, to be added up over all ranks, [params->n]. A view until the sync ends.
+const uint64_t *rm_sync_sums(const rm_store *store);
+void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report);   // after prepare; sums: the whole mesh's
+// As if this name had not been pushed: it failed on another rank. Of a name that is not there nothing happens.
+void rm_sync_forget(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
 int rm_sync_complete(const rm_store *store);              // every required parameter has come
 

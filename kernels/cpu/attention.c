@@ -1,6 +1,7 @@
 // attention.c: paged attention by the recurrence of docs/numerics.md §4. A unit of work is a run of rows of one sequence times
 // one kv head: all its query heads (rows × heads per kv head) meet each block of keys and values while it is in the L1 cache.
-// A page of K is a packed matrix and a page of V a k block, so both products are dots.h's.
+// A page of K is a packed matrix and a page of V a k block, so both products are dots.h's. On a rank of a mesh the first and the
+// last kv head may have fewer query heads than the others, and their units fewer queries.
 //
 // A block is computed for all queries of a unit; those for whom none of its positions is live get P = 0 and alpha = 1, which
 // leaves their state as it was. Threads take units from a counter: contexts differ in length, and who computes a unit does not
@@ -15,13 +16,13 @@ enum { UNIT_QUERIES = 24 };       // query heads of a unit, unless one row has m
 typedef struct attention_job {
   const rm_attention_args *a;
   int32_t *runs;                // [n_runs + 1] first row of each run
-  int64_t n_runs, per_kv;       // per_kv: query heads of a kv head
+  int64_t n_runs, group;        // group: query heads of a kv head in the whole model
   float *workspace;
   int64_t stride;               // floats of one thread
   _Atomic int64_t next;         // unit
 } attention_job;
 
-// The state of one unit, carved from a thread's workspace; q runs over rows × per_kv.
+// The state of one unit, carved from a thread's workspace; q runs over rows × query heads.
 typedef struct unit {
   const rm_attention_args *a;
   int64_t n_q, kv_head, width_k, width_v;  // head_dim padded to 32 and to 16
@@ -33,11 +34,12 @@ typedef struct unit {
   int64_t *first, *last;        // [n_q] live positions
 } unit;
 
-static int64_t queries_of(int64_t n_heads, int64_t n_kv_heads) { return rm_max64(UNIT_QUERIES, n_heads / n_kv_heads); }
+// The most query heads that a kv head may have here.
+static int64_t most_heads(int64_t group, int64_t n_heads) { return rm_min64(group, n_heads); }
 
-static int64_t unit_floats(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim) {
+static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
   const int64_t per_query = rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE) + 4 + 4;
-  return rm_round_up(queries_of(n_heads, n_kv_heads) * per_query, RM_LANES);
+  return rm_round_up(rm_max64(UNIT_QUERIES, most_heads(group, n_heads)) * per_query, RM_LANES);
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
@@ -170,7 +172,8 @@ static void begin_segment(unit *u) {
 
 VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1, int64_t kv_head) {
   const rm_attention_args *a = job->a;
-  const int64_t per = job->per_kv;
+  const int64_t head = rm_max64(0, kv_head * job->group - a->head0);  // its first query head here
+  const int64_t per = rm_min64((kv_head + 1) * job->group - a->head0, a->n_heads) - head;
   unit u = carve(a, memory, (row1 - row0) * per);
   u.kv_head = kv_head;
   u.pages = a->block_tables + a->seq_of_row[row0] * a->max_pages;
@@ -183,7 +186,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   }
   for (int64_t r = row0; r < row1; r++)
     for (int64_t h = 0; h < per; h++)
-      fill_row(T, u.queries, u.n_q, (r - row0) * per + h, at(T, a->q, (r * a->n_heads + kv_head * per + h) * a->head_dim), a->head_dim);
+      fill_row(T, u.queries, u.n_q, (r - row0) * per + h, at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
   for (int64_t from = first / RM_ATTN_SEGMENT * RM_ATTN_SEGMENT; from <= last; from += RM_ATTN_SEGMENT) {
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK), end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
     begin_segment(&u);
@@ -192,7 +195,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     end_segment(&u, from);
   }
   for (int64_t q = 0; q < u.n_q; q++) {
-    const int64_t out = ((row0 + q / per) * a->n_heads + kv_head * per + q % per) * a->head_dim;
+    const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->head_dim;
     for (int64_t d = 0; d < a->head_dim; d += RM_LANES) {
       const vf y = vf_div(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(u.l_all[q]));
       vt_store_n(T, a->out, out + d, vt_round(T, y), a->head_dim - d);
@@ -213,10 +216,10 @@ static void attention_task(void *arg, int thread, int n_threads) {
   }
 }
 
-// Runs of rows of one sequence, so many that a unit has UNIT_QUERIES queries. Returns a cost in cycles.
+// Runs of rows of one sequence, so many that a unit has UNIT_QUERIES queries at most. Returns a cost in cycles.
 static int64_t find_runs(attention_job *job) {
   const rm_attention_args *a = job->a;
-  const int64_t rows = rm_max64(1, UNIT_QUERIES / job->per_kv);
+  const int64_t rows = rm_max64(1, UNIT_QUERIES / most_heads(job->group, a->n_heads));
   int64_t positions = 0;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t begin = job->n_runs ? job->runs[job->n_runs - 1] : 0;
@@ -230,14 +233,15 @@ static int64_t find_runs(attention_job *job) {
 static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }  // an int32 takes the room of a float
 
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
-  attention_job job = {.a = a, .runs = ctx->workspace, .per_kv = a->n_heads / a->n_kv_heads};
+  attention_job job = {.a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
   job.workspace = (float *)ctx->workspace + runs_floats(a->rows);
-  job.stride = unit_floats(a->n_heads, a->n_kv_heads, a->head_dim);
+  job.stride = unit_floats(job.group, a->n_heads, a->head_dim);
   const int64_t cost = find_runs(&job);
   rm_parallel(ctx, cost, attention_task, &job);
 }
 
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
   if (l->n_kv_heads == 0) return 0;  // limits of a caller who has no heads
-  return (size_t)(runs_floats(l->max_rows) + l->n_threads * unit_floats(l->n_heads, l->n_kv_heads, l->head_dim)) * sizeof(float);
+  const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
+  return (size_t)(runs_floats(l->max_rows) + l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) * sizeof(float);
 }

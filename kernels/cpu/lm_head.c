@@ -1,7 +1,7 @@
 // lm_head.c: logits in float32 and what is needed of them, (max, sum) and a target's logprob, in one pass over the head's
 // weights. A thread takes whole blocks of 128 vocabulary entries, eight tiles; it turns the logits of each row of a block into a
 // pair while they are in its cache, so that logits which nobody asked for are never written. The pairs of a row are then
-// merged in ascending order, sixteen rows side by side.
+// merged in ascending order, sixteen rows side by side; a rank of a mesh leaves that to merge_pairs, which has all ranks' pairs.
 #include "panel.h"
 #include "variant.h"
 
@@ -9,10 +9,11 @@ enum { BLOCK_TILES = RM_VOCAB_BLOCK / RM_N_TILE };
 
 typedef struct head_job {
   const rm_lm_head_args *a;
-  int64_t row0, rows, row_lanes;  // the ≤ PANEL_ROWS rows of this pass; row_lanes = rows↑16
+  int64_t row0, rows;           // the ≤ PANEL_ROWS rows of this pass
   int64_t n_vocab_blocks;
-  float *pairs;                 // [n_vocab_blocks][2][row_lanes]
-  float *target_logits;         // [row_lanes]
+  float *pairs;                 // [n_vocab_blocks][pair_rows][2], of which the pass has the first rows
+  int64_t pair_rows;
+  float *target_logits;         // [rows]
   float *scratch;               // of dots.h, per thread
 } head_job;
 
@@ -39,12 +40,12 @@ VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t 
     const vf e = vf_exp(vf_sub(vf_load(logits + i * RM_LANES), vf_set1(block_max)));
     partial = vf_add(partial, vf_keep(e, vi_first(entries(n, i))));
   }
-  float *pair = job->pairs + block * 2 * job->row_lanes + r;
+  float *pair = job->pairs + 2 * (block * job->pair_rows + r);
   pair[0] = block_max;
-  pair[job->row_lanes] = bad ? NAN : vf_tree16(partial);
+  pair[1] = bad ? NAN : vf_tree16(partial);
   const int64_t row = job->row0 + r;
   if (a->logits) memcpy(a->logits + row * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
-  if (a->target_logprobs && a->targets[row] >= v0 && a->targets[row] < v0 + n) job->target_logits[r] = logits[a->targets[row] - v0];
+  if (a->targets && a->targets[row] >= v0 && a->targets[row] < v0 + n) job->target_logits[r] = logits[a->targets[row] - v0];
 }
 
 VEC void head_blocks(rm_dtype T, const head_job *job, float *panel, int64_t from, int64_t to) {
@@ -67,52 +68,96 @@ static void blocks_task(void *arg, int thread, int n_threads) {
   if (from < to) SPECIALIZE(job->a->dtype, head_blocks(T, job, panel, from, to));
 }
 
-// Rows [lane0, lane0 + 16) of the pass.
-static void merge_lanes(const head_job *job, int64_t lane0) {
-  const rm_lm_head_args *a = job->a;
-  const float *pair = job->pairs + lane0;
-  vf max = vf_load(pair), sum = vf_load(pair + job->row_lanes);
-  for (int64_t b = 1; b < job->n_vocab_blocks; b++) {
-    pair += 2 * job->row_lanes;
-    const vf m = vf_load(pair), s = vf_load(pair + job->row_lanes), next = vf_max(m, max);
+// ------------------------------------------------------------------------------------------------ pairs to stats
+// The pairs of rows [row0, row0 + n), n ≤ 16, as lanes; the other lanes +0.
+VEC void load_pairs(const rm_merge_pairs_args *a, int64_t block, int64_t row0, int64_t n, vf *max, vf *sum) {
+  const float *pair = a->pairs + 2 * (block * a->rows + row0);
+  float maxima[RM_LANES] = {0}, sums[RM_LANES] = {0};
+  for (int64_t lane = 0; lane < n; lane++) {
+    maxima[lane] = pair[2 * lane];
+    sums[lane] = pair[2 * lane + 1];
+  }
+  *max = vf_load(maxima);
+  *sum = vf_load(sums);
+}
+
+VEC void merge_lanes(const rm_merge_pairs_args *a, int64_t row0, int64_t n) {
+  float maxima[RM_LANES], sums[RM_LANES];
+  vf max, sum, m, s;
+  load_pairs(a, 0, row0, n, &max, &sum);
+  for (int64_t b = 1; b < a->n_blocks; b++) {
+    load_pairs(a, b, row0, n, &m, &s);
+    const vf next = vf_max(m, max);
     sum = vf_fma(sum, vf_exp(vf_sub(max, next)), vf_mul(s, vf_exp(vf_sub(m, next))));
     max = next;
   }
-  float maxima[RM_LANES], sums[RM_LANES];
   vf_store(maxima, vf_canon(max));
   vf_store(sums, vf_canon(sum));
-  for (int64_t lane = 0; lane < rm_min64(RM_LANES, job->rows - lane0); lane++) {
-    const int64_t row = job->row0 + lane0 + lane;
+  for (int64_t lane = 0; lane < n; lane++) {
+    const int64_t row = row0 + lane;
     a->stats[2 * row] = maxima[lane];
     a->stats[2 * row + 1] = sums[lane];
     if (rm_is_nan(sums[lane])) a->row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
-    if (a->target_logprobs)
-      a->target_logprobs[row] = a->targets[row] < 0 ? 0.0f : rm_logprob(job->target_logits[lane0 + lane], a->stats + 2 * row);
+    if (a->target_logprobs) a->target_logprobs[row] = a->targets[row] < 0 ? 0.0f : rm_logprob(a->target_logits[row], a->stats + 2 * row);
   }
 }
 
 static void merge_task(void *arg, int thread, int n_threads) {
-  const head_job *job = arg;
+  const rm_merge_pairs_args *a = arg;
   int64_t from, to;
-  rm_split(job->row_lanes / RM_LANES, thread, n_threads, &from, &to);
-  for (int64_t i = from; i < to; i++) merge_lanes(job, i * RM_LANES);
+  rm_split(rm_round_up(a->rows, RM_LANES) / RM_LANES, thread, n_threads, &from, &to);
+  for (int64_t row = from * RM_LANES; row < rm_min64(to * RM_LANES, a->rows); row += RM_LANES) {
+    if (a->rows - row >= RM_LANES) merge_lanes(a, row, RM_LANES);
+    else merge_lanes(a, row, a->rows - row);
+  }
 }
 
-static int64_t pair_floats(int64_t vocab) { return (rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK * 2 + 1) * PANEL_ROWS; }
+void RM_FN(merge_pairs)(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
+  rm_merge_pairs_args args = *a;
+  rm_parallel(ctx, a->n_blocks * rm_round_up(a->rows, RM_LANES) * 4, merge_task, &args);
+}
+
+// ------------------------------------------------------------------------------------------------ the op
+static void merge_pass(const rm_ctx *ctx, const head_job *job) {
+  const rm_lm_head_args *a = job->a;
+  const rm_merge_pairs_args pass = {.stats = a->stats + 2 * job->row0,
+                                    .target_logprobs = a->target_logprobs ? a->target_logprobs + job->row0 : NULL,
+                                    .targets = a->targets ? a->targets + job->row0 : NULL,
+                                    .row_flags = a->row_flags + job->row0,
+                                    .pairs = job->pairs,
+                                    .target_logits = job->target_logits,
+                                    .rows = job->rows,
+                                    .n_blocks = job->n_vocab_blocks};
+  RM_FN(merge_pairs)(ctx, &pass);
+}
+
+static void flag_pass(const head_job *job) {
+  for (int64_t b = 0; b < job->n_vocab_blocks; b++)
+    for (int64_t r = 0; r < job->rows; r++)
+      if (rm_is_nan(job->pairs[2 * (b * job->pair_rows + r) + 1])) job->a->row_flags[job->row0 + r] |= RM_ROW_LOGITS_NONFINITE;
+}
+
+static int64_t count_blocks(int64_t vocab) { return rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK; }
+
+// The pairs and target logits of a pass.
+static int64_t pass_floats(int64_t vocab) { return (count_blocks(vocab) * 2 + 1) * PANEL_ROWS; }
 
 void RM_FN(lm_head)(const rm_ctx *ctx, const rm_lm_head_args *a) {
-  head_job job = {.a = a, .n_vocab_blocks = rm_round_up(a->vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK};
-  job.pairs = ctx->workspace;
-  job.scratch = job.pairs + pair_floats(a->vocab);
+  head_job job = {.a = a, .n_vocab_blocks = count_blocks(a->vocab)};
+  float *own = ctx->workspace;
+  job.scratch = own + pass_floats(a->vocab);
   for (job.row0 = 0; job.row0 < a->rows; job.row0 += PANEL_ROWS) {
     job.rows = rm_min64(PANEL_ROWS, a->rows - job.row0);
-    job.row_lanes = rm_round_up(job.rows, RM_LANES);
-    job.target_logits = job.pairs + job.n_vocab_blocks * 2 * job.row_lanes;
+    job.pairs = a->pairs ? a->pairs + 2 * job.row0 : own;
+    job.pair_rows = a->pairs ? a->rows : job.rows;
+    job.target_logits = a->target_logits ? a->target_logits + job.row0 : own + job.n_vocab_blocks * 2 * PANEL_ROWS;
+    if (a->target_logits) memset(job.target_logits, 0, (size_t)job.rows * sizeof *job.target_logits);
     rm_parallel(ctx, a->vocab / RM_N_TILE * (job.rows + 4) * a->hidden, blocks_task, &job);
-    rm_parallel(ctx, job.n_vocab_blocks * job.row_lanes * 4, merge_task, &job);
+    if (a->pairs) flag_pass(&job);
+    else merge_pass(ctx, &job);
   }
 }
 
 size_t RM_FN(lm_head_workspace)(const rm_limits *l) {
-  return (size_t)(pair_floats(l->vocab) + l->n_threads * dots_floats(l->max_k)) * sizeof(float);
+  return (size_t)(pass_floats(l->vocab) + l->n_threads * dots_floats(l->max_k)) * sizeof(float);
 }

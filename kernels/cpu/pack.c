@@ -203,7 +203,8 @@ static uint64_t sums_digest(const sums *s) {
 
 static int sums_bad(const sums *s) { return _mm_movemask_epi8(s->bad) != 0; }
 
-// Rows of an odd number of bf16 put words across row ends; they are summed element by element.
+// Rows of an odd number of bf16 put words across row ends, and where the rows begin need not be even; they are summed element by
+// element.
 static int splits_words(const rm_pack_args *args) { return args->dst_dtype == RM_BF16 && (args->cols & 1); }
 
 static uint64_t digest_elements(const char *x, int64_t first, int64_t n) {
@@ -236,9 +237,9 @@ static void plain_chunk(const rm_pack_args *args, part *found, int64_t row, int6
   char *dst = (char *)args->dst + ((args->dst_row0 + row) * args->dst_cols + col) * stored;
 
   sums s = sums_begin(args->dst_dtype);
-  __m128i seeds = weight_seeds(first * stored / 4);
+  __m128i seeds = weight_seeds((args->index0 + first) * stored / 4);
   for (int64_t at = 0; at < padded * stored; at += 16) sums_add(&s, &seeds, _mm_loadu_si128((const __m128i *)(x + at)));
-  found->digest += splits_words(args) ? digest_elements(x, first, n) : sums_digest(&s);
+  found->digest += splits_words(args) ? digest_elements(x, args->index0 + first, n) : sums_digest(&s);
   if (sums_bad(&s)) find_nonfinite(found, args, x, first, n);
 
   if (!args->compare) {
@@ -327,7 +328,7 @@ static void packed_block(const rm_pack_args *args, part *found, int64_t tile_row
   sums s = sums_begin(args->dst_dtype);
   const int64_t per_word = 4 / stored, row_words = args->cols / per_word;
   for (int64_t half = 0; half < RM_K_BLOCK / per_word / SQUARE; half++) {
-    turn_square(square, rows, first / per_word - lane0 * row_words + half * SQUARE, row_words, &s);
+    turn_square(square, rows, (args->index0 + first) / per_word - lane0 * row_words + half * SQUARE, row_words, &s);
     if (!args->compare) {
       emit_square(dst + half * (int64_t)sizeof square, square, lane0, lanes);
     } else {
@@ -343,7 +344,7 @@ static void packed_block(const rm_pack_args *args, part *found, int64_t tile_row
   for (int in = 0; (bad || split) && in < lanes; in++) {
     const char *x = rows[lane0 + in] - moved;
     if (bad) find_nonfinite(found, args, x, first + in * args->cols, n);
-    if (split) found->digest += digest_elements(x, first + in * args->cols, n);
+    if (split) found->digest += digest_elements(x, args->index0 + first + in * args->cols, n);
   }
 }
 

@@ -139,45 +139,70 @@ static void qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   }
 }
 
-// (max, sum) of the logits of one vocabulary block.
-static void block_stats(const float *logits, int64_t n, float *max, float *sum) {
-  float partial[RM_LANES] = {0};
+// pair ← (max, sum) of the logits of one vocabulary block.
+static void block_stats(const float *logits, int64_t n, float *pair) {
+  float partial[RM_LANES] = {0}, max = -INFINITY;
   int finite = 1;
-  *max = -INFINITY;
   for (int64_t i = 0; i < n; i++) {
-    *max = rm_max_f32(logits[i], *max);
+    max = rm_max_f32(logits[i], max);
     finite &= rm_is_finite(logits[i]);
   }
-  for (int64_t i = 0; i < n; i++) partial[i % RM_LANES] = partial[i % RM_LANES] + rm_exp(logits[i] - *max);
-  *sum = finite ? rm_tree16(partial) : NAN;
+  for (int64_t i = 0; i < n; i++) partial[i % RM_LANES] = partial[i % RM_LANES] + rm_exp(logits[i] - max);
+  pair[0] = max;
+  pair[1] = finite ? rm_tree16(partial) : NAN;
+}
+
+// all ← all and the block behind it.
+static void merge_pair(float *all, const float *pair) {
+  const float merged = rm_max_f32(pair[0], all[0]);
+  all[1] = fmaf(all[1], rm_exp(all[0] - merged), pair[1] * rm_exp(pair[0] - merged));
+  all[0] = merged;
+}
+
+static void put_stats(const rm_merge_pairs_args *a, int64_t r, const float *all) {
+  a->stats[2 * r] = rm_canon(all[0]);
+  a->stats[2 * r + 1] = rm_canon(all[1]);
+  if (rm_is_nan(all[1])) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
+  if (a->target_logprobs) a->target_logprobs[r] = a->targets[r] < 0 ? 0.0f : rm_logprob(a->target_logits[r], a->stats + 2 * r);
+}
+
+static void merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++) {
+    float all[2] = {a->pairs[2 * r], a->pairs[2 * r + 1]};
+    for (int64_t b = 1; b < a->n_blocks; b++) merge_pair(all, a->pairs + 2 * (b * a->rows + r));
+    put_stats(a, r, all);
+  }
 }
 
 static void lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++) {
-    const int32_t target = a->target_logprobs ? a->targets[r] : -1;
-    float max = -INFINITY, sum = 0.0f, target_logit = 0.0f;
+    const int32_t target = a->targets ? a->targets[r] : -1;
+    float all[2] = {-INFINITY, 0.0f}, target_logit = 0.0f;
     for (int64_t v0 = 0; v0 < a->vocab; v0 += RM_VOCAB_BLOCK) {
       const int64_t n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
-      float logits[RM_VOCAB_BLOCK], block_max, block_sum;
+      float logits[RM_VOCAB_BLOCK], pair[2];
       for (int64_t i = 0; i < n; i++)
         logits[i] = rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
       if (a->logits) memcpy(a->logits + r * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
       if (target >= v0 && target < v0 + n) target_logit = logits[target - v0];
-      block_stats(logits, n, &block_max, &block_sum);
-      if (v0 == 0) {
-        max = block_max;
-        sum = block_sum;
-        continue;
-      }
-      const float merged = rm_max_f32(block_max, max);
-      sum = fmaf(sum, rm_exp(max - merged), block_sum * rm_exp(block_max - merged));
-      max = merged;
+      block_stats(logits, n, pair);
+      if (a->pairs) memcpy(a->pairs + 2 * (v0 / RM_VOCAB_BLOCK * a->rows + r), pair, sizeof pair);
+      if (v0 == 0) memcpy(all, pair, sizeof all);
+      else merge_pair(all, pair);
     }
-    a->stats[2 * r] = rm_canon(max);
-    a->stats[2 * r + 1] = rm_canon(sum);
-    if (rm_is_nan(sum)) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
-    if (a->target_logprobs) a->target_logprobs[r] = target < 0 ? 0.0f : rm_logprob(target_logit, a->stats + 2 * r);
+    if (a->target_logits) a->target_logits[r] = target_logit;
+    if (a->pairs) {
+      if (rm_is_nan(all[1])) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
+      continue;
+    }
+    const rm_merge_pairs_args row = {.stats = a->stats + 2 * r,
+                                     .target_logprobs = a->target_logprobs ? a->target_logprobs + r : NULL,
+                                     .targets = &target,
+                                     .target_logits = &target_logit,
+                                     .row_flags = a->row_flags + r};
+    put_stats(&row, 0, all);
   }
 }
 
@@ -200,6 +225,7 @@ const rm_kernels rm_table_ref = {
     .permute = rm_permute_ref,
     .combine = rm_combine_ref,
     .lm_head = lm_head,
+    .merge_pairs = merge_pairs,
     .sample = rm_sample_ref,
     .top_logprobs = rm_top_logprobs_ref,
     .pack = rm_cpu_pack,

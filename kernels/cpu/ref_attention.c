@@ -77,7 +77,7 @@ void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
           .a = a,
           .q = rm_at(a->dtype, a->q, at),
           .pages = a->block_tables + a->seq_of_row[r] * a->max_pages,
-          .kv_head = head / (a->n_heads / a->n_kv_heads),
+          .kv_head = (a->head0 + head) / rm_query_group(a->group, a->n_heads, a->n_kv_heads),
           .first = a->window > 0 ? rm_max64(0, a->positions[r] - a->window + 1) : 0,
           .last = a->positions[r],
       };

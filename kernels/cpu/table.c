@@ -24,6 +24,7 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .permute = RM_FN(permute),
     .combine = RM_FN(combine),
     .lm_head = RM_FN(lm_head),
+    .merge_pairs = RM_FN(merge_pairs),
     .sample = RM_FN(sample),
     .top_logprobs = RM_FN(top_logprobs),
     .pack = rm_cpu_pack,

@@ -14,6 +14,7 @@ void RM_FN(router)(const rm_ctx *, const rm_router_args *);
 void RM_FN(permute)(const rm_ctx *, const rm_permute_args *);
 void RM_FN(combine)(const rm_ctx *, const rm_combine_args *);
 void RM_FN(lm_head)(const rm_ctx *, const rm_lm_head_args *);
+void RM_FN(merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
 void RM_FN(sample)(const rm_ctx *, const rm_sample_args *);
 void RM_FN(top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
 

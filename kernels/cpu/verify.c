@@ -91,7 +91,8 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->rms_norm(&ctx, &a);
 }
 
-static void attention(const rm_kernels *k, rm_dtype dtype, void *out) {
+// With a group, of a rank that has one query head of the first kv head and three of the second.
+static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group, int64_t head0) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
   static const int32_t pages[PAGES] = {3, 0, 5, 1, 4, 2};
   const rm_ctx ctx = context();
@@ -109,10 +110,14 @@ static void attention(const rm_kernels *k, rm_dtype dtype, void *out) {
                                .n_kv_heads = KV_HEADS,
                                .head_dim = HEAD_DIM,
                                .page_size = PAGE,
+                               .group = group,
+                               .head0 = head0,
                                .scale = 0.125f,
                                .dtype = dtype};
   k->attention(&ctx, &a);
 }
+static void attention_whole(const rm_kernels *k, rm_dtype dtype, void *out) { attention(k, dtype, out, 0, 0); }
+static void attention_part(const rm_kernels *k, rm_dtype dtype, void *out) { attention(k, dtype, out, 3, 2); }
 
 static void router(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
@@ -168,6 +173,36 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->sample(&ctx, &sample);
   memcpy(logprobs + 2 * ROWS, in.stats, sizeof in.stats);
   memcpy(logprobs + 4 * ROWS, in.logits, sizeof in.logits);
+}
+
+static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
+  enum { BLOCKS = (WIDE + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK };
+  static uint8_t flags[ROWS];
+  static int32_t targets[ROWS];
+  const rm_ctx ctx = context();
+  float *pairs = out, *logits = pairs + BLOCKS * ROWS * 2, *stats = logits + ROWS;
+  for (int r = 0; r < ROWS; r++) targets[r] = r * 11 - 1;
+  const rm_lm_head_args head = {.targets = targets,
+                                .row_flags = flags,
+                                .x = in.x,
+                                .w = in.w,
+                                .rows = ROWS,
+                                .vocab = WIDE,
+                                .hidden = 64,
+                                .ldx = 64,
+                                .dtype = dtype,
+                                .pairs = pairs,
+                                .target_logits = logits};
+  k->lm_head(&ctx, &head);
+  const rm_merge_pairs_args merge = {.stats = stats,
+                                     .target_logprobs = stats + 2 * ROWS,
+                                     .targets = targets,
+                                     .row_flags = flags,
+                                     .pairs = pairs,
+                                     .target_logits = logits,
+                                     .rows = ROWS,
+                                     .n_blocks = BLOCKS};
+  k->merge_pairs(&ctx, &merge);
 }
 
 static void rope(const rm_kernels *k, rm_dtype dtype, void *out) {
@@ -230,10 +265,19 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
 static const struct check {
   const char *name;
   void (*run)(const rm_kernels *, rm_dtype, void *out);
-} CHECKS[] = {{"gemm", gemm_1},          {"gemm", gemm_19},          {"gemm", gemm_35},
-              {"gemm_swiglu", swiglu_5}, {"gemm_swiglu", swiglu_35}, {"rms_norm", norm},
-              {"attention", attention},  {"router", router},         {"lm_head or sample", head_and_sample},
-              {"qk_rope_kv", rope},      {"combine", combine}};
+} CHECKS[] = {{"gemm", gemm_1},
+              {"gemm", gemm_19},
+              {"gemm", gemm_35},
+              {"gemm_swiglu", swiglu_5},
+              {"gemm_swiglu", swiglu_35},
+              {"rms_norm", norm},
+              {"attention", attention_whole},
+              {"attention", attention_part},
+              {"router", router},
+              {"lm_head or sample", head_and_sample},
+              {"lm_head or merge_pairs", head_in_pairs},
+              {"qk_rope_kv", rope},
+              {"combine", combine}};
 
 const char *rm_verify(const rm_kernels *kernels) {
   for (rm_dtype dtype = RM_BF16; dtype <= RM_F32; dtype++) {

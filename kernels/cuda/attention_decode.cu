@@ -36,8 +36,9 @@ __device__ int64_t page_of(const rm_attention_args &a, head_view h, int64_t t) {
 __device__ int64_t place_of(const rm_attention_args &a, int64_t t) { return static_cast<uint32_t>(t) % static_cast<uint32_t>(a.page_size); }
 
 __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head) {
-  const uint32_t per_kv_head = static_cast<uint32_t>(a.n_heads) / static_cast<uint32_t>(a.n_kv_heads);
-  return {a.block_tables + a.seq_of_row[row] * a.max_pages, static_cast<uint32_t>(head) / per_kv_head,
+  const uint32_t n_heads = static_cast<uint32_t>(a.n_heads), group = static_cast<uint32_t>(a.group);
+  const uint32_t per_kv_head = group ? group : n_heads / static_cast<uint32_t>(a.n_kv_heads);
+  return {a.block_tables + a.seq_of_row[row] * a.max_pages, static_cast<uint32_t>(a.head0 + head) / per_kv_head,
           (row * a.n_heads + head) * a.head_dim};
 }
 

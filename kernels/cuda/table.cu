@@ -24,6 +24,7 @@ static const rm_kernels TABLE = {
     .permute = nullptr,
     .combine = nullptr,
     .lm_head = nullptr,
+    .merge_pairs = nullptr,
     .sample = nullptr,
     .top_logprobs = nullptr,
     .pack = nullptr,

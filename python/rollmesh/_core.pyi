@@ -105,6 +105,8 @@ class Kernels:
         page_size: int,
         window: int,
         scale: float,
+        group: int = ...,
+        head0: int = ...,
         /,
     ) -> None: ...
     def router(self, ids: _I32, gates: _F32, x: _T, w: _T, bias: _F32 | None, num_experts: int, renormalize: bool, /) -> None: ...
@@ -113,19 +115,31 @@ class Kernels:
     def lm_head(
         self,
         logits: _F32 | None,
-        stats: _F32,
+        stats: _F32 | None,
         target_logprobs: _F32 | None,
         targets: _I32 | None,
         row_flags: NDArray[np.uint8],
         x: _T,
         w: _T,
         vocab: int,
+        pairs: _F32 | None = ...,
+        target_logits: _F32 | None = ...,
+        /,
+    ) -> None: ...
+    def merge_pairs(
+        self,
+        stats: _F32,
+        target_logprobs: _F32 | None,
+        targets: _I32 | None,
+        row_flags: NDArray[np.uint8],
+        pairs: _F32,
+        target_logits: _F32 | None,
         /,
     ) -> None: ...
     # tokens, logprobs, sampling_logprobs, logits, stats, row_flags, then columns of rm_sample_params and the banned ids
     def sample(self, *arrays: _T) -> None: ...
     def top_logprobs(self, ids: _I32, logprobs: _F32, logits: _F32, stats: _F32, /) -> None: ...
-    def pack(self, dst: _T, src: _T, layout: int, dst_row0: int, /) -> tuple[int, int]: ...
+    def pack(self, dst: _T, src: _T, layout: int, dst_row0: int, index0: int = ..., /) -> tuple[int, int]: ...
 
 def rope_table(cos: _F32, sin: _F32, inv_freq: _F32, scale: float, bfloat16: bool, /) -> None: ...
 def available_isas() -> tuple[str, ...]: ...

@@ -94,16 +94,32 @@ class FormatError(Error, ValueError):
 
 
 class AuthError(Error):
-    """A weight store that is not the one meant: foreign owner, wrong mode, another nonce."""
+    """Shared memory that is not the one meant: foreign owner, wrong mode, another nonce."""
 
 
 class SyncAbortedError(Error):
-    """The other side of a weight stream gave up or went away before the set was complete."""
+    """The other side of a weight stream, or another rank, gave up or went away before the set was complete."""
+
+
+class MeshMismatchError(Error, ValueError):
+    """Ranks that do not fit together: other sizes, options or members; the message names them."""
+
+
+class CollectiveMismatchError(Error):
+    """Ranks disagree on a collective's operation, size or weight epoch. The group is dead."""
+
+
+class CollectiveTimeoutError(Error, TimeoutError):
+    """Ranks did not come to a collective within its deadline; the message names them. The group is dead."""
+
+
+class RankLostError(Error):
+    """A rank's process has ended or the rank has given up; the message names it. The group is dead."""
 
 
 __all__ = [
-    "AuthError", "CapacityError", "ConfigError", "DTypeError", "DeadlineError", "DuplicateKeyError", "Error", "FormatError",
-    "IncompleteSyncError", "LayoutError", "LimitError", "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError",
-    "RequestError", "ShapeError", "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError",
-    "UnsupportedTensorError", "VersionError",
+    "AuthError", "CapacityError", "CollectiveMismatchError", "CollectiveTimeoutError", "ConfigError", "DTypeError", "DeadlineError",
+    "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError", "MeshMismatchError",
+    "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "RankLostError", "RequestError", "ShapeError",
+    "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError", "UnsupportedTensorError", "VersionError",
 ]  # fmt: skip

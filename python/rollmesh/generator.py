@@ -64,7 +64,7 @@ class ParameterInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _EngineOptions:
-    """Options as ext/engine.c reads them; the fields are rm_engine_options'."""
+    """Options as ext/engine.c reads them; the fields are rm_ranks_options'."""
 
     dtype: str
     isa: str | None
@@ -77,18 +77,23 @@ class _EngineOptions:
     seed: int
     enable_prefix_caching: bool
     eos_token_ids: Ids
+    tp: int
+    dp: int
+    ep: int
+    ep_backend: str
+    sequence_parallel: bool
 
 
 class Generator:
     """Generates with a model whose weights come from its trainer only. Nothing is loaded at creation.
 
     spec                    what the model is
-    mesh                    ranks; this build serves one
+    mesh                    ranks, threads of this process that share `threads` out; no bit depends on it
     comm                    None: the ranks of this process
     device                  "cpu"
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
-    ep_backend              how tokens would travel between expert ranks; no effect with one rank
-    sequence_parallel       no effect with one rank
+    ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp)
+    sequence_parallel       norms and residuals on token shards; no effect where mesh.tp = 1
     tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts, texts and stop strings
     eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
     max_model_len           positions of prompt and completion together; also fixes the rope table
@@ -149,6 +154,11 @@ class Generator:
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
+            tp=self.mesh.tp,
+            dp=self.mesh.dp,
+            ep=self.mesh.ep,
+            ep_backend=ep_backend,
+            sequence_parallel=sequence_parallel,
         )
         self._engine = _core.Engine(spec.engine_values(self.max_model_len), options)
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype)

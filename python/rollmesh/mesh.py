@@ -12,10 +12,7 @@ from rollmesh.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Degrees of parallelism. A combination that breaks a rule raises ConfigError.
-
-    This build serves one rank; a larger world is refused here, at construction, before any weight is touched.
-    """
+    """Degrees of parallelism. A combination that breaks a rule raises ConfigError."""
 
     tp: int = 1
     dp: int = 1
@@ -34,8 +31,6 @@ class Mesh:
                 raise ConfigError(f"mesh {name} = {getattr(self, name)}, wanted 1: context and pipeline parallelism are not offered")
         if self.ep not in (1, self.tp, self.dp * self.tp):
             raise ConfigError(f"mesh ep = {self.ep}, wanted 1, tp = {self.tp} or dp*tp = {self.dp * self.tp}")
-        if self.world > 1:
-            raise ConfigError(f"mesh of {self.world} ranks (tp={self.tp}, dp={self.dp}), wanted 1: mesh support is not built yet")
 
     @property
     def world(self) -> int:

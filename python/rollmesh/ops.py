@@ -26,6 +26,7 @@ from rollmesh.errors import ConfigError, DTypeError, Error, RequestError, ShapeE
 
 __all__ = [
     "LmHead",
+    "LmHeadPairs",
     "Routing",
     "SampleParams",
     "Sampled",
@@ -39,6 +40,8 @@ __all__ = [
     "isa_states",
     "kv_cache",
     "lm_head",
+    "lm_head_pairs",
+    "merge_pairs",
     "pack",
     "pack_gate_up",
     "permute",
@@ -61,6 +64,16 @@ class LmHead(NamedTuple):
     logits: NDArray[np.float32] | None
     stats: NDArray[np.float32]
     target_logprobs: NDArray[np.float32] | None
+    row_flags: NDArray[np.uint8]
+
+
+class LmHeadPairs(NamedTuple):
+    """Of a part of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)) of each block of 128
+    entries [blocks, rows, 2], the target's logit (0 where it is not of this part), flags."""
+
+    logits: NDArray[np.float32] | None
+    pairs: NDArray[np.float32]
+    target_logits: NDArray[np.float32] | None
     row_flags: NDArray[np.uint8]
 
 
@@ -318,14 +331,21 @@ def attention(
     page_size: int,
     scale: float,
     window: int = 0,
+    group: int = 0,
+    head0: int = 0,
     out: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence, through its block table."""
+    """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence, through its block table.
+
+    Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. A run of a model's heads, with
+    the kv heads that it reads, has the model's group, and as head0 the place of its first head within that head's group.
+    """
     q, page_size, window = _words(q), _size("page_size", page_size), _size("window", window)
+    caches, group, head0 = (_words(k_cache), _words(v_cache)), _size("group", group), _size("head0", head0)
     out = np.empty_like(q) if out is None else _words(out)
-    kernels(isa, threads).attention(out, q, _words(k_cache), _words(v_cache), positions, seq_of_row, block_tables, page_size, window, scale)
+    kernels(isa, threads).attention(out, q, *caches, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
     return out
 
 
@@ -395,6 +415,51 @@ def lm_head(
     logprobs = None if targets is None else np.empty(rows, np.float32)
     head = LmHead(logits, np.empty((rows, 2), np.float32), logprobs, np.zeros(rows, np.uint8))
     kernels(isa, threads).lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, _words(w), vocab)
+    return head
+
+
+def lm_head_pairs(
+    x: Array,
+    w: Array,
+    vocab: int,
+    *,
+    targets: NDArray[np.int32] | None = None,
+    keep_logits: bool = True,
+    isa: str | None = None,
+    threads: int = 1,
+) -> LmHeadPairs:
+    """lm_head over a part of the vocabulary, of whole blocks of 128 entries but for the vocabulary's last; 0 entries are a part.
+
+    targets are counted from the part's first entry, −1 where it lies elsewhere. The pairs of all parts, concatenated in the
+    order of the vocabulary, are what merge_pairs takes.
+    """
+    x, vocab = _matrix("x", x), _size("vocab", vocab)
+    rows = x.shape[0]
+    logits = np.empty((rows, vocab), np.float32) if keep_logits else None
+    target_logits = None if targets is None else np.empty(rows, np.float32)
+    head = LmHeadPairs(logits, np.empty((-(-vocab // 128), rows, 2), np.float32), target_logits, np.zeros(rows, np.uint8))
+    kernels(isa, threads).lm_head(logits, None, None, targets, head.row_flags, x, _words(w), vocab, head.pairs, target_logits)
+    return head
+
+
+def merge_pairs(
+    pairs: NDArray[np.float32],
+    *,
+    targets: NDArray[np.int32] | None = None,
+    target_logits: NDArray[np.float32] | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> LmHead:
+    """What lm_head over the whole vocabulary gives, logits aside, from the pairs [blocks, rows, 2] of all its blocks in ascending
+    order. targets: −1, or a token whose logit stands in target_logits; its logprob is of (max, Σ) of all blocks."""
+    if not isinstance(pairs, np.ndarray):
+        raise UnsupportedTensorError(f"pairs is a {type(pairs).__name__}, wanted a numpy array")
+    if pairs.ndim != 3:
+        raise ShapeError(f"pairs has {pairs.ndim} dims, wanted 3")
+    rows = pairs.shape[1]
+    logprobs = None if targets is None else np.empty(rows, np.float32)
+    head = LmHead(None, np.empty((rows, 2), np.float32), logprobs, np.zeros(rows, np.uint8))
+    kernels(isa, threads).merge_pairs(head.stats, logprobs, targets, head.row_flags, pairs, target_logits)
     return head
 
 

@@ -3,7 +3,7 @@
 // Input: random degrees (kept when they are legal), a random small spec, all its parameters. Oracles, none of which repeats how
 // placement.c computes: coordinates and ranks are one to one and peers differ in one axis alone; in each replica every row of
 // every parameter is held, once, but for KV heads, which are held by exactly those ranks that have a query head of the group, and
-// what is whole everywhere; replicas are equal; an expert is whole on one rank of its axis; parts differ by one unit at most.
+// what is whole everywhere, and is answered for by one rank of the world; replicas are equal; an expert is whole on one rank of its axis; parts differ by one unit at most.
 //
 //   placement [--cases 20000] [--seed 1] [--plant 1: the last row of each part is denied]
 #include "model/placement.h"
@@ -66,7 +66,7 @@ static int make(world *w) {
     rm_spec_destroy(w->spec);
     return 0;
   }
-  tiny_must(rm_params_create(w->spec, RM_BF16, &w->params, &err), &err);
+  tiny_must(rm_params_create(w->spec, NULL, RM_BF16, &w->params, &err), &err);
   return 1;
 }
 
@@ -125,7 +125,7 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
   for (int32_t i = 0; i < group.count; i++) {
     const int32_t rank = group.first + i * group.step;
     const rm_placement p = rm_placement_of(w->spec, &w->mesh, rank);
-    rm_range r = rm_placement_rows(w->spec, &p, param);
+    rm_range r = rm_placement_rows(w->spec, &p, param->kind, param->expert, total);
     if (w->f.plant && r.n) r.n--;
     check_range(w, param, r);
     for (int64_t row = r.first; row < r.first + r.n; row++) held[row]++;
@@ -142,7 +142,24 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
        "parts of %lld and %lld rows", (long long)most, (long long)least);
 }
 
+// Each row is answered for once in the world, by a rank that has it.
+static void check_counted(world *w, const rm_param *param) {
+  static unsigned char counted[MAX_ROWS];
+  const int64_t total = param->n_dims == 1 ? param->cols : param->rows;
+  memset(counted, 0, (size_t)total);
+  for (int32_t rank = 0; rank < rm_mesh_world(&w->mesh); rank++) {
+    const rm_placement p = rm_placement_of(w->spec, &w->mesh, rank);
+    const rm_range held = rm_placement_rows(w->spec, &p, param->kind, param->expert, total);
+    const rm_range r = rm_placement_counted(w->spec, &p, param->kind, param->expert, total);
+    MUST(w, r.n == 0 || (r.first >= held.first && r.first + r.n == held.first + held.n), "rank %d answers for rows it lacks", rank);
+    for (int64_t row = r.first; row < r.first + r.n; row++) counted[row]++;
+  }
+  for (int64_t row = 0; row < total; row++)
+    MUST(w, counted[row] == 1, "row %lld of kind %d is answered for %d times", (long long)row, param->kind, counted[row]);
+}
+
 static void check_param(world *w, const rm_param *param) {
+  check_counted(w, param);
   const int spread = param->expert >= 0 && w->mesh.ep > 1;
   const int32_t step = spread ? w->mesh.ep : w->mesh.tp;
   for (int32_t first = 0; first < rm_mesh_world(&w->mesh); first += step)

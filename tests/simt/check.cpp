@@ -97,9 +97,13 @@ bool gemms() {
   return true;
 }
 
-bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, int64_t heads, int64_t kv_heads, int64_t page_size, int64_t window) {
+struct heads_of {  // query heads, kv heads, and of a rank's part the model's group and where in it the part begins
+  int64_t n, n_kv, group, head0;
+};
+
+bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of h, int64_t page_size, int64_t window) {
   const int64_t rows = 3, n_seqs = 2, max_pages = (context + page_size - 1) / page_size, n_pages = n_seqs * max_pages;
-  const int64_t n_out = rows * heads * head_dim;
+  const int64_t n_out = rows * h.n * head_dim;
   const size_t bytes = static_cast<size_t>(n_out) * rm_dtype_bytes(dtype);
   int32_t *positions = static_cast<int32_t *>(simt_buffer(rows * 4)), *seqs = static_cast<int32_t *>(simt_buffer(rows * 4));
   int32_t *tables = static_cast<int32_t *>(simt_buffer(static_cast<size_t>(n_pages) * 4));
@@ -108,13 +112,15 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, int64_t h
   for (int64_t i = 0; i < n_pages; i++) tables[i] = static_cast<int32_t>(n_pages - 1 - i);
   rm_attention_args a = {};
   a.q = numbers(dtype, n_out);
-  a.k_cache = numbers(dtype, n_pages * kv_heads * rm_k_page_elems(page_size, head_dim));
-  a.v_cache = numbers(dtype, n_pages * kv_heads * rm_v_page_elems(page_size, head_dim));
+  a.k_cache = numbers(dtype, n_pages * h.n_kv * rm_k_page_elems(page_size, head_dim));
+  a.v_cache = numbers(dtype, n_pages * h.n_kv * rm_v_page_elems(page_size, head_dim));
   a.positions = positions, a.seq_of_row = seqs, a.block_tables = tables, a.rows = rows, a.n_seqs = n_seqs, a.max_pages = max_pages;
-  a.n_heads = heads, a.n_kv_heads = kv_heads, a.head_dim = head_dim, a.page_size = page_size, a.window = window, a.dtype = dtype;
+  a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0, a.head_dim = head_dim, a.page_size = page_size,
+  a.window = window, a.dtype = dtype;
   a.scale = 1.0f / sqrtf(static_cast<float>(head_dim));
   rm_limits limits = {};
-  limits.max_rows = 2, limits.n_heads = heads, limits.n_kv_heads = kv_heads, limits.head_dim = head_dim, limits.max_positions = context;
+  limits.max_rows = 2, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv, limits.group = h.group, limits.head_dim = head_dim,
+  limits.max_positions = context;
   rm_ctx ctx = {};
   ctx.workspace_bytes = static_cast<size_t>(rm_max64(1 << 12, 2 * head_dim * 4));
   ctx.workspace = simt_buffer(ctx.workspace_bytes);
@@ -122,8 +128,8 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, int64_t h
   rm_table_ref.attention(&ctx, &a);
   ctx.workspace_bytes = rm_kernels_cuda()->workspace_bytes(&limits);  // of two rows: the third takes its turn
   char what[120];
-  snprintf(what, sizeof what, "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld page=%ld window=%ld", dtype, context, head_dim,
-           heads, kv_heads, page_size, window);
+  snprintf(what, sizeof what, "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld", dtype,
+           context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window);
   for (int order = 0; order < 2; order++) {
     ctx.workspace = simt_buffer(ctx.workspace_bytes);
     a.out = simt_buffer(bytes);
@@ -142,9 +148,9 @@ bool attentions() {
     for (const int64_t context : contexts)
       for (const int64_t window : windows) {
         const int64_t dims[] = {32, 128, 16, 80, 160}, pages[] = {16, 32, 48};
-        const int64_t heads[][2] = {{2, 1}, {1, 1}, {3, 3}};
-        const auto &h = heads[context > 1000 ? 1 : turn % 3];
-        if (!attention_case(static_cast<rm_dtype>(dtype), context, dims[turn % 5], h[0], h[1], pages[turn % 3], window)) return false;
+        const heads_of heads[] = {{2, 1, 0, 0}, {1, 1, 0, 0}, {3, 3, 0, 0}, {4, 3, 2, 1}, {2, 1, 7, 5}, {3, 2, 4, 3}};
+        const heads_of &h = heads[context > 1000 ? 1 + 3 * (turn % 2) : turn % 6];
+        if (!attention_case(static_cast<rm_dtype>(dtype), context, dims[turn % 5], h, pages[turn % 3], window)) return false;
         turn++;
       }
   return true;

@@ -2,21 +2,63 @@
 // by expert makes of them one gemm per expert that was chosen, whose weights are read once a batch.
 #include "model/moe/moe.h"
 
-void rm_moe_fields(rm_moe *moe, int64_t max_rows, rm_field fields[RM_MOE_FIELDS]) {
+// ---------------------------------------------------------------------------------------------- creation
+rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_kernels *kernels, const rm_rank *rank, int64_t max_rows,
+                      rm_error *err) {
+  const rm_mesh *mesh = &rank->mesh;
+  const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
+  *moe = (rm_moe){.spec = params->spec, .here = &params->placement, .kernels = kernels, .dtype = params->dtype, .max_rows = max_rows};
+  moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
+  moe->n_ranks = mesh->ep;
+  if (mesh->ep == 1) return RM_OK;
+  moe->ep = rank->ep;
+  moe->me = rm_mesh_coords(mesh, rank->index).ep;
+  moe->experts = rm_alloc((size_t)moe->n_ranks, sizeof *moe->experts);
+  moe->send = rm_alloc((size_t)moe->n_ranks, 2 * sizeof *moe->send);
+  if (!moe->experts || !moe->send) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", moe->n_ranks);
+  moe->recv = moe->send + moe->n_ranks;
+  for (int32_t i = 0; i < peers.count; i++) moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
+  const int64_t home = (max_rows + mesh->tp - 1) / mesh->tp;
+  moe->max_arrive = home * moe->n_ranks * rm_min64(params->spec->top_k, moe->here->experts.n);
+  return RM_OK;
+}
+
+void rm_moe_destroy(rm_moe *moe) {
+  rm_free(moe->experts);
+  rm_free(moe->send);
+}
+
+size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
-  const size_t choices = (size_t)(max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype);
-  const rm_field all[RM_MOE_FIELDS] = {
+  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype);
+  const size_t row = (size_t)spec->hidden_size * elem, wide = (size_t)spec->moe_intermediate_size * elem;
+  const int travels = rm_moe_takes_home_rows(moe), sees_all = travels && moe->dispatcher == RM_DISPATCH_ALLGATHER_REDUCESCATTER;
+  const size_t arrive = travels ? (size_t)moe->max_arrive : 0, here = (size_t)moe->here->experts.n + 1;
+  const size_t all = sees_all ? (size_t)(moe->n_ranks * moe->max_rows) : 0;
+  const int cut = moe->here->hidden.n < spec->hidden_size && !travels;
+  const rm_field list[RM_MOE_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
       {&moe->place, choices, sizeof *moe->place},
       {&moe->group_rows, (size_t)spec->n_experts + 1, sizeof *moe->group_rows},
-      {&moe->sorted, choices, (size_t)spec->hidden_size * elem},
-      {&moe->inner, choices, (size_t)spec->moe_intermediate_size * elem},
+      {&moe->sorted, choices, row},
+      {&moe->inner, travels ? arrive : choices, wide},
+      {&moe->part, cut ? choices : 0, (size_t)rm_max64(moe->here->hidden.n, 1) * elem},
+      {&moe->counts, travels ? (size_t)moe->n_ranks : 0, ((size_t)spec->n_experts + 1) * sizeof *moe->counts},
+      {&moe->local_rows, travels ? here : 0, sizeof *moe->local_rows},
+      {&moe->cursor, travels ? here : 0, sizeof *moe->cursor},
+      {&moe->arrived, arrive, row},
+      {&moe->work, arrive, row},
+      {&moe->all_rows, all, row},
+      {&moe->all_ids, all, (size_t)spec->top_k * sizeof *moe->all_ids},
   };
-  memcpy(fields, all, sizeof all);
+  memcpy(fields, list, sizeof list);
+  return RM_MOE_FIELDS;
 }
 
-static void route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int64_t rows) {
+// ---------------------------------------------------------------------------------------------- the four steps
+void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int64_t rows,
+                  int16_t *routed, int64_t routed_stride) {
   const rm_spec *spec = moe->spec;
   const rm_router_args args = {
       .ids = moe->ids,
@@ -31,10 +73,12 @@ static void route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
       .renormalize = spec->norm_topk_prob,
       .dtype = moe->dtype,
   };
-  moe->kernels->router(ctx, &args);
+  if (rows) moe->kernels->router(ctx, &args);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < spec->top_k; i++) routed[r * routed_stride + i] = (int16_t)moe->ids[r * spec->top_k + i];
 }
 
-static void dispatch(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
+void rm_moe_permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
       .group_rows = moe->group_rows,
@@ -47,59 +91,104 @@ static void dispatch(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows
       .top_k = moe->spec->top_k,
       .dtype = moe->dtype,
   };
-  moe->kernels->permute(ctx, &args);
+  if (rows) moe->kernels->permute(ctx, &args);
+  else memset(moe->group_rows, 0, (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows);
 }
 
-static void experts(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, int64_t rows) {
-  const int64_t hidden = moe->spec->hidden_size, width = moe->spec->moe_intermediate_size;
-  rm_gemm_args args = {
-      .y = moe->inner,
-      .x = moe->sorted,
-      .w = weights + layer->expert_gate_up,
-      .group_rows = moe->group_rows,
-      .n_groups = moe->spec->n_experts,
-      .group_stride = layer->expert_gate_up_stride,
-      .m = rows * moe->spec->top_k,
-      .n = width,
-      .k = hidden,
-      .ldx = hidden,
-      .ldy = width,
-      .dtype = moe->dtype,
-      .y_dtype = moe->dtype,
-  };
-  moe->kernels->gemm_swiglu(ctx, &args);
-  args.y = moe->sorted;   // the inputs are not needed again
-  args.x = moe->inner;
-  args.w = weights + layer->expert_down;
-  args.group_stride = layer->expert_down_stride;
-  args.n = args.ldy = hidden;
-  args.k = args.ldx = width;
-  moe->kernels->gemm(ctx, &args);
+static rm_gemm_args grouped(const rm_moe *moe, const char *w, int64_t stride, const int32_t *group_rows, int64_t m, int64_t n, int64_t k) {
+  return (rm_gemm_args){.w = w,
+                        .group_rows = group_rows,
+                        .n_groups = moe->here->experts.n,
+                        .group_stride = stride,
+                        .m = m,
+                        .n = n,
+                        .k = k,
+                        .ldx = k,
+                        .ldy = n,
+                        .dtype = moe->dtype,
+                        .y_dtype = moe->dtype};
 }
 
-static void combine(rm_moe *moe, const rm_ctx *ctx, void *x, int64_t rows) {
+rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m) {
+  return grouped(moe, weights + layer->expert_gate_up, layer->expert_gate_up_stride, group_rows, m, moe->here->expert_inner.n,
+                 moe->spec->hidden_size);
+}
+
+rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m) {
+  return grouped(moe, weights + layer->expert_down, layer->expert_down_stride, group_rows, m, moe->here->expert_hidden.n,
+                 moe->spec->moe_intermediate_size);
+}
+
+void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, int64_t hidden, int64_t rows) {
   const rm_combine_args args = {
-      .out = x,
-      .y = moe->sorted,
+      .out = out,
+      .y = y,
       .place = moe->place,
       .ids = moe->ids,
       .gates = moe->gates,
       .rows = rows,
-      .hidden = moe->spec->hidden_size,
+      .hidden = hidden,
       .n_experts = moe->spec->n_experts,
       .top_k = moe->spec->top_k,
       .dtype = moe->dtype,
   };
-  moe->kernels->combine(ctx, &args);
+  if (rows && hidden) moe->kernels->combine(ctx, &args);
 }
 
-void rm_moe_forward(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const void *weights, void *x, int64_t rows,
-                    int16_t *routed, int64_t routed_stride) {
-  const int64_t top_k = moe->spec->top_k;
-  route(moe, ctx, layer, weights, x, rows);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < top_k; i++) routed[r * routed_stride + i] = (int16_t)moe->ids[r * top_k + i];
-  dispatch(moe, ctx, x, rows);
-  experts(moe, ctx, layer, weights, rows);
-  combine(moe, ctx, x, rows);
+// ---------------------------------------------------------------------------------------------- rows stay
+// Each expert is cut over tp: its columns of inner are completed, and its columns of the output are this rank's share.
+static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
+                           rm_error *err) {
+  rm_gemm_args up = rm_moe_up(moe, layer, weights, moe->group_rows, m), down = rm_moe_down(moe, layer, weights, moe->group_rows, m);
+  up.x = moe->sorted;
+  up.y = moe->inner + (size_t)moe->here->expert_inner.first * shard->elem;
+  up.ldy = moe->spec->moe_intermediate_size;
+  if (up.n) moe->kernels->gemm_swiglu(ctx, &up);
+  const rm_code code = rm_shard_gather_columns(shard, RM_CUT_EXPERT_INNER, moe->inner, m, err);
+  down.x = moe->inner;
+  down.y = shard->comm ? moe->part : moe->sorted;   // alone: the inputs are not needed again
+  if (!code && down.n) moe->kernels->gemm(ctx, &down);
+  return code;
+}
+
+// Each rank has experts of its own, and all rows: it computes what is theirs, and gives every rank that one's columns of it.
+static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
+                           rm_error *err) {
+  const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
+  const size_t row = (size_t)moe->spec->hidden_size * shard->elem, mine = (size_t)columns[shard->me].n * shard->elem;
+  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
+  rm_gemm_args up = rm_moe_up(moe, layer, weights, here, m), down = rm_moe_down(moe, layer, weights, here, m);
+  up.x = down.y = moe->sorted;
+  up.y = moe->inner;
+  down.x = moe->inner;
+  moe->kernels->gemm_swiglu(ctx, &up);
+  moe->kernels->gemm(ctx, &down);
+  const int64_t first = here[0], n = here[moe->here->experts.n] - first;
+  for (int r = 0; r < shard->size; r++) {
+    const rm_range its = moe->experts[r];
+    const int64_t from = starts[its.first];
+    moe->send[r] =
+        (rm_block){moe->sorted + (size_t)first * row + (size_t)columns[r].first * shard->elem, n, (size_t)columns[r].n * shard->elem, row};
+    moe->recv[r] = (rm_block){moe->part + (size_t)from * mine, starts[its.first + its.n] - from, mine, mine};
+  }
+  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
+}
+
+rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
+                    int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+  const int64_t m = rows * moe->spec->top_k;
+  rm_moe_route(moe, ctx, layer, weights, x, rows, routed, routed_stride);
+  rm_moe_permute(moe, ctx, x, rows);
+  const rm_code code =
+      moe->ep ? own_experts(moe, ctx, shard, layer, weights, m, err) : cut_experts(moe, ctx, shard, layer, weights, m, err);
+  if (code) return code;
+  if (!shard->comm) {
+    rm_moe_combine(moe, ctx, x, moe->sorted, moe->spec->hidden_size, rows);
+    return RM_OK;
+  }
+  const rm_range mine = shard->cuts[RM_CUT_HIDDEN][shard->me];
+  const size_t row = (size_t)moe->spec->hidden_size * shard->elem, bytes = (size_t)mine.n * shard->elem;
+  rm_moe_combine(moe, ctx, moe->sorted, moe->part, mine.n, rows);
+  for (int64_t r = 0; r < rows; r++) memcpy(x + (size_t)r * row + (size_t)mine.first * shard->elem, moe->sorted + (size_t)r * bytes, bytes);
+  return RM_OK;
 }

@@ -6,6 +6,7 @@
 
 static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
 
+// A model's heads, whole groups of them.
 static void draw_heads(trial *t) {
   shape *s = &t->s;
   s->n_kv_heads = PICK(t, 1, 1, 2, 3);
@@ -13,6 +14,15 @@ static void draw_heads(trial *t) {
   s->head_dim = PICK(t, 2, 4, 14, 16, 18, 30, 32, 34, 48, 62, 64, 66, 96, 128);
   s->page_size = PICK(t, 16, 16, 32, 48, 64, 112);
   s->dtype = draw_dtype(t);
+}
+
+// A rank's: a run of query heads that may begin and end inside a group, and the kv heads that they read.
+static void draw_part(trial *t, int64_t most) {
+  shape *s = &t->s;
+  s->group = PICK(t, 1, 2, 3, 4, 5, 7, 8, 16, 25, 32);
+  s->head0 = one_in(t, 3) ? 0 : between(t, 0, s->group - 1);
+  s->n_heads = rm_min64(most, one_in(t, 4) ? between(t, 1, 40) : between(t, 1, 9));
+  s->n_kv_heads = (s->head0 + s->n_heads + s->group - 1) / s->group;
 }
 
 // Numbers of a page of K or V: pads zero, as pages are handed out.
@@ -32,6 +42,7 @@ static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v
 // ------------------------------------------------------------------------------------------------ qk_rope_kv
 static void draw_qk_rope_kv(trial *t) {
   draw_heads(t);
+  if (one_in(t, 3)) draw_part(t, 9);
   t->s.rows = draw_rows(t, t->small ? 11 : 200);
   t->s.positions = between(t, 1, 300);
 }
@@ -119,13 +130,16 @@ enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };
 static void draw_attention(trial *t) {
   shape *s = &t->s;
   draw_heads(t);
+  const int whole = one_in(t, 2);
+  if (!whole) draw_part(t, 40);
   s->rows = t->small ? between(t, 0, 6) : draw_rows(t, 40);
   s->positions = t->small ? PICK(t, 1, 17, 33, 50, 70) : PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 100, 150, 200);
   if (one_in(t, t->small ? 60 : 20)) {  // more than one segment
     s->positions = PICK(t, 1023, 1024, 1025, 1056, 1100, 2048, 2060);
     s->rows = rm_min64(s->rows, 3);
     s->head_dim = rm_min64(s->head_dim, 34);
-    s->n_heads = rm_min64(s->n_heads / s->n_kv_heads, 2) * s->n_kv_heads;
+    if (whole) s->n_heads = rm_min64(s->n_heads / s->n_kv_heads, 2) * s->n_kv_heads;
+    else draw_part(t, 4);
   }
   while (s->rows * s->n_heads * s->head_dim * s->positions > 4000000) s->rows /= 2;
   s->window = one_in(t, 3) ? PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 40, 1000) : 0;
@@ -184,6 +198,8 @@ static void build_attention(trial *t) {
                            .n_kv_heads = s->n_kv_heads,
                            .head_dim = s->head_dim,
                            .page_size = s->page_size,
+                           .group = s->group,
+                           .head0 = s->head0,
                            .window = s->window,
                            .dtype = s->dtype};
   a->scale = one_in(t, 4) ? 1.0f : 0.125f;
@@ -206,6 +222,7 @@ static void build_attention(trial *t) {
                           .n_heads = s->n_heads,
                           .n_kv_heads = s->n_kv_heads,
                           .head_dim = s->head_dim,
+                          .group = s->group,
                           .max_positions = s->positions};
   for (int64_t r = 0; r < s->rows; r++)
     t->flops += 4.0 * (double)width * (double)(s->window > 0 ? rm_min64(s->window, positions[r] + 1) : positions[r] + 1);
@@ -220,4 +237,5 @@ const op_test op_attention = {
     .build = build_attention,
     .call = call_attention,
     .bench = {{.rows = 16, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 1024},
+              {.rows = 16, .n_heads = 3, .n_kv_heads = 2, .group = 2, .head0 = 1, .head_dim = 128, .page_size = 16, .positions = 1024},
               {.rows = 256, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128, .page_size = 16, .positions = 256, .option = ATTEND_PREFILL}}};

@@ -1,4 +1,4 @@
-// head.c: trials of what stands over the vocabulary: lm_head, sample, top_logprobs.
+// head.c: trials of what stands over the vocabulary: lm_head, merge_pairs, sample, top_logprobs.
 #include <math.h>
 #include <string.h>
 
@@ -10,15 +10,21 @@ static int64_t draw_vocab(trial *t, int64_t most) {
 }
 
 // ------------------------------------------------------------------------------------------------ lm_head
-enum { HEAD_LOGITS = 1, HEAD_TARGETS = 2, HEAD_STRIDES = 4 };
+enum { HEAD_LOGITS = 1, HEAD_TARGETS = 2, HEAD_STRIDES = 4, HEAD_PAIRS = 8, HEAD_TARGET_LOGITS = 16 };
 
 static void draw_lm_head(trial *t) {
   shape *s = &t->s;
   *s = (shape){.rows = draw_rows(t, t->small ? 17 : 1025), .vocab = draw_vocab(t, t->small ? 257 : 3000), .k = draw_width(t, 300)};
   if (s->rows > 100) s->k = rm_min64(s->k, 33);
   while (s->rows * s->vocab * s->k > (t->small ? 300000 : 8000000)) s->vocab = (s->vocab + 1) / 2;
-  s->option = (int)between(t, 0, 7);
+  s->option = (int)between(t, 0, 31);
+  if (s->option & HEAD_PAIRS && one_in(t, 12)) s->vocab = 0;  // a rank that has no block
   s->dtype = draw_dtype(t);
+}
+
+// stats and the targets' logprobs, which a call that asks for pairs must leave alone.
+static void *stats_output(trial *t, const char *name, int64_t n) {
+  return t->s.option & HEAD_PAIRS ? partial_output(t, name, n, sizeof(float), 0) : output(t, name, n, sizeof(float));
 }
 
 static void build_lm_head(trial *t) {
@@ -34,13 +40,16 @@ static void build_lm_head(trial *t) {
     const int64_t room = s->rows ? (s->rows - 1) * a->ld_logits + s->vocab : 0;
     a->logits = partial_output(t, "logits", room, sizeof *a->logits, s->rows * s->vocab);
   }
-  a->stats = output(t, "stats", s->rows * 2, sizeof *a->stats);
-  if (s->option & HEAD_TARGETS) {
+  a->stats = stats_output(t, "stats", s->rows * 2);
+  if (s->option & HEAD_PAIRS)
+    a->pairs = output(t, "pairs", (s->vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK * s->rows * 2, sizeof *a->pairs);
+  if (s->option & (HEAD_TARGETS | HEAD_TARGET_LOGITS)) {
     int32_t *targets = input(t, "targets", s->rows, sizeof *targets);
     for (int64_t r = 0; r < s->rows; r++) targets[r] = (int32_t)between(t, -1, s->vocab - 1);
     a->targets = targets;
-    a->target_logprobs = output(t, "target_logprobs", s->rows, sizeof *a->target_logprobs);
   }
+  if (s->option & HEAD_TARGETS) a->target_logprobs = stats_output(t, "target_logprobs", s->rows);
+  if (s->option & HEAD_TARGET_LOGITS) a->target_logits = output(t, "target_logits", s->rows, sizeof *a->target_logits);
   a->row_flags = partial_output(t, "row_flags", s->rows, 1, s->rows);
   for (int64_t r = 0; r < s->rows; r++) a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_KV_NONFINITE);
   t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .vocab = s->vocab};
@@ -56,7 +65,53 @@ const op_test op_lm_head = {.name = "lm_head",
                             .call = call_lm_head,
                             .bench = {{.rows = 1, .vocab = 32768, .k = 2048, .option = HEAD_LOGITS},
                                       {.rows = 32, .vocab = 32768, .k = 2048, .option = HEAD_LOGITS},
-                                      {.rows = 256, .vocab = 8192, .k = 2048, .option = HEAD_TARGETS}}};
+                                      {.rows = 256, .vocab = 8192, .k = 2048, .option = HEAD_TARGETS},
+                                      {.rows = 256, .vocab = 8192, .k = 2048, .option = HEAD_PAIRS | HEAD_TARGET_LOGITS}}};
+
+// ------------------------------------------------------------------------------------------------ merge_pairs
+static void draw_merge_pairs(trial *t) {
+  t->s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = PICK(t, 1, 1, 2, 3, 4, 7, 17, 40, 130)};
+  t->s.option = (int)between(t, 0, 1) * HEAD_TARGETS;
+}
+
+// Pairs as blocks have them, sums of 1 to 128 among them NaNs; or any numbers at all.
+static const float *draw_pairs(trial *t) {
+  const int64_t n = t->s.n * t->s.rows;
+  const kind what = draw_kind(t, SPOILED);
+  const int any = !t->timed && one_in(t, 3), spoiled = !t->timed && one_in(t, 2);
+  float *pairs = float_input(t, "pairs", RM_F32, 2 * n, what);
+  for (int64_t i = 0; i < n && !any; i++) {
+    pairs[2 * i] *= 8.0f;
+    pairs[2 * i + 1] = spoiled && one_in(t, 200) ? NAN : 1.0f + 127.0f * (float)between(t, 0, 1 << 20) * 0x1p-20f;
+  }
+  return pairs;
+}
+
+static void build_merge_pairs(trial *t) {
+  const shape *s = &t->s;
+  rm_merge_pairs_args *a = &t->args.merge_pairs;
+  *a = (rm_merge_pairs_args){.rows = s->rows, .n_blocks = s->n, .pairs = draw_pairs(t)};
+  a->stats = output(t, "stats", s->rows * 2, sizeof *a->stats);
+  if (s->option & HEAD_TARGETS) {
+    int32_t *targets = input(t, "targets", s->rows, sizeof *targets);
+    for (int64_t r = 0; r < s->rows; r++) targets[r] = (int32_t)between(t, -1, 3);
+    a->targets = targets;
+    a->target_logits = float_input(t, "target_logits", RM_F32, s->rows, draw_kind(t, SPOILED));
+    a->target_logprobs = output(t, "target_logprobs", s->rows, sizeof *a->target_logprobs);
+  }
+  a->row_flags = partial_output(t, "row_flags", s->rows, 1, s->rows);
+  for (int64_t r = 0; r < s->rows; r++) a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_KV_NONFINITE);
+  t->limits = (rm_limits){.max_rows = s->rows, .vocab = s->n * RM_VOCAB_BLOCK};
+}
+
+static void call_merge_pairs(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->merge_pairs(ctx, &t->args.merge_pairs); }
+
+const op_test op_merge_pairs = {.name = "merge_pairs",
+                                .share = 4,
+                                .draw = draw_merge_pairs,
+                                .build = build_merge_pairs,
+                                .call = call_merge_pairs,
+                                .bench = {{.rows = 1, .n = 1187, .option = HEAD_TARGETS}, {.rows = 96, .n = 1187, .option = HEAD_TARGETS}}};
 
 // ------------------------------------------------------------------------------------------------ logits that others made
 enum { LOGITS_SPREAD = 1, LOGITS_FEW = 2, LOGITS_FLAT = 3, LOGITS_HARD = 4, LOGITS_SPOILED = 5, SAMPLE_ALL = 16 };

@@ -22,8 +22,8 @@
 #include "machine.h"
 #include "trial.h"
 
-static const op_test *const OPS[] = {&op_embed,   &op_rms_norm, &op_gemm,    &op_gemm_swiglu, &op_qk_rope_kv,   &op_attention, &op_router,
-                                     &op_permute, &op_combine,  &op_lm_head, &op_sample,      &op_top_logprobs, &op_pack};
+static const op_test *const OPS[] = {&op_embed,   &op_rms_norm, &op_gemm,    &op_gemm_swiglu, &op_qk_rope_kv, &op_attention,    &op_router,
+                                     &op_permute, &op_combine,  &op_lm_head, &op_merge_pairs, &op_sample,     &op_top_logprobs, &op_pack};
 enum { N_OPS = sizeof OPS / sizeof OPS[0], THREAD_COUNTS = 2, MXCSR_CONTROL = 0xffc0, DEFAULT_TRIALS = 300 };
 
 typedef struct options {
@@ -69,6 +69,9 @@ static int describe_shape(const shape *s, char *text, size_t room) {
                {"experts", s->n_experts},
                {"top_k", s->top_k},
                {"groups", s->n_groups},
+               {"group", s->group},
+               {"head0", s->head0},
+               {"index0", s->index0},
                {"option", s->option}};
   int at = snprintf(text, room, "%s rows=%" PRId64, dtype_name(s->dtype), s->rows);
   for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
@@ -160,14 +163,15 @@ static int report_difference(const buffer *b, int64_t byte) {
   return 1;
 }
 
-// One bit of one element, for the test that this driver can fail.
+// One bit of one element of any output, for the test that this driver can fail.
 static void plant(void) {
-  for (int i = 0; i < current.n_buffers; i++) {
-    const buffer *b = &current.buffers[i];
-    if (!b->is_output || !b->elements) continue;
-    b->data[(int64_t)(current.seed % (uint64_t)(b->elements * b->elem_bytes))] ^= (char)(1 << (current.seed >> 32 & 7));
-    return;
-  }
+  const buffer *outputs[MAX_BUFFERS];
+  uint64_t n = 0;
+  for (int i = 0; i < current.n_buffers; i++)
+    if (current.buffers[i].is_output && current.buffers[i].elements) outputs[n++] = &current.buffers[i];
+  if (!n) return;
+  const buffer *b = outputs[(current.seed >> 40) % n];
+  b->data[current.seed % (uint64_t)(b->elements * b->elem_bytes)] ^= (char)(1 << (current.seed >> 32 & 7));
 }
 
 // The reference must not write outside either: its guards are those that were laid.

@@ -19,6 +19,7 @@ static void draw_pack(trial *t) {
   s->k = PICK(t, 0, 0, 1, 5, 15, 16, 17, 33);                   // the row at which it begins
   s->option = (int)between(t, 0, 15) | (int)between(t, 0, 3) << PACK_LAYOUT_AT | (int)between(t, 0, 3) << PACK_SRC_AT;
   s->dtype = draw_dtype(t);
+  if (one_in(t, 2)) s->index0 = PICK(t, 1, 2, 3, 17, 100, 65536, INT32_MAX, (int64_t)1 << 33) * PICK(t, 2, s->n); // even, or of whole rows
 }
 
 // ------------------------------------------------------------------------------------------------ the oracle
@@ -79,11 +80,11 @@ static void pack_loops(rm_pack_args *a) {
       char *to = (char *)a->dst + place_of(a, row, col) * bytes;
       const uint32_t stored = col < a->cols ? stored_of(a, row, col) : 0, exponent = a->dst_dtype == RM_BF16 ? 0x7f80 : 0x7f800000;
       if (col < a->cols) {
-        a->digest += digest_of(a, i, stored);
+        a->digest += digest_of(a, a->index0 + i, stored);
         if ((stored & exponent) == exponent && a->nonfinite_index < 0) a->nonfinite_index = i;
         if (a->compare && memcmp(to, &stored, (size_t)bytes) != 0 && a->diff_index < 0) a->diff_index = i;
       }
-      if (!a->compare) memcpy(to, &stored, (size_t)bytes);  // little-endian: the low bytes are the stored word
+      if (!a->compare) memcpy(to, &stored, (size_t)bytes); // little-endian: the low bytes are the stored word
     }
 }
 
@@ -94,13 +95,13 @@ static void fill_source(trial *t, char *p, int64_t n, rm_src_dtype src) {
     uint64_t r = next64(t);
     if (src == RM_SRC_F64) {
       if (!one_in(t, 8)) r = (r & 0x800fffffffffffffu) | (uint64_t)between(t, 1023 - 152, finite ? 1023 + 126 : 1023 + 129) << 52;
-      if (one_in(t, 4)) r &= ~(uint64_t)0x1fffffff;  // a float32, or the middle between two
+      if (one_in(t, 4)) r &= ~(uint64_t)0x1fffffff; // a float32, or the middle between two
       if (one_in(t, 8)) r |= 0x10000000;
       if (finite && (r >> 52 & 0x7ff) > 1023 + 126) r &= ~((uint64_t)1 << 62);
     } else if (finite) {
       const uint64_t exponent = src == RM_SRC_F16 ? 0x7c00 : src == RM_SRC_BF16 ? 0x7f80 : 0x7f800000;
       if ((r & exponent) == exponent) r &= ~(exponent / 2);
-      if (src == RM_SRC_F32 && (r & 0x7f000000) == 0x7f000000) r &= ~(uint64_t)0x40000000;  // stays finite when rounded up
+      if (src == RM_SRC_F32 && (r & 0x7f000000) == 0x7f000000) r &= ~(uint64_t)0x40000000; // stays finite when rounded up
     }
     memcpy(p + i * src_size(src), &r, (size_t)src_size(src));
   }
@@ -116,6 +117,7 @@ static void build_pack(trial *t) {
                       .layout = (rm_layout)layout_of(s),
                       .dst_row0 = s->k,
                       .dst_cols = s->n,
+                      .index0 = s->index0,
                       .compare = s->option & PACK_COMPARE};
   const int64_t gap = s->option & PACK_STRIDED && !t->timed ? between(t, 1, 9) : 0, step = s->option & PACK_STRIDED ? PICK(t, 1, 2) : 1;
   const int transposed = !!(s->option & PACK_TRANSPOSED);
@@ -126,14 +128,14 @@ static void build_pack(trial *t) {
   a->row_stride = transposed ? step : stride;
   a->col_stride = transposed ? stride : step;
   a->src = src;
-  if (s->option & PACK_REVERSED) {  // the last row first
+  if (s->option & PACK_REVERSED) { // the last row first
     a->src = src + (s->rows - 1) * a->row_stride * src_size(a->src_dtype);
     a->row_stride = -a->row_stride;
   }
   const int64_t end = s->k + s->rows, all = layout_of(s) == RM_PACKED ? end : rm_gate_up_rows(end);
   const int64_t room = layout_of(s) == RM_PLAIN ? end * s->n : rm_packed_elems(all, s->n), bytes = (int64_t)rm_dtype_bytes(s->dtype);
   a->dst = partial_output(t, "dst", room, bytes, a->compare ? 0 : s->rows * s->n);
-  if (a->compare) {                 // what is there already differs in no element, in one, or in several
+  if (a->compare) { // what is there already differs in no element, in one, or in several
     rm_pack_args before = *a;
     before.compare = 0;
     pack_loops(&before);

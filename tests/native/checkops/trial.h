@@ -16,6 +16,7 @@ enum { MAX_BUFFERS = 24, GUARD_BYTES = 192, OUT_GUARD = 0xA5, MAX_BENCH = 4 };
 // The sizes of a trial; an op leaves those that it does not know at 0. `option` is a bit set of the op's own choices.
 typedef struct shape {
   int64_t rows, n, k, vocab, n_heads, n_kv_heads, head_dim, positions, page_size, window, n_experts, top_k, n_groups;
+  int64_t group, head0, index0;  // of a rank's part
   int option;
   rm_dtype dtype, out_dtype;
 } shape;
@@ -54,6 +55,7 @@ typedef struct trial {
     rm_permute_args permute;
     rm_combine_args combine;
     rm_lm_head_args lm_head;
+    rm_merge_pairs_args merge_pairs;
     rm_sample_args sample;
     rm_top_logprobs_args top;
     rm_pack_args pack;
@@ -71,7 +73,7 @@ typedef struct op_test {
 } op_test;
 
 extern const op_test op_embed, op_rms_norm, op_gemm, op_gemm_swiglu, op_qk_rope_kv, op_attention, op_router, op_permute, op_combine;
-extern const op_test op_lm_head, op_sample, op_top_logprobs, op_pack;
+extern const op_test op_lm_head, op_merge_pairs, op_sample, op_top_logprobs, op_pack;
 
 // ------------------------------------------------------------------------------------------------ chance
 uint64_t next64(trial *t);

@@ -1,0 +1,408 @@
+// ranks.c: see ranks.h. Every call that may take time or talk to other ranks is a job that runs on all of them; the rest is done one
+// engine after the other. Replicas are told apart by asking who has a request: ids are unique in the process.
+#include "engine/ranks.h"
+
+#include "base/memory.h"
+#include "mesh/region.h"
+
+enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
+enum {
+  BUFFER_BYTES = 1 << 20,
+  PREFIX_SLOTS = 4096,          // remembered beginnings of prompts
+  AHEAD = 4,                    // requests' worth of work that a replica may be ahead of the least busy one for a prefix
+};
+
+typedef struct rm_member {      // one rank
+  rm_engine *engine;            // owned, as the comms
+  rm_comm *groups[N_GROUPS];
+  rm_code code;                 // of the job at hand
+  rm_error err;
+  int64_t n_work;
+  rm_sync_report report;
+} rm_member;
+
+typedef struct rm_beginning {
+  uint64_t hash;
+  int32_t replica;
+} rm_beginning;
+
+struct rm_ranks {
+  rm_mesh mesh;
+  int world;
+  rm_team *team;                // owned, a thread for each rank; NULL where there is one
+  rm_region *region;            // owned
+  rm_member *members;           // [world]
+  int64_t *asked;               // [dp] tokens asked of each replica so far
+  rm_beginning *beginnings;     // [PREFIX_SLOTS]
+  int64_t page_size;
+  uint64_t next_id;
+};
+
+// ---------------------------------------------------------------------------------------------- jobs
+typedef rm_code (*member_call)(rm_member *member, void *arg);
+
+typedef struct member_job {
+  rm_ranks *ranks;
+  member_call call;
+  void *arg;
+} member_job;
+
+static void member_task(void *arg, int thread, int n_threads) {
+  const member_job *job = arg;
+  for (int r = thread; r < job->ranks->world; r += n_threads) {
+    rm_member *member = &job->ranks->members[r];
+    member->code = job->call(member, job->arg);
+  }
+}
+
+static int hearsay(rm_code code) { return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED; }
+
+// The error worth telling, moved to err; the others are forgotten.
+static rm_code verdict(rm_ranks *ranks, rm_error *err) {
+  rm_member *worst = NULL;
+  for (int r = 0; r < ranks->world; r++) {
+    rm_member *member = &ranks->members[r];
+    if (member->code && (!worst || (hearsay(worst->code) && !hearsay(member->code)))) worst = member;
+  }
+  const rm_code code = worst ? worst->code : RM_OK;
+  if (worst) rm_fail(err, code, "%s", rm_error_message(&worst->err));
+  for (int r = 0; r < ranks->world; r++) rm_error_clear(&ranks->members[r].err);
+  return code;
+}
+
+static rm_code on_all(rm_ranks *ranks, member_call call, void *arg, rm_error *err) {
+  member_job job = {ranks, call, arg};
+  if (ranks->team) rm_team_run(ranks->team, member_task, &job);
+  else member_task(&job, 0, 1);
+  return verdict(ranks, err);
+}
+
+// ---------------------------------------------------------------------------------------------- life
+static rm_code create_groups(rm_ranks *ranks, int r, rm_error *err) {
+  static const rm_axis axes[] = {RM_AXIS_TP, RM_AXIS_EP};
+  rm_member *member = &ranks->members[r];
+  int32_t ids[RM_MAX_WORLD];
+  rm_code code = RM_OK;
+  for (int group = 0; group < N_GROUPS && !code; group++) {
+    const rm_peers peers = group == GROUP_WORLD ? (rm_peers){0, 1, ranks->world} : rm_mesh_peers(&ranks->mesh, r, axes[group]);
+    for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
+    if (peers.count > 1) code = rm_region_comm(ranks->region, group, ids, peers.count, r, &member->groups[group], err);
+  }
+  return code;
+}
+
+typedef struct creation {
+  const rm_ranks *ranks;
+  const rm_spec *spec;
+  const rm_ranks_options *options;
+} creation;
+
+static rm_code create_engine(rm_member *member, void *arg) {
+  const creation *how = arg;
+  rm_engine_options options = how->options->engine;
+  options.rank = (rm_rank){
+      .mesh = how->ranks->mesh,
+      .index = (int32_t)(member - how->ranks->members),
+      .tp = member->groups[GROUP_TP],
+      .ep = member->groups[GROUP_EP],
+      .world = member->groups[GROUP_WORLD],
+      .dispatcher = how->options->dispatcher,
+      .sequence_parallel = how->options->sequence_parallel,
+  };
+  if (how->ranks->world > 1) options.n_threads = options.n_threads > how->ranks->world ? options.n_threads / how->ranks->world : 1;
+  return rm_engine_create(how->spec, &options, &member->engine, &member->err);
+}
+
+static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks_options *options, rm_error *err) {
+  rm_code code;
+  if (ranks->world > 1) {
+    const rm_region_options region = {.world = ranks->world, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = 600};
+    if ((code = rm_team_create(ranks->world, &ranks->team, err))) return code;
+    if ((code = rm_region_create(&region, &ranks->region, err))) return code;
+    for (int r = 0; r < ranks->world; r++)
+      if ((code = create_groups(ranks, r, err))) return code;
+  }
+  creation how = {ranks, spec, options};
+  return on_all(ranks, create_engine, &how, err);
+}
+
+rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm_ranks **out, rm_error *err) {
+  *out = NULL;
+  const rm_code fits = rm_placement_check(spec, &options->mesh, err);
+  if (fits) return fits;
+  rm_ranks *ranks = rm_alloc(1, sizeof *ranks);
+  if (!ranks) return rm_fail(err, RM_E_MEMORY, "no memory for the ranks");
+  ranks->mesh = options->mesh;
+  ranks->world = rm_mesh_world(&options->mesh);
+  ranks->page_size = options->engine.page_size;
+  ranks->next_id = 1;
+  ranks->members = rm_alloc((size_t)ranks->world, sizeof *ranks->members);
+  ranks->asked = rm_alloc((size_t)ranks->mesh.dp, sizeof *ranks->asked);
+  ranks->beginnings = rm_alloc(PREFIX_SLOTS, sizeof *ranks->beginnings);
+  rm_code code = ranks->members && ranks->asked && ranks->beginnings ? create_parts(ranks, spec, options, err)
+                                                                     : rm_fail(err, RM_E_MEMORY, "no memory for %d ranks", ranks->world);
+  if (code) {
+    rm_ranks_destroy(ranks);
+    return code;
+  }
+  *out = ranks;
+  return RM_OK;
+}
+
+void rm_ranks_destroy(rm_ranks *ranks) {
+  if (!ranks) return;
+  for (int r = 0; ranks->members && r < ranks->world; r++) {
+    rm_engine_destroy(ranks->members[r].engine);
+    for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
+    rm_error_clear(&ranks->members[r].err);
+  }
+  rm_region_release(ranks->region);
+  rm_team_destroy(ranks->team);
+  rm_free(ranks->members);
+  rm_free(ranks->asked);
+  rm_free(ranks->beginnings);
+  rm_free(ranks);
+}
+
+int rm_ranks_world(const rm_ranks *ranks) { return ranks->world; }
+rm_engine *rm_ranks_engine(rm_ranks *ranks, int rank) { return ranks->members[rank].engine; }
+
+// ---------------------------------------------------------------------------------------------- replicas
+static rm_engine *leader(const rm_ranks *ranks, int replica) { return ranks->members[rm_mesh_rank(&ranks->mesh, replica, 0)].engine; }
+
+static uint64_t hash_beginning(const rm_request *request, int64_t n) {
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (int64_t i = 0; i < n; i++) hash = (hash ^ (uint64_t)(uint32_t)request->prompt[i]) * 0x9E3779B97F4A7C15u;
+  return hash ? hash : 1;
+}
+
+static int64_t work_of(const rm_request *request) {
+  const int64_t per_sample = request->kind == RM_GENERATE ? rm_min64(rm_max64(request->max_tokens, 0), 1 << 20) : 0;
+  return request->n_prompt + per_sample * (request->kind == RM_GENERATE ? request->n : 1);
+}
+
+// Only of a request that some replica would take, so that its fields are in range.
+static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginning **place) {
+  int least = 0;
+  *place = NULL;
+  for (int d = 1; d < ranks->mesh.dp; d++)
+    if (ranks->asked[d] < ranks->asked[least]) least = d;
+  if (ranks->mesh.dp == 1 || request->n_prompt < ranks->page_size) return least;
+  const uint64_t hash = hash_beginning(request, ranks->page_size);
+  *place = &ranks->beginnings[hash % PREFIX_SLOTS];
+  const int before = (*place)->hash == hash ? (*place)->replica : least;
+  const int chosen = ranks->asked[before] - ranks->asked[least] <= AHEAD * work_of(request) ? before : least;
+  (*place)->hash = hash;
+  (*place)->replica = chosen;
+  return chosen;
+}
+
+// Who has the request; replica 0 says that nobody does.
+static int replica_of(const rm_ranks *ranks, uint64_t id) {
+  int d = ranks->mesh.dp - 1;
+  while (d > 0 && !rm_engine_has(leader(ranks, d), id)) d--;
+  return d;
+}
+
+// The same for every rank of the replica; the first's answer, since all are alike.
+typedef rm_code (*id_call)(rm_engine *, uint64_t, rm_error *);
+static rm_code on_replica(rm_ranks *ranks, uint64_t id, id_call call, rm_error *err) {
+  const int replica = replica_of(ranks, id);
+  const rm_code code = call(leader(ranks, replica), id, err);
+  for (int t = 1; t < ranks->mesh.tp && !code; t++) call(ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine, id, NULL);
+  return code;
+}
+
+// ---------------------------------------------------------------------------------------------- requests
+rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err) {
+  rm_beginning *place = NULL, before = {0, 0};
+  rm_request mine = *request;
+  const int one = ranks->mesh.dp == 1 || request->n_prompt < 0 || !request->prompt;
+  if (!one && request->n_prompt >= ranks->page_size) before = ranks->beginnings[hash_beginning(request, ranks->page_size) % PREFIX_SLOTS];
+  const int replica = one ? 0 : choose_replica(ranks, request, &place);
+  mine.id = ranks->next_id;
+  mine.wants_logits = request->wants_logits || request->logits_out;
+  rm_code code = RM_OK;
+  int t = 0;
+  for (; t < ranks->mesh.tp && !code; t++) {
+    code = rm_engine_add(ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine, &mine, id, err);
+    mine.logits_out = NULL;
+  }
+  if (code) {   // no memory on a later rank: those that took it give it back
+    for (t -= 2; t >= 0; t--) {
+      rm_engine *engine = ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine;
+      rm_engine_abort(engine, ranks->next_id, NULL);
+      rm_engine_release(engine, ranks->next_id, NULL);
+    }
+    if (place) *place = before;
+    return code;
+  }
+  ranks->asked[replica] += work_of(request);
+  ranks->next_id++;
+  return RM_OK;
+}
+
+static rm_code step_member(rm_member *member, void *arg) {
+  (void)arg;
+  return rm_engine_step(member->engine, &member->n_work, &member->err);
+}
+
+rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, rm_error *err) {
+  const rm_code code = on_all(ranks, step_member, NULL, err);
+  *n_work = 0;
+  for (int d = 0; d < ranks->mesh.dp; d++) *n_work += ranks->members[rm_mesh_rank(&ranks->mesh, d, 0)].n_work;
+  return code;
+}
+
+int64_t rm_ranks_unfinished(const rm_ranks *ranks) {
+  int64_t n = 0;
+  for (int d = 0; d < ranks->mesh.dp; d++) n += rm_engine_unfinished(leader(ranks, d));
+  return n;
+}
+
+uint64_t rm_ranks_next_finished(const rm_ranks *ranks) {
+  uint64_t id = 0;
+  for (int d = 0; d < ranks->mesh.dp && !id; d++) id = rm_engine_next_finished(leader(ranks, d));
+  return id;
+}
+
+int64_t rm_ranks_finished(rm_ranks *ranks, uint64_t *ids, int64_t capacity) {
+  int64_t n = 0;
+  for (int d = 0; d < ranks->mesh.dp; d++) {
+    const int64_t got = rm_engine_finished(leader(ranks, d), ids + n, capacity - n);
+    for (int t = 1; t < ranks->mesh.tp; t++) {
+      uint64_t same;   // the other ranks of the replica finish the same requests in the same order
+      for (int64_t i = 0; i < got; i++) rm_engine_finished(ranks->members[rm_mesh_rank(&ranks->mesh, d, t)].engine, &same, 1);
+    }
+    n += got;
+  }
+  return n;
+}
+
+rm_code rm_ranks_view(const rm_ranks *ranks, uint64_t id, rm_request_view *out, rm_error *err) {
+  return rm_engine_view(leader(ranks, replica_of(ranks, id)), id, out, err);
+}
+
+rm_code rm_ranks_sample_view(const rm_ranks *ranks, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err) {
+  return rm_engine_sample_view(leader(ranks, replica_of(ranks, id)), id, sample, out, err);
+}
+
+rm_code rm_ranks_release(rm_ranks *ranks, uint64_t id, rm_error *err) { return on_replica(ranks, id, rm_engine_release, err); }
+rm_code rm_ranks_abort(rm_ranks *ranks, uint64_t id, rm_error *err) { return on_replica(ranks, id, rm_engine_abort, err); }
+
+rm_code rm_ranks_stop_sample(rm_ranks *ranks, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
+  const int replica = replica_of(ranks, id);
+  rm_code code = RM_OK;
+  for (int t = 0; t < ranks->mesh.tp && !code; t++)
+    code = rm_engine_stop_sample(ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine, id, sample, n_tokens, err);
+  return code;
+}
+
+void rm_ranks_pause(rm_ranks *ranks, int paused) {
+  for (int r = 0; r < ranks->world; r++) rm_engine_pause(ranks->members[r].engine, paused);
+}
+
+void rm_ranks_reset_prefix_cache(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->world; r++) rm_engine_reset_prefix_cache(ranks->members[r].engine);
+}
+
+// ---------------------------------------------------------------------------------------------- weights
+static rm_code begin_member(rm_member *member, void *arg) { return rm_engine_sync_begin(member->engine, arg, &member->err); }
+
+rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err) {
+  rm_sync_options same = *options;
+  const rm_code code = on_all(ranks, begin_member, &same, err);
+  if (code && ranks->world > 1) rm_ranks_sync_abort(ranks);
+  return code;
+}
+
+rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor, err);   // nothing that it asks depends on the part
+}
+
+typedef struct pushed {
+  const char *name;
+  size_t length;
+  const rm_tensor *tensor;
+} pushed;
+
+static rm_code push_member(rm_member *member, void *arg) {
+  const pushed *it = arg;
+  return rm_engine_sync_push(member->engine, it->name, it->length, it->tensor, &member->err);
+}
+
+rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  pushed it = {name, length, tensor};
+  const rm_code code = on_all(ranks, push_member, &it, err);
+  for (int r = 0; r < ranks->world && code; r++)
+    if (!ranks->members[r].code) rm_sync_forget(rm_engine_store(ranks->members[r].engine), name, length);
+  return code;
+}
+
+static rm_code commit_member(rm_member *member, void *arg) {
+  return rm_engine_sync_commit(member->engine, *(const rm_inflight *)arg, &member->report, &member->err);
+}
+
+rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
+  // What would refuse on the ranks of one replica alone is asked first: it leaves the sync open, and must on all.
+  if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
+    return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
+                   (long long)rm_ranks_unfinished(ranks));
+  const rm_code code = on_all(ranks, commit_member, &inflight, err);
+  if (code || !report) return code;
+  *report = ranks->members[0].report;
+  for (int r = 1; r < ranks->world; r++) {
+    const rm_sync_report *its = &ranks->members[r].report;
+    report->bytes += its->bytes;
+    report->seconds = its->seconds > report->seconds ? its->seconds : report->seconds;
+    report->copy_seconds = its->copy_seconds > report->copy_seconds ? its->copy_seconds : report->copy_seconds;
+  }
+  return RM_OK;
+}
+
+void rm_ranks_sync_abort(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->world; r++) rm_engine_sync_abort(ranks->members[r].engine);
+}
+
+static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
+static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err); }
+
+rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) { return on_all(ranks, sleep_member, &parts, err); }
+
+rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
+  unsigned asleep = 0;
+  for (int r = 0; r < ranks->world; r++) {
+    rm_engine_stats stats;
+    rm_engine_statistics(ranks->members[r].engine, &stats);
+    asleep |= stats.asleep;
+  }
+  const rm_code code = on_all(ranks, wake_member, &parts, err);
+  parts &= asleep;
+  if (code && parts) on_all(ranks, sleep_member, &parts, NULL);   // one could not: none does
+  return code;
+}
+
+// ---------------------------------------------------------------------------------------------- figures
+static double longest(double a, double b) { return a > b ? a : b; }
+
+void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out) {
+  rm_engine_statistics(ranks->members[0].engine, out);
+  for (int r = 1; r < ranks->world; r++) {
+    rm_engine_stats its;
+    rm_engine_statistics(ranks->members[r].engine, &its);
+    out->weight_bytes += its.weight_bytes;
+    out->kv_bytes += its.kv_bytes;
+    out->workspace_bytes += its.workspace_bytes;
+    out->n_threads += its.n_threads;
+    out->forward_seconds = longest(out->forward_seconds, its.forward_seconds);
+    out->schedule_seconds = longest(out->schedule_seconds, its.schedule_seconds);
+    out->commit_seconds = longest(out->commit_seconds, its.commit_seconds);
+    if (rm_mesh_coords(&ranks->mesh, r).tp) continue;
+    out->waiting += its.waiting, out->running += its.running, out->rows += its.rows;
+    out->steps = rm_max64(out->steps, its.steps);
+    out->generated_tokens += its.generated_tokens, out->prompt_tokens += its.prompt_tokens, out->cached_tokens += its.cached_tokens;
+    out->preemptions += its.preemptions, out->evictions += its.evictions;
+    out->kv_pages += its.kv_pages, out->kv_pages_free += its.kv_pages_free;
+    out->prefix_hits += its.prefix_hits, out->prefix_misses += its.prefix_misses;
+  }
+}

@@ -1,0 +1,53 @@
+// ranks.h: the ranks of a mesh that live in this process, an engine each, driven as one. It is what the extension talks to, and has
+// the engine's calls (engine.h says what they mean); with a mesh of one rank it is the engine.
+//
+// The ranks are threads: a call goes to all engines that it concerns at once, each on a thread of its own with its own team, and is
+// over when all are done. Within a replica all ranks get the same requests; a request is put to one replica when it is added:
+// where its first tokens have been before, unless that replica has much more to do than another, else where least was asked for.
+// What decides is the list of requests so far and nothing that has to do with time.
+//
+// When ranks fail differently the error is that of the first rank that did not merely hear of another's.
+#pragma once
+
+#include "engine/engine.h"
+
+typedef struct rm_ranks rm_ranks;
+
+typedef struct rm_ranks_options {
+  rm_engine_options engine;     // of each rank, but for `rank`; n_threads is shared out over the ranks
+  rm_mesh mesh;
+  rm_dispatcher dispatcher;
+  int sequence_parallel;
+} rm_ranks_options;
+
+// The spec is a view and must outlive the ranks; the options are copied.
+rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm_ranks **out, rm_error *err);
+void rm_ranks_destroy(rm_ranks *ranks);   // safe on NULL
+
+rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err);
+rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, rm_error *err);
+int64_t rm_ranks_unfinished(const rm_ranks *ranks);
+int64_t rm_ranks_finished(rm_ranks *ranks, uint64_t *ids, int64_t capacity);
+uint64_t rm_ranks_next_finished(const rm_ranks *ranks);
+rm_code rm_ranks_view(const rm_ranks *ranks, uint64_t id, rm_request_view *out, rm_error *err);
+rm_code rm_ranks_sample_view(const rm_ranks *ranks, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err);
+rm_code rm_ranks_release(rm_ranks *ranks, uint64_t id, rm_error *err);
+rm_code rm_ranks_abort(rm_ranks *ranks, uint64_t id, rm_error *err);
+rm_code rm_ranks_stop_sample(rm_ranks *ranks, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err);
+void rm_ranks_pause(rm_ranks *ranks, int paused);
+void rm_ranks_reset_prefix_cache(rm_ranks *ranks);
+
+rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err);
+rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+// Each rank copies its part. When one cannot, the tensor is not there on any, and may be sent again.
+rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+// bytes of the report: read by all ranks together; the times are the longest of any.
+rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err);
+void rm_ranks_sync_abort(rm_ranks *ranks);
+rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
+rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
+
+// Counts of requests and tokens are of all replicas, sizes of all ranks, times of the rank that took longest.
+void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
+int rm_ranks_world(const rm_ranks *ranks);
+rm_engine *rm_ranks_engine(rm_ranks *ranks, int rank);    // for the manifest, the version and tests; a view

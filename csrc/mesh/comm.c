@@ -1,0 +1,217 @@
+// comm.c: see comm.h. What every transport needs and none should write again: blocks are checked before a byte moves, calls are
+// numbered and counted, this rank's block for itself is copied here, and the first failure is kept, so that a dead group gives the
+// same answer for ever without asking the transport.
+//
+// A mistake in the arguments of one rank ends the group too: the others stand in the call that this rank will never join.
+#include "mesh/comm.h"
+
+#include <stdatomic.h>
+#include <time.h>
+
+#include "base/memory.h"
+#include "mesh/block.h"
+
+static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // the sum of a clock and three years fits any timespec
+
+struct rm_comm {
+  rm_transport transport;       // no exchange: a group of one
+  int rank, size;
+  uint64_t sequence;            // calls so far
+  int64_t epoch;
+  double timeout;
+  rm_comm_stats stats;
+  _Atomic int given_up;         // code of rm_comm_abort, which any thread may call
+  rm_code failed;               // RM_OK while the group lives; why it does not
+  char reason[512];
+  rm_block *send, *recv;        // [size] each, carved from this block: what the wrappers pass on
+};
+
+static const char *const op_names[RM_N_COMM_OP] = {
+    [RM_COMM_BARRIER] = "barrier",   [RM_COMM_BROADCAST] = "broadcast",
+    [RM_COMM_GATHER] = "all_gather", [RM_COMM_ALL_TO_ALL] = "all_to_all",
+    [RM_COMM_DISPATCH] = "dispatch", [RM_COMM_COMBINE] = "combine",
+    [RM_COMM_STEP] = "step",         [RM_COMM_VOTE] = "vote",
+};
+
+const char *rm_comm_op_name(rm_comm_op op) { return (unsigned)op < RM_N_COMM_OP ? op_names[op] : "an unknown operation"; }
+
+static double seconds_now(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// ------------------------------------------------------------------------------------------------ making
+rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out, rm_error *err) {
+  *out = NULL;
+  if (size < 1 || rank < 0 || rank >= size) return rm_fail(err, RM_E_CONFIG, "rank=%d of %d, wanted one of 0 … size - 1", rank, size);
+  rm_comm *comm = rm_alloc(1, sizeof *comm + 2 * (size_t)size * sizeof comm->send[0]);
+  if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
+  comm->transport = *transport;
+  comm->rank = rank;
+  comm->size = size;
+  comm->timeout = DEFAULT_SECONDS;
+  comm->send = (rm_block *)(comm + 1);
+  comm->recv = comm->send + size;
+  *out = comm;
+  return RM_OK;
+}
+
+rm_code rm_comm_create_alone(rm_comm **out, rm_error *err) { return rm_comm_create(&(rm_transport){.name = "alone"}, 0, 1, out, err); }
+
+void rm_comm_destroy(rm_comm *comm) {
+  if (!comm) return;
+  if (comm->transport.destroy) comm->transport.destroy(comm->transport.self);
+  rm_free(comm);
+}
+
+int rm_comm_rank(const rm_comm *comm) { return comm->rank; }
+int rm_comm_size(const rm_comm *comm) { return comm->size; }
+void rm_comm_set_epoch(rm_comm *comm, int64_t epoch) { comm->epoch = epoch; }
+void rm_comm_set_timeout(rm_comm *comm, double seconds) {
+  comm->timeout = !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS;
+}
+void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
+
+void rm_comm_abort(rm_comm *comm, rm_code why) {
+  atomic_store(&comm->given_up, (int)(why ? why : RM_E_STATE));
+  if (comm->transport.abort) comm->transport.abort(comm->transport.self, why);
+}
+
+// ------------------------------------------------------------------------------------------------ one call
+static rm_code check_block(const rm_block *block, const char *what, int peer, size_t *total, rm_error *err) {
+  size_t bytes, last;
+  if (block->rows < 0) return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows", what, peer, (long long)block->rows);
+  if (!rm_mul_size((size_t)block->rows, block->row_bytes, &bytes) || !rm_add_size(*total, bytes, total) || *total > INT64_MAX)
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows of %zu bytes, more than there can be", what, peer,
+                   (long long)block->rows, block->row_bytes);
+  if (bytes == 0) return RM_OK;
+  if (!block->base) return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %zu bytes at NULL", what, peer, bytes);
+  if (block->rows > 1 && (block->ld < block->row_bytes || !rm_mul_size((size_t)block->rows, block->ld, &last)))
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has rows of %zu bytes, %zu apart", what, peer, block->row_bytes, block->ld);
+  return RM_OK;
+}
+
+static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  size_t sent = 0, received = 0;
+  const rm_block *one = NULL;   // of a gather: what everyone gets
+  const int same = op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
+  rm_code code;
+  if ((unsigned)op >= RM_N_COMM_OP) return rm_fail(err, RM_E_LAYOUT, "operation %d, wanted one below %d", (int)op, RM_N_COMM_OP);
+  for (int r = 0; r < comm->size; r++) {
+    if ((code = check_block(&send[r], "for", r, &sent, err)) || (code = check_block(&recv[r], "from", r, &received, err))) return code;
+    if (!same || rm_block_bytes(&send[r]) == 0) continue;
+    if (one && !rm_block_same(one, &send[r]))
+      return rm_fail(err, RM_E_LAYOUT, "%s: the block for rank %d is not the one for the others", rm_comm_op_name(op), r);
+    one = &send[r];
+  }
+  const rm_block *out = &send[comm->rank], *in = &recv[comm->rank];
+  if (rm_block_bytes(out) != rm_block_bytes(in))
+    return rm_fail(err, RM_E_LAYOUT, "%s: rank %d gives itself %zu bytes and takes %zu", rm_comm_op_name(op), comm->rank,
+                   rm_block_bytes(out), rm_block_bytes(in));
+  return RM_OK;
+}
+
+static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  if (comm->transport.exchange) {
+    const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence, comm->epoch, comm->timeout, send, recv, err);
+    if (code) return code;
+  } else if (atomic_load(&comm->given_up)) {
+    return rm_fail(err, RM_E_RANK_LOST, "rank %d has given up: %s", comm->rank, rm_code_name((rm_code)atomic_load(&comm->given_up)));
+  }
+  rm_block_copy(&send[comm->rank], &recv[comm->rank]);
+  for (int r = 0; r < comm->size; r++) {
+    if (r == comm->rank) continue;
+    comm->stats.bytes_sent += rm_block_bytes(&send[r]);
+    comm->stats.bytes_received += rm_block_bytes(&recv[r]);
+  }
+  return RM_OK;
+}
+
+// Keeps the group's end for the calls that follow.
+static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
+  const char *text = rm_error_message(err);
+  size_t length = strnlen(text, sizeof comm->reason - 1);
+  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80) length--;   // no character is cut
+  memcpy(comm->reason, text, length);
+  comm->reason[length] = 0;
+  return comm->failed = code;
+}
+
+// Arguments that this rank should not have passed: the group ends here, since the call is not made.
+static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
+  rm_comm_abort(comm, code);
+  return keep(comm, code, err);
+}
+
+static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  const double start = seconds_now();
+  comm->sequence++;
+  rm_code code = check_call(comm, op, send, recv, err);
+  if (code) return refuse(comm, code, err);
+  code = move(comm, op, send, recv, err);
+  if (code) return keep(comm, code, err);
+  comm->stats.calls[op]++;
+  comm->stats.seconds += seconds_now() - start;
+  return RM_OK;
+}
+
+rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  if (err) return run(comm, op, send, recv, err);
+  rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
+  const rm_code code = run(comm, op, send, recv, &own);
+  rm_error_clear(&own);
+  return code;
+}
+
+// ------------------------------------------------------------------------------------------------ ways to call it
+static rm_block flat(const void *base, size_t bytes) { return (rm_block){(void *)(uintptr_t)base, bytes > 0, bytes, bytes}; }
+
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[], rm_error *err) {
+  char *at = out;
+  for (int r = 0; r < comm->size; at += bytes[r++]) {
+    comm->send[r] = flat(send, bytes[comm->rank]);
+    comm->recv[r] = flat(at, bytes[r]);
+  }
+  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
+}
+
+// For what the wrappers find before there are blocks; `own` has the sentence.
+static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
+  if (!comm->failed) refuse(comm, own->code, own);
+  rm_error_clear(own);
+  return rm_fail(err, comm->failed, "%s", comm->reason);
+}
+
+rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld, const size_t first[], const size_t bytes[],
+                               rm_error *err) {
+  for (int r = 0; r < comm->size; r++) {
+    if (first[r] > ld || bytes[r] > ld - first[r]) {
+      rm_error own = RM_ERROR_INIT;
+      rm_fail(&own, RM_E_LAYOUT, "the columns of rank %d are bytes %zu + %zu of rows of %zu", r, first[r], bytes[r], ld);
+      return refuse_early(comm, &own, err);
+    }
+    comm->recv[r] = (rm_block){(char *)matrix + first[r], rows, bytes[r], ld};
+  }
+  for (int r = 0; r < comm->size; r++) comm->send[r] = comm->recv[comm->rank];
+  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
+}
+
+rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {
+  if (root < 0 || root >= comm->size) {
+    rm_error own = RM_ERROR_INIT;
+    rm_fail(&own, RM_E_LAYOUT, "a broadcast from rank %d of %d", root, comm->size);
+    return refuse_early(comm, &own, err);
+  }
+  for (int r = 0; r < comm->size; r++) {
+    comm->send[r] = comm->rank == root ? flat(data, bytes) : flat(NULL, 0);
+    comm->recv[r] = r == root ? flat(data, bytes) : flat(NULL, 0);
+  }
+  return rm_comm_exchange(comm, RM_COMM_BROADCAST, comm->send, comm->recv, err);
+}
+
+rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
+  memset(comm->send, 0, 2 * (size_t)comm->size * sizeof comm->send[0]);
+  return rm_comm_exchange(comm, RM_COMM_BARRIER, comm->send, comm->recv, err);
+}

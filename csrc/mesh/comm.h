@@ -1,0 +1,96 @@
+// comm.h: moving bytes between the ranks of a group (an axis of the mesh, or the world). Data movement only: nothing here adds,
+// so nothing here can change a bit.
+//
+// There is one collective, rm_comm_exchange: everyone gives a block of rows to everyone. The rest are ways to call it. All ranks of
+// a group make the same calls in the same order; on the CPU a call is complete at return. Each call carries a header (op,
+// sequence, epoch, bytes for each receiver), and the receiver compares it with what it expects before it reads a byte:
+//
+//   RM_E_COLLECTIVE_MISMATCH   ranks disagree on op, size or weight epoch
+//   RM_E_COLLECTIVE_TIMEOUT    a rank did not come within the deadline
+//   RM_E_RANK_LOST             a rank's process has ended, or a rank has given up (rm_comm_abort)
+//
+// After the first error of any rank the group is dead: every call on every rank of it fails, at once where it waits already, and
+// says who failed first and why. What was received by a call that failed is undefined. A dead group can only be destroyed.
+//
+// One thread at a time may use an end of a group. Deadlines are per call, counted from when this rank has come to it.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+typedef struct rm_comm rm_comm;   // one rank's end of one group
+
+// What the ranks are doing, for the header and for messages. An exchange of one kind meets only its own.
+typedef enum rm_comm_op {
+  RM_COMM_BARRIER,
+  RM_COMM_BROADCAST,
+  RM_COMM_GATHER,        // all_gather of rows or columns: every receiver gets the same block
+  RM_COMM_ALL_TO_ALL,
+  RM_COMM_DISPATCH,      // of tokens to experts
+  RM_COMM_COMBINE,       // of expert outputs to tokens
+  RM_COMM_STEP,          // what a step is going to do
+  RM_COMM_VOTE,          // of a sync or a configuration
+  RM_N_COMM_OP
+} rm_comm_op;
+
+const char *rm_comm_op_name(rm_comm_op op);   // "all_gather", …
+
+// `rows` runs of row_bytes each, ld bytes from one to the next.
+typedef struct rm_block {
+  void *base;
+  int64_t rows;
+  size_t row_bytes, ld;
+} rm_block;
+
+static inline size_t rm_block_bytes(const rm_block *block) { return (size_t)block->rows * block->row_bytes; }
+
+// Gives send[r] to rank r and takes recv[r] from it, for every r of the group, this rank too: recv[r] has as many bytes here as
+// rank r's block for this rank has there, and may cut them into rows of another length. The blocks of this rank for itself may be
+// the same memory; otherwise nothing that is received overlaps anything that is sent. Where `op` is RM_COMM_GATHER or
+// RM_COMM_BROADCAST all of send is the same block (or empty), and it is moved once.
+rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err);
+
+// Rank r's bytes[r] bytes to everyone, one after another in `out`. `send` may be its own place in `out`.
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[], rm_error *err);
+// Of a matrix of `rows` rows, ld bytes apart, rank r has filled bytes [first[r], first[r] + bytes[r]) of each row; after the call all
+// is filled on every rank.
+rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld, const size_t first[], const size_t bytes[],
+                               rm_error *err);
+// `data` of rank `root` into everyone's.
+rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err);
+rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
+// The group is dead from now on, for the reason given: the others learn it where they wait, or at their next call.
+void rm_comm_abort(rm_comm *comm, rm_code why);
+
+int rm_comm_rank(const rm_comm *comm);                 // in the group, 0 … size − 1
+int rm_comm_size(const rm_comm *comm);
+// Weight version that this rank serves; part of every header.
+void rm_comm_set_epoch(rm_comm *comm, int64_t epoch);
+void rm_comm_set_timeout(rm_comm *comm, double seconds);
+
+typedef struct rm_comm_stats {
+  int64_t calls[RM_N_COMM_OP];
+  uint64_t bytes_sent, bytes_received;                 // to and from other ranks
+  double seconds;                                      // inside calls
+} rm_comm_stats;
+void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out);
+void rm_comm_destroy(rm_comm *comm);                   // safe on NULL
+
+// A group of one rank, for the axes that have no more: every exchange is a copy of this rank's block to itself.
+rm_code rm_comm_create_alone(rm_comm **out, rm_error *err);
+
+// ---------------------------------------------------------------------------------------------- transports
+// What a transport provides; comm.c checks arguments, keeps the books and moves this rank's block for itself.
+typedef struct rm_transport {
+  const char *name;             // "threads", "shm", "torch"
+  void *self;                   // of the transport; owned by the comm from its creation on
+  // rm_comm_exchange for all ranks but this one. `sequence` counts the calls of the group from 1.
+  rm_code (*exchange)(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
+                      const rm_block recv[], rm_error *err);
+  void (*abort)(void *self, rm_code why);
+  void (*destroy)(void *self);
+} rm_transport;
+
+rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out, rm_error *err);

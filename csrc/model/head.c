@@ -1,0 +1,117 @@
+// head.c: from hidden states to logits. A rank has whole blocks of 128 entries of the vocabulary; of each block it makes a pair
+// (max, sum), and all pairs together are merged in the contract's order on every rank. Logits travel only when they are wanted.
+#include "model/inside.h"
+
+size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
+  const size_t rows = (size_t)model->options.max_out_rows, ranks = (size_t)model->shard.size;
+  const size_t blocks = (size_t)(rm_round_up(model->spec->vocab_size, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK);
+  const rm_field all[RM_HEAD_FIELDS] = {
+      {&model->pairs, blocks, rows * 2 * sizeof(float)},  {&model->target_logits, ranks, rows * sizeof(float)},
+      {&model->local_targets, rows, sizeof(int32_t)},     {&model->embed_ids, (size_t)model->options.max_rows, sizeof(int32_t)},
+      {&model->embed_counts, 2 * ranks, sizeof(int64_t)},
+  };
+  memcpy(fields, all, sizeof all);
+  return RM_HEAD_FIELDS;
+}
+
+static rm_lm_head_args args_of(const rm_model *model, const char *weights, const rm_head *head) {
+  return (rm_lm_head_args){
+      .logits = head->logits,
+      .stats = head->stats,
+      .target_logprobs = head->target_logprobs,
+      .targets = head->targets,
+      .row_flags = head->row_flags,
+      .x = head->hidden,
+      .w = weights + model->params->lm_head,
+      .rows = head->rows,
+      .vocab = model->params->placement.vocab.n,
+      .hidden = model->spec->hidden_size,
+      .ldx = model->spec->hidden_size,
+      .ld_logits = head->ld_logits,
+      .dtype = model->options.dtype,
+  };
+}
+
+static int64_t block_of(int64_t entry) { return (entry + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
+
+static void compute_shard(rm_model *model, const char *weights, const rm_head *head) {
+  const rm_range mine = model->params->placement.vocab;
+  rm_lm_head_args args = args_of(model, weights, head);
+  args.pairs = model->pairs + block_of(mine.first) * head->rows * 2;
+  args.target_logprobs = NULL;
+  args.targets = NULL;
+  if (head->logits) args.logits = head->logits + mine.first;
+  if (head->target_logprobs) {
+    for (int64_t i = 0; i < head->rows; i++) {
+      const int64_t at = head->targets[i] - mine.first;
+      model->local_targets[i] = head->targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
+    }
+    args.targets = model->local_targets;
+    args.target_logits = model->target_logits + model->shard.me * head->rows;
+  }
+  model->kernels->lm_head(&model->ctx, &args);
+}
+
+static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  const size_t each = (size_t)rows * 2 * sizeof(float);
+  for (int r = 0; r < shard->size; r++) {
+    const rm_range mine = shard->vocab[shard->me], its = shard->vocab[r];
+    shard->send[r] = (rm_block){model->pairs + block_of(mine.first) * rows * 2, block_of(mine.n), each, each};
+    shard->recv[r] = (rm_block){model->pairs + block_of(its.first) * rows * 2, block_of(its.n), each, each};
+  }
+  return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+}
+
+// To the front of target_logits comes what the owner of each target has.
+static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  const size_t each = (size_t)head->rows * sizeof(float);
+  for (int r = 0; r < shard->size; r++) {
+    shard->send[r] = (rm_block){model->target_logits + shard->me * head->rows, 1, each, each};
+    shard->recv[r] = (rm_block){model->target_logits + r * head->rows, 1, each, each};
+  }
+  const rm_code code = rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+  for (int64_t i = 0; i < head->rows && !code; i++)
+    for (int r = 1; r < shard->size; r++)
+      if (head->targets[i] >= shard->vocab[r].first && head->targets[i] < shard->vocab[r].first + shard->vocab[r].n)
+        model->target_logits[i] = model->target_logits[r * head->rows + i];
+  return code;
+}
+
+static rm_code gather_logits(rm_model *model, const rm_head *head, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  const size_t ld = (size_t)head->ld_logits * sizeof(float);
+  for (int r = 0; r < shard->size; r++) {
+    const rm_range mine = shard->vocab[shard->me], its = shard->vocab[r];
+    shard->send[r] = (rm_block){head->logits + mine.first, head->rows, (size_t)mine.n * sizeof(float), ld};
+    shard->recv[r] = (rm_block){head->logits + its.first, head->rows, (size_t)its.n * sizeof(float), ld};
+  }
+  return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+}
+
+rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {
+  rm_code code;
+  if (!head->rows) return RM_OK;
+  if (!model->shard.comm) {
+    const rm_lm_head_args args = args_of(model, weights, head);
+    model->kernels->lm_head(&model->ctx, &args);
+    return RM_OK;
+  }
+  compute_shard(model, weights, head);
+  if ((code = gather_pairs(model, head->rows, err))) return code;
+  if (head->target_logprobs && (code = gather_targets(model, head, err))) return code;
+  if (head->logits && (code = gather_logits(model, head, err))) return code;
+  const rm_merge_pairs_args merge = {
+      .stats = head->stats,
+      .target_logprobs = head->target_logprobs,
+      .targets = head->targets,
+      .row_flags = head->row_flags,
+      .pairs = model->pairs,
+      .target_logits = model->target_logits,
+      .rows = head->rows,
+      .n_blocks = block_of(model->spec->vocab_size),
+  };
+  model->kernels->merge_pairs(&model->ctx, &merge);
+  return RM_OK;
+}

@@ -1,0 +1,33 @@
+// rank.h: who this rank is: its place on the mesh, its ends of the groups that it is in, and how its tokens travel to experts.
+// Everything is a view that the model's owner keeps.
+#pragma once
+
+#include "mesh/comm.h"
+#include "mesh/mesh.h"
+#include "model/spec.h"
+
+// The token dispatchers, by the field's names. What they move differs, what they give does not: the sums are the contract's.
+typedef enum rm_dispatcher {
+  RM_DISPATCH_DISABLED,               // ep = 1 only: no token travels
+  RM_DISPATCH_LOCAL_ALLREDUCE,        // ep = tp: every rank has all tokens of its tp group and computes its experts' part
+  RM_DISPATCH_ALLGATHER_REDUCESCATTER,  // tokens are cut over the ep group; each rank sees all of them and computes its experts' part
+  RM_DISPATCH_ALLTOALL,               // tokens are cut over the ep group; each goes to the ranks of its experts and back
+  RM_N_DISPATCHER
+} rm_dispatcher;
+
+typedef struct rm_rank {
+  rm_mesh mesh;
+  int32_t index;                // 0 … world − 1
+  rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1
+  rm_dispatcher dispatcher;
+  int sequence_parallel;        // no effect when tp = 1
+} rm_rank;
+
+// Whether ranks of different replicas compute together: their steps then go in lock-step.
+static inline int rm_rank_spans_dp(const rm_rank *rank) { return rank->mesh.dp > 1 && rank->mesh.ep > rank->mesh.tp; }
+// A rank alone: a mesh of one.
+static inline rm_rank rm_rank_alone(void) { return (rm_rank){.mesh = {.tp = 1, .dp = 1, .ep = 1}}; }
+
+const char *rm_dispatcher_name(rm_dispatcher dispatcher);   // "disabled", "local_allreduce", …
+// RM_E_CONFIG names the rule that is broken: the placement's, or a dispatcher that does not fit ep.
+rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err);
