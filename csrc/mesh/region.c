@@ -139,6 +139,7 @@ static rm_region_end *make_end(rm_region *region, int index, const int32_t *memb
   rm_region_end *end = rm_alloc(1, sizeof *end);
   if (!end) return NULL;
   *end = (rm_region_end){.region = region, .me = me, .size = n, .index = index};
+  end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, but where a test begins near the counters' end
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];
     end->slots[i] = rm_region_slot_of(region, index, members[i]);

@@ -3,8 +3,9 @@
 // Rank 0 fills a file that has no name yet and then links it under its name, which fails if there is one: nobody ever sees half a
 // header, and a rank 0 that is killed before leaves nothing. The others open it by name, check whose it is and what it says, and write
 // down their process. The last to come removes the name and only then says that all are there; a rank that finds that it cannot come to
-// that (somebody was killed, is late, or wants something else) removes the name itself before it returns; who comes after that finds
-// nothing and has its deadline, which is the price of leaving nothing. So a name outlives the call only if every rank that has opened the file was killed in it; the next rank 0 of that name sees that its maker is dead and removes it.
+// that (somebody was killed, is late, or wants something else) removes the name itself before it returns. Who comes after that finds
+// nothing until its deadline, which is the price of leaving nothing. So a name outlives the calls only if every rank that had opened the
+// file was killed in them; the next rank 0 of that name sees that its maker is dead and removes it.
 //
 // The lock on a file is held while its name is looked at and removed, so that two ranks do not take away a name that is new.
 #define _GNU_SOURCE

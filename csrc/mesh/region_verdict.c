@@ -12,19 +12,15 @@
 
 uint32_t rm_region_judge(rm_region *region, int me, rm_code code, const char *format, ...) {
   rm_region_rank *rank = &region->map->ranks[me];
-  uint32_t cause = atomic_load(&rank->cause);
+  uint32_t cause;
+  while (!(cause = atomic_load(&rank->cause)) && atomic_exchange(&rank->writing, 1)) sched_yield();   // another thread is at it
   if (cause) return cause;
-  if (!atomic_exchange(&rank->writing, 1)) {
-    va_list args;
-    va_start(args, format);
-    rank->code = (int32_t)code;
-    vsnprintf(rank->text, sizeof rank->text, format, args);
-    va_end(args);
-    if (atomic_compare_exchange_strong(&rank->cause, &cause, 1 + (uint32_t)me)) cause = 1 + (uint32_t)me;
-    return cause;
-  }
-  while (!(cause = atomic_load(&rank->cause))) sched_yield();   // another thread of this rank is between the lines above
-  return cause;
+  va_list args;
+  va_start(args, format);
+  rank->code = (int32_t)code;
+  vsnprintf(rank->text, sizeof rank->text, format, args);
+  va_end(args);
+  return atomic_compare_exchange_strong(&rank->cause, &cause, 1 + (uint32_t)me) ? 1 + (uint32_t)me : cause;
 }
 
 void rm_region_withdraw(rm_region *region, int me) {
@@ -53,7 +49,7 @@ rm_code rm_region_report(rm_region_end *end, rm_error *err) {
 }
 
 const char *rm_region_names(uint64_t ranks, char *text, size_t room) {
-  size_t used = (size_t)snprintf(text, room, ranks & (ranks - 1) ? "ranks" : "rank");
+  size_t used = (size_t)snprintf(text, room, ranks == 0 ? "a rank" : ranks & (ranks - 1) ? "ranks" : "rank");
   const char *between = " ";
   for (int rank = 0; rank < RM_REGION_RANKS && used < room; rank++) {
     if (!(ranks >> rank & 1)) continue;

@@ -5,6 +5,8 @@
 // memory, so an order that the headers do not make is a report.
 // Faults: each way in which ranks can disagree, be late or leave. Every rank must fail by its second call from then on, with the
 // code that is meant, the same sentence as all the others, and for ever.
+// Deadlines: ranks that come when their deadlines pass, some of them while they fill a large buffer. Whether a call is made is decided
+// once: it succeeds on all ranks or on none.
 //
 //   mesh_comm [--cases 200] [--seconds S] [--calls 60] [--seed 1] [--first 0]
 //     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may still read
@@ -20,7 +22,7 @@
 
 enum { MAX_WORLD = 8, GROUPS = 3 };
 
-static atomic_long n_calls, n_kinds[TALK_N_KIND], n_faults;
+static atomic_long n_calls, n_kinds[TALK_N_KIND], n_faults, n_late;
 
 // ------------------------------------------------------------------------------------------------ talk
 typedef struct world {
@@ -119,6 +121,16 @@ static void shuffle(fuzz *f, int32_t *list, int n) {
   }
 }
 
+// Some rounds before the group's counters begin again from 0.
+static void begin_near_the_end(const world *w, int index, uint32_t rounds) {
+  for (int first = 0; first < w->world; first += w->length[index]) {
+    const int n = w->world - first < w->length[index] ? w->world - first : w->length[index];
+    const uint32_t turn = (uint32_t)(UINT64_C(0x100000000) / ((unsigned)n * RM_BELL_ARRIVAL)) - rounds;
+    for (int i = first; i < first + n; i++) atomic_store(&rm_region_slot_of(w->region, index, w->members[index][i])->came, turn);
+    atomic_store(&rm_region_slot_of(w->region, index, w->members[index][first])->bell, turn * (uint32_t)n * RM_BELL_ARRIVAL);
+  }
+}
+
 static void talk_case(fuzz *f, long calls) {
   static const size_t buffers[] = {1, 64, 65, 200, 1000, 4096, 100000};
   rm_error err = RM_ERROR_INIT;
@@ -133,6 +145,8 @@ static void talk_case(fuzz *f, long calls) {
   w.most = buffer < 500 ? 500 : buffer + buffer / 2 < 5000 ? buffer + buffer / 2 : 5000;
   const rm_region_options options = {.world = w.world, .n_groups = w.n_groups, .buffer_bytes = buffer, .timeout = 120};
   tiny_must(rm_region_create(&options, &w.region, &err), &err);
+  for (int g = 0; g < w.n_groups; g++)
+    if (fuzz_one_in(f, 3)) begin_near_the_end(&w, g, (uint32_t)fuzz_below(f, 40));
   rank ranks[MAX_WORLD];
   for (int r = 0; r < w.world; r++) ranks[r] = (rank){.w = &w, .rank = r};
   run_ranks(ranks, w.world, talk_all);
@@ -301,6 +315,66 @@ static void fault_case(fuzz *f, fault kind) {
   atomic_fetch_add(&n_faults, 1);
 }
 
+// ------------------------------------------------------------------------------------------------ deadlines
+enum { RACE_CALLS = 12, RACE_BYTES = 1 << 20 };
+
+typedef struct race {
+  rm_region *region;
+  int world;
+  uint64_t seed;
+  char *data[MAX_WORLD];        // [RACE_BYTES]
+  long made[MAX_WORLD];         // calls that went well; each rank writes its own
+  char texts[MAX_WORLD][512];
+} race;
+
+typedef struct racer {
+  pthread_t thread;
+  race *r;
+  int rank;
+} racer;
+
+static void *race_all(void *arg) {
+  const racer *self = arg;
+  race *r = self->r;
+  rm_comm *comm;
+  rm_error err = RM_ERROR_INIT;
+  const int32_t members[MAX_WORLD] = {0, 1, 2, 3, 4, 5, 6, 7};
+  tiny_must(rm_region_comm(r->region, 0, members, r->world, self->rank, &comm, &err), &err);
+  for (int call = 0; call < RACE_CALLS; call++) {
+    const uint64_t bits = tiny_mix(r->seed + (uint64_t)(call * MAX_WORLD + self->rank));
+    rm_comm_set_timeout(comm, call == 0 ? 60 : 0.0003 * (double)(bits % 16));
+    usleep((useconds_t)(bits >> 8) % 2000);
+    if (rm_comm_broadcast(comm, r->data[self->rank], RACE_BYTES, (int)(call % r->world), &err)) break;
+    r->made[self->rank]++;
+  }
+  snprintf(r->texts[self->rank], sizeof r->texts[0], "%s", rm_error_message(&err));
+  rm_comm_destroy(comm);
+  rm_error_clear(&err);
+  return NULL;
+}
+
+static void race_case(fuzz *f) {
+  rm_error err = RM_ERROR_INIT;
+  race r = {.world = 2 + (int)fuzz_below(f, 3), .seed = fuzz_bits(f)};
+  const rm_region_options options = {.world = r.world, .n_groups = 1, .buffer_bytes = RACE_BYTES, .timeout = 60};
+  tiny_must(rm_region_create(&options, &r.region, &err), &err);
+  racer racers[MAX_WORLD];
+  for (int i = 0; i < r.world; i++) {
+    racers[i] = (racer){.r = &r, .rank = i};
+    if (!(r.data[i] = calloc(1, RACE_BYTES))) tiny_die("no memory");
+  }
+  for (int i = 0; i < r.world; i++)
+    if (pthread_create(&racers[i].thread, NULL, race_all, &racers[i])) tiny_die("no thread %d", i);
+  for (int i = 0; i < r.world; i++) pthread_join(racers[i].thread, NULL);
+  for (int i = 0; i < r.world; i++) {
+    if (r.made[i] != r.made[0] || strcmp(r.texts[i], r.texts[0]))
+      tiny_die("%s: rank 0 made %ld calls (%s), rank %d %ld (%s)", fuzz_where(f), r.made[0], r.texts[0], i, r.made[i], r.texts[i]);
+    free(r.data[i]);
+  }
+  atomic_fetch_add(&n_late, r.made[0] < RACE_CALLS);
+  rm_region_release(r.region);
+}
+
 // ------------------------------------------------------------------------------------------------ what is refused
 static void refused(rm_code code, rm_code want, const char *word, rm_error *err) {
   if (code != want || !strstr(rm_error_message(err), word))
@@ -365,12 +439,14 @@ int main(int argc, char **argv) {
   while (fuzz_next_case(&f)) {
     talk_case(&f, calls);
     fault_case(&f, (fault)(f.at % N_FAULT));
+    race_case(&f);
   }
   for (int kind = 0; kind < TALK_N_KIND; kind++)
     if (!n_kinds[kind] && f.cases > 50) tiny_die("no call of kind %d", kind);
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
-  printf("mesh_comm: %ld calls (%ld barriers, %ld broadcasts, %ld and %ld gathers, %ld exchanges), %ld faults of %d kinds\n", (long)n_calls,
-         (long)n_kinds[TALK_BARRIER], (long)n_kinds[TALK_BROADCAST], (long)n_kinds[TALK_GATHER], (long)n_kinds[TALK_COLUMNS],
-         (long)n_kinds[TALK_EXCHANGE], (long)n_faults, N_FAULT);
+  printf(
+      "mesh_comm: %ld calls (%ld barriers, %ld broadcasts, %ld and %ld gathers, %ld exchanges), %ld faults of %d kinds, %ld races lost\n",
+      (long)n_calls, (long)n_kinds[TALK_BARRIER], (long)n_kinds[TALK_BROADCAST], (long)n_kinds[TALK_GATHER], (long)n_kinds[TALK_COLUMNS],
+      (long)n_kinds[TALK_EXCHANGE], (long)n_faults, N_FAULT, (long)n_late);
   return 0;
 }

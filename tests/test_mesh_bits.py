@@ -1,0 +1,147 @@
+"""A mesh gives the bits of one rank: every degree, token dispatcher and way to cut a step, over threads.
+
+Input: two-layer models whose sizes no degree divides evenly (a vocabulary of three blocks, hidden and intermediate sizes of three
+and five tiles, KV heads fewer than ranks or straddling them); prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank.
+Bound: 0 differing bits in logits, rollouts, both logprobs, routed experts and the digest of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+from conftest import SUMMARY
+
+import rollmesh as rm
+
+SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 160, "head_dim": 8}
+SHAPES = {
+    "few_kv_heads": {"num_attention_heads": 24, "num_key_value_heads": 2, **SIZES},
+    "straddling": {"num_attention_heads": 24, "num_key_value_heads": 8, "attention_bias": True, "tie_word_embeddings": True, **SIZES},
+    "moe": {"num_attention_heads": 24, "num_key_value_heads": 4, "num_experts": 144, "num_experts_per_tok": 5, **SIZES},
+}
+TP, DP = (1, 2, 3, 4, 6, 8), (1, 2, 3)
+BACKENDS = ("alltoall", "allgather_reducescatter", "local_allreduce")
+PROMPTS = [[7] * 1, [1, 2], [3, 1, 4, 1, 5], list(range(100, 117)), list(range(250, 281)), [7] * 19]
+
+Words = list[np.ndarray[Any, Any]]
+
+
+def words(array: Any) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+
+
+class Model:
+    def __init__(self, name: str, dtype: str):
+        changes = dict(SHAPES[name])
+        self.case = helpers.Case(name, helpers.tiny_config("num_experts" in changes, **changes), router_bias=True)
+        self.spec, self.dtype = rm.ModelSpec.from_hf(self.case.config), dtype
+        self.weights = helpers.state_dict(self.case)
+        self.expected: dict[int, Words] = {}
+
+    def generator(self, mesh: rm.Mesh | None, rows: int, **options: Any) -> rm.Generator:
+        generator = rm.Generator(
+            self.spec, mesh=mesh, dtype=self.dtype, kv_cache_gib=0.02, max_model_len=64, max_num_seqs=5, threads=1,
+            max_num_batched_tokens=rows, **options,
+        )  # fmt: skip
+        self.digest = generator.sync_weights(self.weights, cast=True).digest
+        return generator
+
+    def run(self, mesh: rm.Mesh | None, rows: int, n_prompts: int, **options: Any) -> Words:
+        """Everything that the contract fixes, of prompts in steps of at most `rows` rows."""
+        with self.generator(mesh, rows, **options) as generator:
+            params = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3, prompt_logprobs=0, ignore_eos=True)
+            out = [words(np.frombuffer(self.digest.encode(), np.uint8))]
+            for output in generator.generate(PROMPTS[:n_prompts], params, use_tqdm=False):
+                out.append(words(output.prompt_logprobs))
+                for c in output.outputs:
+                    out += [words(c.token_ids), words(c.logprobs), words(c.sampling_logprobs), words(c.top_logprobs.logprobs)]
+                    out += [] if c.routed_experts is None else [words(c.routed_experts)]
+            out += [words(logits) for logits in generator.logits(PROMPTS[:n_prompts])]
+            return out
+
+    def one_rank(self, n_prompts: int) -> Words:
+        if n_prompts not in self.expected:
+            self.expected[n_prompts] = self.run(None, 31, n_prompts)
+        return self.expected[n_prompts]
+
+
+@pytest.fixture(
+    scope="module", params=[(name, dtype) for name in SHAPES for dtype in ("bfloat16", "float32")], ids=lambda p: f"{p[0]}-{p[1]}"
+)
+def model(request: pytest.FixtureRequest) -> Model:
+    return Model(*request.param)
+
+
+def settings(moe: bool) -> Iterator[tuple[rm.Mesh, dict[str, Any]]]:
+    for tp in TP:
+        for dp in DP:
+            for ep in sorted({1, tp, tp * dp}) if moe else [1]:
+                for backend in BACKENDS if ep > 1 else BACKENDS[:1]:
+                    if backend == "local_allreduce" and ep != tp:
+                        continue
+                    for sequence_parallel in (False, True) if tp > 1 else (False,):
+                        yield rm.Mesh(tp=tp, dp=dp, ep=ep), {"ep_backend": backend, "sequence_parallel": sequence_parallel}
+
+
+def test_every_mesh_gives_the_bits_of_one_rank(model: Model, pytestconfig: pytest.Config) -> None:
+    """The whole product of degrees, dispatchers and sequence parallelism; the rows of a step and the prompts go round with it, so
+    that replicas are idle, steps are smaller than tp and rows do not divide."""
+    compared = different = meshes = 0
+    for i, (mesh, options) in enumerate(settings(model.case.is_moe)):
+        rows, n_prompts = (1, 2, 5, 17, 31)[i % 5], 1 + i % len(PROMPTS)
+        want, got = model.one_rank(n_prompts), model.run(mesh, rows, n_prompts, **options)
+        assert len(want) == len(got)
+        wrong = sum(int((a != b).sum()) if a.shape == b.shape else a.size for a, b in zip(want, got, strict=True))
+        assert wrong == 0, f"{mesh} {options}, {rows} rows a step, {n_prompts} prompts: {wrong} bytes differ"
+        compared += sum(a.size for a in want)
+        different += wrong
+        meshes += 1
+    pytestconfig.stash[SUMMARY].append(
+        f"mesh, {model.case.name} {model.dtype}: {meshes} meshes up to {max(TP) * max(DP)} ranks, {different} of {compared:,} bytes differ"
+    )
+
+
+def test_parts_are_parts(model: Model) -> None:
+    """Each rank holds its share and no more: weights and KV of a mesh together are about those of one rank."""
+    with model.generator(None, 8) as alone, model.generator(rm.Mesh(tp=4), 8) as four, model.generator(rm.Mesh(dp=2), 8) as two:
+        whole = alone.metrics()["weight_bytes"]
+        assert four.metrics()["weight_bytes"] < 1.6 * whole  # vectors and routers are whole everywhere; tiles are padded
+        assert two.metrics()["weight_bytes"] == 2 * whole
+
+
+@pytest.mark.parametrize("mesh", [rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(tp=3, ep=3), rm.Mesh(dp=3), rm.Mesh(tp=4)], ids=str)
+def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
+    """Few pages, few places, prompts that begin alike, a second version: preemption, prefix hits and a sync change no bit either."""
+    model = Model("moe", "bfloat16")
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 300, int(rng.integers(1, 30))).tolist() for _ in range(20)]
+    prompts += [[*prompts[i], *prompts[i], 3][:35] for i in range(6)]
+    params = [rm.SamplingParams(n=int(rng.integers(1, 4)), max_tokens=int(rng.integers(1, 24)), seed=i) for i in range(len(prompts))]
+    second = {name: value * np.float32(0.75) for name, value in model.weights.items()}
+
+    def rollouts(generator: rm.Generator) -> list[tuple[bytes, bytes, bytes]]:
+        return [
+            (c.token_ids.tobytes(), c.logprobs.tobytes(), c.routed_experts.tobytes())
+            for output in generator.generate(prompts, params, use_tqdm=False)
+            for c in output.outputs
+        ]
+
+    def both_versions(mesh: rm.Mesh | None, pages: int) -> tuple[list[Any], int]:
+        kv_heads = 4 if mesh is None else {1: 4, 2: 2, 3: 2, 4: 1}[mesh.tp]  # of a rank
+        page = 2 * kv_heads * (16 * 32 + 16 * 16) * 2  # layers, KV heads, K padded to 32 and V to 16, bytes
+        with rm.Generator(
+            model.spec, mesh=mesh, kv_cache_gib=pages * page / 2**30, max_model_len=64, max_num_seqs=4, threads=2, max_num_batched_tokens=13
+        ) as generator:
+            generator.sync_weights(model.weights, cast=True)
+            first = rollouts(generator)
+            generator.sync_weights(second, cast=True)
+            return [first, rollouts(generator)], generator.metrics()["preemptions"]
+
+    want, none = both_versions(None, 64)
+    got, preemptions = both_versions(mesh, 5)
+    assert none == 0 < preemptions
+    assert got == want
