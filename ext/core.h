@@ -14,6 +14,7 @@ typedef struct rm_module_state {
   PyObject *errors[RM_N_CODE];  // owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY
   PyObject *error_base;         // owned rollmesh.errors.Error
   PyObject *engine_type;        // owned _core.Engine
+  PyObject *comm_type;          // owned _core.Comm
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
@@ -27,4 +28,5 @@ PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...)
 // Parts of the module, each called once while it is executed; 0, or −1 with an exception set.
 int rm_ops_add(PyObject *module);          // ops.c: _core.Kernels and the functions over arrays
 int rm_mesh_add(PyObject *module);         // mesh.c: _core.placement
+int rm_comm_type_add(PyObject *module);    // comm.c: _core.Comm, _core.attach
 int rm_engine_type_add(PyObject *module);  // engine.c: _core.Engine

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "attributes.h"
+#include "comm.h"
 #include "spec.h"
 
 PyObject *rm_engine_module(rm_engine_object *self) { return PyType_GetModule(Py_TYPE((PyObject *)self)); }
@@ -97,7 +98,28 @@ static int choose_dispatcher(PyObject *module, PyObject *name, rm_dispatcher *di
   return -1;
 }
 
-static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
+// (rank, tp, ep, world): the ends leave their Comms when an engine is made of them.
+static rm_code create_with_ends(PyObject *module, rm_engine_object *self, rm_ranks_options *options, PyObject *given) {
+  PyObject *held[3];
+  rm_ends ends = {0};
+  rm_comm **const places[3] = {&ends.tp, &ends.ep, &ends.world};
+  int failed = !PyArg_ParseTuple(given, "iOOO:ends", &ends.index, &held[0], &held[1], &held[2]);
+  int n = 0;
+  while (!failed && n < 3 && !(failed = rm_comm_take(module, held[n], places[n]))) n++;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = RM_OK;
+  options->ends = &ends;
+  if (!failed) {
+    Py_BEGIN_ALLOW_THREADS
+      code = rm_ranks_create(self->spec, options, &self->engine, &err);
+    Py_END_ALLOW_THREADS
+  }
+  if (code) rm_raise(module, &err);
+  for (int i = 0; (failed || code) && i < n; i++) rm_comm_put_back(held[i], *places[i]);
+  return failed || code ? -1 : 0;
+}
+
+static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object, PyObject *ends) {
   rm_ranks_options options = {0};
   if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
   int failed = -1;
@@ -108,6 +130,10 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.engine.kernels)) goto out;
   if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
   if (rm_array_ids(module, eos, "eos_token_ids", &options.engine.eos_ids, &options.engine.n_eos)) goto out;
+  if (ends != Py_None) {
+    failed = create_with_ends(module, self, &options, ends);
+    goto out;
+  }
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
@@ -124,9 +150,9 @@ out:
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"spec", "options", NULL};
-  PyObject *spec, *options;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Engine", names, &spec, &options)) return NULL;
+  static char *names[] = {"spec", "options", "ends", NULL};
+  PyObject *spec, *options, *ends = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends)) return NULL;
   PyObject *module = PyType_GetModule(type);
   if (!module) return NULL;
   const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -135,7 +161,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->pid = (long)getpid();
   self->requests = PyDict_New();
   self->done = PySet_New(NULL);
-  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options))
+  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options, ends))
     return (PyObject *)self;
   Py_DECREF(self);
   return NULL;
@@ -240,7 +266,7 @@ static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
     rm_raise(module, &err);
     goto out;
   }
-  result = remember(self, id, &request, logits);
+  result = rm_ranks_has(self->engine, id) ? remember(self, id, &request, logits) : PyLong_FromUnsignedLongLong(id);
   if (!result) {  // no memory for the record: the request must not write to an array that nobody holds
     if (rm_ranks_abort(self->engine, id, &err) || rm_ranks_release(self->engine, id, &err)) rm_error_clear(&err);
   }
@@ -292,13 +318,22 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
+  int more = 0;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_step(self->engine, &n_work, &err);
+    code = rm_ranks_step(self->engine, &n_work, &more, &err);
   Py_END_ALLOW_THREADS
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
-  return PyLong_FromLongLong(n_work);
+  return Py_BuildValue("(Li)", (long long)n_work, more);
+}
+
+static PyObject *engine_has(rm_engine_object *self, PyObject *argument) {
+  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
+  if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
+  const int has = rm_ranks_has(self->engine, id);
+  rm_engine_leave(self);
+  return PyBool_FromLong(has);
 }
 
 static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
@@ -379,7 +414,8 @@ static PyMethodDef methods[] = {
     METHOD("abort", engine_abort, METH_O, "Ends a request; what was generated stays readable."),
     METHOD("release", engine_release, METH_O, "Forgets a finished request."),
     METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
-    METHOD("step", engine_step, METH_NOARGS, "Schedule, forward, commit. Returns the rows computed."),
+    METHOD("step", engine_step, METH_NOARGS, "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
+    METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
     METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
     METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),
     METHOD("ids", engine_ids, METH_NOARGS, "All requests that were not released, oldest first."),
@@ -409,7 +445,8 @@ int rm_engine_type_add(PyObject *module) {
       {Py_tp_traverse, engine_traverse},
       {Py_tp_clear, engine_clear},
       {Py_tp_methods, methods},
-      {Py_tp_doc, "Engine(spec, options): the C engine behind rollmesh.Generator. One thread at a time."},
+      {Py_tp_doc, "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a time. ends: (rank, tp, ep, world) Comms "
+                  "where this process is one rank of several."},
       {0, NULL},
   };
   PyType_Spec spec = {

@@ -451,7 +451,8 @@ static PyObject *op_lm_head(kernels_object *self, PyObject *args) {
   a.vocab = vocab;
   a.dtype = dtype_of(&c, o[5], "x");
   a.x = view(&c, o[5], "x", numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
-  int64_t elems = packed_elems(&c, "w", vocab, a.hidden), n_blocks = (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK, two = 2;
+  int64_t elems = packed_elems(&c, "w", vocab, a.hidden), two = 2;
+  int64_t n_blocks = c.failed ? 0 : rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
   a.w = view(&c, o[6], "w", numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
   a.logits = view(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, &a.rows, &a.vocab, NULL);
   a.stats = view(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), 2, &a.rows, &two, NULL);

@@ -215,8 +215,9 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
   return code;
 }
 
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, int *more, rm_error *err) {
   *n_work = 0;
+  if (more) *more = 0;
   if (engine->asleep)
     return rm_fail(err, RM_E_STATE, "a step while %s asleep", engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a step before any weights were synced");
@@ -224,6 +225,7 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   int anyone;
   rm_code code = someone_has_work(engine, &anyone, err);
   if (code) return lose(engine, code, err);
+  if (more) *more = anyone;
   if (!anyone) return RM_OK;
   const uint32_t saved = rm_fp_enter();
   const double start = now();

@@ -93,8 +93,10 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
 void rm_engine_destroy(rm_engine *engine);
 
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
-// One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused).
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
+rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err);   // add's refusals, nothing added
+// One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused). *more (or NULL):
+// somebody who steps together with this rank had work, perhaps this rank.
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, int *more, rm_error *err);
 int64_t rm_engine_unfinished(const rm_engine *engine);
 // Requests finished since the last call, at most capacity of them.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);

@@ -64,7 +64,7 @@ static rm_code check_capacity(const rm_request *request, const rm_request_rules 
                  (long long)n_pages, (long long)rules->page_size, (long long)rules->n_pages);
 }
 
-static rm_code check(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
+rm_code rm_group_check(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
   if ((code = check_lengths(request, rules, err))) return code;
@@ -194,7 +194,7 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
 rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
                         rm_error *err) {
   *out = NULL;
-  const rm_code code = check(request, rules, err);
+  const rm_code code = rm_group_check(request, rules, err);
   if (code) return code;
   const int64_t capacity = capacity_of(request, rules);
   const rm_group values = values_of(request, capacity);

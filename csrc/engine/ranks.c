@@ -2,6 +2,8 @@
 // engine after the other. Replicas are told apart by asking who has a request: ids are unique in the process.
 #include "engine/ranks.h"
 
+#include <string.h>
+
 #include "base/memory.h"
 #include "mesh/region.h"
 
@@ -18,6 +20,7 @@ typedef struct rm_member {      // one rank
   rm_code code;                 // of the job at hand
   rm_error err;
   int64_t n_work;
+  int more;
   rm_sync_report report;
 } rm_member;
 
@@ -28,10 +31,12 @@ typedef struct rm_beginning {
 
 struct rm_ranks {
   rm_mesh mesh;
-  int world;
-  rm_team *team;                // owned, a thread for each rank; NULL where there is one
+  int first, n;                 // ranks in this process: all, or one
+  int n_replicas, per_replica;  // of those: whole replicas, or one rank of one
+  int own;                      // the replica of members[0]
+  rm_team *team;                // owned, a thread for each member; NULL where there is one
   rm_region *region;            // owned
-  rm_member *members;           // [world]
+  rm_member *members;           // [n]
   int64_t *asked;               // [dp] tokens asked of each replica so far
   rm_beginning *beginnings;     // [PREFIX_SLOTS]
   int64_t page_size;
@@ -49,7 +54,7 @@ typedef struct member_job {
 
 static void member_task(void *arg, int thread, int n_threads) {
   const member_job *job = arg;
-  for (int r = thread; r < job->ranks->world; r += n_threads) {
+  for (int r = thread; r < job->ranks->n; r += n_threads) {
     rm_member *member = &job->ranks->members[r];
     member->code = job->call(member, job->arg);
   }
@@ -60,13 +65,13 @@ static int hearsay(rm_code code) { return code == RM_E_RANK_LOST || code == RM_E
 // The error worth telling, moved to err; the others are forgotten.
 static rm_code verdict(rm_ranks *ranks, rm_error *err) {
   rm_member *worst = NULL;
-  for (int r = 0; r < ranks->world; r++) {
+  for (int r = 0; r < ranks->n; r++) {
     rm_member *member = &ranks->members[r];
     if (member->code && (!worst || (hearsay(worst->code) && !hearsay(member->code)))) worst = member;
   }
   const rm_code code = worst ? worst->code : RM_OK;
   if (worst) rm_fail(err, code, "%s", rm_error_message(&worst->err));
-  for (int r = 0; r < ranks->world; r++) rm_error_clear(&ranks->members[r].err);
+  for (int r = 0; r < ranks->n; r++) rm_error_clear(&ranks->members[r].err);
   return code;
 }
 
@@ -84,7 +89,7 @@ static rm_code create_groups(rm_ranks *ranks, int r, rm_error *err) {
   int32_t ids[RM_MAX_WORLD];
   rm_code code = RM_OK;
   for (int group = 0; group < N_GROUPS && !code; group++) {
-    const rm_peers peers = group == GROUP_WORLD ? (rm_peers){0, 1, ranks->world} : rm_mesh_peers(&ranks->mesh, r, axes[group]);
+    const rm_peers peers = group == GROUP_WORLD ? (rm_peers){0, 1, ranks->n} : rm_mesh_peers(&ranks->mesh, r, axes[group]);
     for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
     if (peers.count > 1) code = rm_region_comm(ranks->region, group, ids, peers.count, r, &member->groups[group], err);
   }
@@ -99,49 +104,67 @@ typedef struct creation {
 
 static rm_code create_engine(rm_member *member, void *arg) {
   const creation *how = arg;
+  const rm_ranks *ranks = how->ranks;
   rm_engine_options options = how->options->engine;
   options.rank = (rm_rank){
-      .mesh = how->ranks->mesh,
-      .index = (int32_t)(member - how->ranks->members),
+      .mesh = ranks->mesh,
+      .index = ranks->first + (int32_t)(member - ranks->members),
       .tp = member->groups[GROUP_TP],
       .ep = member->groups[GROUP_EP],
       .world = member->groups[GROUP_WORLD],
       .dispatcher = how->options->dispatcher,
       .sequence_parallel = how->options->sequence_parallel,
   };
-  if (how->ranks->world > 1) options.n_threads = options.n_threads > how->ranks->world ? options.n_threads / how->ranks->world : 1;
+  if (ranks->n > 1) options.n_threads = options.n_threads > ranks->n ? options.n_threads / ranks->n : 1;
   return rm_engine_create(how->spec, &options, &member->engine, &member->err);
 }
 
-static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks_options *options, rm_error *err) {
+static rm_code connect(rm_ranks *ranks, rm_error *err) {
+  const rm_region_options region = {.world = ranks->n, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = 600};
   rm_code code;
-  if (ranks->world > 1) {
-    const rm_region_options region = {.world = ranks->world, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = 600};
-    if ((code = rm_team_create(ranks->world, &ranks->team, err))) return code;
-    if ((code = rm_region_create(&region, &ranks->region, err))) return code;
-    for (int r = 0; r < ranks->world; r++)
-      if ((code = create_groups(ranks, r, err))) return code;
-  }
+  if ((code = rm_team_create(ranks->n, &ranks->team, err))) return code;
+  if ((code = rm_region_create(&region, &ranks->region, err))) return code;
+  for (int r = 0; r < ranks->n; r++)
+    if ((code = create_groups(ranks, r, err))) return code;
+  return RM_OK;
+}
+
+static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks_options *options, rm_error *err) {
   creation how = {ranks, spec, options};
+  ranks->members = rm_alloc((size_t)ranks->n, sizeof *ranks->members);
+  ranks->asked = rm_alloc((size_t)ranks->mesh.dp, sizeof *ranks->asked);
+  ranks->beginnings = rm_alloc(PREFIX_SLOTS, sizeof *ranks->beginnings);
+  if (!ranks->members || !ranks->asked || !ranks->beginnings) return rm_fail(err, RM_E_MEMORY, "no memory for %d ranks", ranks->n);
+  if (options->ends) {
+    rm_comm *const groups[N_GROUPS] = {options->ends->tp, options->ends->ep, options->ends->world};
+    memcpy(ranks->members[0].groups, groups, sizeof groups);
+  } else if (ranks->n > 1) {
+    const rm_code code = connect(ranks, err);
+    if (code) return code;
+  }
   return on_all(ranks, create_engine, &how, err);
 }
 
 rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm_ranks **out, rm_error *err) {
+  const int world = rm_mesh_world(&options->mesh);
   *out = NULL;
-  const rm_code fits = rm_placement_check(spec, &options->mesh, err);
-  if (fits) return fits;
+  rm_code code = rm_placement_check(spec, &options->mesh, err);
+  if (code) return code;
+  if (options->ends && (options->ends->index < 0 || options->ends->index >= world))
+    return rm_fail(err, RM_E_CONFIG, "rank %d is not in a world of %d", options->ends->index, world);
   rm_ranks *ranks = rm_alloc(1, sizeof *ranks);
   if (!ranks) return rm_fail(err, RM_E_MEMORY, "no memory for the ranks");
   ranks->mesh = options->mesh;
-  ranks->world = rm_mesh_world(&options->mesh);
+  ranks->n = options->ends ? 1 : world;
+  ranks->first = options->ends ? options->ends->index : 0;
+  ranks->n_replicas = options->ends ? 1 : ranks->mesh.dp;
+  ranks->per_replica = options->ends ? 1 : ranks->mesh.tp;
+  ranks->own = rm_mesh_coords(&ranks->mesh, ranks->first).dp;
   ranks->page_size = options->engine.page_size;
   ranks->next_id = 1;
-  ranks->members = rm_alloc((size_t)ranks->world, sizeof *ranks->members);
-  ranks->asked = rm_alloc((size_t)ranks->mesh.dp, sizeof *ranks->asked);
-  ranks->beginnings = rm_alloc(PREFIX_SLOTS, sizeof *ranks->beginnings);
-  rm_code code = ranks->members && ranks->asked && ranks->beginnings ? create_parts(ranks, spec, options, err)
-                                                                     : rm_fail(err, RM_E_MEMORY, "no memory for %d ranks", ranks->world);
+  code = create_parts(ranks, spec, options, err);
   if (code) {
+    if (options->ends && ranks->members) memset(ranks->members[0].groups, 0, sizeof ranks->members[0].groups);   // the caller's still
     rm_ranks_destroy(ranks);
     return code;
   }
@@ -151,7 +174,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 
 void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
-  for (int r = 0; ranks->members && r < ranks->world; r++) {
+  for (int r = 0; ranks->members && r < ranks->n; r++) {
     rm_engine_destroy(ranks->members[r].engine);
     for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
     rm_error_clear(&ranks->members[r].err);
@@ -164,11 +187,12 @@ void rm_ranks_destroy(rm_ranks *ranks) {
   rm_free(ranks);
 }
 
-int rm_ranks_world(const rm_ranks *ranks) { return ranks->world; }
-rm_engine *rm_ranks_engine(rm_ranks *ranks, int rank) { return ranks->members[rank].engine; }
+rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
 
 // ---------------------------------------------------------------------------------------------- replicas
-static rm_engine *leader(const rm_ranks *ranks, int replica) { return ranks->members[rm_mesh_rank(&ranks->mesh, replica, 0)].engine; }
+// Replicas are counted here among those of this process; `i` among the replica's ranks of this process, which are all alike.
+static rm_engine *engine_of(const rm_ranks *ranks, int replica, int i) { return ranks->members[replica * ranks->per_replica + i].engine; }
+static rm_engine *leader(const rm_ranks *ranks, int replica) { return engine_of(ranks, replica, 0); }
 
 static uint64_t hash_beginning(const rm_request *request, int64_t n) {
   uint64_t hash = 0xCBF29CE484222325u;
@@ -181,7 +205,7 @@ static int64_t work_of(const rm_request *request) {
   return request->n_prompt + per_sample * (request->kind == RM_GENERATE ? request->n : 1);
 }
 
-// Only of a request that some replica would take, so that its fields are in range.
+// Of a request that was checked. *place: where its beginning is remembered, NULL: it is too short.
 static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginning **place) {
   int least = 0;
   *place = NULL;
@@ -191,15 +215,18 @@ static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginni
   const uint64_t hash = hash_beginning(request, ranks->page_size);
   *place = &ranks->beginnings[hash % PREFIX_SLOTS];
   const int before = (*place)->hash == hash ? (*place)->replica : least;
-  const int chosen = ranks->asked[before] - ranks->asked[least] <= AHEAD * work_of(request) ? before : least;
-  (*place)->hash = hash;
-  (*place)->replica = chosen;
-  return chosen;
+  return ranks->asked[before] - ranks->asked[least] <= AHEAD * work_of(request) ? before : least;
+}
+
+int rm_ranks_has(const rm_ranks *ranks, uint64_t id) {
+  int has = 0;
+  for (int d = 0; d < ranks->n_replicas && !has; d++) has = rm_engine_has(leader(ranks, d), id);
+  return has;
 }
 
 // Who has the request; replica 0 says that nobody does.
 static int replica_of(const rm_ranks *ranks, uint64_t id) {
-  int d = ranks->mesh.dp - 1;
+  int d = ranks->n_replicas - 1;
   while (d > 0 && !rm_engine_has(leader(ranks, d), id)) d--;
   return d;
 }
@@ -209,70 +236,75 @@ typedef rm_code (*id_call)(rm_engine *, uint64_t, rm_error *);
 static rm_code on_replica(rm_ranks *ranks, uint64_t id, id_call call, rm_error *err) {
   const int replica = replica_of(ranks, id);
   const rm_code code = call(leader(ranks, replica), id, err);
-  for (int t = 1; t < ranks->mesh.tp && !code; t++) call(ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine, id, NULL);
+  for (int i = 1; i < ranks->per_replica && !code; i++) call(engine_of(ranks, replica, i), id, NULL);
   return code;
 }
 
 // ---------------------------------------------------------------------------------------------- requests
-rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err) {
-  rm_beginning *place = NULL, before = {0, 0};
+// On all ranks of a replica here, or on none.
+static rm_code add_to(rm_ranks *ranks, int replica, const rm_request *request, uint64_t *id, rm_error *err) {
   rm_request mine = *request;
-  const int one = ranks->mesh.dp == 1 || request->n_prompt < 0 || !request->prompt;
-  if (!one && request->n_prompt >= ranks->page_size) before = ranks->beginnings[hash_beginning(request, ranks->page_size) % PREFIX_SLOTS];
-  const int replica = one ? 0 : choose_replica(ranks, request, &place);
-  mine.id = ranks->next_id;
   mine.wants_logits = request->wants_logits || request->logits_out;
-  rm_code code = RM_OK;
-  int t = 0;
-  for (; t < ranks->mesh.tp && !code; t++) {
-    code = rm_engine_add(ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine, &mine, id, err);
+  for (int i = 0; i < ranks->per_replica; i++) {
+    const rm_code code = rm_engine_add(engine_of(ranks, replica, i), &mine, id, err);
+    while (code && i-- > 0) {   // no memory for it on a later rank
+      rm_engine_abort(engine_of(ranks, replica, i), mine.id, NULL);
+      rm_engine_release(engine_of(ranks, replica, i), mine.id, NULL);
+    }
+    if (code) return code;
     mine.logits_out = NULL;
   }
-  if (code) {   // no memory on a later rank: those that took it give it back
-    for (t -= 2; t >= 0; t--) {
-      rm_engine *engine = ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine;
-      rm_engine_abort(engine, ranks->next_id, NULL);
-      rm_engine_release(engine, ranks->next_id, NULL);
-    }
-    if (place) *place = before;
-    return code;
-  }
-  ranks->asked[replica] += work_of(request);
+  return RM_OK;
+}
+
+rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err) {
+  rm_request mine = *request;
+  rm_beginning *place;
+  mine.id = *id = ranks->next_id;
+  rm_code code = ranks->mesh.dp > 1 ? rm_engine_check(leader(ranks, 0), &mine, err) : RM_OK;   // the same verdict on every rank
+  if (code) return code;
+  const int chosen = choose_replica(ranks, &mine, &place), replica = chosen - ranks->own;   // own is 0 where all are here
+  if (replica >= 0 && replica < ranks->n_replicas && (code = add_to(ranks, replica, &mine, id, err))) return code;
+  if (place) *place = (rm_beginning){hash_beginning(&mine, ranks->page_size), chosen};
+  ranks->asked[chosen] += work_of(&mine);
   ranks->next_id++;
   return RM_OK;
 }
 
 static rm_code step_member(rm_member *member, void *arg) {
   (void)arg;
-  return rm_engine_step(member->engine, &member->n_work, &member->err);
+  return rm_engine_step(member->engine, &member->n_work, &member->more, &member->err);
 }
 
-rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, rm_error *err) {
+rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err) {
   const rm_code code = on_all(ranks, step_member, NULL, err);
-  *n_work = 0;
-  for (int d = 0; d < ranks->mesh.dp; d++) *n_work += ranks->members[rm_mesh_rank(&ranks->mesh, d, 0)].n_work;
+  *n_work = *more = 0;
+  for (int d = 0; d < ranks->n_replicas; d++) {
+    *n_work += ranks->members[d * ranks->per_replica].n_work;
+    *more |= ranks->members[d * ranks->per_replica].more;
+  }
   return code;
 }
 
 int64_t rm_ranks_unfinished(const rm_ranks *ranks) {
   int64_t n = 0;
-  for (int d = 0; d < ranks->mesh.dp; d++) n += rm_engine_unfinished(leader(ranks, d));
+  for (int d = 0; d < ranks->n_replicas; d++) n += rm_engine_unfinished(leader(ranks, d));
   return n;
 }
 
 uint64_t rm_ranks_next_finished(const rm_ranks *ranks) {
   uint64_t id = 0;
-  for (int d = 0; d < ranks->mesh.dp && !id; d++) id = rm_engine_next_finished(leader(ranks, d));
+  for (int d = 0; d < ranks->n_replicas && !id; d++) id = rm_engine_next_finished(leader(ranks, d));
   return id;
 }
 
 int64_t rm_ranks_finished(rm_ranks *ranks, uint64_t *ids, int64_t capacity) {
   int64_t n = 0;
-  for (int d = 0; d < ranks->mesh.dp; d++) {
+  for (int d = 0; d < ranks->n_replicas; d++) {
     const int64_t got = rm_engine_finished(leader(ranks, d), ids + n, capacity - n);
-    for (int t = 1; t < ranks->mesh.tp; t++) {
+    for (int t = 1; t < ranks->per_replica; t++) {
       uint64_t same;   // the other ranks of the replica finish the same requests in the same order
-      for (int64_t i = 0; i < got; i++) rm_engine_finished(ranks->members[rm_mesh_rank(&ranks->mesh, d, t)].engine, &same, 1);
+      for (int64_t i = 0; i < got; i++) rm_engine_finished(engine_of(ranks, d, t), &same, 1);
     }
     n += got;
   }
@@ -293,17 +325,17 @@ rm_code rm_ranks_abort(rm_ranks *ranks, uint64_t id, rm_error *err) { return on_
 rm_code rm_ranks_stop_sample(rm_ranks *ranks, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
   const int replica = replica_of(ranks, id);
   rm_code code = RM_OK;
-  for (int t = 0; t < ranks->mesh.tp && !code; t++)
-    code = rm_engine_stop_sample(ranks->members[rm_mesh_rank(&ranks->mesh, replica, t)].engine, id, sample, n_tokens, err);
+  for (int t = 0; t < ranks->per_replica && !code; t++)
+    code = rm_engine_stop_sample(engine_of(ranks, replica, t), id, sample, n_tokens, err);
   return code;
 }
 
 void rm_ranks_pause(rm_ranks *ranks, int paused) {
-  for (int r = 0; r < ranks->world; r++) rm_engine_pause(ranks->members[r].engine, paused);
+  for (int r = 0; r < ranks->n; r++) rm_engine_pause(ranks->members[r].engine, paused);
 }
 
 void rm_ranks_reset_prefix_cache(rm_ranks *ranks) {
-  for (int r = 0; r < ranks->world; r++) rm_engine_reset_prefix_cache(ranks->members[r].engine);
+  for (int r = 0; r < ranks->n; r++) rm_engine_reset_prefix_cache(ranks->members[r].engine);
 }
 
 // ---------------------------------------------------------------------------------------------- weights
@@ -312,7 +344,7 @@ static rm_code begin_member(rm_member *member, void *arg) { return rm_engine_syn
 rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err) {
   rm_sync_options same = *options;
   const rm_code code = on_all(ranks, begin_member, &same, err);
-  if (code && ranks->world > 1) rm_ranks_sync_abort(ranks);
+  if (code && ranks->n > 1) rm_ranks_sync_abort(ranks);
   return code;
 }
 
@@ -334,7 +366,7 @@ static rm_code push_member(rm_member *member, void *arg) {
 rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
   pushed it = {name, length, tensor};
   const rm_code code = on_all(ranks, push_member, &it, err);
-  for (int r = 0; r < ranks->world && code; r++)
+  for (int r = 0; r < ranks->n && code; r++)
     if (!ranks->members[r].code) rm_sync_forget(rm_engine_store(ranks->members[r].engine), name, length);
   return code;
 }
@@ -351,7 +383,7 @@ rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_repo
   const rm_code code = on_all(ranks, commit_member, &inflight, err);
   if (code || !report) return code;
   *report = ranks->members[0].report;
-  for (int r = 1; r < ranks->world; r++) {
+  for (int r = 1; r < ranks->n; r++) {
     const rm_sync_report *its = &ranks->members[r].report;
     report->bytes += its->bytes;
     report->seconds = its->seconds > report->seconds ? its->seconds : report->seconds;
@@ -361,7 +393,7 @@ rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_repo
 }
 
 void rm_ranks_sync_abort(rm_ranks *ranks) {
-  for (int r = 0; r < ranks->world; r++) rm_engine_sync_abort(ranks->members[r].engine);
+  for (int r = 0; r < ranks->n; r++) rm_engine_sync_abort(ranks->members[r].engine);
 }
 
 static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
@@ -371,7 +403,7 @@ rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) { return 
 
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
   unsigned asleep = 0;
-  for (int r = 0; r < ranks->world; r++) {
+  for (int r = 0; r < ranks->n; r++) {
     rm_engine_stats stats;
     rm_engine_statistics(ranks->members[r].engine, &stats);
     asleep |= stats.asleep;
@@ -387,7 +419,7 @@ static double longest(double a, double b) { return a > b ? a : b; }
 
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out) {
   rm_engine_statistics(ranks->members[0].engine, out);
-  for (int r = 1; r < ranks->world; r++) {
+  for (int r = 1; r < ranks->n; r++) {
     rm_engine_stats its;
     rm_engine_statistics(ranks->members[r].engine, &its);
     out->weight_bytes += its.weight_bytes;
@@ -397,7 +429,7 @@ void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out) {
     out->forward_seconds = longest(out->forward_seconds, its.forward_seconds);
     out->schedule_seconds = longest(out->schedule_seconds, its.schedule_seconds);
     out->commit_seconds = longest(out->commit_seconds, its.commit_seconds);
-    if (rm_mesh_coords(&ranks->mesh, r).tp) continue;
+    if (r % ranks->per_replica) continue;
     out->waiting += its.waiting, out->running += its.running, out->rows += its.rows;
     out->steps = rm_max64(out->steps, its.steps);
     out->generated_tokens += its.generated_tokens, out->prompt_tokens += its.prompt_tokens, out->cached_tokens += its.cached_tokens;

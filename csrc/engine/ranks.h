@@ -1,8 +1,11 @@
 // ranks.h: the ranks of a mesh that live in this process, an engine each, driven as one. It is what the extension talks to, and has
 // the engine's calls (engine.h says what they mean); with a mesh of one rank it is the engine.
 //
-// The ranks are threads: a call goes to all engines that it concerns at once, each on a thread of its own with its own team, and is
-// over when all are done. Within a replica all ranks get the same requests; a request is put to one replica when it is added:
+// There are two ways to be on a mesh. All ranks are threads of this process: then a call goes to all engines that it concerns at once,
+// each on a thread of its own with its own team, and is over when all are done. Or this process is one rank of several processes,
+// which all make the same calls in the same order: then a call is this rank's part of it, requests of other replicas are counted
+// and not kept (rm_ranks_has says whose they are), and what a call gives is of this rank alone.
+// Within a replica all ranks get the same requests; a request is put to one replica when it is added:
 // where its first tokens have been before, unless that replica has much more to do than another, else where least was asked for.
 // What decides is the list of requests so far and nothing that has to do with time.
 //
@@ -13,11 +16,18 @@
 
 typedef struct rm_ranks rm_ranks;
 
+// What ties one process to the others. The comms pass to the ranks when create succeeds; NULL where the group has one rank.
+typedef struct rm_ends {
+  int32_t index;                // this rank
+  rm_comm *tp, *ep, *world;
+} rm_ends;
+
 typedef struct rm_ranks_options {
   rm_engine_options engine;     // of each rank, but for `rank`; n_threads is shared out over the ranks
   rm_mesh mesh;
   rm_dispatcher dispatcher;
   int sequence_parallel;
+  const rm_ends *ends;          // NULL: all ranks are threads here; else this process is one rank
 } rm_ranks_options;
 
 // The spec is a view and must outlive the ranks; the options are copied.
@@ -25,8 +35,11 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 void rm_ranks_destroy(rm_ranks *ranks);   // safe on NULL
 
 rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err);
-rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, rm_error *err);
-int64_t rm_ranks_unfinished(const rm_ranks *ranks);
+int rm_ranks_has(const rm_ranks *ranks, uint64_t id);     // it is kept here
+// Where experts span replicas a rank without requests has to step on while another has some: *more says so. Otherwise *more is
+// whether a request of this process is unfinished and not paused.
+rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err);
+int64_t rm_ranks_unfinished(const rm_ranks *ranks);       // of those kept here
 int64_t rm_ranks_finished(rm_ranks *ranks, uint64_t *ids, int64_t capacity);
 uint64_t rm_ranks_next_finished(const rm_ranks *ranks);
 rm_code rm_ranks_view(const rm_ranks *ranks, uint64_t id, rm_request_view *out, rm_error *err);
@@ -50,4 +63,4 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
 // Counts of requests and tokens are of all replicas, sizes of all ranks, times of the rank that took longest.
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 int rm_ranks_world(const rm_ranks *ranks);
-rm_engine *rm_ranks_engine(rm_ranks *ranks, int rank);    // for the manifest, the version and tests; a view
+rm_engine *rm_ranks_engine(rm_ranks *ranks, int member);  // one of those in this process; for the manifest and the version; a view

@@ -38,8 +38,8 @@ static rm_sequence *find_sample(const rm_engine *engine, uint64_t id, int32_t sa
 }
 
 // ---------------------------------------------------------------------------------------------- in
-rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
-  const rm_request_rules rules = {
+static rm_request_rules rules_of(const rm_engine *engine) {
+  return (rm_request_rules){
       .vocab = engine->spec->vocab_size,
       .max_model_len = engine->options.max_model_len,
       .page_size = engine->options.page_size,
@@ -49,14 +49,30 @@ rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id
       .n_eos = engine->options.n_eos,
       .engine_seed = engine->options.seed,
   };
+}
+
+static rm_code check_state(const rm_engine *engine, rm_error *err) {
   if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "a request while the weights are asleep");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a request before any weights were synced");
+  return RM_OK;
+}
+
+rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err) {
+  const rm_request_rules rules = rules_of(engine);
+  const rm_code code = check_state(engine, err);
+  return code ? code : rm_group_check(request, &rules, err);
+}
+
+rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
+  const rm_request_rules rules = rules_of(engine);
+  rm_code code = check_state(engine, err);
+  if (code) return code;
   const uint64_t number = request->id ? request->id : engine->next_id;
   if (number < engine->next_id)
     return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one", (unsigned long long)number,
                    (unsigned long long)engine->next_id - 1);
   rm_group *group;
-  const rm_code code = rm_group_create(request, &rules, number, engine->next_order, &group, err);
+  code = rm_group_create(request, &rules, number, engine->next_order, &group, err);
   if (code) return code;
   if (!grow_buckets(engine)) {
     rm_free(group);

@@ -100,6 +100,7 @@ typedef struct rm_request_rules {
 // group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
 rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
                         rm_error *err);
+rm_code rm_group_check(const rm_request *request, const rm_request_rules *rules, rm_error *err);   // create's refusals
 // Back to the state after create, but for records already allocated: nothing generated, nothing recorded.
 void rm_group_rewind(rm_group *group);
 int rm_group_stops_at(const rm_group *group, int32_t token);

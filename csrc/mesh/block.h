@@ -7,6 +7,18 @@
 #include "base/checked.h"
 #include "mesh/comm.h"
 
+enum { RM_COPY_PIECE = 2048 };
+
+// memcpy in pieces. From some thousand bytes on, memcpy is one string instruction on recent processors, and on AMD's family 25 that
+// copies 2 GB/s instead of 40 where the target lies 1 … 63 bytes beyond the source modulo 4096: from a page of a buffer to what malloc
+// or NumPy returns for large arrays. Below that size it is a loop of vectors.
+static inline void rm_copy(void *to, const void *from, size_t n) {
+  for (size_t at = 0, length; at < n; at += length) {
+    length = n - at < RM_COPY_PIECE ? n - at : RM_COPY_PIECE;
+    memcpy((char *)to + at, (const char *)from + at, length);
+  }
+}
+
 static inline int rm_block_is_flat(const rm_block *block) { return block->rows == 1 || block->ld == block->row_bytes; }
 
 // 1 when bytes [at, at + n) of the block are copied `into` the block from `flat`, 0 when out of it. The range lies in the block.
@@ -21,8 +33,8 @@ static inline void rm_block_move(const rm_block *block, size_t at, char *flat, s
   }
   for (; n > 0; n -= length, flat += length, row += block->ld, column = 0) {
     if (!is_flat) length = block->row_bytes - column < n ? block->row_bytes - column : n;
-    if (into) memcpy(row + column, flat, length);
-    else memcpy(flat, row + column, length);
+    if (into) rm_copy(row + column, flat, length);
+    else rm_copy(flat, row + column, length);
   }
 }
 

@@ -11,7 +11,7 @@
 #include "base/memory.h"
 #include "mesh/region_layout.h"
 
-enum { PAGE = 4096, MAX_GROUPS = 64, SPIN_PAUSES = 1000 };   // some 20 µs: as long as small exchanges take
+enum { PAGE = 4096, MAX_GROUPS = 64, SPIN_PAUSES = 1000 };   // some 25 µs: as long as small exchanges take
 
 static int cores_available(void) {
   cpu_set_t set;
@@ -59,7 +59,7 @@ rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_erro
   }
   region->file = -1;
   for (int r = 0; r < RM_REGION_RANKS; r++) region->pidfd[r] = -1;
-  region->n_spins = options->world <= cores_available() ? SPIN_PAUSES : 0;
+  region->most_spins = options->world <= cores_available() ? SPIN_PAUSES : 0;
   atomic_store(&region->references, 1);
   *out = region;
   return RM_OK;
@@ -138,7 +138,7 @@ static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
 static rm_region_end *make_end(rm_region *region, int index, const int32_t *members, int n, int me) {
   rm_region_end *end = rm_alloc(1, sizeof *end);
   if (!end) return NULL;
-  *end = (rm_region_end){.region = region, .me = me, .size = n, .index = index};
+  *end = (rm_region_end){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
   end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, but where a test begins near the counters' end
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];

@@ -73,7 +73,7 @@ struct rm_region {
   size_t map_bytes, slots_at, buffers_at;
   size_t buffer_bytes, pair_bytes;   // of one buffer, and from a rank's first to the next rank's
   int file;                     // shm: the file, so that a rank can claim memory for its buffers; −1: threads
-  int n_spins;                  // looks at the bell before sleeping
+  int most_spins;               // looks at the bell before sleeping, at the most
   rm_region_options options;
   int pidfd[RM_REGION_RANKS];   // shm: of each rank's process, −1 where the system has none
 };
@@ -87,6 +87,7 @@ typedef struct rm_region_end {
   rm_region_slot *slots[RM_REGION_RANKS];
   char *buffers[RM_REGION_RANKS];   // of each member, two of them
   uint64_t turn;                // rounds so far
+  int n_spins;                  // looks at the bell before the next sleep
 } rm_region_end;
 
 // What a call is doing, for messages.

@@ -15,6 +15,7 @@
 
 // A tenth of the time in which the end of a rank has to be known.
 static const double SLICE = 0.01;
+enum { LEAST_SPINS = 64 };   // 2 µs: less than falling asleep and being woken costs
 
 double rm_region_clock(void) {
   struct timespec now;
@@ -145,12 +146,22 @@ static uint32_t sleep_on(rm_region_end *end, const rm_region_call *call) {
   return bell;
 }
 
-rm_code rm_region_meet(rm_region_end *end, const rm_region_call *call, rm_error *err) {
-  uint32_t bell = arrive(end);
-  for (int i = 0; i < end->region->n_spins && !is_over(end, bell); i++) {
+// Looks at the bell for a while without sleeping. Ranks that share a core with their peers, or with whatever else runs, spin for nothing:
+// each time that it does not help the next spin is half as long, and each time that it does, twice.
+static uint32_t spin(rm_region_end *end, uint32_t bell) {
+  for (int i = 0; i < end->n_spins && !is_over(end, bell); i++) {
     cpu_relax();
     bell = atomic_load_explicit(&end->group->bell, memory_order_acquire);
   }
+  const int next = is_over(end, bell) ? end->n_spins * 2 : end->n_spins / 2;
+  const int most = end->region->most_spins, least = most < LEAST_SPINS ? most : LEAST_SPINS;
+  end->n_spins = next > most ? most : next < least ? least : next;
+  return bell;
+}
+
+rm_code rm_region_meet(rm_region_end *end, const rm_region_call *call, rm_error *err) {
+  uint32_t bell = arrive(end);
+  if (!is_over(end, bell)) bell = spin(end, bell);
   if (!is_over(end, bell)) {
     atomic_fetch_add(&end->group->sleepers, 1);   // before the futex looks at the bell: a last arrival that misses us here, we see there
     bell = sleep_on(end, call);

@@ -123,7 +123,7 @@ class Requests:
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:
         """One engine step. Returns the rows it computed: 0 means that there is nothing to do."""
-        rows = self._engine.step()
+        rows, _ = self._engine.step()
         for request in list(self._watched):
             self._watch(request)
         return rows

@@ -1,0 +1,303 @@
+// comm.c: groups of ranks in other processes. `_core.attach` joins a shared-memory region and gives this rank's ends;
+// `_core.Comm(exchange, …)` is a group whose bytes a Python function moves (torch.distributed). What Python itself sends (a
+// handshake, outputs of other replicas) goes by Comm.all_gather.
+#include "comm.h"
+
+#include <string.h>
+
+#include "base/memory.h"
+#include "mesh/block.h"
+#include "mesh/mesh.h"
+#include "mesh/region.h"
+
+typedef struct comm_object {
+  PyObject_HEAD
+  rm_comm *comm;                // owned; NULL: taken by an engine, or closed
+} comm_object;
+
+static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
+
+static comm_object *new_comm(PyTypeObject *type) { return (comm_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+
+int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
+  PyObject *type = rm_state(module)->comm_type;
+  *out = NULL;
+  if (object == Py_None) return 0;
+  const int is_comm = PyObject_IsInstance(object, type);
+  if (is_comm > 0 && ((comm_object *)object)->comm) {
+    *out = ((comm_object *)object)->comm;
+    ((comm_object *)object)->comm = NULL;
+    return 0;
+  }
+  if (is_comm >= 0) rm_raise_code(module, RM_E_STATE, "an end of a group is %R, wanted a Comm that nobody has taken yet", object);
+  return -1;
+}
+
+void rm_comm_put_back(PyObject *object, rm_comm *comm) {
+  if (comm) ((comm_object *)object)->comm = comm;
+}
+
+// ------------------------------------------------------------------------------------------------ a group by a Python function
+typedef struct caller {         // the transport's self
+  PyObject *exchange;           // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) → [bytes-like]
+  PyObject *module;             // owned
+  int size, rank;
+} caller;
+
+static PyObject *packed(const rm_block *block) {
+  PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)rm_block_bytes(block));
+  if (bytes) rm_block_move(block, 0, PyBytes_AsString(bytes), rm_block_bytes(block), 0);
+  return bytes;
+}
+
+// The lists of what is sent and of the sizes awaited. Nothing for this rank itself.
+static int lists_of(const caller *c, const rm_block send[], const rm_block recv[], PyObject **sent, PyObject **sizes) {
+  *sent = PyList_New(c->size);
+  *sizes = PyList_New(c->size);
+  for (int r = 0; *sent && *sizes && r < c->size; r++) {
+    PyObject *bytes = r == c->rank ? PyBytes_FromStringAndSize(NULL, 0) : packed(&send[r]);
+    PyObject *size = PyLong_FromSize_t(r == c->rank ? 0 : rm_block_bytes(&recv[r]));
+    if (!bytes || !size || PyList_SetItem(*sent, r, bytes) || PyList_SetItem(*sizes, r, size)) return -1;
+  }
+  return *sent && *sizes ? 0 : -1;
+}
+
+static int take(const caller *c, PyObject *got, const rm_block recv[]) {
+  if (PySequence_Size(got) != c->size) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "the exchange gave %zd parts, wanted %d", PySequence_Size(got), c->size);
+    return -1;
+  }
+  for (int r = 0; r < c->size; r++) {
+    Py_buffer view;
+    PyObject *part = r == c->rank ? NULL : PySequence_GetItem(got, r);
+    if (r == c->rank) continue;
+    if (!part) return -1;
+    const int failed = PyObject_GetBuffer(part, &view, PyBUF_SIMPLE);
+    Py_DECREF(part);
+    if (failed) return -1;
+    const size_t wanted = rm_block_bytes(&recv[r]);
+    if ((size_t)view.len == wanted) rm_block_move(&recv[r], 0, view.buf, wanted, 1);
+    else PyErr_Format(PyExc_RuntimeError, "rank %d gave %zd bytes, wanted %zu", r, view.len, wanted);
+    PyBuffer_Release(&view);
+    if (PyErr_Occurred()) return -1;
+  }
+  return 0;
+}
+
+// The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on.
+static rm_code code_of_exception(const caller *c, rm_error *err) {
+  static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT, RM_E_MESH_MISMATCH, RM_E_MEMORY};
+  PyObject *type, *value, *trace;
+  rm_code code = RM_E_RANK_LOST;
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+    if (PyErr_ExceptionMatches(rm_state(c->module)->errors[known[i]])) code = known[i];
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *text = value ? PyObject_Str(value) : NULL, *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+  rm_fail(err, code, "%.400s", bytes ? PyBytes_AsString(bytes) : "the exchange failed");
+  PyErr_Clear();
+  Py_XDECREF(bytes);
+  Py_XDECREF(text);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return code;
+}
+
+static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
+                             const rm_block recv[], rm_error *err) {
+  const caller *c = self;
+  PyObject *sent = NULL, *sizes = NULL, *got = NULL;
+  rm_code code = RM_OK;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  if (!lists_of(c, send, recv, &sent, &sizes))
+    got = PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence, (long long)epoch, timeout, sent, sizes);
+  if (!got || take(c, got, recv)) code = code_of_exception(c, err);
+  Py_XDECREF(got);
+  Py_XDECREF(sizes);
+  Py_XDECREF(sent);
+  PyGILState_Release(gil);
+  return code;
+}
+
+static void forget(void *self) {
+  caller *c = self;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  Py_DECREF(c->exchange);
+  Py_DECREF(c->module);
+  PyGILState_Release(gil);
+  rm_free(c);
+}
+
+// The others find out at their deadline, or when their connection breaks: such a group has no other way to hear.
+static void no_abort(void *self, rm_code why) { (void)self, (void)why; }
+
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"exchange", "rank", "size", "name", NULL};
+  PyObject *exchange, *module = PyType_GetModule(type);
+  int rank, size;
+  const char *name = "torch";
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size, &name)) return NULL;
+  comm_object *self = new_comm(type);
+  caller *c = self ? rm_alloc(1, sizeof *c) : NULL;
+  if (!c) {
+    Py_XDECREF((PyObject *)self);
+    return self ? PyErr_NoMemory() : NULL;
+  }
+  *c = (caller){Py_NewRef(exchange), Py_NewRef(module), size, rank};
+  const rm_transport transport = {.name = "torch", .self = c, .exchange = call_exchange, .abort = no_abort, .destroy = forget};
+  rm_error err = RM_ERROR_INIT;
+  if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
+  forget(c);
+  Py_DECREF(self);
+  return rm_raise(module, &err);
+}
+
+// ------------------------------------------------------------------------------------------------ what Python sends
+static int enter(comm_object *self) {
+  if (self->comm) return 0;
+  rm_raise_code(module_of((PyObject *)self), RM_E_STATE, "this end of a group is closed, or an engine has it");
+  return -1;
+}
+
+static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
+  const char *data;
+  Py_ssize_t n;
+  if (!PyArg_ParseTuple(args, "y#:all_gather", &data, &n) || enter(self)) return NULL;
+  const int size = rm_comm_size(self->comm);
+  PyObject *out = NULL;
+  char *all = NULL;
+  uint64_t mine = (uint64_t)n, *counts = rm_alloc((size_t)size, sizeof *counts);
+  size_t total = 0, *bytes = rm_alloc((size_t)size, sizeof *bytes);
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = counts && bytes ? RM_OK : rm_fail(&err, RM_E_MEMORY, "no memory for the sizes of %d parts", size);
+  Py_BEGIN_ALLOW_THREADS
+    for (int r = 0; r < size && !code; r++) bytes[r] = sizeof mine;
+    if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, bytes, &err);
+    for (int r = 0; r < size && !code; r++) total += bytes[r] = (size_t)counts[r];
+    if (!code && !(all = rm_alloc(total + 1, 1))) code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
+    if (!code) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);
+  Py_END_ALLOW_THREADS
+  if (!code) out = PyList_New(size);
+  for (int r = 0; out && r < size; all += bytes[r++]) {
+    PyObject *part = PyBytes_FromStringAndSize(all, (Py_ssize_t)bytes[r]);
+    if (!part || PyList_SetItem(out, r, part)) Py_CLEAR(out);
+  }
+  if (!code) all -= total;
+  rm_free(all);
+  rm_free(bytes);
+  rm_free(counts);
+  return code ? rm_raise(module_of((PyObject *)self), &err) : out;
+}
+
+static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
+  const double value = PyFloat_AsDouble(seconds);
+  if ((value == -1.0 && PyErr_Occurred()) || enter(self)) return NULL;
+  rm_comm_set_timeout(self->comm, value);
+  Py_RETURN_NONE;
+}
+
+static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (self->comm) rm_comm_abort(self->comm, RM_E_RANK_LOST);
+  Py_RETURN_NONE;
+}
+
+static PyObject *comm_close(comm_object *self, PyObject *ignored) {
+  (void)ignored;
+  rm_comm *comm = self->comm;
+  self->comm = NULL;
+  rm_comm_destroy(comm);
+  Py_RETURN_NONE;
+}
+
+static void comm_dealloc(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  rm_comm_destroy(((comm_object *)object)->comm);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
+// ------------------------------------------------------------------------------------------------ shared memory
+enum { GROUP_TP, GROUP_EP, GROUP_WORLD, GROUP_CONTROL, N_GROUPS, BUFFER_BYTES = 1 << 20 };
+
+static rm_code attach_groups(const rm_mesh *mesh, const char *name, int rank, uint64_t nonce, double timeout, rm_comm *ends[N_GROUPS],
+                             rm_error *err) {
+  static const rm_axis axes[] = {RM_AXIS_TP, RM_AXIS_EP};
+  const int world = rm_mesh_world(mesh);
+  const rm_region_options options = {.world = world, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = timeout};
+  rm_region *region;
+  int32_t ids[RM_MAX_WORLD];
+  rm_code code = rm_region_attach(name, rank, nonce, &options, &region, err);
+  if (code) return code;
+  for (int group = 0; group < N_GROUPS && !code; group++) {
+    const rm_peers peers = group >= GROUP_WORLD ? (rm_peers){0, 1, world} : rm_mesh_peers(mesh, rank, axes[group]);
+    for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
+    if (peers.count > 1) code = rm_region_comm(region, group, ids, peers.count, rank, &ends[group], err);
+  }
+  rm_region_release(region);
+  return code;
+}
+
+// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control), None for a group of one.
+static PyObject *attach(PyObject *module, PyObject *args) {
+  const char *name;
+  int rank;
+  unsigned long long nonce;
+  long long tp, dp, ep;
+  double timeout;
+  rm_mesh mesh;
+  rm_comm *ends[N_GROUPS] = {0};
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout)) return NULL;
+  if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
+  Py_BEGIN_ALLOW_THREADS
+    code = attach_groups(&mesh, name, rank, nonce, timeout, ends, &err);
+  Py_END_ALLOW_THREADS
+  PyObject *out = code ? NULL : PyTuple_New(N_GROUPS);
+  for (int group = 0; out && group < N_GROUPS; group++) {
+    PyObject *end = ends[group] ? (PyObject *)new_comm((PyTypeObject *)rm_state(module)->comm_type) : Py_NewRef(Py_None);
+    if (end && ends[group]) {
+      ((comm_object *)end)->comm = ends[group];
+      ends[group] = NULL;
+    }
+    if (!end || PyTuple_SetItem(out, group, end)) Py_CLEAR(out);
+  }
+  for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ends[group]);
+  return code ? rm_raise(module, &err) : out;
+}
+
+// ------------------------------------------------------------------------------------------------ the type
+#define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, PyDoc_STR(doc)}
+static PyMethodDef methods[] = {
+    METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
+    METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
+    METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),
+    METHOD(close, METH_NOARGS, "Leaves the group. Idempotent."),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef functions[] = {
+    {"attach", attach, METH_VARARGS, "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control), None where alone."},
+    {0},
+};
+
+int rm_comm_type_add(PyObject *module) {
+  PyType_Slot slots[] = {
+      {Py_tp_new, comm_new},
+      {Py_tp_dealloc, comm_dealloc},
+      {Py_tp_methods, methods},
+      {Py_tp_doc, "Comm(exchange, rank, size): this rank's end of a group whose bytes exchange moves."},
+      {0, NULL},
+  };
+  PyType_Spec spec = {
+      .name = "rollmesh._core.Comm",
+      .basicsize = sizeof(comm_object),
+      .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+      .slots = slots,
+  };
+  rm_module_state *state = rm_state(module);
+  state->comm_type = PyType_FromModuleAndSpec(module, &spec, NULL);
+  if (!state->comm_type || PyModule_AddType(module, (PyTypeObject *)state->comm_type)) return -1;
+  return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,191 @@
+"""How the ranks of a mesh reach one another. The program is SPMD: every process makes the same calls in the same order.
+
+    Generator(spec, mesh=rm.Mesh(tp=2, dp=2))                     all ranks are threads of this process: the default
+    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    a process of one machine is a rank, shared memory between
+    Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
+
+A comm is used by one generator. Bytes are moved and never added: what comes out does not depend on which it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollmesh import _core
+from rollmesh.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    MeshMismatchError,
+    RankLostError,
+    StateError,
+)
+from rollmesh.show import shown
+
+if TYPE_CHECKING:
+    from rollmesh.mesh import Mesh
+
+OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/mesh/comm.h
+NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+class Ends(NamedTuple):
+    """This rank's ends of its groups; None where a group has one rank."""
+
+    tp: _core.Comm | None
+    ep: _core.Comm | None
+    world: _core.Comm | None
+    control: _core.Comm | None  # of the world, for what Python sends
+
+
+class Comm:
+    """One rank's way to the others. Subclasses say how the ends are made."""
+
+    def __init__(self, rank: int, world: int, timeout: float):
+        if not (isinstance(world, int) and 1 <= world <= 4096):
+            raise ConfigError(f"world = {shown(world)}, wanted a number of ranks in [1, 4096]")
+        if not (isinstance(rank, int) and 0 <= rank < world):
+            raise ConfigError(f"rank = {shown(rank)}, wanted one of {world} ranks, counted from 0")
+        if not (isinstance(timeout, (int, float)) and 0 < timeout <= 10**6):
+            raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0")
+        self.rank, self.world, self.timeout = rank, world, float(timeout)
+        self._used = False
+
+    def connect(self, mesh: Mesh) -> Ends:
+        """The ends for a mesh, once."""
+        if mesh.world != self.world:
+            raise ConfigError(f"comm has {self.world} ranks and the mesh {mesh.world} (dp={mesh.dp}, tp={mesh.tp}), wanted as many")
+        if self._used:
+            raise StateError("this comm belongs to another generator, wanted one of its own")
+        self._used = True
+        return self._connect(mesh)
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        raise NotImplementedError
+
+
+class Shm(Comm):
+    """Shared memory between processes of one machine."""
+
+    def __init__(self, name: str, rank: int, world: int, timeout: float):
+        super().__init__(rank, world, timeout)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ConfigError(f"name = {shown(name)}, wanted 1 to 200 letters, digits, '.', '_' or '-'")
+        self.name = name
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        nonce = int.from_bytes(hashlib.sha256(f"{os.getuid()} {self.name}".encode()).digest()[:8], "little")
+        return Ends(*_core.attach(self.name, self.rank, nonce, mesh.tp, mesh.dp, mesh.ep, self.timeout))
+
+
+class Torch(Comm):
+    """Any torch.distributed process group that can move tensors of the CPU."""
+
+    def __init__(self, group: Any, timeout: float):
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        """Every rank makes all groups in the same order, as torch wants it."""
+        world = list(range(self.world))
+        runs = {"tp": mesh.tp, "ep": mesh.ep}
+        ends: dict[str, _core.Comm | None] = {}
+        for axis, size in runs.items():
+            for first in range(0, self.world, size):
+                end = self._group(world[first : first + size])
+                if first <= self.rank < first + size:
+                    ends[axis] = end
+        return Ends(ends["tp"], ends["ep"], self._group(world), self._group(world))
+
+    def _group(self, members: Sequence[int]) -> _core.Comm | None:
+        from torch import distributed
+
+        if len(members) == 1:
+            return None
+        group = distributed.new_group([self._ranks[r] for r in members], timeout=timedelta(seconds=self.timeout))
+        if self.rank not in members:
+            return None
+        me = members.index(self.rank)
+        return _core.Comm(_Exchange(group, me, len(members)), me, len(members), "torch")
+
+
+class _Exchange:
+    """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
+
+    def __init__(self, group: Any, rank: int, size: int):
+        self._group, self._rank, self._size = group, rank, size
+
+    def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
+        import torch
+        from torch import distributed
+
+        del timeout  # the group's own
+        mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
+        headers = [torch.empty_like(mine) for _ in range(self._size)]
+        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, send))]
+        try:
+            distributed.all_gather(headers, mine, group=self._group)
+            self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
+            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self._group)
+        except RuntimeError as error:
+            raise self._named(error, op, sequence) from error
+        view, parts, at = memoryview(out.numpy()), [], 0
+        for size in sizes:
+            parts.append(view[at : at + size])
+            at += size
+        return parts
+
+    def _check(self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]) -> None:
+        for rank, (its_op, its_sequence, its_epoch, *given) in enumerate(headers):
+            if (its_op, its_sequence, its_epoch) != (op, sequence, epoch):
+                raise CollectiveMismatchError(
+                    f"rank {rank} is in call {its_sequence}, {OPS[its_op]}, of version {its_epoch} and rank {self._rank} in call {sequence}, "
+                    f"{OPS[op]}, of version {epoch}"
+                )
+            if rank != self._rank and given[self._rank] != sizes[rank]:
+                raise CollectiveMismatchError(
+                    f"rank {rank} gives {given[self._rank]} bytes to rank {self._rank} in call {sequence}, {OPS[op]}, wanted {sizes[rank]}"
+                )
+
+    def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        where = f"call {sequence}, {OPS[op]}: {text[:300]}"
+        return CollectiveTimeoutError(where) if "imed out" in text or "imeout" in text else RankLostError(where)
+
+
+def threads() -> None:
+    """All ranks in this process: what Generator does without a comm."""
+
+
+def shm(name: str | None = None, rank: int | None = None, world: int | None = None, timeout: float = 600.0) -> Shm:
+    """This process as one rank of a machine. Under torchrun all three are known: name from its run, rank and world from its
+    variables. The name is taken from /dev/shm until all ranks have come, and is nobody else's: make it random."""
+    given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    if rank is None or world is None:
+        if None in given:
+            raise ConfigError("comm.shm without rank and world, wanted both, or RANK and WORLD_SIZE in the environment (torchrun sets them)")
+        rank, world = int(str(given[0])) if rank is None else rank, int(str(given[1])) if world is None else world
+    if name is None:
+        parts = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+        if not parts[2]:
+            raise ConfigError("comm.shm without a name, wanted one, or MASTER_PORT in the environment (torchrun sets it)")
+        name = "rollmesh-" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
+    return Shm(name, rank, world, timeout)
+
+
+def torch(group: Any = None, timeout: float = 600.0) -> Torch:
+    """This process as one rank of a torch.distributed group (the default one)."""
+    return Torch(group, timeout)
+
+
+__all__ = ["Comm", "Ends", "MeshMismatchError", "Shm", "Torch", "shm", "threads", "torch"]
