@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import rollmesh as rm
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
@@ -34,14 +37,12 @@ def test_the_command_line_is_light() -> None:
 def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
     from helpers import tiny_spec
 
-    import rollmesh as rm
-
     text = rollmesh("doctor")
     with rm.Generator(tiny_spec(), kv_cache_gib=0.001, max_model_len=16) as generator:
         isa = generator.metrics()["isa"]
     assert f"chosen         {isa}: " in text
     assert text.count("<- chosen") == 1
-    assert "  in rollmesh    not built into this version\n" in text
+    assert '  device="cuda"  refused: the engine for it is not built yet\n' in text
     for name in ("ref", "NumPy", "torch", "transformers", "nvcc", "NCCL", "vllm"):
         assert f"\n  {name} " in text
 
@@ -67,7 +68,6 @@ def test_plan_of_the_full_size_config() -> None:
 
 def test_plan_counts_what_the_engine_stores() -> None:
     """The weights line against the engine's own count for the same shape: within the packing of vectors (1 %)."""
-    import rollmesh as rm
     from rollmesh.cli import options, plan
 
     for name in ("qwen3_debug", "qwen3_moe_debug"):
@@ -255,7 +255,6 @@ def test_a_run_folders_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
-    import rollmesh as rm
     from rollmesh.grpo.rewards import Rewards
 
     (tmp_path / "reward_that_raises.py").write_text("def f(**columns):\n    return {}['oops']\n")
@@ -263,3 +262,56 @@ def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
     with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'$") as caught:
         reward(["p"], ["c"], [[1]], {})
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_prompts_may_stand_behind_an_option(tmp_path: Path) -> None:
+    first = rollmesh("generate", MOE, "1,2", "3,4", "--random", "--ids", "--max-tokens", 2, "--json", *SMALL)
+    assert rollmesh("generate", MOE, "--random", "--ids", "1,2", "3,4", "--max-tokens", 2, "--json", *SMALL) == first
+    assert "unrecognized arguments: --idz" in rollmesh("generate", MOE, "--idz", "1,2", status=2)
+    assert "unrecognized arguments: more" in rollmesh("doctor", "more", status=2)
+
+
+@pytest.mark.parametrize("absent", ["tokenizers", "transformers"])
+def test_without_the_packages_of_training(absent: str) -> None:
+    """bench needs a shape, generate --ids numbers; grpo says what is missing."""
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        hide = (
+            "import importlib.util as u, sys; f = u.find_spec\n"
+            f"sys.modules[{absent!r}] = None\n"
+            f"u.find_spec = lambda name, *a: None if name == {absent!r} else f(name, *a)\n"
+            f"from rollmesh.cli import main; sys.exit(main({[str(arg) for arg in args]!r}))"
+        )
+        return subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, timeout=240, check=False)
+
+    assert run("bench", MOE, "--prefill", 4, "--batch", 1, *SMALL).returncode == 0
+    assert run("generate", MOE, "1,2", "--random", "--ids", "--max-tokens", 2, *SMALL).returncode == 0
+    refused = run("grpo", MOE)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert f"training needs {absent}: pip install" in refused.stderr
+
+
+def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> None:
+    from rollmesh.cli import grpo
+
+    args = argparse.Namespace(config=MOE, out=tmp_path, resume=None)
+    (tmp_path / "metrics.jsonl").touch()
+    assert grpo._folder(args) == tmp_path
+    (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    with pytest.raises(rm.ConfigError, match="no checkpoint to go on from; choose another folder"):
+        grpo._folder(args)
+    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
+    with pytest.raises(rm.ConfigError, match=r"--resume .* goes on with it"):
+        grpo._folder(args)
+
+
+def test_the_readme_config_is_whole(tmp_path: Path) -> None:
+    """The TOML that README.md gives for a task of one's own, read as it stands; and what it says of the two dtypes."""
+    from rollmesh.grpo import config as run_config
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
+    file = tmp_path / "task.toml"
+    file.write_text(text, encoding="utf-8")
+    assert run_config.load(file).reward.functions == ("my_reward:has_target",)
+    with pytest.raises(rm.ConfigError, match=r"\[sync\] cast: expected true"):
+        run_config.load(file, ["sync.cast=false"])

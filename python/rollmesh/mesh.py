@@ -1,4 +1,4 @@
-"""The mesh of ranks: data, tensor and expert parallel degrees (docs: DESIGN, section 5). World = dp x tp; ep says how many
+"""The mesh of ranks: data, tensor and expert parallel degrees. World = dp x tp; ep says how many
 ranks the experts span: 1 (each expert sharded over tp like a dense MLP), tp, or dp*tp.
 """
 

@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and (args.command != "generate" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.prompts += rest  # what stands behind an option: argparse takes MODEL's prompts before it only
     try:
         status: int = COMMANDS[args.command][0].run(args)
         sys.stdout.flush()

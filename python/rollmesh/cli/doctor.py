@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.cli.options import TRAIN
+from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 
 TINY = {
@@ -101,7 +101,9 @@ def _isa_of(isa: str | None) -> str:
 def _training() -> list[tuple[str, str]]:
     rows = [(name, _version(name) or "missing") for name in TRAIN]
     if any(text == "missing" for _, text in rows):
-        rows.append(("to get them", "pip install 'rollmesh[train]'; without them generate, sync and bench work, `rollmesh grpo` does not"))
+        rows.append(
+            ("to get them", f"{INSTALL_TRAIN}; without them sync, bench and generate from token ids work, `rollmesh grpo` does not")
+        )
     return rows
 
 
@@ -115,7 +117,7 @@ def _gpu() -> list[tuple[str, str]]:
         ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
         ("NCCL", nccl or "missing: only needed for several GPUs (pip install nvidia-nccl-cu13)"),
         ("CUDA kernels", _cuda_kernels()),
-        ("in rollmesh", _device_answer("cuda")),
+        ('device="cuda"', _device_answer("cuda")),
     ]
 
 
@@ -136,7 +138,7 @@ def _device_answer(device: str) -> str:
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
-        return "not built into this version" if "not built" in str(error) else f"no: {error}"
+        return "refused: the engine for it is not built yet" if "not built" in str(error) else f"no: {error}"
     return "works"
 
 

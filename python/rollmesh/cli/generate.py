@@ -7,6 +7,7 @@ The generator itself reads no checkpoint. This command plays the trainer: it rea
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     file = tokenizer_file(args.tokenizer or args.model)
     if args.tokenizer and file is None:
         raise rm.ConfigError(f"--tokenizer {args.tokenizer}: there is no tokenizer.json")
-    tokenizer = load_tokenizer(file) if file else None
+    readable = file is not None and not (args.ids and importlib.util.find_spec("tokenizers") is None)
+    tokenizer = load_tokenizer(file) if file is not None and readable else None
     prompts = _prompts(args, tokenizer, file)
     params = rm.SamplingParams(
         n=args.n,

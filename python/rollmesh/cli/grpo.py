@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.cli.options import GENERATOR_KEYS, TRAIN, add_mesh
+from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
 
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
     config = run_config.load(args.config, overrides)
     out = _folder(args)
-    _environment()
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
     if missing:
-        raise rm.ConfigError(f"training needs {', '.join(missing)}: pip install 'rollmesh[train]'")
+        raise rm.ConfigError(f"training needs {', '.join(missing)}: {INSTALL_TRAIN}")
+    _environment()
     from rollmesh.grpo import loop
     from rollmesh.grpo.progress import Display
 
@@ -61,8 +61,11 @@ def _folder(args: argparse.Namespace) -> Path:
     if args.out is None:
         numbered = (Path("runs") / f"{args.config.stem}-{i}" for i in range(1, 10_000))
         return next(folder for folder in numbered if not folder.exists())
-    if args.resume is None and (args.out / "metrics.jsonl").exists():
-        raise rm.ConfigError(f"--out {args.out}: a run is there already; --resume {args.out} goes on with it")
+    metrics = args.out / "metrics.jsonl"
+    if args.resume is None and metrics.is_file() and metrics.stat().st_size:  # empty: a run that ended before its first step
+        resumable = any(args.out.glob("checkpoints/step_*"))
+        advice = f"--resume {args.out} goes on with it" if resumable else "it has no checkpoint to go on from; choose another folder"
+        raise rm.ConfigError(f"--out {args.out}: a run is there already; {advice}")
     return Path(args.out)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import rollmesh as rm
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib", "tensorboard")  # of the extra `train`
+INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
 GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
 
@@ -115,14 +116,20 @@ def tokenizer_size(where: Path) -> int:
     file = tokenizer_file(where)
     if file is None:
         raise rm.ConfigError(f"[model] vocab_size: not given, and there is no tokenizer at {where}")
-    return int(load_tokenizer(file).get_vocab_size())
+    content = read_json(file)  # not through the package tokenizers: a shape needs no tokenizer
+    try:
+        entries = content["model"]["vocab"]  # an object by token, or a list of [token, score]
+        tokens = set(entries) if isinstance(entries, dict) else {entry[0] for entry in entries}
+        return len(tokens | {added["content"] for added in content.get("added_tokens") or ()})
+    except (KeyError, TypeError, IndexError) as e:
+        raise rm.ConfigError(f"{file} is no tokenizer.json: it has no vocabulary") from e
 
 
 def load_tokenizer(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise rm.ConfigError("reading tokenizer.json needs the package tokenizers: pip install 'rollmesh[train]'") from e
+        raise rm.ConfigError(f"reading tokenizer.json needs the package tokenizers: {INSTALL_TRAIN}") from e
     try:
         return Tokenizer.from_file(str(file))
     except Exception as e:  # the package raises no narrower class

@@ -239,6 +239,10 @@ def _check_together(c: Config) -> None:
         raise rm.ConfigError(f"[train] betas: expected two numbers in [0, 1), got {list(c.train.betas)}")
     if c.train.minibatches and c.rollout.prompts % c.train.updates:
         raise rm.ConfigError(f"[train] updates: {c.train.updates} minibatches do not divide [rollout] prompts={c.rollout.prompts}")
+    if c.train.dtype != c.generator.dtype and not c.sync.cast:
+        raise rm.ConfigError(
+            f"[sync] cast: expected true where [train] dtype={c.train.dtype} and [generator] dtype={c.generator.dtype} differ, got false"
+        )
     if c.rollout.max_tokens >= c.generator.max_model_len:
         raise rm.ConfigError(
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
