@@ -197,7 +197,7 @@ typedef struct rm_combine_args {
   void *out;                // T [rows][hidden]
   const void *y;            // T [rows·top_k][hidden]
   const int32_t *place;     // [rows][top_k]
-  const int32_t *ids;       // [rows][top_k]
+  const int32_t *ids;       // [rows][top_k], distinct in a row
   const float *gates;       // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
   rm_dtype dtype;
