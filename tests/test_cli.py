@@ -165,6 +165,23 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len = 0"),
         (("plan", MOE, "--tp", "0"), "ConfigError: tp=0 dp=1 ep=1: expected positive numbers"),
         (("plan", MOE, "--kv-cache-gib", "inf"), "ConfigError: --kv-cache-gib inf"),
+        (("plan", MOE, "--kv-cache-gib", "1e308"), "ConfigError: --kv-cache-gib 1e+308"),
+        (("plan", MOE, "--tp", "9" * 4000, "--ep", "9" * 4000), "expected positive numbers, at most 65536"),
+        (("plan", "x" * 300), "File name too long"),
+        (("plan", "/proc/self/mem"), "ConfigError: /proc/self/mem: "),
+        (("generate", MOE, "a", "--random", "--tp", "9" * 4000), "ConfigError: mesh tp = 999"),
+        (("generate", MOE, "a", "--random", "--device", "x" * 100_000), "ConfigError: device = 'xxx"),
+        (("generate", MOE, "a", "--random", "--ep-backend", "x" * 100_000), "ConfigError: ep_backend = 'xxx"),
+        (("generate", MOE, "x" * 100_000, "--ids", "--random"), "ConfigError: --ids: expected token ids such as 5,17,3, got 'xxx"),
+        (("grpo", MOE, "--set", "train.lr=" + "x" * 100_000), "ConfigError: [train] lr: expected a number, got 'xxx"),
+        (("grpo", MOE, "--set", "x" * 100_000), "expected KEY=VALUE"),
+        (("grpo", MOE, "--set", "x" * 100_000 + "=1"), "no such key"),
+        (("grpo", MOE, "--set", "train." + "x" * 100_000 + "=1"), "no such key"),
+        (("grpo", MOE, "--set", "train.lr=" + "[" * 5000), "ConfigError: --set train.lr=[["),
+        (("grpo", MOE, "--set", "train.steps=" + "9" * 5000), "ConfigError: --set train.steps=999"),
+        (("grpo", MOE, "--set", "train.lr=" + "9" * 400), "ConfigError: [train] lr: expected a number of 64 bits, got 999"),
+        (("grpo", MOE, "--set", "train.steps=9223372036854775808"), "ConfigError: [train] steps: expected a number of 64 bits"),
+        (("grpo", MOE, "--out", "/dev/null/x"), "ConfigError: /dev/null/x: Not a directory"),
         (("grpo", MOE, "--tp", "0"), "ConfigError: [generator] tp"),
         (("generate", MOE, "a", "--random", "--top-p", "2"), "RequestError: top_p = 2.0"),
         (("bench", MOE, "--batch", "0"), "ConfigError: --prefill 512 --batch [0]: expected positive numbers"),
@@ -177,6 +194,8 @@ def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str
     text = rollmesh(*args, status=2)
     assert message in text
     assert "Traceback" not in text
+    assert text.count("\n") == 1
+    assert len(text) < 800
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
@@ -222,6 +241,42 @@ def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path, c
 
     (tmp_path / "config.json").write_text(json.dumps({**tiny_config(True), **change}))
     assert f"{next(iter(change))}=" in refused(capsys, "plan", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x=" + "[" * 5000, "seed=" + "9" * 5000, "x = \xff", "seed=", "x" * 100_000 + "=1", '"\\u001b\\n"=1'],
+    ids=["deep", "digits", "latin-1", "cut", "long key", "escape"],
+)
+def test_runs_that_cannot_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_bytes(text.encode("latin-1"))
+    said = refused(capsys, "plan", tmp_path / "run.toml")
+    assert len(said) < 1000
+    assert said[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    "word", ["foo", "\x1b[31mred\n  avx2 works", "x" * 3000, os.fsdecode(b"\xff\xfe")], ids=["foo", "escape", "long", "bytes"]
+)
+def test_doctor_of_an_instruction_set_that_there_is_none_of(word: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmesh", "doctor"],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "RM_ISA": word},
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  chosen ")]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "none: RM_ISA=" in line
+    assert "names no instruction set" in line
+    assert "capped" not in line
+    assert len(line) < 200
+    assert line.isprintable()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    rollmesh("grpo", MOE, "--tp", "2", "--out", tmp_path / "new", status=2)
+    (tmp_path / "old").mkdir()
+    rollmesh("grpo", MOE, "--tp", "2", "--out", tmp_path / "old", status=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_plan_and_bench_take_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

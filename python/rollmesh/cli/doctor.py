@@ -21,6 +21,7 @@ import numpy as np
 import rollmesh as rm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
+from rollmesh.show import plain, shown
 
 TINY = {
     "model_type": "qwen3",
@@ -83,8 +84,8 @@ def _kernels() -> list[tuple[str, str]]:
             text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
     cap = os.environ.get("RM_ISA")
-    why = f"capped by RM_ISA={cap}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
-    return [("chosen", f"{chosen}: {why}"), *rows]
+    why = f"capped by RM_ISA={shown(cap)}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    return [("chosen", f"{chosen}: {why}" if chosen in isa_states() else f"none: {chosen}"), *rows]
 
 
 def _isa_of(isa: str | None) -> str:
@@ -95,7 +96,7 @@ def _isa_of(isa: str | None) -> str:
         ) as generator:
             return str(generator.metrics()["isa"])
     except rm.Error as error:
-        return str(error)
+        return plain(error)
 
 
 def _training() -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from rollmesh.cli.options import (
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
+from rollmesh.show import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +157,7 @@ def _ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as e:
-        raise rm.ConfigError(f"--ids: expected token ids such as 5,17,3, got {text!r}") from e
+        raise rm.ConfigError(f"--ids: expected token ids such as 5,17,3, got {shown(text)}") from e
 
 
 def _eos_ids(model: Path, config: dict[str, Any]) -> list[int]:

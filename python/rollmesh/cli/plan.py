@@ -9,13 +9,15 @@ of 16 rows and 32 columns. The largest rank is shown where shards are uneven.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import rollmesh as rm
+from rollmesh.arguments import MAX_GIB
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
+from rollmesh.mesh import MAX_RANKS
+from rollmesh.show import plain, shown
 
 TILE_ROWS, TILE_COLS, VOCAB_BLOCK = 16, 32, 128
 GIB = 2**30
@@ -75,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
     spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
     ranks = Ranks(*(1 if given is None else given for given in (args.tp, args.dp, args.ep)))
     check_ranks(spec, ranks)
-    if not 0 <= args.kv_cache_gib < math.inf:
-        raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a finite number >= 0")
+    if not 0 <= args.kv_cache_gib < MAX_GIB:
+        raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a number >= 0 and below {MAX_GIB}")
     dtype = args.dtype or "bfloat16"
     bytes_each = 2 if dtype == "bfloat16" else 4
     parameters = count_parameters(spec)
-    print(f"{args.model}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
+    print(f"{plain(args.model)}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
     for m in matrices(spec):
         shape = str(m.cols) if m.rows == 1 else f"{m.rows} x {m.cols}"
@@ -132,8 +134,9 @@ def count_parameters(spec: rm.ModelSpec) -> Parameters:
 
 def check_ranks(spec: rm.ModelSpec, ranks: Ranks) -> None:
     """The rules of a mesh, whatever of it is built. Raises rm.ConfigError."""
-    if min(ranks.tp, ranks.dp, ranks.ep) < 1:
-        raise rm.ConfigError(f"tp={ranks.tp} dp={ranks.dp} ep={ranks.ep}: expected positive numbers")
+    if not all(1 <= count <= MAX_RANKS for count in (ranks.tp, ranks.dp, ranks.ep)):
+        given = f"tp={shown(ranks.tp)} dp={shown(ranks.dp)} ep={shown(ranks.ep)}"
+        raise rm.ConfigError(f"{given}: expected positive numbers, at most {MAX_RANKS}")
     if ranks.ep not in (1, ranks.tp, ranks.dp * ranks.tp):
         raise rm.ConfigError(f"ep={ranks.ep} is neither 1, tp={ranks.tp} nor dp*tp={ranks.dp * ranks.tp}")
     if spec.num_attention_heads % ranks.tp:
