@@ -23,6 +23,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import native_build  # noqa: E402 - a module of the tests
 
+from benchmarks.options import SEEDS, whole  # noqa: E402
+
 FULL = {"fuzz_weights": 10**8, "fuzz_requests": 10**7, "fuzz_calls": 10**6, "config_fuzz": 10**5}
 SHORT = 100  # without --full, one part in this many
 
@@ -56,8 +58,8 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="all of it; else a hundredth")
     parser.add_argument("--only", choices=FULL, nargs="+", default=list(FULL), help="these kinds")
     parser.add_argument("--sanitize", action="store_true", help="build the drivers with ASan and UBSan")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=1)
+    parser.add_argument("--processes", type=whole(1, 1024), default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     parts = 1 if options.full else SHORT
     results = [deal(kind, FULL[kind] // parts, options.seed, options.processes, options.sanitize) for kind in options.only]

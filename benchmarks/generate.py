@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import rollmesh as rm
 from benchmarks import machine
+from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import BF16_BYTES, SHAPES, Shape
 
 PAGE = 16
@@ -246,13 +247,13 @@ def main() -> None:
         prog="python -m benchmarks.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", type=numbers(str), default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--decode", type=numbers(int), default=[1, 8, 32, 64], help="sequences of the decode points")
-    parser.add_argument("--prefill", type=numbers(int), default=[PREFILL_TOKENS], help="tokens of the prefill points")
+    parser.add_argument("--decode", type=numbers(whole(1)), default=[1, 8, 32, 64], help="sequences of the decode points")
+    parser.add_argument("--prefill", type=numbers(whole(1)), default=[PREFILL_TOKENS], help="tokens of the prefill points")
     parser.add_argument("--peers", type=numbers(str), default=["bfloat16", "float32"], help="dtypes of transformers, or nothing")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of one measurement")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=12.0, help="seconds after which a point of one engine is not repeated")
+    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", type=whole(1), default=16, help="decode steps of one measurement")
+    parser.add_argument("--rounds", type=whole(1), default=3)
+    parser.add_argument("--budget", type=real(0, 1e9), default=12.0, help="seconds after which a point of one engine is not repeated")
     parser.add_argument("--no-save", action="store_true", help="print the table only")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,7 +1,7 @@
 """What this machine can do at best, measured: memory read, copy, float32 FMA.  python -m benchmarks.machine
 
-The program in machine.c is compiled with gcc into a temporary folder and run with one thread and with all; a limit is the best
-that either saw. The figures are ceilings for the other benchmarks' fractions.
+The program in machine.c is compiled, by gcc or what CC names, into a temporary folder and run with one thread and with all; a
+limit is the best that either saw. The figures are ceilings for the other benchmarks' fractions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from benchmarks.options import THREADS, real, whole
 
 SOURCE = Path(__file__).with_name("machine.c")
 ROOT = SOURCE.parent.parent
@@ -30,20 +33,27 @@ class Limits:
     fma_gflop_s: float
 
 
+def run(command: list[str]) -> str:
+    """What it printed; ends this program with what it said where it failed."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except OSError as error:
+        raise SystemExit(f"benchmarks.machine: {command[0]}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"benchmarks.machine: {Path(command[0]).name}: {error.stderr.strip() or f'status {error.returncode}'}") from None
+
+
 def measure(threads: int, *, gib: float = 1.0, seconds: float = 1.0) -> Limits:
     """The limits with up to `threads` threads; a buffer of `gib` GiB and `seconds` for each of five or six measurements."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
         program = Path(folder) / "machine"
-        subprocess.run(["gcc", "-O2", "-o", str(program), str(SOURCE), "-pthread"], check=True)
-        runs = [
-            json.loads(subprocess.run([program, str(n), str(gib), str(seconds)], check=True, capture_output=True).stdout)
-            for n in sorted({1, threads})
-        ]
+        run([*shlex.split(os.environ.get("CC", "gcc")), "-O2", "-o", str(program), str(SOURCE), "-pthread"])
+        runs = [json.loads(run([str(program), str(n), str(gib), str(seconds)])) for n in sorted({1, threads})]
     return Limits(
         threads=threads,
-        read_gb_s=max(run[key] for run in runs for key in run if key.startswith("read_")),
-        copy_gb_s=max(run["copy_gb_s"] for run in runs),
-        fma_gflop_s=max(run[key] for run in runs for key in run if key.startswith("fma")),
+        read_gb_s=max(one[key] for one in runs for key in one if key.startswith("read_")),
+        copy_gb_s=max(one["copy_gb_s"] for one in runs),
+        fma_gflop_s=max(one[key] for one in runs for key in one if key.startswith("fma")),
     )
 
 
@@ -73,10 +83,11 @@ def commit() -> str:
 
 
 def main() -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine", description=__doc__)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the buffer that is swept")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--gib", type=real(1 / 64, memory), default=1.0, help="size of the buffer that is swept")
+    parser.add_argument("--seconds", type=real(1e-3, 3600), default=1.0, help="of each measurement")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     limits = measure(args.threads, gib=args.gib, seconds=args.seconds)

@@ -15,14 +15,15 @@ import torch
 import rollmesh as rm
 from benchmarks import machine
 from benchmarks.generate import make_trainer
+from benchmarks.options import THREADS, whole
 from benchmarks.shapes import SHAPES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="dense-0.6b")
-    parser.add_argument("--repeats", type=int, default=5, help="syncs after the first two")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeats", type=whole(1), default=5, help="syncs after the first two")
+    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     limits = machine.measure(args.threads)
     shape = SHAPES[args.shape]

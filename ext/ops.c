@@ -3,6 +3,7 @@
 // take on trust is checked here: dtypes, sizes, ranges of indices; rollmesh.ops gives the methods names and defaults.
 //
 // A call checks with the GIL, then computes without it under the object's mutex, so that two Python threads may share one.
+// Indices are copied before they are checked: another thread may write to the array meanwhile, and an output may lie over it.
 #include "arrays.h"
 
 #include <pthread.h>
@@ -28,9 +29,11 @@ enum { MAX_SIZE = INT32_MAX };
 static const int64_t MAX_INDEX = INT64_MAX / 16;  // of an element in a parameter: bytes and sums of two stay below 2^63
 
 // Checking of one call's arguments: the first fault sets the exception, later checks are passed over.
+enum { MAX_COPIES = 4 };        // index arrays of one op
 typedef struct check {
   PyObject *module;
   int failed;
+  void *copies[MAX_COPIES];     // owned, of index arrays, until the call ends
 } check;
 
 static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
@@ -64,7 +67,25 @@ static int64_t packed_elems(check *c, const char *name, int64_t n, int64_t k) {
   return c->failed ? 0 : product(c, name, rm_round_up(n, RM_N_TILE), rm_round_up(k, RM_K_BLOCK));
 }
 
-// The data of an array of n_dims sizes; a size of exactly −1 takes what is found.
+static void drop_copies(check *c) {
+  for (int i = 0; i < MAX_COPIES; i++) {
+    rm_free(c->copies[i]);
+    c->copies[i] = NULL;
+  }
+}
+
+static void *copied(check *c, const void *data, size_t bytes) {
+  int i = 0;
+  while (i < MAX_COPIES - 1 && c->copies[i]) i++;
+  if (c->copies[i] || !(c->copies[i] = rm_alloc(bytes, 1))) {
+    c->failed = 1;
+    PyErr_NoMemory();
+    return NULL;
+  }
+  return memcpy(c->copies[i], data, bytes);
+}
+
+// The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 takes what is found.
 static void *view(check *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1, int64_t *d2) {
   void *data = NULL;
   int64_t *sizes[3] = {d0, d1, d2};
@@ -79,7 +100,9 @@ static void *view(check *c, PyObject *object, const char *name, int type, int fl
     if (n_dims > 1) check_size(c, name, want.shape[i], 0);   // where another size is 0, this one takes no memory
     *sizes[i] = want.shape[i];
   }
-  return c->failed ? NULL : data;
+  const int indices = (type == NPY_INT32 || type == NPY_INT64) && !(flags & RM_ARRAY_WRITE);
+  if (c->failed || !data || !indices) return c->failed ? NULL : data;
+  return copied(c, data, (size_t)PyArray_NBYTES((PyArrayObject *)object));
 }
 
 static int numpy_type(rm_dtype dtype) { return dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32; }
@@ -113,10 +136,14 @@ typedef struct run {
   PyThreadState *thread;
 } run;
 
-static int begin(kernels_object *self, const check *c, rm_limits limits, run *r) {
-  if (c->failed) return -1;
-  if (getpid() != self->owner) {
+// 0: the ctx may be used, and finish must follow. −1: an exception is set, and the call has ended.
+static int begin(kernels_object *self, check *c, rm_limits limits, run *r) {
+  if (!c->failed && getpid() != self->owner) {
     rm_raise_code(c->module, RM_E_STATE, "these kernels belong to process %d, wanted ones made in the forked child", (int)self->owner);
+    c->failed = 1;
+  }
+  if (c->failed) {
+    drop_copies(c);
     return -1;
   }
   limits.n_threads = rm_team_threads(self->team);
@@ -131,6 +158,7 @@ static int begin(kernels_object *self, const check *c, rm_limits limits, run *r)
   if (self->workspace_bytes < bytes) {
     pthread_mutex_unlock(&self->mutex);
     PyEval_RestoreThread(r->thread);
+    drop_copies(c);
     PyErr_NoMemory();
     return -1;
   }
@@ -140,10 +168,11 @@ static int begin(kernels_object *self, const check *c, rm_limits limits, run *r)
   return 0;
 }
 
-static PyObject *finish(kernels_object *self, run *r) {
+static PyObject *finish(kernels_object *self, check *c, run *r) {
   rm_fp_leave(r->fp);
   pthread_mutex_unlock(&self->mutex);
   PyEval_RestoreThread(r->thread);
+  drop_copies(c);
   return Py_NewRef(Py_None);
 }
 
@@ -152,11 +181,11 @@ static PyObject *finish(kernels_object *self, run *r) {
     run r; \
     if (begin(self, &c, limits, &r)) return NULL; \
     self->table->op(&r.ctx, args); \
-    return finish(self, &r); \
+    return finish(self, &c, &r); \
   } while (0)
 
 #define OBJECTS(n) PyObject *o[n] = {0}
-#define CHECK check c = {module_of((PyObject *)self), 0}
+#define CHECK check c = {.module = module_of((PyObject *)self)}
 
 // ------------------------------------------------------------------------------------------------ ops
 // (out, ids, table, packed, vocab, hidden)
@@ -415,6 +444,17 @@ static PyObject *op_permute(kernels_object *self, PyObject *args) {
   RUN(permute, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .n_experts = n_experts, .top_k = a.top_k}), &a);
 }
 
+// A row's experts are distinct: the tree that adds their outputs up has one leaf for each.
+static void distinct_in_rows(check *c, const int32_t *ids, int64_t rows, int64_t n) {
+  for (int64_t r = 0; r < rows && !c->failed; r++)
+    for (int64_t i = 1; i < n && !c->failed; i++)
+      for (int64_t j = 0; j < i && !c->failed; j++)
+        if (ids[r * n + i] == ids[r * n + j]) {
+          rm_raise_code(c->module, RM_E_REQUEST, "row %lld of ids has expert %d twice, wanted distinct ones", (long long)r, ids[r * n + i]);
+          c->failed = 1;
+        }
+}
+
 // (out, y, place, ids, gates, num_experts)
 static PyObject *op_combine(kernels_object *self, PyObject *args) {
   OBJECTS(5);
@@ -433,6 +473,7 @@ static PyObject *op_combine(kernels_object *self, PyObject *args) {
   check_top_k(&c, a.top_k, n_experts);
   in_range(&c, "ids", a.ids, choices, 0, n_experts);
   in_range(&c, "place", a.place, choices, 0, choices);
+  distinct_in_rows(&c, a.ids, a.rows, a.top_k);
   a.n_experts = n_experts;
   RUN(combine, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .n_experts = n_experts, .top_k = a.top_k}), &a);
 }
@@ -543,7 +584,7 @@ static PyObject *op_sample(kernels_object *self, PyObject *args) {
   PyObject *result = NULL;
   if (!begin(self, &c, (rm_limits){.max_rows = a.rows, .vocab = a.vocab}, &r)) {
     self->table->sample(&r.ctx, &a);
-    result = finish(self, &r);
+    result = finish(self, &c, &r);
   }
   rm_free(params);
   return result;
@@ -595,7 +636,7 @@ static PyObject *op_pack(kernels_object *self, PyObject *args) {
   run r;
   if (begin(self, &c, (rm_limits){.max_rows = a.rows, .max_k = a.cols}, &r)) return NULL;
   self->table->pack(&r.ctx, &a);
-  Py_DECREF(finish(self, &r));
+  Py_DECREF(finish(self, &c, &r));
   return Py_BuildValue("KL", (unsigned long long)a.digest, (long long)a.nonfinite_index);
 }
 
@@ -674,7 +715,7 @@ static PyType_Spec kernels_spec = {
 // (cos, sin, inv_freq, scale, bfloat16)
 static PyObject *rope_table(PyObject *module, PyObject *args) {
   OBJECTS(3);
-  check c = {module, 0};
+  check c = {.module = module};
   float scale;
   int bf16;
   int64_t positions = -1, half = -1;

@@ -1,6 +1,6 @@
 // kernels.h: the operations of a Qwen3 forward pass over raw pointers, and the contract that every variant of them keeps.
 //
-// A variant (reference loops, AVX2, later AVX-512, AMX, CUDA) is one `rm_kernels` table. All tables of a family give the
+// A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a family give the
 // same bits for the same arguments; docs/numerics.md states the arithmetic, kernels/cpu/ref.c is that text as plain loops.
 //
 // This layer knows no mesh, no model and no Python. It owns no memory: every pointer is a view that the caller keeps valid
@@ -204,7 +204,7 @@ typedef struct rm_combine_args {
   void *out;                // T [rows][hidden]
   const void *y;            // T [rows·top_k][hidden]
   const int32_t *place;     // [rows][top_k]
-  const int32_t *ids;       // [rows][top_k]
+  const int32_t *ids;       // [rows][top_k], distinct in a row
   const float *gates;       // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
   rm_dtype dtype;

@@ -1,8 +1,10 @@
-"""Configs that somebody got wrong: dicts with up to four mistakes in them, and their JSON with bytes changed.
+"""Configs that somebody got wrong: dicts with up to four mistakes in them, and their JSON with bytes changed; and arguments of
+SamplingParams, SyncOptions, Mesh and Generator, with up to two mistakes.
 
 Oracle: ModelSpec.from_hf gives a spec or raises an error of rollmesh, within `SECONDS` and `MOST_KIB`. A refusal fits a page and
 names one of the keys that were touched, or one that is computed from them. A spec goes through its dict and back, keeps the rules of
-csrc/model/spec.h, written down again here, and, where it is small, becomes a Generator, or an error of rollmesh.
+csrc/model/spec.h, written down again here, and, where it is small, becomes a Generator, or an error of rollmesh. Wrong arguments are
+refused in the same way; those that are taken are the ones that went in.
 
     PYTHONPATH=python python tests/config_fuzz.py [--cases 2000] [--seconds 0] [--seed 1] [--first 0] [--plant 0]
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -32,6 +35,7 @@ import helpers
 import numpy as np
 
 import rollmesh
+from rollmesh.sync import SyncOptions
 
 Config = dict[Any, Any]
 SECONDS = 5.0  # a case takes a millisecond; a machine may be loaded
@@ -81,6 +85,23 @@ AKIN: dict[str, list[str]] = {
     "mlp_only_layers": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
     "decoder_sparse_step": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
 } | dict.fromkeys(ROPE, ROPE)
+
+
+# Of what takes arguments: how it is called, and with what.
+SMALL = {"max_model_len": 48, "kv_cache_gib": 0.004, "threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+RIGHT = [0, 1, 2, 16, 0.5, 1.0, True, None, "float32", "keep", "ref", (1, 2), [], ["ab"]]  # somewhere
+TAKERS: dict[str, tuple[Any, list[str]]] = {
+    "SamplingParams": (rollmesh.SamplingParams, [field.name for field in dataclasses.fields(rollmesh.SamplingParams)]),
+    "SyncOptions": (SyncOptions, [field.name for field in dataclasses.fields(SyncOptions)]),
+    "Mesh": (rollmesh.Mesh, ["tp", "dp", "ep", "cp", "pp"]),
+    "Generator": (
+        lambda **given: rollmesh.Generator(helpers.tiny_spec(), **{**SMALL, **given}),
+        [
+            *("mesh", "comm", "device", "dtype", "ep_backend", "sequence_parallel", "eos_token_ids", "max_model_len", "max_num_seqs"),
+            *("max_num_batched_tokens", "block_size", "kv_cache_gib", "enable_prefix_caching", "threads", "seed", "isa"),
+        ],
+    ),
+}
 
 
 class Failure(AssertionError):
@@ -222,6 +243,31 @@ def build(spec: rollmesh.ModelSpec) -> bool:
     return True
 
 
+def arguments(r: Dice) -> str:
+    """Calls one of TAKERS with up to two arguments that are likely wrong; returns what became of it."""
+    name = r.choice(list(TAKERS))
+    make, fields = TAKERS[name]
+    given = {field: junk(r) if r.random() < 0.7 else r.choice(RIGHT) for field in r.sample(fields, r.choice([1, 1, 2]))}
+    if name == "Generator":  # of what it would make as big as it is told to, only a little, or too much
+        given = {k: v * 2**64 if isinstance(v, (int, float)) and 8 < abs(v) < 2**64 else v for k, v in given.items()}
+    begin = time.monotonic()
+    try:
+        with contextlib.closing(make(**given)) if name == "Generator" else contextlib.nullcontext(make(**given)) as made:
+            for field, value in given.items():
+                got = getattr(made, field, value)
+                plain = isinstance(value, (int, float)) and (field, value) != ("top_k", 0)  # vLLM's 0 is -1
+                if plain and not isinstance(got, tuple) and got != value:
+                    raise Failure(f"{name}({field}={value}) became {got}")
+    except (rollmesh.Error, MemoryError) as error:
+        took, message = time.monotonic() - begin, str(error)
+        message.encode()
+        named = any(field in message for field in given) or "mesh of" in message
+        if took > SECONDS or not 0 < len(message) <= PAGE or not named:
+            raise Failure(f"{name} of {set(given)}: {len(message)} characters in {took:.1f} s: {message[:500]}") from error
+        return "arguments refused"
+    return "arguments taken"
+
+
 def damaged_json(r: Dice, config: Config, folder: Path) -> Path:
     """The config as a file with a few bytes changed, cut, doubled, or nested beyond reason."""
     try:
@@ -241,6 +287,8 @@ def damaged_json(r: Dice, config: Config, folder: Path) -> Path:
 def one(seed: int, case: int, folder: Path, plant: int) -> str:
     """Runs a case; returns what became of it."""
     r = Dice(f"{seed}/{case}")
+    if r.random() < 0.2:
+        return arguments(r)
     from_file = r.random() < 0.2
     r.bombs = not from_file
     config = {**r.choice(BASES)}

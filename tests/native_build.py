@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "native"
 FLAGS = ["-std=gnu11", "-O2", "-g1", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
+
+
+def compiler() -> list[str]:
+    """Words of a command, as setup.py reads CC: "ccache gcc", "gcc -m64"."""
+    return shlex.split(os.environ.get("CC", "gcc"))
 
 
 def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> Path:
@@ -33,7 +39,7 @@ def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> P
     flags = [*FLAGS, "-UNDEBUG", "-Ikernels", "-Icsrc", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    run([os.environ.get("CC", "gcc"), *flags, *map(str, sources), str(at / "librollmesh.a"), "-lm", "-o", str(program)], environment)
+    run([*compiler(), *flags, *map(str, sources), str(at / "librollmesh.a"), "-lm", "-o", str(program)], environment)
     return program
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import rollmesh as rm
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
@@ -34,14 +37,12 @@ def test_the_command_line_is_light() -> None:
 def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
     from helpers import tiny_spec
 
-    import rollmesh as rm
-
     text = rollmesh("doctor")
     with rm.Generator(tiny_spec(), kv_cache_gib=0.001, max_model_len=16) as generator:
         isa = generator.metrics()["isa"]
     assert f"chosen         {isa}: " in text
     assert text.count("<- chosen") == 1
-    assert "  in rollmesh    not built into this version\n" in text
+    assert '  device="cuda"  refused: the engine for it is not built yet\n' in text
     for name in ("ref", "NumPy", "torch", "transformers", "nvcc", "NCCL", "vllm"):
         assert f"\n  {name} " in text
 
@@ -67,7 +68,6 @@ def test_plan_of_the_full_size_config() -> None:
 
 def test_plan_counts_what_the_engine_stores() -> None:
     """The weights line against the engine's own count for the same shape: within the packing of vectors (1 %)."""
-    import rollmesh as rm
     from rollmesh.cli import options, plan
 
     for name in ("qwen3_debug", "qwen3_moe_debug"):
@@ -152,6 +152,23 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len = 0"),
         (("plan", MOE, "--tp", "0"), "ConfigError: tp=0 dp=1 ep=1: expected positive numbers"),
         (("plan", MOE, "--kv-cache-gib", "inf"), "ConfigError: --kv-cache-gib inf"),
+        (("plan", MOE, "--kv-cache-gib", "1e308"), "ConfigError: --kv-cache-gib 1e+308"),
+        (("plan", MOE, "--tp", "9" * 4000, "--ep", "9" * 4000), "expected positive numbers, at most 65536"),
+        (("plan", "x" * 300), "File name too long"),
+        (("plan", "/proc/self/mem"), "ConfigError: /proc/self/mem: "),
+        (("generate", MOE, "a", "--random", "--tp", "9" * 4000), "ConfigError: mesh tp = 999"),
+        (("generate", MOE, "a", "--random", "--device", "x" * 100_000), "ConfigError: device = 'xxx"),
+        (("generate", MOE, "a", "--random", "--ep-backend", "x" * 100_000), "ConfigError: ep_backend = 'xxx"),
+        (("generate", MOE, "x" * 100_000, "--ids", "--random"), "ConfigError: --ids: expected token ids such as 5,17,3, got 'xxx"),
+        (("grpo", MOE, "--set", "train.lr=" + "x" * 100_000), "ConfigError: [train] lr: expected a number, got 'xxx"),
+        (("grpo", MOE, "--set", "x" * 100_000), "expected KEY=VALUE"),
+        (("grpo", MOE, "--set", "x" * 100_000 + "=1"), "no such key"),
+        (("grpo", MOE, "--set", "train." + "x" * 100_000 + "=1"), "no such key"),
+        (("grpo", MOE, "--set", "train.lr=" + "[" * 5000), "ConfigError: --set train.lr=[["),
+        (("grpo", MOE, "--set", "train.steps=" + "9" * 5000), "ConfigError: --set train.steps=999"),
+        (("grpo", MOE, "--set", "train.lr=" + "9" * 400), "ConfigError: [train] lr: expected a number of 64 bits, got 999"),
+        (("grpo", MOE, "--set", "train.steps=9223372036854775808"), "ConfigError: [train] steps: expected a number of 64 bits"),
+        (("grpo", MOE, "--out", "/dev/null/x"), "ConfigError: /dev/null/x: Not a directory"),
         (("grpo", MOE, "--tp", "0"), "ConfigError: [generator] tp"),
         (("generate", MOE, "a", "--random", "--top-p", "2"), "RequestError: top_p = 2.0"),
         (("bench", MOE, "--batch", "0"), "ConfigError: --prefill 512 --batch [0]: expected positive numbers"),
@@ -164,6 +181,8 @@ def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str
     text = rollmesh(*args, status=2)
     assert message in text
     assert "Traceback" not in text
+    assert text.count("\n") == 1
+    assert len(text) < 800
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
@@ -211,6 +230,42 @@ def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path, c
     assert f"{next(iter(change))}=" in refused(capsys, "plan", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["x=" + "[" * 5000, "seed=" + "9" * 5000, "x = \xff", "seed=", "x" * 100_000 + "=1", '"\\u001b\\n"=1'],
+    ids=["deep", "digits", "latin-1", "cut", "long key", "escape"],
+)
+def test_runs_that_cannot_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_bytes(text.encode("latin-1"))
+    said = refused(capsys, "plan", tmp_path / "run.toml")
+    assert len(said) < 1000
+    assert said[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    "word", ["foo", "\x1b[31mred\n  avx2 works", "x" * 3000, os.fsdecode(b"\xff\xfe")], ids=["foo", "escape", "long", "bytes"]
+)
+def test_doctor_of_an_instruction_set_that_there_is_none_of(word: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmesh", "doctor"],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "RM_ISA": word},
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  chosen ")]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "none: RM_ISA=" in line
+    assert "names no instruction set" in line
+    assert "capped" not in line
+    assert len(line) < 200
+    assert line.isprintable()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    rollmesh("grpo", MOE, "--tp", "2", "--out", tmp_path / "new", status=2)
+    (tmp_path / "old").mkdir()
+    rollmesh("grpo", MOE, "--tp", "2", "--out", tmp_path / "old", status=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
 def test_plan_and_bench_take_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """dtype and KV cache of the TOML's [generator], unless an option says otherwise."""
     from rollmesh.cli import main
@@ -242,7 +297,6 @@ def test_a_run_folders_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
-    import rollmesh as rm
     from rollmesh.grpo.rewards import Rewards
 
     (tmp_path / "reward_that_raises.py").write_text("def f(**columns):\n    return {}['oops']\n")
@@ -250,3 +304,56 @@ def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
     with pytest.raises(rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'$") as caught:
         reward(["p"], ["c"], [[1]], {})
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_prompts_may_stand_behind_an_option(tmp_path: Path) -> None:
+    first = rollmesh("generate", MOE, "1,2", "3,4", "--random", "--ids", "--max-tokens", 2, "--json", *SMALL)
+    assert rollmesh("generate", MOE, "--random", "--ids", "1,2", "3,4", "--max-tokens", 2, "--json", *SMALL) == first
+    assert "unrecognized arguments: --idz" in rollmesh("generate", MOE, "--idz", "1,2", status=2)
+    assert "unrecognized arguments: more" in rollmesh("doctor", "more", status=2)
+
+
+@pytest.mark.parametrize("absent", ["tokenizers", "transformers"])
+def test_without_the_packages_of_training(absent: str) -> None:
+    """bench needs a shape, generate --ids numbers; grpo says what is missing."""
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        hide = (
+            "import importlib.util as u, sys; f = u.find_spec\n"
+            f"sys.modules[{absent!r}] = None\n"
+            f"u.find_spec = lambda name, *a: None if name == {absent!r} else f(name, *a)\n"
+            f"from rollmesh.cli import main; sys.exit(main({[str(arg) for arg in args]!r}))"
+        )
+        return subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, timeout=240, check=False)
+
+    assert run("bench", MOE, "--prefill", 4, "--batch", 1, *SMALL).returncode == 0
+    assert run("generate", MOE, "1,2", "--random", "--ids", "--max-tokens", 2, *SMALL).returncode == 0
+    refused = run("grpo", MOE)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert f"training needs {absent}: pip install" in refused.stderr
+
+
+def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> None:
+    from rollmesh.cli import grpo
+
+    args = argparse.Namespace(config=MOE, out=tmp_path, resume=None)
+    (tmp_path / "metrics.jsonl").touch()
+    assert grpo._folder(args) == tmp_path
+    (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    with pytest.raises(rm.ConfigError, match="no checkpoint to go on from; choose another folder"):
+        grpo._folder(args)
+    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
+    with pytest.raises(rm.ConfigError, match=r"--resume .* goes on with it"):
+        grpo._folder(args)
+
+
+def test_the_readme_config_is_whole(tmp_path: Path) -> None:
+    """The TOML that README.md gives for a task of one's own, read as it stands; and what it says of the two dtypes."""
+    from rollmesh.grpo import config as run_config
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
+    file = tmp_path / "task.toml"
+    file.write_text(text, encoding="utf-8")
+    assert run_config.load(file).reward.functions == ("my_reward:has_target",)
+    with pytest.raises(rm.ConfigError, match=r"\[sync\] cast: expected true"):
+        run_config.load(file, ["sync.cast=false"])

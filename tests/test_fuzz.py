@@ -69,7 +69,7 @@ def test_configs_that_are_wrong(seeds: list[int], pytestconfig: pytest.Config) -
         with pytest.raises(config_fuzz.Failure):
             config_fuzz.run(seed=1, cases=2000, plant=fault)
     _, counts = config_fuzz.run(seed=1, cases=200)
-    assert {"ConfigError", "FormatError", "accepted", "generators"} <= set(counts)
+    assert {"ConfigError", "FormatError", "accepted", "generators", "arguments refused", "arguments taken"} <= set(counts)
     for seed in seeds:
         done, counts = config_fuzz.run(seed=seed, seconds=max(1, SECONDS // len(seeds)))
         note(pytestconfig, "fuzz", config_fuzz.line(done, counts, seed))

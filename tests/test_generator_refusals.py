@@ -231,6 +231,52 @@ def test_unusual_arguments_that_are_fine(gen: rm.Generator) -> None:
     assert gen.version == 9
 
 
+HUGE = ("x" * 10**6, 10**5000, ["x" * 10**6] * 1000, "\x1b[31m\n", np.full(10**6, 7.5), np.arange(3))
+CALLS_WITH_ANYTHING: dict[str, Callable[[rm.Generator, Any], Any]] = {
+    "timeout": lambda gen, value: gen.poll(timeout=value),
+    "on_error": lambda gen, value: gen.generate(PROMPT, PARAMS, on_error=value),
+    "request id": lambda gen, value: gen.abort([[value]]),  # type: ignore[list-item]
+    "parts": lambda gen, value: gen.sleep(value),
+    "pause mode": lambda gen, value: gen.pause(value),
+    "min_outputs": lambda gen, value: gen.poll(value),
+    "version": lambda gen, value: gen.sync_weights(STATE, version=value),
+    "cast": lambda gen, value: gen.sync_weights(STATE, cast=value),
+    "mode": lambda gen, value: gen.sync_weights(STATE, mode=value),
+    "inflight": lambda gen, value: gen.begin_sync(inflight=value),
+    "threshold": lambda gen, value: gen.self_test(lambda ids: [], threshold=value if isinstance(value, str) else [value]),
+    "n": lambda gen, value: rm.SamplingParams(n=value),
+    "temperature": lambda gen, value: rm.SamplingParams(temperature=value),
+    "ignore_eos": lambda gen, value: rm.SamplingParams(ignore_eos=value),
+    "stop": lambda gen, value: rm.SamplingParams(stop=[value, ""]),
+    "stop_token_ids": lambda gen, value: rm.SamplingParams(stop_token_ids=[value]),
+    "tp": lambda gen, value: rm.Mesh(tp=value),
+    **{
+        name: lambda gen, value, name=name: make(**{name: value})  # type: ignore[misc]
+        for name in ("threads", "max_model_len", "kv_cache_gib", "dtype", "isa", "device", "ep_backend", "comm", "seed", "block_size")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_ANYTHING)
+def test_messages_are_short_whatever_was_given(gen: rm.Generator, name: str) -> None:
+    for value in HUGE:
+        with pytest.raises(rm.Error) as caught:
+            CALLS_WITH_ANYTHING[name](gen, value)
+        said = str(caught.value)
+        assert name in said
+        assert len(said) < 500
+        assert said.isprintable()
+
+
+@pytest.mark.parametrize("given", [1.5, None, True, "x", [1.5], [[1]], 10**5000], ids=lambda given: type(given).__name__)
+def test_end_tokens_that_are_none(given: object) -> None:
+    if given is None:
+        make(eos_token_ids=given).close()
+        return
+    with pytest.raises(rm.ConfigError, match="eos_token_ids"):
+        make(eos_token_ids=given)
+
+
 def test_messages_name_the_bound() -> None:
     with pytest.raises(rm.RequestError, match=str(2**62)):
         rm.SamplingParams(max_tokens=10**20)

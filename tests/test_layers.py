@@ -1,6 +1,6 @@
 """The arrows between the folders, held by reading the sources: who includes whom, who imports what, what no layer may call.
 
-Input: every C and Python file of the repository. Oracle: the tables below, which are DESIGN.md's section on layers. Bound: no
+Input: every C and Python file of the repository. Oracle: the tables below, which say what each folder may know. Bound: no
 exception. Each rule is shown to work by planting one violation of it in a copy of the tree.
 """
 

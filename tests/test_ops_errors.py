@@ -253,6 +253,74 @@ def test_sample_params_that_no_column_holds() -> None:
             ops.SampleParams(banned=(1, token))  # type: ignore[arg-type]
 
 
+LONG = "x" * 10**6
+STATS, LOGITS, CACHES = np.zeros((1, 2), np.float32), np.zeros((1, 8), np.float32), (words(1, 1, 512), words(1, 1, 512))
+WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
+    "permute ids list": (errors.UnsupportedTensorError, lambda: ops.permute(words(1, 1), [[0]], 1)),  # type: ignore[arg-type]
+    "permute ids of one dim": (errors.ShapeError, lambda: ops.permute(words(1, 1), ints(0), 1)),
+    "embed ids 3": (errors.UnsupportedTensorError, lambda: ops.embed(3, words(1, 1))),  # type: ignore[arg-type]
+    "embed ids without dims": (errors.ShapeError, lambda: ops.embed(np.array(0, np.int32), words(1, 1))),
+    "embed packed of one": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=(1,))),  # type: ignore[arg-type]
+    "embed packed 5": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=5)),  # type: ignore[arg-type]
+    "embed packed list": (errors.UnsupportedTensorError, lambda: ops.embed(ints(0), [0] * 512, packed=(1, 32))),  # type: ignore[arg-type]
+    "rope_table None": (errors.UnsupportedTensorError, lambda: ops.rope_table(None, 3)),  # type: ignore[arg-type]
+    "rope_table scale": (errors.ConfigError, lambda: ops.rope_table(np.ones(4, np.float32), 3, scale=LONG)),  # type: ignore[arg-type]
+    "rms_norm list": (errors.UnsupportedTensorError, lambda: ops.rms_norm([[1.0]], words(1), eps=1e-6)),  # type: ignore[arg-type]
+    "attention q": (
+        errors.UnsupportedTensorError,
+        lambda: ops.attention(None, *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=1.0),  # type: ignore[arg-type]
+    ),
+    "attention scale": (
+        errors.ConfigError,
+        lambda: ops.attention(words(1, 1, 32), *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=np.nan),
+    ),
+    "sample params": (errors.ConfigError, lambda: ops.sample(LOGITS, STATS, [1, 2])),  # type: ignore[list-item]
+    "sample params 0": (errors.ConfigError, lambda: ops.sample(LOGITS, STATS, [0])),  # type: ignore[list-item]
+    "sample params 5": (errors.ConfigError, lambda: ops.sample(LOGITS, STATS, 5)),  # type: ignore[arg-type]
+    "banned 3": (errors.RequestError, lambda: ops.SampleParams(banned=3)),  # type: ignore[arg-type]
+    "temperature text": (errors.RequestError, lambda: ops.SampleParams(temperature=LONG)),  # type: ignore[arg-type]
+    "top_p bool": (errors.RequestError, lambda: ops.SampleParams(top_p=True)),
+    "temperature 10**400": (errors.RequestError, lambda: ops.SampleParams(temperature=10**400)),
+    "min_p 1e39": (errors.RequestError, lambda: ops.SampleParams(min_p=1e39)),
+    "seed": (errors.RequestError, lambda: ops.SampleParams(seed=10**5000)),
+    "threads": (errors.ConfigError, lambda: ops.kernels(threads=10**5000)),
+    "isa": (errors.ConfigError, lambda: ops.kernels(isa=LONG)),
+    "n": (errors.ShapeError, lambda: ops.gemm(words(1, 32), words(512), 10**5000)),
+    "dtype": (errors.DTypeError, lambda: ops.pack(words(1, 1), dtype=LONG)),
+    "dtype array": (errors.DTypeError, lambda: ops.pack(words(1, 1), dtype=ints(1, 2))),  # type: ignore[arg-type]
+    "pack ragged": (errors.UnsupportedTensorError, lambda: ops.pack([[1], [2, 3]])),  # type: ignore[arg-type]
+    "kv_cache": (errors.ShapeError, lambda: ops.kv_cache(2**31 - 1, 2**31 - 1, 16, 2)),
+    "top_logprobs": (errors.ShapeError, lambda: ops.top_logprobs(np.zeros((2**31, 0), np.float32), STATS, 2**31 - 1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_other_kinds(name: str) -> None:
+    kind, call = WRONG[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("eps", [-5, -1e-45, np.nan, np.inf, 1e39, 10**400, "x", None, True])
+def test_epsilons(eps: float) -> None:
+    x = np.ones((1, 32), np.float32)
+    with pytest.raises(errors.ConfigError, match="eps"):
+        ops.rms_norm(x, x[0], eps=eps)
+    with pytest.raises(errors.ConfigError, match="eps"):
+        ops.qk_rope_kv(words(1, 96), words(32), words(32), x, x, ints(0), ints(0), *CACHES, num_heads=1, page_size=16, eps=eps)
+    assert (ops.rms_norm(x, x[0], eps=0) == 1.0).all()
+
+
+def test_packing_of_nothing_takes_no_time() -> None:
+    """2^31 − 1 groups without an element are one array of NumPy's; their number is no loop's."""
+    for shape in ((2**31 - 1, 0, 0), (2**31 - 1, 0, 5), (0, 4, 4), (0, 0)):
+        empty = np.zeros(shape, np.float32)
+        assert ops.pack(empty).shape == ops.pack_gate_up(empty, empty).shape == (0,)
+    with pytest.raises(errors.ConfigError, match="isa"):
+        ops.pack(words(0, 0), isa="avx9")
+
+
 def test_variants_and_thread_counts() -> None:
     x, w = words(1, 32), words(32)
     for threads in (0, -1, 257, 10**6, 2**31, 2**40, 2**64, 1.0, "1", None, True):

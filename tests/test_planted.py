@@ -3,6 +3,7 @@ in a copy of the tree, is seen by the test that its header names. `python tests/
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "planted"))
 import run
 
 FAULTS = run.all_faults()
+NEEDS_PATCH = pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed; no planted fault was tried")
 
 
 def test_the_list_is_long_and_its_names_are_unique() -> None:
@@ -21,6 +23,7 @@ def test_the_list_is_long_and_its_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
+@NEEDS_PATCH
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_patch_fits_the_tree(fault: run.Fault) -> None:
     """Oracle: patch itself, without fuzz and without writing; the files touched are product code."""
@@ -35,6 +38,7 @@ def test_every_named_test_file_exists() -> None:
     assert [name for name in sorted(named) if not (run.ROOT / name.partition("::")[0]).is_file()] == []
 
 
+@NEEDS_PATCH
 @pytest.mark.slow
 def test_a_planted_fault_is_caught(tmp_path: Path) -> None:
     """The whole way once: copy, build, baseline, plant, catch. Minutes, as it compiles the tree."""

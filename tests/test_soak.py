@@ -4,6 +4,7 @@ would count too. A leak that is planted in the driver is seen first, at counts b
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -36,9 +37,9 @@ def grown(*plant: str) -> list[set[str]]:
 
 
 def test_planted_memory_is_reported() -> None:
-    """64 bytes for each operation, by every part, and nothing else is."""
+    """64 bytes for each operation, by every part, and nothing else is. A glibc before 2.33 does not count its heap."""
     for names in grown("leak-memory"):
-        assert "heap" in names
+        assert ("heap" if hasattr(ctypes.CDLL(None), "mallinfo2") else "rss") in names
         assert names <= {"heap", "rss"}
 
 

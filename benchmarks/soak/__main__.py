@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import SEEDS, whole
 from benchmarks.soak.common import Work
 from benchmarks.soak.growth import Meter, Verdict, quiet_malloc, watch
 from benchmarks.soak.lives import Lives
@@ -93,12 +94,14 @@ def report(verdict: Verdict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--syncs", type=int, default=10_000)
-    parser.add_argument("--lives", type=int, default=10_000, help="generators created and closed")
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the order of calls and of the prompts")
+    parser.add_argument("--syncs", type=whole(0), default=10_000)
+    parser.add_argument("--lives", type=whole(0), default=10_000, help="generators created and closed")
+    parser.add_argument("--requests", type=whole(0), default=1_000_000)
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the order of calls and of the prompts")
     parser.add_argument("--plant", nargs="+", default=[], choices=["leak-memory", "leak-fd", "leak-thread", "leak-reference"])
     args = parser.parse_args()
+    if not (args.syncs or args.lives or args.requests):
+        parser.error("--syncs, --lives and --requests are all 0")
     quiet_malloc()
     parts: list[tuple[Callable[[np.random.Generator, Path], Work], int]] = [
         (Syncs, args.syncs),
@@ -110,7 +113,7 @@ def main() -> int:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="rollmesh-soak-", dir=shared) as folder:
         for index, (make, count) in enumerate(parts):
-            if count <= 0:
+            if not count:
                 continue
             rng = np.random.default_rng([args.seed, index])
             work = make(rng, Path(folder))

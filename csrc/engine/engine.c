@@ -141,7 +141,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   if ((code = rm_rank_check(&options->rank, spec, err))) return code;
   const rm_kernels *kernels = options->kernels ? options->kernels : rm_kernels_best();
   if (!kernels)
-    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
+    return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
   if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
   engine->spec = spec;

@@ -27,7 +27,7 @@ static int extend(size_t *at, size_t count, size_t bytes) {
   return rm_add_size(*at, length / PAGE * PAGE, at) && *at <= INT64_MAX;
 }
 
-rm_code rm_region_plan(rm_region *region, const rm_region_options *options, rm_error *err) {
+static rm_code plan(rm_region *region, const rm_region_options *options, rm_error *err) {
   if (options->world < 1 || options->world > RM_REGION_RANKS)
     return rm_fail(err, RM_E_CONFIG, "world=%d, wanted 1 … %d ranks that share memory", options->world, RM_REGION_RANKS);
   if (options->n_groups < 1 || options->n_groups > MAX_GROUPS)
@@ -52,7 +52,7 @@ rm_code rm_region_plan(rm_region *region, const rm_region_options *options, rm_e
 rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err) {
   rm_region *region = rm_alloc(1, sizeof *region);
   if (!region) return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks", options->world);
-  const rm_code code = rm_region_plan(region, options, err);
+  const rm_code code = plan(region, options, err);
   if (code) {
     rm_free(region);
     return code;
@@ -126,11 +126,17 @@ static uint64_t digest_of(const int32_t *members, int n) {
   return digest ? digest : 1;
 }
 
+int rm_region_claim(int file, size_t at, size_t bytes) {
+  int failed;
+  while ((failed = posix_fallocate(file, (off_t)at, (off_t)bytes)) == EINTR) {}
+  return failed;
+}
+
 // The pages of this rank's buffers are taken now: a file in memory grows when it is written, and where there is no room left the
 // system would end the process instead of saying so.
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
-  const int failed = posix_fallocate(region->file, (off_t)at, (off_t)region->pair_bytes);
+  const int failed = rm_region_claim(region->file, at, region->pair_bytes);
   if (!failed) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s", region->buffer_bytes, strerror(failed));
 }

@@ -29,7 +29,8 @@ rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_e
 // Named, for processes: every rank calls it with the same name and options, rank 0 makes it, the others wait for it. 1–200 letters,
 // digits, '-', '_', '.'. The file has mode 0600; one of another owner, mode or nonce is RM_E_AUTH, one whose maker is dead is replaced.
 // RM_E_MESH_MISMATCH when the options differ or a rank comes twice, RM_E_COLLECTIVE_TIMEOUT naming the ranks that did not come,
-// RM_E_RANK_LOST naming those whose process ended; RM_E_CAPACITY when there is no room for it. A world of one needs no name.
+// RM_E_RANK_LOST naming those whose process ended; RM_E_CAPACITY when there is no room for it. Ranks have to see each other's processes:
+// one pid namespace. A world of one needs no name.
 rm_code rm_region_attach(const char *name, int rank, uint64_t nonce, const rm_region_options *options, rm_region **out, rm_error *err);
 void rm_region_release(rm_region *region);   // one reference less; each comm holds one
 

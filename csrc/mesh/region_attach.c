@@ -78,7 +78,7 @@ static rm_code fill_file(attaching *a, rm_error *err) {
   const rm_region_options *o = &region->options;
   region->file = open(FOLDER, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   int failed = region->file < 0 || fchmod(region->file, 0600) || ftruncate(region->file, (off_t)region->map_bytes) ? errno : 0;
-  if (!failed) failed = posix_fallocate(region->file, 0, (off_t)region->buffers_at);
+  if (!failed) failed = rm_region_claim(region->file, 0, region->buffers_at);
   if (failed) return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER, strerror(failed));
   if (!(region->map = rm_map_file(region->file, region->map_bytes)))
     return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share", region->map_bytes);
@@ -195,7 +195,7 @@ static rm_code gather(attaching *a, rm_error *err) {
   uint64_t dead, absent;
   uint32_t gathering;
   while ((gathering = atomic_load(&region->map->gathering)) == RM_GATHERING) {
-    rm_region_futex_wait(&region->map->gathering, RM_GATHERING, SLICE);
+    rm_region_futex_wait(&region->map->gathering, RM_GATHERING, RM_REGION_SLICE);
     look(a, &dead, &absent);
     if (atomic_load(&region->map->gathering) != RM_GATHERING) continue;
     if (dead)

@@ -21,6 +21,9 @@
 
 enum { RM_REGION_RANKS = 64, RM_REGION_LINE = 64, RM_REGION_TEXT = 360 };
 
+// Seconds between two looks at who is late, gone or dead; a tenth of the time in which the end of a rank has to be known.
+#define RM_REGION_SLICE 0.01
+
 // On the bell: one rank's arrival at one round, and below it why the group is dead: 1 + the rank whose verdict ended it, 0 while it
 // lives. Nobody arrives at a dead group, so a round whose arrivals are all there was completed while it lived: either every rank gets
 // through a round or none does.
@@ -107,9 +110,10 @@ static inline size_t rm_region_buffers_of(const rm_region *region, int index, in
   return region->buffers_at + ((size_t)index * (size_t)region->options.world + (size_t)rank) * region->pair_bytes;
 }
 
-// region.c: sizes and offsets for `options`, nothing mapped. RM_E_CONFIG, RM_E_LIMIT.
-rm_code rm_region_plan(rm_region *region, const rm_region_options *options, rm_error *err);
-rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err);   // planned, one reference
+// region.c: one reference, sizes and offsets; nothing mapped yet. RM_E_CONFIG, RM_E_LIMIT, RM_E_MEMORY.
+rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err);
+// Takes memory for bytes [at, at + bytes) of a region's file: 0, or what errno would be.
+int rm_region_claim(int file, size_t at, size_t bytes);
 
 // region_exchange.c: the transport's exchange.
 rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],

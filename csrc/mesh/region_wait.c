@@ -13,8 +13,6 @@
 
 #include "mesh/region_layout.h"
 
-// A tenth of the time in which the end of a rank has to be known.
-static const double SLICE = 0.01;
 enum { LEAST_SPINS = 64 };   // 2 µs: less than falling asleep and being woken costs
 
 double rm_region_clock(void) {
@@ -134,14 +132,14 @@ static void check(rm_region_end *end, const rm_region_call *call, int with_proce
 
 // ------------------------------------------------------------------------------------------------ waiting
 static uint32_t sleep_on(rm_region_end *end, const rm_region_call *call) {
-  double next_look = rm_region_clock() + SLICE;
+  double next_look = rm_region_clock() + RM_REGION_SLICE;
   uint32_t bell;
   while (!is_over(end, bell = atomic_load(&end->group->bell))) {
     const double now = rm_region_clock(), until = next_look < call->deadline ? next_look : call->deadline;
     if (now < until) rm_region_futex_wait(&end->group->bell, bell, until - now);
     const double then = rm_region_clock();
     check(end, call, then >= next_look, then);
-    if (then >= next_look) next_look = then + SLICE;
+    if (then >= next_look) next_look = then + RM_REGION_SLICE;
   }
   return bell;
 }

@@ -100,11 +100,15 @@ static void on_sigill(int signal_number, siginfo_t *info, void *context) {
 static void try_out(rm_isa isa) {
   rm_isa_state *state = &states[isa];
   struct sigaction probe = {.sa_sigaction = on_sigill, .sa_flags = SA_SIGINFO};
+  sigset_t trap, mask;
   sigemptyset(&probe.sa_mask);
+  sigemptyset(&trap);
+  sigaddset(&trap, SIGILL);
   if (sigaction(SIGILL, &probe, &before) != 0) {
     state->refused = "SIGILL cannot be handled, so its instructions cannot be tried";
     return;
   }
+  pthread_sigmask(SIG_UNBLOCK, &trap, &mask);  // a trap that is blocked ends the process, whoever would handle it
   const uint32_t fp = rm_fp_enter();
   if (sigsetjmp(back, 1) == 0) {
     probing = 1;
@@ -120,6 +124,7 @@ static void try_out(rm_isa isa) {
   }
   probing = 0;
   rm_fp_leave(fp);
+  pthread_sigmask(SIG_SETMASK, &mask, NULL);
   sigaction(SIGILL, &before, NULL);
 }
 

@@ -15,6 +15,7 @@ import numpy as np
 from rollmesh.errors import CapacityError, ConfigError, RequestError
 from rollmesh.mesh import Mesh
 from rollmesh.sampling import SamplingParams
+from rollmesh.show import shown
 from rollmesh.spec import ModelSpec
 
 MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
@@ -29,38 +30,43 @@ def check_surroundings(mesh: Mesh | None, comm: object, device: str, ep_backend:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
     if comm is not None:
-        raise ConfigError(f"comm = {comm!r}, wanted None: mesh support is not built yet, one rank needs no transport")
-    if device != "cpu":
-        raise ConfigError(f"device = {device!r}, wanted 'cpu': other devices are not built yet")
-    if ep_backend == "deepep":
+        raise ConfigError(f"comm = {shown(comm)}, wanted None: mesh support is not built yet, one rank needs no transport")
+    if not isinstance(device, str) or device != "cpu":
+        raise ConfigError(f"device = {shown(device)}, wanted 'cpu': other devices are not built yet")
+    if isinstance(ep_backend, str) and ep_backend == "deepep":
         raise ConfigError("ep_backend = 'deepep' is not built in, wanted one of " + ", ".join(EP_BACKENDS))
-    if ep_backend not in EP_BACKENDS:
-        raise ConfigError(f"ep_backend = {ep_backend!r}, wanted one of {', '.join(EP_BACKENDS)}")
+    choice("ep_backend", ep_backend, EP_BACKENDS)
     if not isinstance(sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel = {sequence_parallel!r}, wanted a bool")
+        raise ConfigError(f"sequence_parallel = {shown(sequence_parallel)}, wanted a bool")
+
+
+def choice(name: str, value: Any, words: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in words:
+        raise ConfigError(f"{name} = {shown(value)}, wanted one of {', '.join(words)}")
+    return value
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
-        raise ConfigError(f"{name} = {value!r}, wanted an integer in [{low}, {high}]")
+        raise ConfigError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
     return int(value)
 
 
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ConfigError(f"{name} = {value!r}, wanted a bool")
+        raise ConfigError(f"{name} = {shown(value)}, wanted a bool")
     return bool(value)
 
 
 def page_positions(name: str, value: Any) -> int:
     if integer(name, value, 16, 4096) % 16:
-        raise ConfigError(f"{name} = {value!r}, wanted a multiple of 16")
+        raise ConfigError(f"{name} = {shown(value)}, wanted a multiple of 16")
     return int(value)
 
 
 def gib_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
-        raise ConfigError(f"{name} = {value!r}, wanted a number of GiB above 0 and below {MAX_GIB}")
+        raise ConfigError(f"{name} = {shown(value)}, wanted a number of GiB above 0 and below {MAX_GIB}")
     return int(float(value) * 2**30)
 
 
@@ -69,7 +75,7 @@ def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) 
     if given is None:
         from_tokenizer = getattr(tokenizer, "eos_token_id", None)
         given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
-    ids = [given] if isinstance(given, (int, np.integer)) else list(given)
+    ids = list(given) if hasattr(given, "__iter__") else [given]
     return tuple(integer("eos_token_ids", token, 0, spec.vocab_size - 1) for token in ids)
 
 
@@ -85,7 +91,7 @@ def deadline_of(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout >= 0:
-        raise ConfigError(f"timeout = {timeout!r}, wanted seconds >= 0 or None")
+        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds >= 0 or None")
     if timeout == math.inf:
         return None
     if timeout > MAX_TIMEOUT:
@@ -130,14 +136,14 @@ def request_ids(ids: Any) -> list[int]:
     items = [ids] if isinstance(ids, (int, np.integer)) else list(ids) if hasattr(ids, "__iter__") else [ids]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise RequestError(f"request id {item!r}, wanted an integer")
+            raise RequestError(f"request id {shown(item)}, wanted an integer")
     return [int(item) for item in items]
 
 
 def part_mask(parts: Any) -> int:
     names = [parts] if isinstance(parts, str) else list(parts) if hasattr(parts, "__iter__") else []
     if not names or not all(isinstance(name, str) and name in PARTS for name in names):
-        raise ConfigError(f"parts = {parts!r}, wanted 'weights', 'kv' or both")
+        raise ConfigError(f"parts = {shown(parts)}, wanted 'weights', 'kv' or both")
     mask = 0
     for name in names:
         mask |= PARTS[name]

@@ -173,7 +173,9 @@ def shm(name: str | None = None, rank: int | None = None, world: int | None = No
     given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if rank is None or world is None:
         if None in given:
-            raise ConfigError("comm.shm without rank and world, wanted both, or RANK and WORLD_SIZE in the environment (torchrun sets them)")
+            raise ConfigError(
+                "comm.shm without rank and world, wanted both, or RANK and WORLD_SIZE in the environment (torchrun sets them)"
+            )
         rank, world = int(str(given[0])) if rank is None else rank, int(str(given[1])) if world is None else world
     if name is None:
         parts = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]

@@ -26,6 +26,7 @@ from rollmesh.arguments import (
     boolean,
     check_surroundings,
     check_vocabulary,
+    choice,
     deadline_of,
     eos_ids,
     gib_bytes,
@@ -139,12 +140,12 @@ class Generator:
         self.tokenizer = tokenizer
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
-        self.dtype = dtype
+        self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
         self.max_model_len = integer("max_model_len", max_model_len, 1, 2**31 - 1)
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = _EngineOptions(
             dtype=dtype,
-            isa=isa,
+            isa=None if isa is None else choice("isa", isa, _core.available_isas()),
             threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
@@ -221,8 +222,7 @@ class Generator:
         DeadlineError. Errors of one request: RequestError, CapacityError, NumericsError, DeadlineError. Of the call:
         NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other exception abort what was added.
         """
-        if on_error not in ("raise", "return"):
-            raise ConfigError(f"on_error = {on_error!r}, wanted 'raise' or 'return'")
+        choice("on_error", on_error, ("raise", "return"))
         deadline = deadline_of(timeout)
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
@@ -492,8 +492,7 @@ class Generator:
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep" freezes them until
         resume(). submit() goes on queueing; generate, score and logits are refused."""
-        if mode not in ("abort", "wait", "keep"):
-            raise ConfigError(f"pause mode = {mode!r}, wanted 'abort', 'wait' or 'keep'")
+        choice("pause mode", mode, ("abort", "wait", "keep"))
         with self._call():
             if mode == "abort":
                 self._requests.abort(self._requests.live())

@@ -1,4 +1,4 @@
-"""The mesh of ranks: data, tensor and expert parallel degrees (docs: DESIGN, section 5). World = dp x tp; ep says how many
+"""The mesh of ranks: data, tensor and expert parallel degrees. World = dp x tp; ep says how many
 ranks the experts span: 1 (each expert sharded over tp like a dense MLP), tp, or dp*tp.
 """
 
@@ -8,6 +8,9 @@ import numbers
 from dataclasses import dataclass
 
 from rollmesh.errors import ConfigError
+from rollmesh.show import shown
+
+MAX_RANKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class Mesh:
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "cp", "pp"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= 2**16:
-                raise ConfigError(f"mesh {name} = {value!r}, wanted an integer in [1, 65536]")
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= MAX_RANKS:
+                raise ConfigError(f"mesh {name} = {shown(value)}, wanted an integer in [1, {MAX_RANKS}]")
             object.__setattr__(self, name, int(value))
         for name in ("cp", "pp"):
             if getattr(self, name) != 1:

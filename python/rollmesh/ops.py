@@ -12,7 +12,7 @@ Weights of a matrix product are packed once by `pack` (or `pack_gate_up` for Swi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, DTypeError, Error, RequestError, ShapeError, UnsupportedTensorError
+from rollmesh.show import plain, shown
 
 __all__ = [
     "LmHead",
@@ -56,6 +57,7 @@ __all__ = [
 Array = NDArray[Any]
 _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
 _MAX_SIZE, _MAX_THREADS = 2**31 - 1, 256
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class LmHead(NamedTuple):
@@ -111,6 +113,14 @@ class SampleParams:
             _integer(RequestError, name, getattr(self, name), 0, 2**64 - 1)
         for name in ("top_k", "forced"):
             _integer(RequestError, name, getattr(self, name), -(2**31), 2**31 - 1)
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not _is_real(value) or _MAX_FLOAT32 < abs(value) < np.inf:
+                raise RequestError(f"{name} = {shown(value)}, wanted a float32 number")
+        try:
+            object.__setattr__(self, "banned", tuple(self.banned))
+        except TypeError as error:
+            raise RequestError(f"banned = {shown(self.banned)}, wanted a sequence of tokens") from error
         for token in self.banned:
             _integer(RequestError, "a token of banned", token, -(2**31), 2**31 - 1)
 
@@ -120,21 +130,31 @@ def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
     a forked child inherits have lost their threads, and may be locked for ever."""
     name = best_isa() if isa is None else isa
     if not isinstance(name, str):
-        raise ConfigError(f"isa = {isa!r}, wanted one of {', '.join(available_isas())}")
+        raise ConfigError(f"isa = {shown(isa)}, wanted one of {', '.join(available_isas())}")
     return _kernels(name, _integer(ConfigError, "threads", threads, 1, _MAX_THREADS), os.getpid())
 
 
 @lru_cache(maxsize=16)
 def _kernels(isa: str, threads: int, process: int) -> _core.Kernels:
     if isa not in available_isas():
-        raise ConfigError(f"isa = {isa!r}, wanted one of {', '.join(available_isas())}")
+        raise ConfigError(f"isa = {shown(isa)}, wanted one of {', '.join(available_isas())}")
     return _core.Kernels(isa, threads)
 
 
 def _integer(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
-        raise error(f"{name} = {value!r}, wanted an integer in [{low}, {high}]")
+        raise error(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
     return int(value)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _real(name: str, value: Any, low: float = -_MAX_FLOAT32) -> float:
+    if not _is_real(value) or not low <= value <= _MAX_FLOAT32:
+        raise ConfigError(f"{name} = {shown(value)}, wanted a finite float32" + (" >= 0" if low == 0 else ""))
+    return float(value)
 
 
 def _size(name: str, value: Any) -> int:
@@ -146,21 +166,36 @@ def _words(array: Array) -> Array:
     return array.view(np.uint16) if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16" else array
 
 
-def _matrix(name: str, array: Array) -> Array:
-    """For what a default output takes its size from; the C side looks at the rest."""
+def _array(name: str, array: Array, dims: int | None = None) -> Array:
+    """For what a default output takes its size or dtype from; the C side looks at the rest."""
     array = _words(array)
     if not isinstance(array, np.ndarray):
         raise UnsupportedTensorError(f"{name} is a {type(array).__name__}, wanted a numpy array")
-    if array.ndim != 2:
-        raise ShapeError(f"{name} has {array.ndim} dims, wanted 2")
+    if dims is not None and array.ndim != dims:
+        raise ShapeError(f"{name} has {array.ndim} dims, wanted {dims}")
     return array
 
 
+def _matrix(name: str, array: Array) -> Array:
+    return _array(name, array, 2)
+
+
 def _matrices(name: str, array: Array) -> Array:
-    array = np.asarray(_words(array))
+    try:
+        array = np.asarray(_words(array))
+    except (TypeError, ValueError) as error:  # rows of several lengths
+        raise UnsupportedTensorError(f"{name} is no matrix: {plain(error)}") from error
     if array.ndim not in (2, 3):
         raise ShapeError(f"{name} has {array.ndim} dims, wanted 2, or 3 with groups")
     return array if array.ndim == 3 else array[None]
+
+
+def _new(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
+    """An output. MemoryError where memory is short; a size that no array can have is one of the arguments' making."""
+    try:
+        return make(shape, dtype)
+    except ValueError as error:
+        raise ShapeError(f"an output of shape {shown(shape)}, wanted one that can be addressed") from error
 
 
 def _optional(array: Array | None) -> Array | None:
@@ -168,8 +203,8 @@ def _optional(array: Array | None) -> Array | None:
 
 
 def _numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:
-    if dtype not in ("bfloat16", "float32"):
-        raise DTypeError(f"dtype={dtype!r}, wanted 'bfloat16' or 'float32'")
+    if not isinstance(dtype, str) or dtype not in ("bfloat16", "float32"):
+        raise DTypeError(f"dtype={shown(dtype)}, wanted 'bfloat16' or 'float32'")
     return np.uint16 if dtype == "bfloat16" else np.float32
 
 
@@ -187,8 +222,8 @@ def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, thre
     """[n, k], or [groups, n, k] for the matrices of a grouped gemm, in the packed layout: one dim. Converts like torch's .to()."""
     matrices = _matrices("weight", weight)
     size = packed_size(matrices.shape[1], matrices.shape[2])
-    out = np.zeros(len(matrices) * size, _numpy_dtype(dtype))
-    for group, matrix in enumerate(matrices):
+    out = _new((len(matrices) * size,), _numpy_dtype(dtype), np.zeros)
+    for group, matrix in enumerate(matrices if size else matrices[:1]):  # of nothing there may be 2^31 groups; one is looked at
         kernels(isa, threads).pack(out[group * size : (group + 1) * size], matrix, _LAYOUT_PACKED, 0)
     return out
 
@@ -199,8 +234,8 @@ def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | 
     if gates.shape != ups.shape:
         raise ShapeError(f"gate has shape {gates.shape} and up {ups.shape}, wanted the same ([groups, n, k])")
     size = 2 * packed_size(gates.shape[1], gates.shape[2])
-    out = np.zeros(len(gates) * size, _numpy_dtype(dtype))
-    for group, pair in enumerate(zip(gates, ups, strict=True)):
+    out = _new((len(gates) * size,), _numpy_dtype(dtype), np.zeros)
+    for group, pair in enumerate(zip(gates, ups, strict=True) if size else zip(gates[:1], ups[:1], strict=True)):  # as in pack
         for matrix, layout in zip(pair, (_LAYOUT_GATE, _LAYOUT_UP), strict=True):
             kernels(isa, threads).pack(out[group * size : (group + 1) * size], matrix, layout, 0)
     return out
@@ -210,10 +245,12 @@ def embed(
     ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden) is given."""
-    table = _matrix("table", table) if packed is None else _words(table)
+    ids, table = _array("ids", ids, 1), _matrix("table", table) if packed is None else _array("table", table)
+    if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
+        raise ShapeError(f"packed = {shown(packed)}, wanted (vocab, hidden)")
     vocab, hidden = table.shape if packed is None else packed
     vocab, hidden = _size("vocab", vocab), _size("hidden", hidden)
-    out = np.empty((len(ids), hidden), table.dtype) if out is None else _words(out)
+    out = _new((len(ids), hidden), table.dtype) if out is None else _words(out)
     kernels(isa, threads).embed(out, ids, table, packed is not None, vocab, hidden)
     return out
 
@@ -230,7 +267,7 @@ def rms_norm(
     threads: int = 1,
 ) -> Array:
     """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
-    residual = _words(residual)
+    residual, eps = _array("residual", residual), _real("eps", eps, 0.0)
     out = np.empty_like(residual) if out is None else _words(out)
     kernels(isa, threads).rms_norm(out, residual, _optional(x), _words(weight), eps)
     return out
@@ -251,7 +288,7 @@ def gemm(
     """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g; they
     begin with 0 and end with m."""
     x, n = _matrix("x", x), _size("n", n)
-    out = np.empty((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else _words(out)
+    out = _new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else _words(out)
     kernels(isa, threads).gemm(out, x, _words(w), _optional(bias), group_rows, n, False)
     return out
 
@@ -261,7 +298,7 @@ def gemm_swiglu(
 ) -> Array:
     """silu(gate) · up with w of pack_gate_up; n is the width of one of them."""
     x, n = _matrix("x", x), _size("n", n)
-    out = np.empty((x.shape[0], n), x.dtype) if out is None else _words(out)
+    out = _new((x.shape[0], n), x.dtype) if out is None else _words(out)
     kernels(isa, threads).gemm(out, x, _words(w), None, group_rows, n, True)
     return out
 
@@ -271,17 +308,17 @@ def kv_cache(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *
     """Zeroed (k, v) pages of one layer."""
     pages, heads = _size("num_pages", num_pages), _size("num_kv_heads", num_kv_heads)
     positions, dim = _size("page_size", page_size), _size("head_dim", head_dim)
-    k = np.zeros((pages, heads, _size("page_size * head_dim", positions * _round_up(dim, 32))), _numpy_dtype(dtype))
-    return k, np.zeros((pages, heads, positions * _round_up(dim, 16)), k.dtype)
+    k = _new((pages, heads, _size("page_size * head_dim", positions * _round_up(dim, 32))), _numpy_dtype(dtype), np.zeros)
+    return k, _new((pages, heads, positions * _round_up(dim, 16)), k.dtype, np.zeros)
 
 
 def rope_table(
     inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype."""
-    cos = np.empty((_size("num_positions", num_positions), len(inv_freq)), np.float32)
+    cos = _new((_size("num_positions", num_positions), len(_array("inv_freq", inv_freq, 1))), np.float32)
     sin = np.empty_like(cos)
-    _core.rope_table(cos, sin, inv_freq, scale, _numpy_dtype(dtype) is np.uint16)
+    _core.rope_table(cos, sin, inv_freq, _real("scale", scale), _numpy_dtype(dtype) is np.uint16)
     return cos, sin
 
 
@@ -310,12 +347,12 @@ def qk_rope_kv(
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
     qkv, num_heads, page_size = _matrix("qkv", qkv), _size("num_heads", num_heads), _size("page_size", page_size)
-    rows = qkv.shape[0]
-    out = np.empty((rows, num_heads, len(q_weight)), qkv.dtype) if out is None else _words(out)
+    rows, q_weight, eps = qkv.shape[0], _array("q_weight", q_weight, 1), _real("eps", eps, 0.0)
+    out = _new((rows, num_heads, len(q_weight)), qkv.dtype) if out is None else _words(out)
     flags = np.zeros(rows, np.uint8) if row_flags is None else row_flags
     caches = (_words(k_cache), _words(v_cache))
     kernels(isa, threads).qk_rope_kv(
-        out, qkv, _words(q_weight), _words(k_weight), cos, sin, positions, slots, *caches, flags, num_heads, page_size, eps
+        out, qkv, q_weight, _words(k_weight), cos, sin, positions, slots, *caches, flags, num_heads, page_size, eps
     )
     return out
 
@@ -342,7 +379,7 @@ def attention(
     Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. A run of a model's heads, with
     the kv heads that it reads, has the model's group, and as head0 the place of its first head within that head's group.
     """
-    q, page_size, window = _words(q), _size("page_size", page_size), _size("window", window)
+    q, scale, page_size, window = _array("q", q), _real("scale", scale), _size("page_size", page_size), _size("window", window)
     caches, group, head0 = (_words(k_cache), _words(v_cache)), _size("group", group), _size("head0", head0)
     out = np.empty_like(q) if out is None else _words(out)
     kernels(isa, threads).attention(out, q, *caches, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
@@ -363,7 +400,7 @@ def router(
 ) -> Routing:
     """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
     x, num_experts, top_k = _matrix("x", x), _size("num_experts", num_experts), _size("top_k", top_k)
-    routing = Routing(np.empty((x.shape[0], top_k), np.int32), np.empty((x.shape[0], top_k), np.float32))
+    routing = Routing(_new((x.shape[0], top_k), np.int32), _new((x.shape[0], top_k), np.float32))
     kernels(isa, threads).router(*routing, x, _words(w), bias, num_experts, renormalize)
     return routing
 
@@ -372,9 +409,9 @@ def permute(
     x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[Array, NDArray[np.int32], NDArray[np.int32]]:
     """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows, top_k])."""
-    x, num_experts = _matrix("x", x), _size("num_experts", num_experts)
-    x_out = np.empty((ids.size, x.shape[1]), x.dtype)
-    group_rows, place = np.empty(num_experts + 1, np.int32), np.empty_like(ids)
+    x, ids, num_experts = _matrix("x", x), _matrix("ids", ids), _size("num_experts", num_experts)
+    x_out = _new((ids.size, x.shape[1]), x.dtype)
+    group_rows, place = _new((num_experts + 1,), np.int32), np.empty_like(ids)
     kernels(isa, threads).permute(x_out, group_rows, place, x, ids, num_experts)
     return x_out, group_rows, place
 
@@ -390,9 +427,9 @@ def combine(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Each row's sum of gate · y[place] over its experts, by the contract's tree: [rows, hidden]."""
+    """Each row's sum of gate · y[place] over its experts, distinct in a row, by the contract's tree: [rows, hidden]."""
     y, ids, num_experts = _matrix("y", y), _matrix("ids", ids), _size("num_experts", num_experts)
-    out = np.empty((ids.shape[0], y.shape[1]), y.dtype) if out is None else _words(out)
+    out = _new((ids.shape[0], y.shape[1]), y.dtype) if out is None else _words(out)
     kernels(isa, threads).combine(out, y, place, ids, gates, num_experts)
     return out
 
@@ -411,7 +448,7 @@ def lm_head(
     """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1: none)."""
     x, vocab = _matrix("x", x), _size("vocab", vocab)
     rows = x.shape[0]
-    logits = np.empty((rows, vocab), np.float32) if keep_logits else None
+    logits = _new((rows, vocab), np.float32) if keep_logits else None
     logprobs = None if targets is None else np.empty(rows, np.float32)
     head = LmHead(logits, np.empty((rows, 2), np.float32), logprobs, np.zeros(rows, np.uint8))
     kernels(isa, threads).lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, _words(w), vocab)
@@ -474,7 +511,9 @@ def sample(
 ) -> Sampled:
     """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
     rows = _matrix("logits", logits).shape[0]
-    each = [params] * rows if isinstance(params, SampleParams) else list(params)
+    each = [params] * rows if isinstance(params, SampleParams) else list(params) if isinstance(params, Sequence) else [params]
+    if wrong := [p for p in each if not isinstance(p, SampleParams)]:
+        raise ConfigError(f"params has a {type(wrong[0]).__name__}, wanted SampleParams, one or a sequence of them")
     if len(each) != rows:
         raise ConfigError(f"{len(each)} params for {rows} rows")
     starts = np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32)
@@ -500,6 +539,6 @@ def top_logprobs(
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest id."""
     shape = (_matrix("logits", logits).shape[0], _size("k", k))
-    ids, logprobs = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    ids, logprobs = _new(shape, np.int32), _new(shape, np.float32)
     kernels(isa, threads).top_logprobs(ids, logprobs, logits, stats)
     return ids, logprobs

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollmesh import _core
+from rollmesh.errors import ConfigError
+from rollmesh.mesh import MAX_RANKS
+from rollmesh.show import shown
 from rollmesh.spec import ModelSpec
 
 
@@ -24,5 +27,8 @@ class Placement(NamedTuple):
 def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[Placement]:
     """Of every rank of a world of dp x tp, rank = dp index * tp + tp index. Raises rm.ConfigError naming the rule that is broken:
     at most 4096 ranks; ep is 1, tp or dp*tp; tp divides the query heads, ep the experts."""
+    for name, degree in (("tp", tp), ("dp", dp), ("ep", ep)):
+        if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
+            raise ConfigError(f"{name} = {shown(degree)}, wanted an integer in [1, {MAX_RANKS}]")
     table = _core.placement(spec.engine_values(1), tp, dp, ep)
     return [Placement(*(range(first, first + n) for first, n in ranges)) for ranges in table.tolist()]

@@ -20,6 +20,7 @@ from rollmesh.arguments import BYTES
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.outputs import CONTRACT_VERSION, CompletionOutput, Contract, RequestOutput, TopLogprobs
 from rollmesh.sampling import SamplingParams
+from rollmesh.show import shown
 from rollmesh.text import StopWatcher, TextCodec
 from rollmesh.views import RequestView
 
@@ -102,7 +103,7 @@ class Requests:
         watchers: list[StopWatcher] = []
         if params.stop:
             if self._codec is None:
-                raise RequestError(f"stop = {params.stop!r} needs text, and the generator has no tokenizer")
+                raise RequestError(f"stop = {shown(params.stop)} needs text, and the generator has no tokenizer")
             watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         number = self._generations + 1

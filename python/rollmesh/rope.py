@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError
+from rollmesh.show import listed, shown
 
 F32 = NDArray[np.float32]
 Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
 MAX_FLOAT = sys.float_info.max
-MOST_LISTED = 20  # of keys that a message names
 KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor"),
@@ -39,11 +38,6 @@ KEYS = frozenset(
         *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),  # longrope, llama3
     }
 )
-
-# Looks at a few elements of a container only: one that holds itself a thousand times over has more of them than can be printed.
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 4, 16, 16, 16, 16
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 300
 
 # The C library's float32 power, which torch calls too. A power in double, rounded, differs once in a thousand; NumPy's may be another.
 _powf = ctypes.CDLL(None).powf
@@ -71,26 +65,6 @@ class Rope:
         if not (np.isfinite(inv_freq).all() and (inv_freq >= 0).all() and math.isfinite(scale) and scale > 0):
             raise ConfigError(f"{settings} gives no finite frequencies")
         return inv_freq, scale
-
-
-def shown(value: Any) -> str:
-    """A value for a message: its repr, not more than a line of it, and never an error, or long in the making."""
-    try:
-        text = _SHORT.repr(value)
-    except (ValueError, RecursionError):  # of integers with thousands of digits
-        return f"a {type(value).__name__} too large to print"
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def listed(items: Iterable[tuple[Any, ...]]) -> str:
-    """Keys, or keys with values, for a message: key=value, …, the first of many."""
-    every = list(items)
-    first = ", ".join("=".join([_shown_key(key), *map(shown, value)]) for key, *value in every[:MOST_LISTED])
-    return first if len(every) <= MOST_LISTED else f"{first} and {len(every) - MOST_LISTED} more"
-
-
-def _shown_key(key: Any) -> str:
-    return key if isinstance(key, str) and len(key) <= 100 and key.isprintable() else shown(key)
 
 
 # -------------------------------------------------------------------------------------------------- float32 power

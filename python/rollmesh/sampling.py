@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.errors import RequestError
+from rollmesh.show import shown
 
 MAX_SEED = 2**64
 MAX_INT32 = 2**31 - 1
@@ -57,7 +58,7 @@ class SamplingParams:
         self._real("temperature", 0.0, MAX_FLOAT32, "a finite float32 >= 0")
         self._real("top_p", 0.0, 1.0, "a number in (0, 1]")
         if not self.top_p > 0.0:
-            raise RequestError(f"top_p = {self.top_p!r}, wanted a number in (0, 1]")
+            raise RequestError(f"top_p = {shown(self.top_p)}, wanted a number in (0, 1]")
         self._real("min_p", 0.0, 1.0, "a number in [0, 1]")
         self._integer("top_k", -1, MAX_INT32)
         if self.top_k == 0:  # vLLM takes 0 as "all" too
@@ -72,37 +73,37 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_INT32)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos = {self.ignore_eos!r}, wanted a bool")
+            raise RequestError(f"ignore_eos = {shown(self.ignore_eos)}, wanted a bool")
         object.__setattr__(self, "stop", self._strings())
         object.__setattr__(self, "stop_token_ids", self._ids())
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise RequestError(f"{name} = {value!r}, wanted an integer")
+            raise RequestError(f"{name} = {shown(value)}, wanted an integer")
         if not low <= int(value) <= high:
-            raise RequestError(f"{name} = {value}, wanted an integer in [{low}, {high}]")
+            raise RequestError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
         object.__setattr__(self, name, int(value))
 
     def _real(self, name: str, low: float, high: float, wanted: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)) or not low <= value <= high:
-            raise RequestError(f"{name} = {value!r}, wanted {wanted}")
+            raise RequestError(f"{name} = {shown(value)}, wanted {wanted}")
         if 0.0 < value < MIN_FLOAT32:
-            raise RequestError(f"{name} = {value!r} is not 0, but below {MIN_FLOAT32}, the smallest normal float32")
+            raise RequestError(f"{name} = {shown(value)} is not 0, but below {MIN_FLOAT32}, the smallest normal float32")
         object.__setattr__(self, name, float(value))
 
     def _strings(self) -> tuple[str, ...]:
         strings: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
-            raise RequestError(f"stop = {self.stop!r}, wanted a non-empty string or a sequence of them")
+            raise RequestError(f"stop = {shown(self.stop)}, wanted a non-empty string or a sequence of them")
         return tuple(strings)
 
     def _ids(self) -> tuple[int, ...]:
         ids: Any = self.stop_token_ids
         if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise RequestError(f"stop_token_ids = {ids!r}, wanted a sequence of token ids")
+            raise RequestError(f"stop_token_ids = {shown(ids)}, wanted a sequence of token ids")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) <= MAX_INT32:
-                raise RequestError(f"stop_token_ids has {token!r}, wanted token ids >= 0")
+                raise RequestError(f"stop_token_ids has {shown(token)}, wanted token ids >= 0")
         return tuple(int(token) for token in ids)

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.arguments import REAL
 from rollmesh.errors import ConfigError, NumericsError
 from rollmesh.outputs import SelfTestReport
 from rollmesh.sampling import SamplingParams
+from rollmesh.show import shown
 
 if TYPE_CHECKING:
     from rollmesh.generator import Generator
@@ -48,8 +50,8 @@ def run_self_test(
     """See Generator.self_test."""
     if threshold is None:
         threshold = THRESHOLDS[generator.dtype]
-    if not threshold >= 0.0:
-        raise ConfigError(f"threshold = {threshold!r}, wanted a number >= 0")
+    if isinstance(threshold, bool) or not isinstance(threshold, REAL) or not threshold >= 0.0:
+        raise ConfigError(f"threshold = {shown(threshold)}, wanted a number >= 0")
     if prompts is None:
         length = min(8, max(1, generator.max_model_len - max_tokens))
         prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))

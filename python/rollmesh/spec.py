@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from rollmesh import rope as _rope
 from rollmesh.errors import ConfigError, FormatError
-from rollmesh.rope import MAX_FLOAT, listed, shown
+from rollmesh.rope import MAX_FLOAT
+from rollmesh.show import listed, shown
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 

@@ -30,6 +30,7 @@ from rollmesh.errors import (
     VersionError,
 )
 from rollmesh.outputs import SyncReport
+from rollmesh.show import shown
 from rollmesh.views import ManifestEntry, SyncValues
 
 MODES = ("staged", "inplace")
@@ -55,16 +56,16 @@ class SyncOptions:
         for name in ("cast", "strict", "keep_kv", "allow_nonfinite", "allow_bias_removal"):
             object.__setattr__(self, name, boolean(name, getattr(self, name)))
         if not isinstance(self.mode, str) or self.mode not in MODES:
-            raise ConfigError(f"mode = {self.mode!r}, wanted one of {', '.join(MODES)}")
+            raise ConfigError(f"mode = {shown(self.mode)}, wanted one of {', '.join(MODES)}")
         if not isinstance(self.inflight, str) or self.inflight not in INFLIGHT:
-            raise ConfigError(f"inflight = {self.inflight!r}, wanted one of {', '.join(INFLIGHT)}")
+            raise ConfigError(f"inflight = {shown(self.inflight)}, wanted one of {', '.join(INFLIGHT)}")
         if self.keep_kv and self.inflight != "keep":
-            raise ConfigError(f"keep_kv=True goes with inflight='keep', not {self.inflight!r}")
+            raise ConfigError(f"keep_kv=True goes with inflight='keep', not {shown(self.inflight)}")
         if self.version is None:
             return
         version: object = self.version
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= int(version) < 2**63:
-            raise VersionError(f"version = {version!r}, wanted an integer in [0, 2^63)")
+            raise VersionError(f"version = {shown(version)}, wanted an integer in [0, 2^63)")
         object.__setattr__(self, "version", int(version))
 
     def begin(self, engine: _core.Engine) -> None:

@@ -18,9 +18,7 @@ from rollmesh import errors
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
 
 Array = NDArray[Any]
-RECORDS: dict[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (Contract, TopLogprobs, CompletionOutput, RequestOutput)
-}
+RECORDS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Contract, TopLogprobs, CompletionOutput, RequestOutput)}
 
 
 def encode(value: Any) -> bytes:
@@ -89,5 +87,6 @@ class _Reader:
 
 def _error(name: str, message: str) -> Exception:
     """The exception of that name, of ours or one that a tokenizer may raise; another's name stands before its message."""
-    kind = getattr(errors, name, None) if name in errors.__all__ else {"MemoryError": MemoryError, "StateError": errors.StateError}.get(name)
-    return kind(message) if kind is not None else errors.Error(f"{name}: {message}")
+    if name in errors.__all__:
+        return getattr(errors, name)(message)  # type: ignore[no-any-return]
+    return MemoryError(message) if name == "MemoryError" else errors.Error(f"{name}: {message}")

@@ -20,6 +20,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "common/option.h"
 #include "common/tiny.h"
 
 enum { MANY = 70, FEW = 6, LAST = 5 };   // requests in a life; their table grows at 64
@@ -307,8 +308,10 @@ static void one_model(tiny_kind kind, rm_dtype dtype, int many) {
 }
 
 int main(int argc, char **argv) {
-  const long only = tiny_option(argc, argv, "kind", -1), many = tiny_option(argc, argv, "adds", MANY);
-  if (many < 1 || many > MANY) tiny_die("--adds %ld is not in [1, %d]", many, MANY);
+  long only = -1, many = MANY;
+  option_read(
+      argc, argv,
+      (option[]){{"kind", .least = -1, .most = TINY_N_KIND - 1, .count = &only}, {"adds", .least = 1, .most = MANY, .count = &many}, {0}});
   for (int kind = 0; kind < TINY_N_KIND; kind++)
     if (only < 0 || only == kind) one_model((tiny_kind)kind, kind == TINY_TIED ? RM_F32 : RM_BF16, (int)many);
   return 0;

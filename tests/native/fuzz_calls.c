@@ -462,7 +462,7 @@ static void check_counts(void) {
 
 int main(int argc, char **argv) {
   static scene s;
-  s.f = fuzz_begin(argc, argv, 2000);
+  s.f = fuzz_begin(argc, argv, 2000, 5);
   while (fuzz_next_case(&s.f)) one_sequence(&s);
   const long cases = s.f.at - s.f.first;
   report(&s, cases);

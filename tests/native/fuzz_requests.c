@@ -465,7 +465,7 @@ static void check_counts(const scene *s) {
 
 int main(int argc, char **argv) {
   static scene s;
-  s.f = fuzz_begin(argc, argv, 100000);
+  s.f = fuzz_begin(argc, argv, 100000, 4);
   s.prompt = block_of(LONGEST, sizeof *s.prompt);
   s.stops = block_of(VOCAB, sizeof *s.stops);
   s.logits = block_of((size_t)LONGEST * VOCAB, sizeof *s.logits);

@@ -472,7 +472,7 @@ static void print_counts(const char *before, const long counts[RM_N_CODE]) {
 
 int main(int argc, char **argv) {
   static scene s;
-  s.f = fuzz_begin(argc, argv, 200000);
+  s.f = fuzz_begin(argc, argv, 200000, 6);
   s.names = room_create(NAME_ROOM), s.data = room_create(DATA_ROOM), s.nowhere = room_create(4096);
   for (int i = 0; i < WORLDS; i++) create_world(&s.worlds[i], (tiny_kind)(i / 2), i % 2 ? RM_F32 : RM_BF16);
   long cases = 0, block = -1;

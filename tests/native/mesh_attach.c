@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include "base/memory.h"
 #include "common/ranks.h"
 #include "common/talk.h"
 #include "mesh/region_layout.h"
@@ -266,12 +267,54 @@ static void arguments(void) {
   rm_error_clear(&err);
 }
 
+// The n-th allocation of a rank 0 that nobody joins fails, for every n: no memory and no file is kept.
+static void no_memory(void) {
+  const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 0.02};
+  for (long n = 1, failed = 1; failed; n++) {
+    rm_error err = RM_ERROR_INIT;
+    rm_region *region;
+    char name[40];
+    snprintf(name, sizeof name, "memory-%d", (int)getpid());
+    rm_memory_fail_at(n, 1);
+    const rm_code code = rm_region_attach(name, 0, 1, &options, &region, &err);
+    failed = rm_memory_failed() > 0 && n < 3;   // the third is the message's
+    rm_memory_fail_at(0, 0);
+    if (code != (failed ? RM_E_MEMORY : RM_E_COLLECTIVE_TIMEOUT) || region) tiny_die("allocation %ld: %s", n, rm_code_name(code));
+    rm_error_clear(&err);
+    if (rm_memory_blocks() || ranks_left_behind(name)) tiny_die("allocation %ld: something was not given back", n);
+  }
+}
+
+// Buffers that no machine has: said by the call that claims them, not by a signal when they are written.
+static void want_too_much(int rank, ranks_word *word, void *arg) {
+  const scene *s = arg;
+  const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = (size_t)1 << 42, .timeout = s->timeout};
+  const int32_t members[] = {0, 1};
+  rm_region *region;
+  rm_comm *comm;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = rm_region_attach(s->name, rank, 1, &options, &region, &err);
+  if (!code) code = rm_region_comm(region, 0, members, 2, rank, &comm, &err);
+  ranks_ended(word, code, &err);
+}
+
+static void no_room(ranks *r) {
+  scene s = scene_of("buffers of 4 TiB", 2);
+  ranks_start(r, 2, want_too_much, &s);
+  for (int p = 0; p < 2; p++)
+    if (ranks_wait(r, p, s.what) || r->words[p].code != RM_E_CAPACITY || !strstr(r->words[p].text, "4398046511104 bytes"))
+      fail(&s, "rank %d has %s: %s", p, &r->words[p]);
+  if (ranks_left_behind(s.name)) tiny_die("%s: %s is still there", s.what, s.path);
+}
+
 int main(int argc, char **argv) {
   const long rounds = tiny_option(argc, argv, "rounds", 1);
   planted = (int)tiny_option(argc, argv, "plant", 0);
   ranks r = ranks_make();
   for (long round = 0; round < rounds; round++) {
     arguments();
+    no_memory();
+    no_room(&r);
     ranks_that_differ(&r);
     ranks_that_go(&r);
     rank_that_stops(&r);

@@ -414,6 +414,34 @@ static void refusals(void) {
   rm_region_release(region);
 }
 
+// The n-th allocation fails, for every n: nothing is made, nothing is kept, and the next try works.
+static void no_memory(void) {
+  const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 1};
+  const int32_t members[] = {0, 1};
+  int failures = 0;
+  for (long n = 1;; n++) {
+    rm_error err = RM_ERROR_INIT;
+    rm_region *region;
+    rm_comm *comm = NULL;
+    rm_memory_fail_at(n, 0);
+    rm_code code = rm_region_create(&options, &region, &err);
+    if (!code) code = rm_region_comm(region, 0, members, 2, 0, &comm, &err);
+    const int failed = rm_memory_failed() > 0;
+    rm_memory_fail_at(0, 0);
+    if (failed != (code == RM_E_MEMORY) || (code && comm)) tiny_die("allocation %ld: %s", n, rm_code_name(code));
+    rm_error_clear(&err);
+    if (code && region) {
+      tiny_must(rm_region_comm(region, 0, members, 2, 0, &comm, &err), &err);
+      failures++;
+    }
+    rm_comm_destroy(comm);
+    rm_region_release(region);
+    if (rm_memory_blocks()) tiny_die("allocation %ld: %zu blocks were not given back", n, rm_memory_blocks());
+    if (!failed) break;
+  }
+  if (failures != 2) tiny_die("%d allocations of a group failed, wanted 2", failures);
+}
+
 static void lone(uint64_t seed) {
   rm_error err = RM_ERROR_INIT;
   rm_comm *comm;
@@ -435,6 +463,7 @@ int main(int argc, char **argv) {
   fuzz f = fuzz_begin(argc, argv, 200);
   const long calls = tiny_option(argc, argv, "calls", 60);
   refusals();
+  no_memory();
   lone(f.seed);
   while (fuzz_next_case(&f)) {
     talk_case(&f, calls);

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "base/memory.h"
+#include "common/option.h"
 #include "common/tiny.h"
 #include "common/turn.h"
 
@@ -151,14 +152,20 @@ static void one_engine(scene *s) {
 
 int main(int argc, char **argv) {
   static scene s;
-  long turns = 0, requests = 0;
-  for (long round = 0; round < tiny_option(argc, argv, "rounds", 2); round++) {
+  long turns = 0, requests = 0, rounds = 2, n = 12, plant = 0;
+  uint64_t seed = 1;
+  option_read(argc, argv,
+              (option[]){{"rounds", .least = 1, .most = OPTION_MOST, .count = &rounds},
+                         {"requests", .least = 1, .most = MAX_REQUESTS, .count = &n},
+                         {"plant", .most = 1, .count = &plant},
+                         {"seed", .bits = &seed},
+                         {0}});
+  for (long round = 0; round < rounds; round++) {
     tiny_model *model = tiny_model_create(round % 2 ? TINY_DENSE : TINY_MOE, round % 4 < 2 ? RM_BF16 : RM_F32);
     s.model = model;
-    s.seed = (uint64_t)tiny_option(argc, argv, "seed", 1) + (uint64_t)round;
-    s.n = (int)tiny_option(argc, argv, "requests", 12);
-    s.plant = (int)tiny_option(argc, argv, "plant", 0);
-    if (s.n < 1 || s.n > MAX_REQUESTS) tiny_die("--requests %d is not in [1, %d]", s.n, MAX_REQUESTS);
+    s.seed = seed + (uint64_t)round;
+    s.n = (int)n;
+    s.plant = (int)plant;
     tiny_weights *weights = tiny_weights_create(model, s.seed);
     s.weights = weights;
     many_engines(&s);

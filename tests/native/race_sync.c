@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "common/option.h"
 #include "common/tiny.h"
 #include "common/turn.h"
 
@@ -22,8 +23,7 @@ typedef struct scene {
   const tiny_model *model;
   tiny_weights *sets[SETS];     // version v has the weights of set v % SETS
   uint64_t seed, want[SETS][REQUESTS];
-  int64_t n_versions;
-  int plant;
+  long n_versions, plant;
   rm_engine *unlocked;          // for the planted fault
   turn turn;
   atomic_int closed;
@@ -203,9 +203,12 @@ static void run(scene *s) {
 
 int main(int argc, char **argv) {
   static scene s;
-  s.n_versions = tiny_option(argc, argv, "versions", 12);
-  s.seed = (uint64_t)tiny_option(argc, argv, "seed", 1);
-  s.plant = (int)tiny_option(argc, argv, "plant", 0);
+  s.n_versions = 12, s.seed = 1;
+  option_read(argc, argv,
+              (option[]){{"versions", .least = 1, .most = OPTION_MOST, .count = &s.n_versions},
+                         {"plant", .most = 1, .count = &s.plant},
+                         {"seed", .bits = &s.seed},
+                         {0}});
   for (int kind = TINY_TIED; kind <= TINY_MOE; kind++) {
     tiny_model *model = tiny_model_create((tiny_kind)kind, RM_BF16);
     s.model = model;

@@ -11,9 +11,10 @@
 
 #include "base/memory.h"
 #include "base/team.h"
+#include "common/option.h"
 #include "common/tiny.h"
 
-enum { MAX_TEAM = 5, RUNS = 12, LINE = 8 };
+enum { MAX_TEAM = 5, RUNS = 12, LINE = 8, MAX_THREADS = 16 };
 
 typedef struct job {
   int64_t input;                // written by the caller before a run
@@ -76,22 +77,26 @@ static void *work(void *arg) {
 }
 
 int main(int argc, char **argv) {
-  const int n = (int)tiny_option(argc, argv, "threads", 4);
-  const int plant = (int)tiny_option(argc, argv, "plant", 0);
-  const uint64_t seed = (uint64_t)tiny_option(argc, argv, "seed", 1);
+  long n = 4, rounds = 40, plant = 0;
+  uint64_t seed = 1;
+  option_read(argc, argv,
+              (option[]){{"threads", .least = 1, .most = MAX_THREADS, .count = &n},
+                         {"rounds", .least = 1, .most = OPTION_MOST, .count = &rounds},
+                         {"plant", .most = 1, .count = &plant},
+                         {"seed", .bits = &seed},
+                         {0}});
   shared_team shared = {.lock = PTHREAD_MUTEX_INITIALIZER};
   rm_error err = RM_ERROR_INIT;
-  worker workers[16] = {0};
-  if (n < 1 || n > 16) tiny_die("--threads %d is not in [1, 16]", n);
+  worker workers[MAX_THREADS] = {0};
   tiny_must(rm_team_create(2, &shared.team, &err), &err);
   for (int i = 0; i < n; i++) {
-    workers[i] = (worker){.seed = tiny_mix(seed) + (uint64_t)i * 1000, .rounds = tiny_option(argc, argv, "rounds", 40), .plant = plant};
+    workers[i] = (worker){.seed = tiny_mix(seed) + (uint64_t)i * 1000, .rounds = rounds, .plant = plant != 0};
     workers[i].shared = &shared;
     if (pthread_create(&workers[i].thread, NULL, work, &workers[i])) tiny_die("no thread %d", i);
   }
   for (int i = 0; i < n; i++) pthread_join(workers[i].thread, NULL);
   rm_team_destroy(shared.team);
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
-  printf("race_team: %ld runs in %d threads\n", (long)n_runs, n);
+  printf("race_team: %ld runs in %ld threads\n", (long)n_runs, n);
   return 0;
 }

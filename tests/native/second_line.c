@@ -7,6 +7,7 @@
 #include <xmmintrin.h>
 
 #include "base/team.h"
+#include "common/option.h"
 #include "common/tiny.h"
 #include "engine/kv_cache.h"
 
@@ -80,7 +81,8 @@ static void workers_have_the_mode(void) {
     must(modes[i] == (DEFAULT | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO), "a thread of a team computed in the mode of who made it");
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+  option_read(argc, argv, (option[]){{0}});
   prefix_index();
   versions_grow();
   workers_have_the_mode();

@@ -1,11 +1,12 @@
 // tiny_run.c: a rollout of every tiny model under two versions, start to end: what valgrind watches, and the shortest program
 // over the engine. Prints one hash a model; for one family of instruction sets it is the same whatever RM_ISA and --threads.
 //
-//   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE]
+//   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE; 0 for a planted fault alone]
 //            [--plant 1: loses a block, 2: reads one that was freed; to see that either is found]
 #include <stdio.h>
 
 #include "base/memory.h"
+#include "common/option.h"
 #include "common/tiny.h"
 
 static uint64_t rollout(tiny_kind kind, rm_dtype dtype, int threads, int n) {
@@ -34,12 +35,18 @@ static void plant(long fault) {
 }
 
 int main(int argc, char **argv) {
-  const int threads = (int)tiny_option(argc, argv, "threads", 2), n = (int)tiny_option(argc, argv, "requests", 12);
-  const long fault = tiny_option(argc, argv, "plant", 0);
+  long threads = 2, n = 12, kinds = TINY_N_KIND, fault = 0;
+  option_read(argc, argv,
+              (option[]){{"threads", .least = 1, .most = 256, .count = &threads},
+                         {"requests", .least = 1, .most = 1 << 20, .count = &n},
+                         {"kinds", .most = TINY_N_KIND, .count = &kinds},
+                         {"plant", .most = 2, .count = &fault},
+                         {0}});
+  if (!kinds && !fault) option_refuse("--kinds 0 without --plant leaves nothing to run");
   if (fault) plant(fault);
-  const long kinds = tiny_option(argc, argv, "kinds", TINY_N_KIND);
   for (int kind = 0; kind < kinds; kind++)
     for (int dtype = RM_BF16; dtype <= RM_F32; dtype++)
-      printf("kind %d dtype %d hash %016llx\n", kind, dtype, (unsigned long long)rollout((tiny_kind)kind, (rm_dtype)dtype, threads, n));
+      printf("kind %d dtype %d hash %016llx\n", kind, dtype,
+             (unsigned long long)rollout((tiny_kind)kind, (rm_dtype)dtype, (int)threads, (int)n));
   return 0;
 }

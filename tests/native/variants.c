@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "common/option.h"
 #include "common/tiny.h"
 
 enum { REQUESTS = 12, PROMPTS = 4, LONGEST = 1100, GENERATED = 6, TOP = 3, PAGES = 200 };
@@ -151,8 +152,9 @@ static size_t check_model(tiny_kind kind, rm_dtype dtype, int plant, size_t comp
 }
 
 int main(int argc, char **argv) {
-  const int plant = (int)tiny_option(argc, argv, "plant", 0);
-  if (tiny_option(argc, argv, "quick", 0)) lengths[PROMPTS - 1] = 60;
+  long plant = 0, quick = 0;
+  option_read(argc, argv, (option[]){{"quick", .most = 1, .count = &quick}, {"plant", .most = 1, .count = &plant}, {0}});
+  if (quick) lengths[PROMPTS - 1] = 60;
   size_t compared[2] = {0}, differ = 0;   // words, logits
   int ran = 0;
   for (int isa = RM_ISA_AVX2; isa < RM_N_ISA; isa++) {
@@ -162,7 +164,7 @@ int main(int argc, char **argv) {
   }
   if (!ran) return 3;
   for (int kind = 0; kind <= TINY_WIDE; kind++)
-    for (int dtype = RM_BF16; dtype <= RM_F32; dtype++) differ += check_model((tiny_kind)kind, (rm_dtype)dtype, plant, compared);
+    for (int dtype = RM_BF16; dtype <= RM_F32; dtype++) differ += check_model((tiny_kind)kind, (rm_dtype)dtype, (int)plant, compared);
   if (rm_memory_blocks()) tiny_die("%zu blocks were not given back", rm_memory_blocks());
   printf("%zu of %zu words of rollouts differ, %zu raw logits among them\n", differ, compared[0], compared[1]);
   return differ != 0;

@@ -190,6 +190,8 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.name:36} {fault.title}")
         return 0
+    if shutil.which("patch") is None:
+        parser.error("patch is not installed")
     if options.into:
         return run(faults, options.into.resolve(), options.wide)
     with tempfile.TemporaryDirectory() as folder:

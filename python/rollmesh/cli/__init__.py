@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import rollmesh as rm
 from rollmesh.cli import bench, doctor, generate, grpo, plan
+from rollmesh.show import plain
 
 COMMANDS = {
     "grpo": (grpo, "train by GRPO as a TOML file describes it"),
@@ -31,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and (args.command != "generate" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
+    if rest:
+        args.prompts += rest  # what stands behind an option: argparse takes MODEL's prompts before it only
     try:
         status: int = COMMANDS[args.command][0].run(args)
         sys.stdout.flush()
@@ -41,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (rm.Error, MemoryError) as error:
         print(f"rollmesh {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # of a path that was given, or of a disk that is full
+        said = plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
+        print(f"rollmesh {args.command}: {type(error).__name__}: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

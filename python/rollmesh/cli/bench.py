@@ -75,7 +75,8 @@ def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_e
 
     step = max((seconds(DECODE_TOKENS) - seconds(1)) / (DECODE_TOKENS - 1), 1e-9)
     read = parameters.read_by(batch) * bytes_each
-    print(f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({batch} sequences, {step * 1e3:.2f} ms a step)")
+    together = f"{batch} sequence{'' if batch == 1 else 's'}"
+    print(f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({together}, {step * 1e3:.2f} ms a step)")
 
 
 def _best_of(call: Callable[[], object], times: int = 3) -> float:

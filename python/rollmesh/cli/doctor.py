@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.cli.options import TRAIN
+from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
+from rollmesh.show import plain, shown
 
 TINY = {
     "model_type": "qwen3",
@@ -83,8 +84,8 @@ def _kernels() -> list[tuple[str, str]]:
             text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
     cap = os.environ.get("RM_ISA")
-    why = f"capped by RM_ISA={cap}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
-    return [("chosen", f"{chosen}: {why}"), *rows]
+    why = f"capped by RM_ISA={shown(cap)}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    return [("chosen", f"{chosen}: {why}" if chosen in isa_states() else f"none: {chosen}"), *rows]
 
 
 def _isa_of(isa: str | None) -> str:
@@ -95,13 +96,15 @@ def _isa_of(isa: str | None) -> str:
         ) as generator:
             return str(generator.metrics()["isa"])
     except rm.Error as error:
-        return str(error)
+        return plain(error)
 
 
 def _training() -> list[tuple[str, str]]:
     rows = [(name, _version(name) or "missing") for name in TRAIN]
     if any(text == "missing" for _, text in rows):
-        rows.append(("to get them", "pip install 'rollmesh[train]'; without them generate, sync and bench work, `rollmesh grpo` does not"))
+        rows.append(
+            ("to get them", f"{INSTALL_TRAIN}; without them sync, bench and generate from token ids work, `rollmesh grpo` does not")
+        )
     return rows
 
 
@@ -115,7 +118,7 @@ def _gpu() -> list[tuple[str, str]]:
         ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
         ("NCCL", nccl or "missing: only needed for several GPUs (pip install nvidia-nccl-cu13)"),
         ("CUDA kernels", _cuda_kernels()),
-        ("in rollmesh", _device_answer("cuda")),
+        ('device="cuda"', _device_answer("cuda")),
     ]
 
 
@@ -136,7 +139,7 @@ def _device_answer(device: str) -> str:
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
-        return "not built into this version" if "not built" in str(error) else f"no: {error}"
+        return "refused: the engine for it is not built yet" if "not built" in str(error) else f"no: {error}"
     return "works"
 
 

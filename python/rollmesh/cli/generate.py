@@ -7,6 +7,7 @@ The generator itself reads no checkpoint. This command plays the trainer: it rea
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from rollmesh.cli.options import (
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
+from rollmesh.show import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     file = tokenizer_file(args.tokenizer or args.model)
     if args.tokenizer and file is None:
         raise rm.ConfigError(f"--tokenizer {args.tokenizer}: there is no tokenizer.json")
-    tokenizer = load_tokenizer(file) if file else None
+    readable = file is not None and not (args.ids and importlib.util.find_spec("tokenizers") is None)
+    tokenizer = load_tokenizer(file) if file is not None and readable else None
     prompts = _prompts(args, tokenizer, file)
     params = rm.SamplingParams(
         n=args.n,
@@ -154,7 +157,7 @@ def _ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as e:
-        raise rm.ConfigError(f"--ids: expected token ids such as 5,17,3, got {text!r}") from e
+        raise rm.ConfigError(f"--ids: expected token ids such as 5,17,3, got {shown(text)}") from e
 
 
 def _eos_ids(model: Path, config: dict[str, Any]) -> list[int]:

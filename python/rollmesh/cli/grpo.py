@@ -6,10 +6,13 @@ import argparse
 import importlib.util
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.cli.options import GENERATOR_KEYS, TRAIN, add_mesh
+from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
+from rollmesh.show import plain
 
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
@@ -32,20 +35,21 @@ def run(args: argparse.Namespace) -> int:
 
     config = run_config.load(args.config, overrides)
     out = _folder(args)
-    _environment()
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
     if missing:
-        raise rm.ConfigError(f"training needs {', '.join(missing)}: pip install 'rollmesh[train]'")
-    from rollmesh.grpo import loop
-    from rollmesh.grpo.progress import Display
+        raise rm.ConfigError(f"training needs {', '.join(missing)}: {INSTALL_TRAIN}")
+    with nullcontext() if args.out is None and args.resume is not None else _made(out):  # what is resumed is there
+        _environment()
+        from rollmesh.grpo import loop
+        from rollmesh.grpo.progress import Display
 
-    overridden = [text.partition("=")[0].strip() for text in overrides]
-    this, began = loop.prepare(config, args.resume, overridden), time.monotonic()
-    try:
-        with Display(args.config.stem, config.train.steps) as display:
-            lines = loop.train(this, out, display.show)
-    finally:
-        this.close()
+        overridden = [text.partition("=")[0].strip() for text in overrides]
+        this, began = loop.prepare(config, args.resume, overridden), time.monotonic()
+        try:
+            with Display(args.config.stem, config.train.steps) as display:
+                lines = loop.train(this, out, display.show)
+        finally:
+            this.close()
     evaluated = [m for m in lines if "eval_reward" in m]
     print(
         f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
@@ -61,9 +65,29 @@ def _folder(args: argparse.Namespace) -> Path:
     if args.out is None:
         numbered = (Path("runs") / f"{args.config.stem}-{i}" for i in range(1, 10_000))
         return next(folder for folder in numbered if not folder.exists())
-    if args.resume is None and (args.out / "metrics.jsonl").exists():
-        raise rm.ConfigError(f"--out {args.out}: a run is there already; --resume {args.out} goes on with it")
+    metrics = args.out / "metrics.jsonl"
+    if args.resume is None and metrics.is_file() and metrics.stat().st_size:  # empty: a run that ended before its first step
+        resumable = any(args.out.glob("checkpoints/step_*"))
+        advice = f"--resume {plain(args.out)} goes on with it" if resumable else "it has no checkpoint to go on from; choose another folder"
+        raise rm.ConfigError(f"--out {plain(args.out)}: a run is there already; {advice}")
     return Path(args.out)
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """The run folder, made before the seconds that a run prepares for: it may be one that cannot be written to. Gone again where
+    nothing came to stand in it."""
+    is_new = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise rm.ConfigError(f"{plain(out)}: {e.strerror}; expected a folder to write to") from e
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # not empty
+                out.rmdir()
 
 
 def _environment() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
+from rollmesh.show import plain
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib", "tensorboard")  # of the extra `train`
+INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
 GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
 
@@ -75,16 +77,18 @@ def read_model_config(where: Path) -> dict[str, Any]:
             return _from_toml(where)
         return read_json(where)
     except OSError as e:
-        raise rm.ConfigError(f"{e.filename}: {e.strerror}; expected a checkpoint or run folder, a config.json or a run's TOML") from e
+        raise rm.ConfigError(
+            f"{plain(e.filename or where)}: {e.strerror}; expected a checkpoint or run folder, a config.json or a run's TOML"
+        ) from e
 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        raise rm.ConfigError(f"{file}: {e}") from e
+        raise rm.ConfigError(f"{plain(file)}: {plain(e)}") from e
     if not isinstance(config, dict):
-        raise rm.ConfigError(f"{file}: expected an object, got {type(config).__name__}")
+        raise rm.ConfigError(f"{plain(file)}: expected an object, got {type(config).__name__}")
     return config
 
 
@@ -114,16 +118,22 @@ def tokenizer_file(where: Path) -> Path | None:
 def tokenizer_size(where: Path) -> int:
     file = tokenizer_file(where)
     if file is None:
-        raise rm.ConfigError(f"[model] vocab_size: not given, and there is no tokenizer at {where}")
-    return int(load_tokenizer(file).get_vocab_size())
+        raise rm.ConfigError(f"[model] vocab_size: not given, and there is no tokenizer at {plain(where)}")
+    content = read_json(file)  # not through the package tokenizers: a shape needs no tokenizer
+    try:
+        entries = content["model"]["vocab"]  # an object by token, or a list of [token, score]
+        tokens = set(entries) if isinstance(entries, dict) else {entry[0] for entry in entries}
+        return len(tokens | {added["content"] for added in content.get("added_tokens") or ()})
+    except (KeyError, TypeError, IndexError) as e:
+        raise rm.ConfigError(f"{plain(file)} is no tokenizer.json: it has no vocabulary") from e
 
 
 def load_tokenizer(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise rm.ConfigError("reading tokenizer.json needs the package tokenizers: pip install 'rollmesh[train]'") from e
+        raise rm.ConfigError(f"reading tokenizer.json needs the package tokenizers: {INSTALL_TRAIN}") from e
     try:
         return Tokenizer.from_file(str(file))
     except Exception as e:  # the package raises no narrower class
-        raise rm.ConfigError(f"{file} is no tokenizer.json: {e}") from e
+        raise rm.ConfigError(f"{plain(file)} is no tokenizer.json: {plain(e)}") from e

@@ -9,14 +9,15 @@ in tiles of 16 rows and 32 columns. A column "a rank" is of the rank that holds 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import rollmesh as rm
+from rollmesh.arguments import MAX_GIB
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
 from rollmesh.placement import Placement, placements
+from rollmesh.show import plain
 
 TILE_ROWS, TILE_COLS = 16, 32
 GIB = 2**30
@@ -70,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
     spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
     tp, dp, ep = (1 if given is None else given for given in (args.tp, args.dp, args.ep))
     ranks = placements(spec, tp, dp, ep)
-    if not 0 <= args.kv_cache_gib < math.inf:
-        raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a finite number >= 0")
+    if not 0 <= args.kv_cache_gib < MAX_GIB:
+        raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a number >= 0 and below {MAX_GIB}")
     dtype = args.dtype or "bfloat16"
     bytes_each = 2 if dtype == "bfloat16" else 4
     parameters = count_parameters(spec)
-    print(f"{args.model}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
+    print(f"{plain(args.model)}: {spec.num_hidden_layers} layers, {parameters.total:,} parameters, {parameters.active:,} used by a token")
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
     kinds = set(ranks)  # replicas are alike
     for m in matrices(spec):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import rollmesh as rm
 from rollmesh.grpo.tables import number, override, read_table, read_value
+from rollmesh.show import plain
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,9 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
-        raise rm.ConfigError(f"{file}: {e.strerror}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise rm.ConfigError(f"{file}: {e}") from e
+        raise rm.ConfigError(f"{plain(file)}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:  # no TOML, no UTF-8, a number of too many digits, nested too deeply
+        raise rm.ConfigError(f"{plain(file)}: {plain(e)}") from e
     for text in overrides:
         override(table, text)
     return from_dict(table, folder=str(file.parent))
@@ -198,7 +199,7 @@ def from_dict(table: Mapping[str, Any], folder: str = ".") -> Config:
     unknown = sorted(set(table) - set(sections))
     if unknown:
         what = "table" if isinstance(table[unknown[0]], dict) else "key"
-        raise rm.ConfigError(f"{unknown[0]}: no such {what}; there are {', '.join(sections)}")
+        raise rm.ConfigError(f"{plain(unknown[0])}: no such {what}; there are {', '.join(sections)}")
     hints = typing.get_type_hints(Config)
     values: dict[str, Any] = {}
     for name, f in sections.items():
@@ -239,6 +240,10 @@ def _check_together(c: Config) -> None:
         raise rm.ConfigError(f"[train] betas: expected two numbers in [0, 1), got {list(c.train.betas)}")
     if c.train.minibatches and c.rollout.prompts % c.train.updates:
         raise rm.ConfigError(f"[train] updates: {c.train.updates} minibatches do not divide [rollout] prompts={c.rollout.prompts}")
+    if c.train.dtype != c.generator.dtype and not c.sync.cast:
+        raise rm.ConfigError(
+            f"[sync] cast: expected true where [train] dtype={c.train.dtype} and [generator] dtype={c.generator.dtype} differ, got false"
+        )
     if c.rollout.max_tokens >= c.generator.max_model_len:
         raise rm.ConfigError(
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"

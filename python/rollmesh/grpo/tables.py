@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import rollmesh as rm
+from rollmesh.show import plain, shown
+
+INT64 = 2**63  # what TOML promises of an integer; Python reads any
 
 
 def number(default: Any, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
@@ -28,7 +31,7 @@ def read_table(cls: Any, table: Any, name: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in table:
         if key not in fields:
-            raise rm.ConfigError(f"[{name}] {key}: no such key; there are {', '.join(fields)}")
+            raise rm.ConfigError(f"[{name}] {plain(key)}: no such key; there are {', '.join(fields)}")
     hints = typing.get_type_hints(cls)
     return cls(**{k: read_value(fields[k], hints[k], v, f"[{name}] {k}") for k, v in table.items()})
 
@@ -56,6 +59,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
             raise rm.ConfigError(f"{where}: expected a list, got {show(value)}")
         return tuple(convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     kind = origin or hint
+    if isinstance(value, int) and not -INT64 <= value < INT64:
+        raise rm.ConfigError(f"{where}: expected a number of 64 bits, got {show(value)}")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -83,20 +88,22 @@ def override(table: dict[str, Any], text: str) -> None:
     """`train.lr=1e-3`: the value is TOML; what is not TOML is a plain string."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
-        raise rm.ConfigError(f"--set {text}: expected KEY=VALUE, such as train.lr=1e-3")
+        raise rm.ConfigError(f"--set {plain(text)}: expected KEY=VALUE, such as train.lr=1e-3")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
+    except (ValueError, RecursionError) as e:  # of too many digits, nested too deeply
+        raise rm.ConfigError(f"--set {plain(text)}: {plain(e)}") from e
     *tables, last = key.strip().split(".")
     for name in tables:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise rm.ConfigError(f"--set {text}: {name} is not a table")
+            raise rm.ConfigError(f"--set {plain(text)}: {plain(name)} is not a table")
     table[last] = parsed
 
 
 def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return f'"{value}"' if isinstance(value, str) and len(value) <= 100 and value.isprintable() else shown(value)

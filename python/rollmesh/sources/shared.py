@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import AuthError, CapacityError, DuplicateKeyError, FormatError, LimitError, NotSyncedError, StateError, VersionError
+from rollmesh.show import shown
 from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_name, describe, lay_out, parse, take
 
 MAGIC = b"rollmesh"
@@ -130,7 +131,7 @@ class SharedReader(Mapping[str, NDArray[Any]]):
     def __init__(self, address: str, *, verify: bool = True):
         folder, separator, self._nonce = address.rpartition(":")
         if not separator or not self._nonce:
-            raise AuthError(f"{address!r} is not an address of a SharedWriter")
+            raise AuthError(f"{shown(address)} is not an address of a SharedWriter")
         self._path = Path(folder) / CURRENT
         self._verify = verify
         self._block: NDArray[np.uint8] | None = None

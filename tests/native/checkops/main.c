@@ -10,6 +10,7 @@
 // exact allocations instead of guards. --plant flips one bit of a variant's output before it is compared, in one op: the run
 // must then fail. Exit status: 0, 1 for a difference, 2 for an error of use, 3 when there was no variant to compare.
 #include <inttypes.h>
+#include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,6 +20,7 @@
 #include <xmmintrin.h>
 
 #include "base/team.h"
+#include "common/option.h"
 #include "machine.h"
 #include "trial.h"
 
@@ -367,9 +369,9 @@ static int bench(void) {
 // ------------------------------------------------------------------------------------------------ command line
 static int usage(const char *word) {
   fprintf(stderr,
-          "checkops: %s is not an option, or its value is missing or not known; the head of tests/native/checkops/main.c lists them\n",
+          "checkops: %.40s is not an option, or its value is missing or not known; the head of tests/native/checkops/main.c lists them\n",
           word);
-  return 2;
+  return OPTION_REFUSED;
 }
 
 static int known_op(const char *name) {
@@ -400,11 +402,11 @@ static int parse(int argc, char **argv) {
     i++;
     if (strcmp(word, "--op") == 0 && known_op(value)) want.op = value;
     else if (strcmp(word, "--isa") == 0 && known_isa(value)) want.isa = value;
-    else if (strcmp(word, "--seed") == 0) want.seed = strtoull(value, NULL, 0);
-    else if (strcmp(word, "--trials") == 0) want.trials = strtoll(value, NULL, 0);
-    else if (strcmp(word, "--elements") == 0) want.elements = (int64_t)strtod(value, NULL);
-    else if (strcmp(word, "--seconds") == 0) want.seconds = strtod(value, NULL);
-    else if (strcmp(word, "--trial") == 0) want.one_trial = 1, want.trial = strtoull(value, NULL, 0);
+    else if (strcmp(word, "--seed") == 0) want.seed = option_bits("seed", value);
+    else if (strcmp(word, "--trials") == 0) want.trials = option_count("trials", value, 1, OPTION_MOST);
+    else if (strcmp(word, "--elements") == 0) want.elements = (int64_t)ceil(option_real("elements", value, 1e18));
+    else if (strcmp(word, "--seconds") == 0) want.seconds = option_real("seconds", value, 1e9);
+    else if (strcmp(word, "--trial") == 0) want.one_trial = 1, want.trial = option_bits("trial", value);
     else return usage(word);
   }
   return 0;

@@ -1,7 +1,7 @@
 // fuzz.h: what the mutators share: how many cases and for how long, a case that depends on the seed and its number alone, and
 // integers where mistakes live.
 //
-//   fuzz f = fuzz_begin(argc, argv, 100000);          // cases unless --cases or --seconds says otherwise
+//   fuzz f = fuzz_begin(argc, argv, 100000, 4);       // cases unless --cases or --seconds says otherwise; faults it can plant
 //   while (fuzz_next_case(&f)) { … fuzz_bits(&f) … }  // a failure says fuzz_where(&f): --seed 7 --first 1234 --cases 1 replays it
 //
 //   --cases N --seconds S (whichever ends first) --seed N --first N --plant K
@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <time.h>
 
+#include "common/option.h"
 #include "common/tiny.h"
 
 typedef struct fuzz {
@@ -27,11 +28,16 @@ static inline double fuzz_seconds(const fuzz *f) {
   return (double)(now.tv_sec - f->begin.tv_sec) + 1e-9 * (double)(now.tv_nsec - f->begin.tv_nsec);
 }
 
-static inline fuzz fuzz_begin(int argc, char **argv, long cases) {
-  fuzz f = {.seconds = tiny_option(argc, argv, "seconds", 0), .plant = tiny_option(argc, argv, "plant", 0)};
-  f.cases = tiny_option(argc, argv, "cases", f.seconds ? INT64_MAX : cases);
-  f.seed = (uint64_t)tiny_option(argc, argv, "seed", 1);
-  f.first = tiny_option(argc, argv, "first", 0);
+static inline fuzz fuzz_begin(int argc, char **argv, long cases, long plants) {
+  fuzz f = {.seed = 1};
+  option_read(argc, argv,
+              (option[]){{"cases", .least = 1, .most = OPTION_MOST, .count = &f.cases},
+                         {"seconds", .most = OPTION_MOST, .count = &f.seconds},
+                         {"first", .most = OPTION_MOST, .count = &f.first},
+                         {"plant", .most = plants, .count = &f.plant},
+                         {"seed", .bits = &f.seed},
+                         {0}});
+  if (!f.cases) f.cases = f.seconds ? OPTION_MOST : cases;
   f.at = f.first - 1;
   clock_gettime(CLOCK_MONOTONIC, &f.begin);
   return f;

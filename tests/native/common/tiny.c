@@ -27,12 +27,6 @@ void tiny_must(rm_code code, const rm_error *err) {
   if (code) tiny_die("%s: %s", rm_code_name(code), rm_error_message(err));
 }
 
-long tiny_option(int argc, char **argv, const char *name, long otherwise) {
-  for (int i = 1; i + 1 < argc; i++)
-    if (strncmp(argv[i], "--", 2) == 0 && strcmp(argv[i] + 2, name) == 0) return strtol(argv[i + 1], NULL, 0);
-  return otherwise;
-}
-
 uint64_t tiny_mix(uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;

@@ -74,5 +74,3 @@ uint64_t tiny_mix(uint64_t x);                                      // a bijecti
 uint64_t tiny_hash_bytes(uint64_t hash, const void *data, size_t bytes);
 void tiny_must(rm_code code, const rm_error *err);                  // ends the program unless RM_OK
 _Noreturn void tiny_die(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// `--name value` among the arguments, or what stands for it when it is not there.
-long tiny_option(int argc, char **argv, const char *name, long otherwise);

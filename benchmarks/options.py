@@ -1,0 +1,40 @@
+"""Types for argparse: numbers in a range. What would run nothing, or without end, is an error of use and no result."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+MOST = 10**9  # of counts that have no limit of their own
+SEEDS = 2**64 - 1
+THREADS = 256  # of machine.c and of an engine
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Whole numbers of [least, most]."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:  # no number, or one of more digits than Python reads
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number in [{least}, {most}]")
+        return value
+
+    return read
+
+
+def real(least: float, most: float) -> Callable[[str], float]:
+    """Numbers of [least, most], and so no NaN."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number in [{least:g}, {most:g}]")
+        return value
+
+    return read

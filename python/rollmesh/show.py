@@ -1,0 +1,44 @@
+"""How a value stands in a message: on one line, bounded, and never an error of its own. Whatever a caller can get wrong may be a
+megabyte long, hold itself a thousand times over, or be an integer of more digits than Python prints.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+MOST = 200  # characters of a value
+MOST_LISTED = 20  # keys that a message names
+
+# Looks at a few elements of a container only: one that holds itself a thousand times over has more of them than can be printed.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict, _SHORT.maxset = 4, 16, 16, 16, 16
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 300
+
+
+def shown(value: Any) -> str:
+    """A value: its repr, not more than a line of it, and never an error, or long in the making."""
+    try:
+        text = _SHORT.repr(value)
+    except (ValueError, RecursionError):  # of integers with thousands of digits
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= MOST else f"{text[:MOST]}…"
+
+
+def plain(text: object) -> str:
+    """A path, a key or another error's words, without quotes: what does not print is escaped, the end of a long one left out."""
+    whole = str(text)
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in whole[:MOST])
+    return line if len(whole) <= MOST else f"{line}…"
+
+
+def listed(items: Iterable[tuple[Any, ...]]) -> str:
+    """Keys, or keys with values: key=value, …, the first of many."""
+    every = list(items)
+    first = ", ".join("=".join([_shown_key(key), *map(shown, value)]) for key, *value in every[:MOST_LISTED])
+    return first if len(every) <= MOST_LISTED else f"{first} and {len(every) - MOST_LISTED} more"
+
+
+def _shown_key(key: Any) -> str:
+    return key if isinstance(key, str) and len(key) <= 100 and key.isprintable() else shown(key)
