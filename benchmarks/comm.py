@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.options import real, whole
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 SIZES = (64, 1024, 16 << 10, 256 << 10, 4 << 20)
+TRANSPORTS = ("threads", "shm", "gloo")
+MAX_RANKS = 64  # that share a region
 RUNS = 7
 Row = dict[str, Any]
 
@@ -33,7 +37,10 @@ def measure(transport: str, ranks: int, buffer_bytes: int, seconds: float, folde
     if not program.exists():
         core = [*ROOT.glob("csrc/mesh/*.c"), ROOT / "csrc/base/status.c", ROOT / "csrc/base/memory.c"]
         flags = ["-std=gnu11", "-O3", "-pthread", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'kernels'}"]
-        subprocess.run(["gcc", *flags, str(HERE / "comm.c"), *map(str, core), "-lm", "-o", str(program)], check=True)
+        subprocess.run(
+            [*shlex.split(os.environ.get("CC", "gcc")), *flags, str(HERE / "comm.c"), *map(str, core), "-lm", "-o", str(program)],
+            check=True,
+        )
     command = [str(program), transport, str(ranks), str(buffer_bytes), str(seconds)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -109,28 +116,39 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A list of what `read` takes, separated by commas."""
+    return lambda text: [read(word) for word in text.split(",")]
+
+
+def transport(text: str) -> str:
+    if text not in TRANSPORTS:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not one of {', '.join(TRANSPORTS)}")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comm", description=__doc__)
-    parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks, separated by commas")
-    parser.add_argument("--transports", default="threads,shm,gloo")
-    parser.add_argument("--buffer-bytes", type=int, default=1 << 20, help="of a region")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of each run, about")
+    parser.add_argument("--ranks", type=several(whole(1, MAX_RANKS)), default=[2, 4, 8], help="separated by commas")
+    parser.add_argument("--transports", type=several(transport), default=list(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
+    parser.add_argument("--buffer-bytes", type=whole(1), default=1 << 20, help="of a region")
+    parser.add_argument("--seconds", type=real(1e-3, 60), default=0.05, help="of each run, about")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--gloo-at", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.gloo_at:
-        gloo_rank(args.rank, int(args.ranks), args.gloo_at, args.seconds)
+        gloo_rank(args.rank, args.ranks[0], args.gloo_at, args.seconds)
         return
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rollmesh-") as name:
-        for ranks in map(int, args.ranks.split(",")):
-            for transport in args.transports.split(","):
-                folder = Path(name)
-                if transport == "gloo":
+        folder = Path(name)
+        for ranks in args.ranks:
+            for kind in args.transports:
+                if kind == "gloo":
                     rows += measure_gloo(ranks, args.seconds, folder)
                 else:
-                    rows += measure(transport, ranks, args.buffer_bytes, args.seconds, folder)
+                    rows += measure(kind, ranks, args.buffer_bytes, args.seconds, folder)
     if args.json:
         print(json.dumps({"machine": machine.describe(), "rows": rows}))
         return

@@ -278,7 +278,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyMethodDef functions[] = {
-    {"attach", attach, METH_VARARGS, "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control), None where alone."},
+    {"attach", attach, METH_VARARGS,
+     "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control), None where alone."},
     {0},
 };
 

@@ -414,7 +414,8 @@ static PyMethodDef methods[] = {
     METHOD("abort", engine_abort, METH_O, "Ends a request; what was generated stays readable."),
     METHOD("release", engine_release, METH_O, "Forgets a finished request."),
     METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
-    METHOD("step", engine_step, METH_NOARGS, "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
+    METHOD("step", engine_step, METH_NOARGS,
+           "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
     METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
     METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
     METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),
@@ -445,8 +446,9 @@ int rm_engine_type_add(PyObject *module) {
       {Py_tp_traverse, engine_traverse},
       {Py_tp_clear, engine_clear},
       {Py_tp_methods, methods},
-      {Py_tp_doc, "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a time. ends: (rank, tp, ep, world) Comms "
-                  "where this process is one rank of several."},
+      {Py_tp_doc,
+       "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a time. ends: (rank, tp, ep, world) Comms "
+       "where this process is one rank of several."},
       {0, NULL},
   };
   PyType_Spec spec = {

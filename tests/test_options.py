@@ -18,6 +18,9 @@ DRIVERS = {
     "fuzz_calls": ("--cases", "0"),
     "fuzz_requests": ("--seconds", "-5"),
     "fuzz_weights": ("--first", "-1"),
+    "mesh_attach": ("--rounds", "0"),
+    "mesh_comm": ("--cases", "0"),
+    "mesh_kill": ("--kills", "0"),
     "race_engine": ("--requests", "257"),
     "race_sync": ("--versions", "-1"),
     "race_team": ("--rounds", "0"),
@@ -64,6 +67,7 @@ def test_seeds_are_64_bits(native: Callable[..., Path], seed: str) -> None:
         *("fuzz --processes -1", "fuzz --processes 0", "fuzz --processes x", "fuzz --seed -1", "fuzz --seed 99999999999999999999"),
         *("machine --threads 0", "machine --threads -1", "machine --threads 100000", "machine --gib nan", "machine --gib -1"),
         *("machine --gib 0", "machine --gib 1e9", "machine --seconds nan", "machine --seconds -1", "machine --seconds inf"),
+        *("comm --ranks 0", "comm --ranks 2,65", "comm --ranks x", "comm --transports tcp", "comm --buffer-bytes 0", "comm --seconds nan"),
         *("soak --syncs -1", "soak --seed -1", "soak --syncs 0 --lives 0 --requests 0"),
     ],
 )

@@ -138,7 +138,8 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   *out = NULL;
   rm_code code = check_options(spec, options, err);
   if (code) return code;
-  if ((code = rm_rank_check(&options->rank, spec, err))) return code;
+  const rm_rank rank = options->rank.mesh.tp ? options->rank : rm_rank_alone();
+  if ((code = rm_rank_check(&rank, spec, err))) return code;
   const rm_kernels *kernels = options->kernels ? options->kernels : rm_kernels_best();
   if (!kernels)
     return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
@@ -148,6 +149,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->kernels = kernels;
   engine->options = *options;
   engine->options.eos_ids = NULL;
+  engine->options.rank = rank;
   engine->next_id = 1;
   rm_list_init(&engine->waiting);
   rm_list_init(&engine->active);
@@ -215,18 +217,18 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
   return code;
 }
 
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, int *more, rm_error *err) {
+int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
+
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   *n_work = 0;
-  if (more) *more = 0;
+  engine->had_work = 0;
   if (engine->asleep)
     return rm_fail(err, RM_E_STATE, "a step while %s asleep", engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a step before any weights were synced");
   if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
-  int anyone;
-  rm_code code = someone_has_work(engine, &anyone, err);
+  rm_code code = someone_has_work(engine, &engine->had_work, err);
   if (code) return lose(engine, code, err);
-  if (more) *more = anyone;
-  if (!anyone) return RM_OK;
+  if (!engine->had_work) return RM_OK;
   const uint32_t saved = rm_fp_enter();
   const double start = now();
   rm_schedule(engine);

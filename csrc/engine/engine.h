@@ -31,7 +31,7 @@ typedef struct rm_engine_options {
   int prefix_caching;
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
-  rm_rank rank;                 // rm_rank_alone(), or a place on a mesh; its comms are views
+  rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
 } rm_engine_options;
 
 // kind of work
@@ -94,9 +94,10 @@ void rm_engine_destroy(rm_engine *engine);
 
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
 rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err);   // add's refusals, nothing added
-// One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused). *more (or NULL):
-// somebody who steps together with this rank had work, perhaps this rank.
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, int *more, rm_error *err);
+// One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused).
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
+// Whether in the last step this rank, or one that steps together with it, had work.
+int rm_engine_had_work(const rm_engine *engine);
 int64_t rm_engine_unfinished(const rm_engine *engine);
 // Requests finished since the last call, at most capacity of them.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);

@@ -20,7 +20,6 @@ typedef struct rm_member {      // one rank
   rm_code code;                 // of the job at hand
   rm_error err;
   int64_t n_work;
-  int more;
   rm_sync_report report;
 } rm_member;
 
@@ -273,7 +272,7 @@ rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, r
 
 static rm_code step_member(rm_member *member, void *arg) {
   (void)arg;
-  return rm_engine_step(member->engine, &member->n_work, &member->more, &member->err);
+  return rm_engine_step(member->engine, &member->n_work, &member->err);
 }
 
 rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err) {
@@ -281,7 +280,7 @@ rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err
   *n_work = *more = 0;
   for (int d = 0; d < ranks->n_replicas; d++) {
     *n_work += ranks->members[d * ranks->per_replica].n_work;
-    *more |= ranks->members[d * ranks->per_replica].more;
+    *more |= rm_engine_had_work(leader(ranks, d));
   }
   return code;
 }

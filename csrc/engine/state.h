@@ -89,6 +89,7 @@ struct rm_engine {
   int64_t n_groups;
   uint64_t next_id, next_order;
   int paused;
+  int had_work;                 // in the last step, this rank or one that steps together with it
   rm_error lost;                // RM_OK, or why this engine cannot step any more
   unsigned asleep;
   rm_engine_stats stats;

@@ -25,7 +25,6 @@
 #define FOLDER "/dev/shm"
 static const char MAGIC[16] = "rollmesh region";
 enum { NAME_MAX_LENGTH = 200, RETRY_MS = 2, LOCK_TRIES = 500 };
-static const double SLICE = 0.01; // as in region_wait.c
 
 typedef struct attaching {
   rm_region *region; // its file once there is one

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 
 #include "base/memory.h"
+#include "common/option.h"
 #include "common/ranks.h"
 #include "common/talk.h"
 #include "mesh/region_layout.h"
@@ -26,7 +27,8 @@ typedef struct scene {
   int calls;
 } scene;
 
-static int planted, n_scenes;
+static int n_scenes;
+static long planted;
 
 static void fail(const scene *s, const char *format, int rank, const ranks_word *word) {
   char text[800];
@@ -308,8 +310,8 @@ static void no_room(ranks *r) {
 }
 
 int main(int argc, char **argv) {
-  const long rounds = tiny_option(argc, argv, "rounds", 1);
-  planted = (int)tiny_option(argc, argv, "plant", 0);
+  long rounds = 1;
+  option_read(argc, argv, (option[]){{"rounds", .least = 1, .most = 1000, .count = &rounds}, {"plant", .most = 1, .count = &planted}, {0}});
   ranks r = ranks_make();
   for (long round = 0; round < rounds; round++) {
     arguments();

@@ -8,7 +8,7 @@
 // Deadlines: ranks that come when their deadlines pass, some of them while they fill a large buffer. Whether a call is made is decided
 // once: it succeeds on all ranks or on none.
 //
-//   mesh_comm [--cases 200] [--seconds S] [--calls 60] [--seed 1] [--first 0]
+//   mesh_comm [--cases 200] [--seconds S] [--seed 1] [--first 0]
 //     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may still read
 //             3: a fault case in which nothing is wrong   (each must end in a failure)
 #include <pthread.h>
@@ -460,13 +460,12 @@ static void lone(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
-  fuzz f = fuzz_begin(argc, argv, 200);
-  const long calls = tiny_option(argc, argv, "calls", 60);
+  fuzz f = fuzz_begin(argc, argv, 200, 3);
   refusals();
   no_memory();
   lone(f.seed);
   while (fuzz_next_case(&f)) {
-    talk_case(&f, calls);
+    talk_case(&f, 60);
     fault_case(&f, (fault)(f.at % N_FAULT));
     race_case(&f);
   }

@@ -148,14 +148,22 @@ static int by_size(const void *a, const void *b) {
 }
 
 int main(int argc, char **argv) {
-  fuzz f = fuzz_begin(argc, argv, tiny_option(argc, argv, "kills", 30));
+  fuzz f = {.seed = 1, .cases = 30};
+  long without_pidfd = 0;
+  option_read(argc, argv,
+              (option[]){{"kills", .least = 1, .most = 1000 * 1000, .count = &f.cases},
+                         {"first", .most = OPTION_MOST, .count = &f.first},
+                         {"without-pidfd", .most = 1, .count = &without_pidfd},
+                         {"plant", .most = 2, .count = &f.plant},
+                         {"seed", .bits = &f.seed},
+                         {0}});
+  f.at = f.first - 1;
   double *seconds = calloc((size_t)f.cases + 1, sizeof *seconds);
   long n = 0, attaching = 0, calls = 0;
-  const int without_pidfd = (int)tiny_option(argc, argv, "without-pidfd", 0);
   ranks r = ranks_make();
   if (!seconds) tiny_die("no memory for %ld cases", f.cases);
   while (fuzz_next_case(&f)) {
-    const double taken = kill_case(&f, &r, without_pidfd, &calls);
+    const double taken = kill_case(&f, &r, (int)without_pidfd, &calls);
     if (taken < 0) attaching++;
     else seconds[n++] = taken;
   }
