@@ -121,7 +121,7 @@ def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [read(word) for word in text.split(",")]
 
 
-def transport(text: str) -> str:
+def known_transport(text: str) -> str:
     if text not in TRANSPORTS:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not one of {', '.join(TRANSPORTS)}")
     return text
@@ -130,7 +130,7 @@ def transport(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comm", description=__doc__)
     parser.add_argument("--ranks", type=several(whole(1, MAX_RANKS)), default=[2, 4, 8], help="separated by commas")
-    parser.add_argument("--transports", type=several(transport), default=list(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
+    parser.add_argument("--transports", type=several(known_transport), default=list(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
     parser.add_argument("--buffer-bytes", type=whole(1), default=1 << 20, help="of a region")
     parser.add_argument("--seconds", type=real(1e-3, 60), default=0.05, help="of each run, about")
     parser.add_argument("--json", action="store_true", help="print JSON")
