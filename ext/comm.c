@@ -218,11 +218,12 @@ static void comm_dealloc(PyObject *object) {
 }
 
 // ------------------------------------------------------------------------------------------------ shared memory
-enum { GROUP_TP, GROUP_EP, GROUP_WORLD, GROUP_CONTROL, N_GROUPS, BUFFER_BYTES = 1 << 20 };
+enum { GROUP_TP, GROUP_EP, GROUP_WORLD, GROUP_CONTROL, GROUP_LOCKSTEP, N_GROUPS, BUFFER_BYTES = 1 << 20 };
 
 static rm_code attach_groups(const rm_mesh *mesh, const char *name, int rank, uint64_t nonce, double timeout, rm_comm *ends[N_GROUPS],
                              rm_error *err) {
-  static const rm_axis axes[] = {RM_AXIS_TP, RM_AXIS_EP};
+  const rm_axis together = mesh->ep > mesh->tp ? RM_AXIS_EP : RM_AXIS_TP;
+  const rm_axis axes[N_GROUPS] = {[GROUP_TP] = RM_AXIS_TP, [GROUP_EP] = RM_AXIS_EP, [GROUP_LOCKSTEP] = together};
   const int world = rm_mesh_world(mesh);
   const rm_region_options options = {.world = world, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = timeout};
   rm_region *region;
@@ -230,7 +231,7 @@ static rm_code attach_groups(const rm_mesh *mesh, const char *name, int rank, ui
   rm_code code = rm_region_attach(name, rank, nonce, &options, &region, err);
   if (code) return code;
   for (int group = 0; group < N_GROUPS && !code; group++) {
-    const rm_peers peers = group >= GROUP_WORLD ? (rm_peers){0, 1, world} : rm_mesh_peers(mesh, rank, axes[group]);
+    const rm_peers peers = group == GROUP_WORLD || group == GROUP_CONTROL ? (rm_peers){0, 1, world} : rm_mesh_peers(mesh, rank, axes[group]);
     for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
     if (peers.count > 1) code = rm_region_comm(region, group, ids, peers.count, rank, &ends[group], err);
   }
@@ -238,7 +239,7 @@ static rm_code attach_groups(const rm_mesh *mesh, const char *name, int rank, ui
   return code;
 }
 
-// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control), None for a group of one.
+// (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control, lockstep), None for a group of one.
 static PyObject *attach(PyObject *module, PyObject *args) {
   const char *name;
   int rank;
@@ -279,7 +280,7 @@ static PyMethodDef methods[] = {
 
 static PyMethodDef functions[] = {
     {"attach", attach, METH_VARARGS,
-     "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control), None where alone."},
+     "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control, lockstep), None where alone."},
     {0},
 };
 

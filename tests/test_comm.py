@@ -31,7 +31,7 @@ def test_every_exchange_brings_what_was_sent(native: Build, seed: int, pytestcon
 
 def test_exchanges_do_not_race(native: Build, pytestconfig: pytest.Config) -> None:
     program = native("mesh_comm", "thread")
-    planted = run([program, "--cases", "20", "--plant", "2"])
+    planted = run([program, "--cases", "20", "--plant", "4"])
     assert "WARNING: ThreadSanitizer: data race" in planted.stderr
     note(pytestconfig, "TSan, 0 reports", passes([program, "--cases", "60"]))
 

@@ -71,8 +71,9 @@ rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_e
   const rm_code code = rm_region_new(options, &region, err);
   if (code) return code;
   if (!(region->map = rm_map(region->map_bytes))) {
+    const size_t bytes = region->map_bytes;
     rm_region_release(region);
-    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks: %zu bytes", options->world, region->map_bytes);
+    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks: %zu bytes", options->world, bytes);
   }
   *out = region;
   return RM_OK;

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rollmesh import errors
+from rollmesh import comm, errors
 from rollmesh.errors import (
     AuthError,
     CapacityError,
@@ -98,6 +98,7 @@ __all__ = [
     "UnexpectedKeyError",
     "UnsupportedTensorError",
     "VersionError",
+    "comm",
     "errors",
 ]
 

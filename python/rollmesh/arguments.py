@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.comm import Comm
 from rollmesh.errors import CapacityError, ConfigError, RequestError
 from rollmesh.mesh import Mesh
 from rollmesh.sampling import SamplingParams
@@ -29,8 +30,8 @@ MAX_GIB = 2**20
 def check_surroundings(mesh: Mesh | None, comm: object, device: str, ep_backend: str, sequence_parallel: bool) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
-    if comm is not None:
-        raise ConfigError(f"comm = {shown(comm)}, wanted None: mesh support is not built yet, one rank needs no transport")
+    if comm is not None and not isinstance(comm, Comm):
+        raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…) or rm.comm.torch(…)")
     if not isinstance(device, str) or device != "cpu":
         raise ConfigError(f"device = {shown(device)}, wanted 'cpu': other devices are not built yet")
     if isinstance(ep_backend, str) and ep_backend == "deepep":

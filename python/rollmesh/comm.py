@@ -41,6 +41,7 @@ class Ends(NamedTuple):
     ep: _core.Comm | None
     world: _core.Comm | None
     control: _core.Comm | None  # of the world, for what Python sends
+    lockstep: _core.Comm | None  # the ranks that step together, for what Python asks them
 
 
 class Comm:
@@ -97,14 +98,14 @@ class Torch(Comm):
     def _connect(self, mesh: Mesh) -> Ends:
         """Every rank makes all groups in the same order, as torch wants it."""
         world = list(range(self.world))
-        runs = {"tp": mesh.tp, "ep": mesh.ep}
+        runs = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in runs.items():
             for first in range(0, self.world, size):
                 end = self._group(world[first : first + size])
                 if first <= self.rank < first + size:
                     ends[axis] = end
-        return Ends(ends["tp"], ends["ep"], self._group(world), self._group(world))
+        return Ends(ends["tp"], ends["ep"], self._group(world), self._group(world), ends["lockstep"])
 
     def _group(self, members: Sequence[int]) -> _core.Comm | None:
         from torch import distributed
@@ -148,10 +149,9 @@ class _Exchange:
     def _check(self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]) -> None:
         for rank, (its_op, its_sequence, its_epoch, *given) in enumerate(headers):
             if (its_op, its_sequence, its_epoch) != (op, sequence, epoch):
-                raise CollectiveMismatchError(
-                    f"rank {rank} is in call {its_sequence}, {OPS[its_op]}, of version {its_epoch} and rank {self._rank} in call {sequence}, "
-                    f"{OPS[op]}, of version {epoch}"
-                )
+                theirs = f"call {its_sequence}, {OPS[its_op]}, of version {its_epoch}"
+                ours = f"call {sequence}, {OPS[op]}, of version {epoch}"
+                raise CollectiveMismatchError(f"rank {rank} is in {theirs}, rank {self._rank} in {ours}")
             if rank != self._rank and given[self._rank] != sizes[rank]:
                 raise CollectiveMismatchError(
                     f"rank {rank} gives {given[self._rank]} bytes to rank {self._rank} in call {sequence}, {OPS[op]}, wanted {sizes[rank]}"

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -38,14 +38,16 @@ from rollmesh.arguments import (
     prompt_list,
     request_ids,
 )
+from rollmesh.comm import Comm
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
-from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
+from rollmesh.outputs import CONTRACT_VERSION, RequestOutput, SelfTestReport, SyncReport
 from rollmesh.progress import Progress
 from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
 from rollmesh.spec import ModelSpec
+from rollmesh.spmd import SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
 from rollmesh.turn import Turn
@@ -90,7 +92,7 @@ class Generator:
 
     spec                    what the model is
     mesh                    ranks, threads of this process that share `threads` out; no bit depends on it
-    comm                    None: the ranks of this process
+    comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them
     device                  "cpu"
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
     ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp)
@@ -115,7 +117,7 @@ class Generator:
         spec: ModelSpec,
         *,
         mesh: Mesh | None = None,
-        comm: None = None,
+        comm: Comm | None = None,
         device: str = "cpu",
         dtype: str = "bfloat16",
         ep_backend: str = "alltoall",
@@ -161,7 +163,14 @@ class Generator:
             ep_backend=ep_backend,
             sequence_parallel=sequence_parallel,
         )
-        self._engine = _core.Engine(spec.engine_values(self.max_model_len), options)
+        values = spec.engine_values(self.max_model_len)
+        self._engine: _core.Engine | SpmdEngine
+        if comm is None:
+            self._engine = _core.Engine(values, options)
+        else:
+            may_differ = {"threads": 0, "isa": None}
+            facts = {**asdict(options), **may_differ, "spec": asdict(values), "contract": CONTRACT_VERSION}
+            self._engine = join(values, options, comm, self.mesh, facts)
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
@@ -336,11 +345,11 @@ class Generator:
 
     def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
         """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
-        open_ids = set(ids)
+        open_ids, late = set(ids), set[int]()
         with progress:
             while open_ids:
-                if deadline is not None and time.monotonic() >= deadline:
-                    return self._cut_off(open_ids)
+                if deadline is not None and self._agreed(time.monotonic() >= deadline):
+                    late, deadline = self._cut_off(open_ids), None
                 with self._call():
                     done = self._requests.done_of(open_ids)
                     if not done and self._running.is_set():
@@ -354,7 +363,11 @@ class Generator:
                 progress.advance(len(done))
                 if not done and not self._running.is_set():
                     self._running.wait(PAUSE_POLL_S)  # not for longer: an abort or a close wants to be noticed too
-        return set()
+        return late
+
+    def _agreed(self, late: bool) -> bool:
+        """Of processes that step together either all see the deadline pass or none."""
+        return self._engine.agree(late) if isinstance(self._engine, SpmdEngine) else late
 
     def _cut_off(self, ids: set[int]) -> set[int]:
         with self._call():

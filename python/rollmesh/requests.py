@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from rollmesh.sampling import SamplingParams
 from rollmesh.show import shown
 from rollmesh.text import StopWatcher, TextCodec
 from rollmesh.views import RequestView
+
+if TYPE_CHECKING:
+    from rollmesh.spmd import SpmdEngine
 
 Ids = NDArray[np.int32]
 GREEDY = SamplingParams(temperature=0.0)
@@ -80,7 +83,7 @@ class _Request:
 class Requests:
     """All requests of one engine."""
 
-    def __init__(self, engine: _core.Engine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
+    def __init__(self, engine: _core.Engine | SpmdEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family = engine.stats()["family"]
         self._records: dict[int, _Request] = {}

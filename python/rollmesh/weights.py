@@ -19,13 +19,14 @@ from rollmesh.arguments import deadline_of
 from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.requests import Requests
+from rollmesh.spmd import SpmdEngine
 from rollmesh.sync import SyncOptions, check_mapping, local_tensor, push_entries, push_mapping, report_of
 
 
 class Weights:
     """State of the syncs of one engine."""
 
-    def __init__(self, engine: _core.Engine, requests: Requests):
+    def __init__(self, engine: _core.Engine | SpmdEngine, requests: Requests):
         self._engine, self._requests = engine, requests
         self.manifest = engine.manifest()
         self.version: int | None = None
@@ -40,7 +41,9 @@ class Weights:
             self._finish_running(options, deadline)
         try:
             options.begin(self._engine)
-            if isinstance(source, Mapping):
+            if isinstance(self._engine, SpmdEngine):
+                self._push_together(self._engine, source, deadline)
+            elif isinstance(source, Mapping):
                 check_mapping(self._engine, self.manifest, source, options)
                 push_mapping(self._engine, source, deadline)
             else:
@@ -49,6 +52,17 @@ class Weights:
         except BaseException:
             self._abort()
             raise
+
+    def _push_together(self, engine: SpmdEngine, source: Any, deadline: float | None) -> None:
+        """Every rank hears every entry to the end, whatever it thinks of one, so that all are at the same place when they tell."""
+        fault: Exception | None = None
+        for entry in engine.spread(source):
+            try:
+                if fault is None:
+                    push_entries(engine, [entry], deadline)
+            except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
+                fault = error
+        engine.settle_sync(fault)
 
     def begin(self, sync: Sync) -> None:
         """Opens the set of a handle; another open one is reset."""

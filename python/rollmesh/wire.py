@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rollmesh import errors
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
+from rollmesh.sources.arrays import DTYPES, dtype_name
 
 Array = NDArray[Any]
 RECORDS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Contract, TopLogprobs, CompletionOutput, RequestOutput)}
@@ -49,7 +50,7 @@ def _plain(value: Any, arrays: list[Array]) -> Any:
         return {"kind": "dict", "items": {key: _plain(item, arrays) for key, item in value.items()}}
     if isinstance(value, np.ndarray):
         arrays.append(np.ascontiguousarray(value))
-        return {"kind": "array", "dtype": value.dtype.str, "shape": list(value.shape)}
+        return {"kind": "array", "dtype": dtype_name(value) if value.dtype.metadata else value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, Exception):
         return {"kind": "error", "name": type(value).__name__, "message": str(value)}
     kind = type(value).__name__
@@ -72,7 +73,7 @@ class _Reader:
             items = [self.value(item) for item in plain["items"]]
             return items if kind == "list" else tuple(items)
         if kind == "array":
-            return self._array(np.dtype(plain["dtype"]), tuple(plain["shape"]))
+            return self._array(DTYPES.get(plain["dtype"]) or np.dtype(plain["dtype"]), tuple(plain["shape"]))
         if kind == "error":
             return _error(plain["name"], plain["message"])
         items = {name: self.value(item) for name, item in plain["items"].items()}

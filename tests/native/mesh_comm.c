@@ -1,8 +1,8 @@
 // mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h: every rank knows what all the others say.
 //
-// Talk: each case is a world of 1 … 8 ranks with small buffers, so that calls take several rounds; its ranks, in random order, are in
-// up to three groups each, and the groups take turns. Bytes, gaps, guards and the books are checked. Under TSan the copies are plain
-// memory, so an order that the headers do not make is a report.
+// Talk: each case is a world of 1 … 8 ranks, now and then of 64, with small buffers, so that calls take several rounds; its ranks, in
+// random order, are in up to three groups each, and the groups take turns. Bytes, gaps, guards and the books are checked, and that no
+// call allocates. Under TSan the copies are plain memory, so an order that the headers do not make is a report.
 // Faults: each way in which ranks can disagree, be late or leave. Every rank must fail by its second call from then on, with the
 // code that is meant, the same sentence as all the others, and for ever.
 // Deadlines: ranks that come when their deadlines pass, some of them while they fill a large buffer. Whether a call is made is decided
@@ -11,6 +11,7 @@
 //   mesh_comm [--cases 200] [--seconds S] [--seed 1] [--first 0]
 //     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may still read
 //             3: a fault case in which nothing is wrong   (each must end in a failure)
+//             4: as 2, but with the bytes that are there  (only TSan sees it)
 #include <pthread.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -20,7 +21,7 @@
 #include "common/talk.h"
 #include "mesh/region_layout.h"
 
-enum { MAX_WORLD = 8, GROUPS = 3 };
+enum { MAX_WORLD = RM_REGION_RANKS, USUAL_WORLD = 8, GROUPS = 3 };
 
 static atomic_long n_calls, n_kinds[TALK_N_KIND], n_faults, n_late;
 
@@ -28,13 +29,14 @@ static atomic_long n_calls, n_kinds[TALK_N_KIND], n_faults, n_late;
 typedef struct world {
   rm_region *region;
   int world, n_groups;
-  int32_t members[GROUPS][MAX_WORLD];   // a permutation for each index; groups are runs of it
-  int length[GROUPS];                   // of a run; the last may be shorter
+  int32_t members[GROUPS][MAX_WORLD]; // a permutation for each index; groups are runs of it
+  int length[GROUPS]; // of a run; the last may be shorter
   uint64_t seed;
   size_t most;
   long calls;
   const char *where;
   int plant;
+  pthread_barrier_t *barrier; // of the ranks
 } world;
 
 typedef struct rank {
@@ -73,8 +75,18 @@ static void check_books(const world *w, const talk *t, long calls) {
 
 // What the header says this rank may not do: write before the others have come to the next call.
 static void scribble(const world *w, int index, int who) {
-  char *buffer = (char *)w->region->map + rm_region_buffers_of(w->region, index, who);
-  memset(buffer, 0x77, w->region->pair_bytes);
+  volatile char *buffer = (char *)w->region->map + rm_region_buffers_of(w->region, index, who);
+  for (size_t i = 0; i < w->region->pair_bytes; i++) buffer[i] = w->plant == 2 ? 0x77 : buffer[i];
+}
+
+// From the first call of this to the second no rank may allocate.
+static void no_allocations(const world *w, int who, int begin) {
+  pthread_barrier_wait(w->barrier);
+  if (who == 0) {
+    if (!begin && rm_memory_failed()) tiny_die("%s: calls allocate", w->where);
+    rm_memory_fail_at(begin, begin);
+  }
+  pthread_barrier_wait(w->barrier);
 }
 
 static void *talk_all(void *arg) {
@@ -89,13 +101,15 @@ static void *talk_all(void *arg) {
     talks[g] = talk_begin(comm, tiny_mix(w->seed + (uint64_t)(g * 64 + first)), w->most);
     talks[g].lie = w->plant == 1 && self->rank == 0;
   }
+  no_allocations(w, self->rank, 1);
   for (long call = 0; call < w->calls; call++) {
     const int g = (int)(tiny_mix(w->seed ^ (uint64_t)call) % (uint64_t)w->n_groups);
     rm_comm_set_epoch(talks[g].comm, call / 7);
     tiny_must(talk_call(&talks[g], (uint64_t)counts[g]++, &err), &err);
-    if (w->plant == 2 && self->rank == 0) scribble(w, g, 0);
+    if ((w->plant == 2 || w->plant == 4) && self->rank == 0) scribble(w, g, 0);
     atomic_fetch_add(&n_calls, 1);
   }
+  no_allocations(w, self->rank, 0);
   for (int g = 0; g < w->n_groups; g++) {
     check_books(w, &talks[g], counts[g]);
     for (int kind = 0; kind < TALK_N_KIND; kind++) atomic_fetch_add(&n_kinds[kind], talks[g].kinds[kind]);
@@ -131,10 +145,11 @@ static void begin_near_the_end(const world *w, int index, uint32_t rounds) {
   }
 }
 
-static void talk_case(fuzz *f, long calls) {
+static void talk_case(fuzz *f, int ranks_there, long calls) {
   static const size_t buffers[] = {1, 64, 65, 200, 1000, 4096, 100000};
   rm_error err = RM_ERROR_INIT;
-  world w = {.world = 1 + (int)fuzz_below(f, MAX_WORLD), .calls = calls, .where = fuzz_where(f), .plant = (int)f->plant};
+  pthread_barrier_t barrier;
+  world w = {.barrier = &barrier, .world = ranks_there, .calls = calls, .where = fuzz_where(f), .plant = (int)f->plant};
   w.n_groups = 1 + (int)fuzz_below(f, GROUPS);
   w.seed = fuzz_bits(f);
   for (int g = 0; g < w.n_groups; g++) {
@@ -142,14 +157,16 @@ static void talk_case(fuzz *f, long calls) {
     w.length[g] = g == 0 ? w.world : 1 + (int)fuzz_below(f, w.world);
   }
   const size_t buffer = buffers[fuzz_below(f, 7)];
-  w.most = buffer < 500 ? 500 : buffer + buffer / 2 < 5000 ? buffer + buffer / 2 : 5000;
+  w.most = w.world > USUAL_WORLD ? 100 : buffer < 500 ? 500 : buffer + buffer / 2 < 5000 ? buffer + buffer / 2 : 5000;
   const rm_region_options options = {.world = w.world, .n_groups = w.n_groups, .buffer_bytes = buffer, .timeout = 120};
   tiny_must(rm_region_create(&options, &w.region, &err), &err);
   for (int g = 0; g < w.n_groups; g++)
     if (fuzz_one_in(f, 3)) begin_near_the_end(&w, g, (uint32_t)fuzz_below(f, 40));
   rank ranks[MAX_WORLD];
   for (int r = 0; r < w.world; r++) ranks[r] = (rank){.w = &w, .rank = r};
+  pthread_barrier_init(&barrier, NULL, (unsigned)w.world);
   run_ranks(ranks, w.world, talk_all);
+  pthread_barrier_destroy(&barrier);
   rm_region_release(w.region);
 }
 
@@ -169,7 +186,7 @@ typedef enum fault {
 
 static const struct {
   const char *name;
-  rm_code code, own;            // of the others, and of the rank at fault
+  rm_code code, own; // of the others, and of the rank at fault
 } faults[N_FAULT] = {
     [FAULT_OP] = {"another operation", RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_MISMATCH},
     [FAULT_SIZE] = {"another size", RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_MISMATCH},
@@ -185,12 +202,12 @@ static const struct {
 typedef struct trial {
   rm_region *region;
   fault fault;
-  int world, culprit, before;   // calls that go well first
+  int world, culprit, before; // calls that go well first
   int32_t members[MAX_WORLD];
   const char *where;
   int plant;
-  atomic_int failed;            // ranks that have seen it
-  rm_code codes[MAX_WORLD];     // each rank writes its own
+  atomic_int failed; // ranks that have seen it
+  rm_code codes[MAX_WORLD]; // each rank writes its own
   char texts[MAX_WORLD][512];
 } trial;
 
@@ -223,7 +240,7 @@ static rm_code misbehave(trial *t, rm_comm **comm, rm_comm *other, rm_error *err
     case FAULT_EPOCH: rm_comm_set_epoch(*comm, 7); break;
     case FAULT_LATE: wait_for_others(t); break;
     case FAULT_ABORT: rm_comm_abort(*comm, RM_E_NUMERICS); break;
-    case FAULT_ABORT_ELSEWHERE:   // one group has failed, the other is given up for it: the reason is the first one's
+    case FAULT_ABORT_ELSEWHERE: // one group has failed, the other is given up for it: the reason is the first one's
       rm_comm_abort(other, RM_E_NUMERICS);
       rm_comm_abort(*comm, RM_E_STATE);
       break;
@@ -246,7 +263,7 @@ static void *try_all(void *arg) {
   int32_t members[MAX_WORLD];
   memcpy(members, t->members, sizeof members);
   const int culprit = self->rank == t->culprit;
-  if (culprit && t->fault == FAULT_MEMBERS && t->plant != 3) {   // the same first member, the others the other way round
+  if (culprit && t->fault == FAULT_MEMBERS && t->plant != 3) { // the same first member, the others the other way round
     for (int i = 1; i < t->world; i++) members[i] = t->members[t->world - i];
   }
   tiny_must(rm_region_comm(t->region, 0, members, t->world, self->rank, &comm, &err), &err);
@@ -258,11 +275,11 @@ static void *try_all(void *arg) {
   }
   if (t->fault == FAULT_LATE) rm_comm_set_timeout(comm, 0.05);
   code = culprit ? misbehave(t, &comm, other, &err) : good_call(comm, 300, &err);
-  if (!code && comm) code = rm_comm_barrier(comm, &err);   // who found nothing in that call finds it in this one
+  if (!code && comm) code = rm_comm_barrier(comm, &err); // who found nothing in that call finds it in this one
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   t->codes[self->rank] = code;
   atomic_fetch_add(&t->failed, 1);
-  if (comm && code) {   // for ever, whatever is asked
+  if (comm && code) { // for ever, whatever is asked
     rm_error again = RM_ERROR_INIT;
     if (rm_comm_barrier(comm, &again) != code || strcmp(rm_error_message(&again), t->texts[self->rank]))
       tiny_die("%s: a dead group says \"%s\" and then \"%s\"", t->where, t->texts[self->rank], rm_error_message(&again));
@@ -276,7 +293,7 @@ static void *try_all(void *arg) {
 
 static void check_trial(const trial *t) {
   const rm_code want = faults[t->fault].code, own = faults[t->fault].own;
-  const int witness = t->culprit == 0;   // any rank but the one at fault
+  const int witness = t->culprit == 0; // any rank but the one at fault
   const char *said = t->texts[witness];
   char culprit[24];
   snprintf(culprit, sizeof culprit, "rank %d", t->culprit);
@@ -322,8 +339,8 @@ typedef struct race {
   rm_region *region;
   int world;
   uint64_t seed;
-  char *data[MAX_WORLD];        // [RACE_BYTES]
-  long made[MAX_WORLD];         // calls that went well; each rank writes its own
+  char *data[MAX_WORLD]; // [RACE_BYTES]
+  long made[MAX_WORLD]; // calls that went well; each rank writes its own
   char texts[MAX_WORLD][512];
 } race;
 
@@ -338,7 +355,7 @@ static void *race_all(void *arg) {
   race *r = self->r;
   rm_comm *comm;
   rm_error err = RM_ERROR_INIT;
-  const int32_t members[MAX_WORLD] = {0, 1, 2, 3, 4, 5, 6, 7};
+  const int32_t members[] = {0, 1, 2, 3, 4, 5, 6, 7};
   tiny_must(rm_region_comm(r->region, 0, members, r->world, self->rank, &comm, &err), &err);
   for (int call = 0; call < RACE_CALLS; call++) {
     const uint64_t bits = tiny_mix(r->seed + (uint64_t)(call * MAX_WORLD + self->rank));
@@ -460,12 +477,13 @@ static void lone(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
-  fuzz f = fuzz_begin(argc, argv, 200, 3);
+  fuzz f = fuzz_begin(argc, argv, 200, 4);
   refusals();
   no_memory();
   lone(f.seed);
   while (fuzz_next_case(&f)) {
-    talk_case(&f, 60);
+    talk_case(&f, 1 + (int)fuzz_below(&f, USUAL_WORLD), 60);
+    if (f.at % 100 == 0) talk_case(&f, MAX_WORLD, 12);
     fault_case(&f, (fault)(f.at % N_FAULT));
     race_case(&f);
   }
