@@ -15,6 +15,7 @@ enum { RM_COPY_PIECE = 2048 };
 static inline void rm_copy(void *to, const void *from, size_t n) {
   for (size_t at = 0, length; at < n; at += length) {
     length = n - at < RM_COPY_PIECE ? n - at : RM_COPY_PIECE;
+    __asm__("" : "+r"(length));   // a compiler that knows how small it is writes the string instruction here, and no sanitizer sees it
     memcpy((char *)to + at, (const char *)from + at, length);
   }
 }

@@ -462,7 +462,8 @@ class Generator:
         mapping each lists all offenders. An exception of the source passes on. In all cases the old version serves.
         """
         options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
-        check_source(source)
+        if source is not None or not isinstance(self._engine, SpmdEngine):  # another process may have it
+            check_source(source)
         deadline = deadline_of(timeout)
         with self._call(deadline):
             return self._weights.sync(source, options, deadline)
