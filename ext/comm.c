@@ -178,11 +178,11 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
     if (!code) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
-  for (int r = 0; out && r < size; all += bytes[r++]) {
-    PyObject *part = PyBytes_FromStringAndSize(all, (Py_ssize_t)bytes[r]);
+  const char *at = all;
+  for (int r = 0; out && r < size; at += bytes[r++]) {
+    PyObject *part = PyBytes_FromStringAndSize(at, (Py_ssize_t)bytes[r]);
     if (!part || PyList_SetItem(out, r, part)) Py_CLEAR(out);
   }
-  if (!code) all -= total;
   rm_free(all);
   rm_free(bytes);
   rm_free(counts);

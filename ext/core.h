@@ -15,6 +15,8 @@ typedef struct rm_module_state {
   PyObject *error_base;         // owned rollmesh.errors.Error
   PyObject *engine_type;        // owned _core.Engine
   PyObject *comm_type;          // owned _core.Comm
+  PyObject *dispatcher_type;    // owned _core.Dispatcher
+  PyObject *plan_type;          // owned _core.DispatchPlan
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
@@ -29,4 +31,5 @@ PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...)
 int rm_ops_add(PyObject *module);          // ops.c: _core.Kernels and the functions over arrays
 int rm_mesh_add(PyObject *module);         // mesh.c: _core.placement
 int rm_comm_type_add(PyObject *module);    // comm.c: _core.Comm, _core.attach
+int rm_dispatch_types_add(PyObject *module);   // dispatch.c: _core.Dispatcher, _core.DispatchPlan, _core.dispatchers
 int rm_engine_type_add(PyObject *module);  // engine.c: _core.Engine

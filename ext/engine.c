@@ -325,7 +325,15 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
   Py_END_ALLOW_THREADS
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
-  return Py_BuildValue("(Li)", (long long)n_work, more);
+  return Py_BuildValue("(LO)", (long long)n_work, more ? Py_True : Py_False);
+}
+
+static PyObject *engine_give_up(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_ranks_give_up(self->engine);
+  rm_engine_leave(self);
+  Py_RETURN_NONE;
 }
 
 static PyObject *engine_has(rm_engine_object *self, PyObject *argument) {
@@ -416,6 +424,7 @@ static PyMethodDef methods[] = {
     METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
     METHOD("step", engine_step, METH_NOARGS,
            "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
+    METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),
     METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
     METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
     METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),

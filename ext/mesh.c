@@ -1,5 +1,8 @@
 // mesh.c: where a model's parts lie on a mesh, as numbers; rollmesh.placement gives them names.
 #include "arrays.h"
+
+#include <string.h>
+
 #include "model/placement.h"
 #include "spec.h"
 

@@ -51,7 +51,7 @@ static int load_errors(rm_module_state *state) {
 static int module_exec(PyObject *module) {
   import_array1(-1);
   if (load_errors(rm_state(module))) return -1;
-  if (rm_ops_add(module) || rm_mesh_add(module) || rm_comm_type_add(module)) return -1;
+  if (rm_ops_add(module) || rm_mesh_add(module) || rm_comm_type_add(module) || rm_dispatch_types_add(module)) return -1;
   return rm_engine_type_add(module);
 }
 
@@ -62,6 +62,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->error_base);
   Py_VISIT(state->engine_type);
   Py_VISIT(state->comm_type);
+  Py_VISIT(state->dispatcher_type);
+  Py_VISIT(state->plan_type);
   return 0;
 }
 
@@ -72,6 +74,8 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->error_base);
   Py_CLEAR(state->engine_type);
   Py_CLEAR(state->comm_type);
+  Py_CLEAR(state->dispatcher_type);
+  Py_CLEAR(state->plan_type);
   return 0;
 }
 

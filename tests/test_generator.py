@@ -134,7 +134,6 @@ def test_backends_that_have_no_effect_on_one_rank(backend: str) -> None:
         ({"pp": 2}, "pp"),
         ({"ep": 2}, "ep"),
         ({"tp": 2, "dp": 2, "ep": 3}, "ep"),
-        ({"tp": 2}, "2 ranks"),
     ],
 )
 def test_mesh_rules(degrees: dict[str, Any], word: str) -> None:

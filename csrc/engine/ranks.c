@@ -186,6 +186,12 @@ void rm_ranks_destroy(rm_ranks *ranks) {
   rm_free(ranks);
 }
 
+void rm_ranks_give_up(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->n; r++)
+    for (int group = 0; group < N_GROUPS; group++)
+      if (ranks->members[r].groups[group]) rm_comm_abort(ranks->members[r].groups[group], RM_E_RANK_LOST);
+}
+
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
 
 // ---------------------------------------------------------------------------------------------- replicas

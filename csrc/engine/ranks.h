@@ -63,4 +63,6 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
 // Counts of requests and tokens are of all replicas, sizes of all ranks, times of the rank that took longest.
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 int rm_ranks_world(const rm_ranks *ranks);
+// This process leaves the order of calls that the others make: they get RM_E_RANK_LOST where they wait.
+void rm_ranks_give_up(rm_ranks *ranks);
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member);  // one of those in this process; for the manifest and the version; a view

@@ -12,7 +12,8 @@
 // After the first error of any rank the group is dead: every call on every rank of it fails, at once where it waits already, and
 // says who failed first and why. What was received by a call that failed is undefined. A dead group can only be destroyed.
 //
-// One thread at a time may use an end of a group. Deadlines are per call, counted from when this rank has come to it.
+// One thread at a time may use an end of a group; rm_comm_abort may come from any. Deadlines are per call, counted from when this rank
+// has come to it.
 #pragma once
 
 #include <stddef.h>

@@ -27,7 +27,7 @@ static const char MAGIC[16] = "rollmesh region";
 enum { NAME_MAX_LENGTH = 200, RETRY_MS = 2, LOCK_TRIES = 500 };
 
 typedef struct attaching {
-  rm_region *region; // its file once there is one
+  rm_region *region;            // its file once there is one
   const char *name;
   char path[sizeof FOLDER + NAME_MAX_LENGTH + 16];
   int rank;
@@ -208,7 +208,7 @@ static rm_code gather(attaching *a, rm_error *err) {
     remove_name(a, region->file);
     return rm_region_quote(region, gathering - RM_GATHERED, err);
   }
-  look(a, &dead, &absent); // a handle for each rank; one that has ended is found by the first wait
+  look(a, &dead, &absent);   // a handle for each rank; one that has ended is found by the first wait
   return RM_OK;
 }
 

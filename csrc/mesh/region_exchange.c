@@ -96,7 +96,8 @@ static rm_code meet(rm_region_end *end, const rm_region_call *call, const rm_reg
                     rm_error *err) {
   end->turn++;
   fill(end, call->op, out, mine->round, send);
-  memcpy(&end->slots[end->me]->headers[end->turn & 1], mine, offsetof(rm_region_header, bytes) + (size_t)end->size * sizeof mine->bytes[0]);
+  rm_copy(&end->slots[end->me]->headers[end->turn & 1], mine,
+          offsetof(rm_region_header, bytes) + (size_t)end->size * sizeof mine->bytes[0]);
   return rm_region_meet(end, call, err);
 }
 

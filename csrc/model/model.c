@@ -110,7 +110,7 @@ void rm_model_destroy(rm_model *model) {
 }
 
 const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
-size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes; }
+size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes + rm_moe_bytes(&model->moe); }
 
 // ---------------------------------------------------------------------------------------------- KV pages
 // Bytes of one page's K, and of its V, in one layer, of n kv heads.

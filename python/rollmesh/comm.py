@@ -10,9 +10,11 @@ A comm is used by one generator. Bytes are moved and never added: what comes out
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +33,30 @@ if TYPE_CHECKING:
     from rollmesh.mesh import Mesh
 
 OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/mesh/comm.h
+MAX_TIMEOUT_S = 10**6
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(variable: str, text: str | None) -> int:
+    if text is None or not text.isdecimal():
+        raise ConfigError(f"{variable} = {shown(text)} in the environment, wanted a number")
+    return int(text)
+
+
+def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises MeshMismatchError that lists which ranks differ from rank 0, and in what."""
+    wrong = [
+        f"rank {rank} has {name} = {its.get(name)}, rank 0 {everyone[0].get(name)}"
+        for rank, its in enumerate(everyone)
+        for name in sorted({*its, *everyone[0]})
+        if its.get(name) != everyone[0].get(name)
+    ]
+    if wrong:
+        raise MeshMismatchError(f"the ranks of this mesh were not made alike: {'; '.join(wrong)[:2000]}")
 
 
 class Ends(NamedTuple):
@@ -47,13 +72,15 @@ class Ends(NamedTuple):
 class Comm:
     """One rank's way to the others. Subclasses say how the ends are made."""
 
+    MAX_WORLD = 4096
+
     def __init__(self, rank: int, world: int, timeout: float):
-        if not (isinstance(world, int) and 1 <= world <= 4096):
-            raise ConfigError(f"world = {shown(world)}, wanted a number of ranks in [1, 4096]")
-        if not (isinstance(rank, int) and 0 <= rank < world):
+        if not _is_int(world) or not 1 <= world <= self.MAX_WORLD:
+            raise ConfigError(f"world = {shown(world)}, wanted a number of ranks in [1, {self.MAX_WORLD}]")
+        if not _is_int(rank) or not 0 <= rank < world:
             raise ConfigError(f"rank = {shown(rank)}, wanted one of {world} ranks, counted from 0")
-        if not (isinstance(timeout, (int, float)) and 0 < timeout <= 10**6):
-            raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
         self.rank, self.world, self.timeout = rank, world, float(timeout)
         self._used = False
 
@@ -69,9 +96,17 @@ class Comm:
     def _connect(self, mesh: Mesh) -> Ends:
         raise NotImplementedError
 
+    def abort(self) -> None:
+        """The rank gives up, and its ends have been told: what else there is to do for the others to hear of it."""
+
+    def close(self) -> None:
+        """The ends are closed."""
+
 
 class Shm(Comm):
     """Shared memory between processes of one machine."""
+
+    MAX_WORLD = 64
 
     def __init__(self, name: str, rank: int, world: int, timeout: float):
         super().__init__(rank, world, timeout)
@@ -92,12 +127,16 @@ class Torch(Comm):
 
         if not distributed.is_initialized():
             raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        self._groups: list[Any] = []  # that this rank is in
         self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
 
     def _connect(self, mesh: Mesh) -> Ends:
-        """Every rank makes all groups in the same order, as torch wants it."""
+        """Every rank makes all groups in the same order, as torch wants it: so the degrees are compared before there are more."""
         world = list(range(self.world))
+        control = self._group(world)
+        if control is not None:
+            check_alike([json.loads(part) for part in control.all_gather(json.dumps(asdict(mesh)).encode())])
         runs = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in runs.items():
@@ -105,7 +144,7 @@ class Torch(Comm):
                 end = self._group(world[first : first + size])
                 if first <= self.rank < first + size:
                     ends[axis] = end
-        return Ends(ends["tp"], ends["ep"], self._group(world), self._group(world), ends["lockstep"])
+        return Ends(ends["tp"], ends["ep"], self._group(world), control, ends["lockstep"])
 
     def _group(self, members: Sequence[int]) -> _core.Comm | None:
         from torch import distributed
@@ -115,8 +154,21 @@ class Torch(Comm):
         group = distributed.new_group([self._ranks[r] for r in members], timeout=timedelta(seconds=self.timeout))
         if self.rank not in members:
             return None
+        self._groups.append(group)
         me = members.index(self.rank)
         return _core.Comm(_Exchange(group, me, len(members)), me, len(members), "torch")
+
+    def abort(self) -> None:
+        """Its connections end, which the others notice where they wait."""
+        self.close()
+
+    def close(self) -> None:
+        from torch import distributed
+
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if distributed.is_initialized():
+                distributed.destroy_process_group(group)
 
 
 class _Exchange:
@@ -176,7 +228,8 @@ def shm(name: str | None = None, rank: int | None = None, world: int | None = No
             raise ConfigError(
                 "comm.shm without rank and world, wanted both, or RANK and WORLD_SIZE in the environment (torchrun sets them)"
             )
-        rank, world = int(str(given[0])) if rank is None else rank, int(str(given[1])) if world is None else world
+        rank = _number("RANK", given[0]) if rank is None else rank
+        world = _number("WORLD_SIZE", given[1]) if world is None else world
     if name is None:
         parts = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
         if not parts[2]:

@@ -47,7 +47,7 @@ from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
 from rollmesh.spec import ModelSpec
-from rollmesh.spmd import SpmdEngine, join
+from rollmesh.spmd import AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
 from rollmesh.turn import Turn
@@ -164,7 +164,7 @@ class Generator:
             sequence_parallel=sequence_parallel,
         )
         values = spec.engine_values(self.max_model_len)
-        self._engine: _core.Engine | SpmdEngine
+        self._engine: AnyEngine
         if comm is None:
             self._engine = _core.Engine(values, options)
         else:
@@ -255,8 +255,8 @@ class Generator:
                 ]
                 for request in added:
                     self._requests.release(request)
-        except BaseException:
-            self._forget([request for request in ids if request is not None])
+        except BaseException as error:
+            self._forget([request for request in ids if request is not None], error)
             raise
         for index, output in enumerate(outputs):
             if output.request_id in late and output.error is None:
@@ -296,8 +296,9 @@ class Generator:
                     break  # the turn did not come in time
                 more = more and (deadline is None or time.monotonic() < deadline)
             return [outputs[request] for request in sorted(outputs)]
-        except BaseException:
+        except BaseException as error:
             self._kept.update(outputs)
+            self._leave(error)
             raise
 
     def _poll_step(self, outputs: dict[int, RequestOutput]) -> bool:
@@ -346,24 +347,33 @@ class Generator:
     def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
         """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
         open_ids, late = set(ids), set[int]()
-        with progress:
-            while open_ids:
-                if deadline is not None and self._agreed(time.monotonic() >= deadline):
-                    late, deadline = self._cut_off(open_ids), None
-                with self._call():
-                    done = self._requests.done_of(open_ids)
-                    if not done and self._running.is_set():
-                        self._weights.close_unscoped()
-                        rows = self._requests.step()
-                        done = self._requests.done_of(open_ids)
-                        if rows == 0 and not done:
-                            self._before_step()
-                            raise Error(f"the engine has nothing to do, but {len(open_ids)} requests are not finished")
-                open_ids -= done
-                progress.advance(len(done))
-                if not done and not self._running.is_set():
-                    self._running.wait(PAUSE_POLL_S)  # not for longer: an abort or a close wants to be noticed too
-        return late
+        try:
+            with progress:
+                while open_ids:
+                    if deadline is not None and self._agreed(time.monotonic() >= deadline):
+                        late, deadline = self._cut_off(open_ids), None
+                    done = self._drive_step(open_ids)
+                    open_ids -= done
+                    progress.advance(len(done))
+                    if not done and not self._running.is_set():
+                        self._running.wait(PAUSE_POLL_S)  # not for longer: an abort or a close wants to be noticed too
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self._engine.late(ids) if isinstance(self._engine, SpmdEngine) else late
+
+    def _drive_step(self, open_ids: set[int]) -> set[int]:
+        """Those of open_ids that are done, after a step unless some are already."""
+        with self._call():
+            done = self._requests.done_of(open_ids)
+            if not done and self._running.is_set():
+                self._weights.close_unscoped()
+                rows = self._requests.step()
+                done = self._requests.done_of(open_ids)
+                if rows == 0 and not done:
+                    self._before_step()
+                    raise Error(f"the engine has nothing to do, but {len(open_ids)} requests are not finished")
+            return done
 
     def _agreed(self, late: bool) -> bool:
         """Of processes that step together either all see the deadline pass or none."""
@@ -372,11 +382,22 @@ class Generator:
     def _cut_off(self, ids: set[int]) -> set[int]:
         with self._call():
             running = ids - self._requests.done_of(ids)
-            self._requests.abort(running)
+            if isinstance(self._engine, SpmdEngine):
+                self._engine.cut_off(running)
+            else:
+                self._requests.abort(running)
         return running
 
-    def _forget(self, ids: Sequence[int]) -> None:
-        """Clean-up after an exception: nothing of the call stays in the engine."""
+    def _leave(self, error: BaseException) -> None:
+        """A call of the whole mesh ends on this rank by an exception."""
+        if isinstance(self._engine, SpmdEngine) and not self._closed and os.getpid() == self._pid:
+            self._engine.leave(error)
+
+    def _forget(self, ids: Sequence[int], error: BaseException) -> None:
+        """Clean-up after an exception: nothing of the call stays in the engine. What user code raised before the first step or after the
+        last keeps no other rank waiting."""
+        if isinstance(error, MemoryError) or not isinstance(error, Exception):
+            self._leave(error)
         if ids and not self._closed and os.getpid() == self._pid:
             with self._call():
                 self._requests.forget(ids)
@@ -427,8 +448,8 @@ class Generator:
             self._drive(ids, None, Progress(len(ids), False))
             with self._call():
                 return [self._requests.take_scores(request) for request in ids]
-        except BaseException:
-            self._forget(ids)
+        except BaseException as error:
+            self._forget(ids, error)
             raise
 
     # ---------------------------------------------------------------------------------------- weights

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import _core
 from rollmesh.arguments import BYTES
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.outputs import CONTRACT_VERSION, CompletionOutput, Contract, RequestOutput, TopLogprobs
@@ -25,7 +24,7 @@ from rollmesh.text import StopWatcher, TextCodec
 from rollmesh.views import RequestView
 
 if TYPE_CHECKING:
-    from rollmesh.spmd import SpmdEngine
+    from rollmesh.spmd import AnyEngine
 
 Ids = NDArray[np.int32]
 GREEDY = SamplingParams(temperature=0.0)
@@ -83,7 +82,7 @@ class _Request:
 class Requests:
     """All requests of one engine."""
 
-    def __init__(self, engine: _core.Engine | SpmdEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
+    def __init__(self, engine: AnyEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family = engine.stats()["family"]
         self._records: dict[int, _Request] = {}

@@ -6,42 +6,59 @@ finished, then all settle: the first rank of each replica sends the records of w
 give out every output. Nothing counts as finished before that, so all ranks see the same.
 
     add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished, request, sample, tokens ──► release
+
+Wherever ranks meet here they say which call they are in and what they have been asked so far: ranks of a program that has come apart
+get CollectiveMismatchError before anything is computed. A rank that leaves a call alone (Ctrl-C, no memory) gives the mesh up, and the
+others get RankLostError where they wait.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.comm import Comm, Ends
-from rollmesh.errors import CollectiveMismatchError, MeshMismatchError, SyncAbortedError
+from rollmesh.comm import Comm, check_alike
+from rollmesh.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DeadlineError,
+    Error,
+    RankLostError,
+    SyncAbortedError,
+    UnsupportedTensorError,
+)
 from rollmesh.mesh import Mesh
 from rollmesh.requests import Ids
 from rollmesh.sources.arrays import as_array
 from rollmesh.views import Finish, RequestView, SampleView, Stats
 from rollmesh.wire import decode, encode
 
-Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None}
+Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
+ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError)  # not every rank need have the same of these
 
 
 class SpmdEngine:
     """A _core.Engine that is one rank of several processes."""
 
-    def __init__(self, engine: _core.Engine, ends: Ends, rank: int, leads: bool, spans: bool):
+    def __init__(self, engine: _core.Engine, comm: Comm, control: _core.Comm, lockstep: _core.Comm | None, leads: bool, spans: bool):
         """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together."""
-        self._engine, self._control, self._lockstep = engine, ends.control, ends.lockstep
-        self._rank, self._leads, self._spans = rank, leads, spans
+        self._engine, self._comm, self._control, self._lockstep = engine, comm, control, lockstep
+        self._rank, self._leads, self._spans = comm.rank, leads, spans
+        self._asked = hashlib.sha256()  # of all requests so far
+        self._announced = True  # nothing was asked since the ranks last compared that
         self._ids: list[int] = []  # added and not released, oldest first
         self._foreign: dict[int, Record | None] = {}  # None until settled
         self._logits: dict[int, NDArray[np.float32]] = {}
         self._settled: set[int] = set()
+        self._late: set[int] = set()  # that a deadline cut off, on the rank that keeps them
         self._paused = False
+        self._told: BaseException | None = None  # an exception that all ranks know of
 
     def __getattr__(self, name: str) -> Any:
         """What concerns this rank alone, or is a collective of the engine's own: syncs, sleep, wake, the manifest."""
@@ -52,40 +69,60 @@ class SpmdEngine:
         for end in (self._control, self._lockstep):
             if end is not None:
                 end.close()
+        self._comm.close()
 
     # ---------------------------------------------------------------------------------------- among ranks
+    def _meet(self, call: str, value: Any = None) -> list[Any]:
+        """Every rank's value. Raises CollectiveMismatchError when they are not all in the same call, asked for the same."""
+        asked = self._asked.hexdigest()[:16]
+        everyone = [decode(part) for part in self._control.all_gather(encode([call, asked, value]))]
+        for rank, (its_call, its_asked, _) in enumerate(everyone):
+            if (its_call, its_asked) != (call, asked):
+                what = f"is in {its_call} and rank {self._rank} in {call}" if its_call != call else f"and rank {self._rank} in {call} differ"
+                raise CollectiveMismatchError(f"rank {rank} {what}{'' if its_call != call else ' in the requests that they were given'}")
+        return [value for _, _, value in everyone]
+
     def handshake(self, facts: Mapping[str, Any]) -> None:
         """All ranks must have been made alike. Raises MeshMismatchError that lists who was not, and in what."""
         text = {name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist()) for name, value in facts.items()}
-        if self._control is None:
-            return
         digest = {name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value for name, value in text.items()}
-        everyone = [decode(part) for part in self._control.all_gather(encode(digest))]
-        wrong = [
-            f"rank {rank} has {name} = {its.get(name)}, rank 0 {everyone[0].get(name)}"
-            for rank, its in enumerate(everyone)
-            for name in sorted({*its, *everyone[0]})
-            if its.get(name) != everyone[0].get(name)
-        ]
-        if wrong:
-            raise MeshMismatchError(f"the ranks of this mesh were not made alike: {'; '.join(wrong)[:2000]}")
+        check_alike(self._meet("its making", digest))
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank that steps together with this one says so."""
+        self._announce("a call with a timeout")
         if self._lockstep is None:
             return flag
         return b"1" in self._lockstep.all_gather(b"1" if flag else b"0")
 
+    def _announce(self, call: str) -> None:
+        """Before the first step for new requests: all have been given the same."""
+        if not self._announced:
+            self._meet(call)
+            self._announced = True
+
+    def leave(self, error: BaseException, voting: bool = False) -> None:
+        """This rank is about to leave a call by an exception. One that the others do not get too, or learn of, ends the mesh: they
+        would wait for this rank. voting: a sync had come to its vote, in which a lack of memory is a voice like others."""
+        alike = isinstance(error, Error) and not isinstance(error, ALONE)
+        if error is not self._told and not alike and not (voting and isinstance(error, MemoryError)):
+            self.give_up()
+
     def give_up(self) -> None:
         """This rank leaves the common order of calls: the others learn it where they wait."""
+        self._engine.give_up()
         for end in (self._control, self._lockstep):
             if end is not None:
                 end.abort()
+        self._comm.abort()
 
     # ---------------------------------------------------------------------------------------- requests
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
         number = self._engine.add(prompt, stop_token_ids, request, logits)
         self._ids.append(number)
+        for part in (repr(request).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits"):
+            self._asked.update(len(part).to_bytes(8, "little") + part)
+        self._announced = False
         if logits is not None:
             self._logits[number] = logits
         if not self._engine.has(number):
@@ -96,6 +133,7 @@ class SpmdEngine:
         """A step of this rank's own requests, or when they are finished what the others have to say."""
         if self._paused:
             return 0, False
+        self._announce("a call without a timeout")
         if self._spans or self._engine.unfinished():
             rows, more = self._engine.step()
             if more or self._engine.unfinished():
@@ -108,13 +146,15 @@ class SpmdEngine:
         if not waiting:
             return 0
         mine = {str(number): self._record(number) for number in waiting if self._leads and number not in self._foreign}
-        for part in [encode(mine)] if self._control is None else self._control.all_gather(encode(mine)):
-            for name, record in decode(part).items():
+        for records in self._meet("the end of its requests", mine):
+            for name, record in records.items():
                 number = int(name)
                 if number in self._foreign:
                     self._foreign[number] = record
                     if record["logits"] is not None:
                         self._logits[number][...] = record["logits"]
+                if record["late"]:
+                    self._late.add(number)
         lacking = [number for number in waiting if self._foreign.get(number, {}) is None]
         if lacking:
             raise CollectiveMismatchError(f"no rank answers for request {lacking[0]}; all ranks have to make the same calls")
@@ -123,7 +163,8 @@ class SpmdEngine:
 
     def _record(self, number: int) -> Record:
         view = self._engine.request(number)
-        return {"request": view, "samples": [self._engine.sample(number, i) for i in range(view["n"])], "logits": self._logits.get(number)}
+        samples = [self._engine.sample(number, i) for i in range(view["n"])]
+        return {"request": view, "samples": samples, "logits": self._logits.get(number), "late": number in self._late}
 
     def finished(self) -> set[int]:
         return set(self._settled)
@@ -133,6 +174,16 @@ class SpmdEngine:
 
     def ids(self) -> list[int]:
         return list(self._ids)
+
+    def cut_off(self, numbers: Iterable[int]) -> None:
+        """The deadline of these has passed: what this rank's replica keeps and has not finished ends. Others end their own."""
+        for number in set(numbers).difference(self._foreign, self._engine.finished()):
+            self._late.add(number)
+            self._engine.abort(number)
+
+    def late(self, numbers: Iterable[int]) -> set[int]:
+        """Of settled requests those that were cut off, by whichever rank kept them."""
+        return self._late.intersection(numbers)
 
     def abort(self, number: int) -> None:
         """The ranks that keep it end it; all make this call."""
@@ -145,6 +196,7 @@ class SpmdEngine:
         self._foreign.pop(number, None)
         self._logits.pop(number, None)
         self._settled.discard(number)
+        self._late.discard(number)
         self._ids.remove(number)
 
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
@@ -184,61 +236,70 @@ class SpmdEngine:
         return self._engine.stats()
 
     # ---------------------------------------------------------------------------------------- weights
-    def spread(self, source: Any) -> Iterator[tuple[str, Any]]:
+    def spread(self, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
         """The entries of the first rank that has a source, on every rank, one after another; an exception of that source ends the
         sync on all."""
-        assert self._control is not None
-        has = [part == b"1" for part in self._control.all_gather(b"0" if source is None else b"1")]
-        root = has.index(True) if any(has) else -1
-        if root < 0:
+        has = self._meet(f"the beginning of a sync with {options}", source is not None)
+        if True not in has:
             raise SyncAbortedError("no rank has a source of weights, wanted one at least")
+        root = has.index(True)
         return self._send(source) if root == self._rank else self._receive(root)
 
     def _send(self, source: Any) -> Iterator[tuple[str, Any]]:
-        assert self._control is not None
         entries = iter(source.items() if isinstance(source, Mapping) else source)
         try:
-            for name, tensor in entries:
-                self._control.all_gather(encode({"name": name, "array": as_array(name, tensor)}))
+            for entry in entries:
+                if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+                    raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
+                name, tensor = entry
+                message = encode({"name": name, "array": as_array(str(name), tensor)})
+                self._control.all_gather(message)
                 yield name, tensor
         except GeneratorExit:
             raise
         except BaseException as error:
             self._control.all_gather(encode({"error": f"{type(error).__name__}: {error}"[:500]}))
+            self._told = error
             raise
         self._control.all_gather(encode({}))
 
-    def settle_sync(self, error: Exception | None) -> None:
-        """Every rank has taken its part of all entries, or failed: all go on to commit or none does."""
-        assert self._control is not None
-        everyone = [
-            decode(part) for part in self._control.all_gather(encode(None if error is None else f"{type(error).__name__}: {error}"[:1000]))
-        ]
-        if error is not None:
-            raise error
-        for rank, message in enumerate(everyone):
-            if message is not None:
-                raise SyncAbortedError(f"rank {rank}: {message}")
-
     def _receive(self, root: int) -> Iterator[tuple[str, Any]]:
-        assert self._control is not None
         while message := decode(self._control.all_gather(b"")[root]):
             if "error" in message:
                 raise SyncAbortedError(f"rank {root}: {message['error']}")
             yield message["name"], message["array"]
 
+    def settle_sync(self, error: Exception | None) -> None:
+        """Every rank has taken its part of all entries, or failed: all go on to commit or none does."""
+        everyone = self._meet("the end of a sync", None if error is None else f"{type(error).__name__}: {error}"[:1000])
+        if error is not None:
+            self._told = error
+            raise error
+        for rank, message in enumerate(everyone):
+            if message is not None:
+                raise SyncAbortedError(f"rank {rank}: {message}")
 
-def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, Any]) -> SpmdEngine:
+
+AnyEngine = _core.Engine | SpmdEngine
+
+
+def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, Any]) -> AnyEngine:
     """This process's rank, once all have come and were made alike. Raises what made this rank fail, MeshMismatchError, or
-    RankLostError when another has failed."""
+    RankLostError when another has failed. A world of one rank is an engine and has nobody to ask."""
     ends = comm.connect(mesh)
+    if ends.control is None:
+        return _core.Engine(values, options)
     try:
         engine = _core.Engine(values, options, (comm.rank, ends.tp, ends.ep, ends.world))
-    except BaseException:
-        if ends.control is not None:
-            ends.control.abort()
+    except BaseException as error:
+        ends.control.all_gather(encode(f"{type(error).__name__}: {error}"[:500]))
         raise
-    spmd = SpmdEngine(engine, ends, comm.rank, leads=comm.rank % mesh.tp == 0, spans=mesh.dp > 1 and mesh.ep > mesh.tp)
+    for rank, failure in enumerate(map(decode, ends.control.all_gather(encode(None)))):
+        if failure is not None:
+            engine.close()
+            raise RankLostError(f"rank {rank} could not be made: {failure}")
+    spans = mesh.dp > 1 and mesh.ep > mesh.tp
+    spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, leads=comm.rank % mesh.tp == 0, spans=spans)
     try:
         spmd.handshake({**facts, "family": engine.stats()["family"]})
     except BaseException:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollmesh import _core
 from rollmesh.arguments import boolean
 from rollmesh.errors import (
     ConfigError,
@@ -32,6 +31,9 @@ from rollmesh.errors import (
 from rollmesh.outputs import SyncReport
 from rollmesh.show import shown
 from rollmesh.views import ManifestEntry, SyncValues
+
+if TYPE_CHECKING:
+    from rollmesh.spmd import AnyEngine
 
 MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
@@ -68,7 +70,7 @@ class SyncOptions:
             raise VersionError(f"version = {shown(version)}, wanted an integer in [0, 2^63)")
         object.__setattr__(self, "version", int(version))
 
-    def begin(self, engine: _core.Engine) -> None:
+    def begin(self, engine: AnyEngine) -> None:
         engine.sync_begin(
             -1 if self.version is None else self.version,
             cast=self.cast,
@@ -131,7 +133,7 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
             raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}" + (f" (besides: {others})" if others else ""))
 
 
-def check_mapping(engine: _core.Engine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
+def check_mapping(engine: AnyEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
     """All that can be said before a byte is copied. A tensor that would have to be gathered first is checked at its push."""
     limit = 8 * len(manifest) + 1024
     if len(source) > limit:
@@ -159,7 +161,7 @@ def check_mapping(engine: _core.Engine, manifest: list[ManifestEntry], source: M
     raise_faults(faults)
 
 
-def push_mapping(engine: _core.Engine, source: Mapping[str, Any], deadline: float | None) -> None:
+def push_mapping(engine: AnyEngine, source: Mapping[str, Any], deadline: float | None) -> None:
     """Copies every entry. Values that are not finite, or not tied as they should be, are only seen here; all are listed."""
     faults: dict[type[Error], list[str]] = {}
     for name, tensor in source.items():
@@ -184,7 +186,7 @@ def check_deadline(deadline: float | None, name: object) -> None:
         raise DeadlineError(f"the sync did not finish within its timeout; it stood at {short(name)}")
 
 
-def push_entries(engine: _core.Engine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
+def push_entries(engine: AnyEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
     """Copies what an iterator gives, entry by entry."""
     for entry in entries:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:

@@ -14,19 +14,18 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from rollmesh import _core
 from rollmesh.arguments import deadline_of
 from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.requests import Requests
-from rollmesh.spmd import SpmdEngine
-from rollmesh.sync import SyncOptions, check_mapping, local_tensor, push_entries, push_mapping, report_of
+from rollmesh.spmd import AnyEngine, SpmdEngine
+from rollmesh.sync import SyncOptions, check_deadline, check_mapping, local_tensor, push_entries, push_mapping, report_of
 
 
 class Weights:
     """State of the syncs of one engine."""
 
-    def __init__(self, engine: _core.Engine | SpmdEngine, requests: Requests):
+    def __init__(self, engine: AnyEngine, requests: Requests):
         self._engine, self._requests = engine, requests
         self.manifest = engine.manifest()
         self.version: int | None = None
@@ -37,13 +36,13 @@ class Weights:
         """A whole set from a mapping or an iterator."""
         self._check_version(options)
         self.reset("a later sync began")
+        if isinstance(self._engine, SpmdEngine):
+            return self._sync_together(self._engine, source, options, deadline)
         if options.mode == "inplace":
             self._finish_running(options, deadline)
         try:
             options.begin(self._engine)
-            if isinstance(self._engine, SpmdEngine):
-                self._push_together(self._engine, source, deadline)
-            elif isinstance(source, Mapping):
+            if isinstance(source, Mapping):
                 check_mapping(self._engine, self.manifest, source, options)
                 push_mapping(self._engine, source, deadline)
             else:
@@ -53,16 +52,27 @@ class Weights:
             self._abort()
             raise
 
-    def _push_together(self, engine: SpmdEngine, source: Any, deadline: float | None) -> None:
-        """Every rank hears every entry to the end, whatever it thinks of one, so that all are at the same place when they tell."""
-        fault: Exception | None = None
-        for entry in engine.spread(source):
-            try:
-                if fault is None:
-                    push_entries(engine, [entry], deadline)
-            except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
-                fault = error
-        engine.settle_sync(fault)
+    def _sync_together(self, engine: SpmdEngine, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
+        """As sync, one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
+        the same place when they tell. A deadline is looked at when all are, too."""
+        voting = False
+        try:
+            entries = engine.spread(source, options)
+            if options.mode == "inplace":
+                self._finish_running(options, None)
+            fault = _fault_of(options.begin, engine)
+            for entry in entries:
+                fault = fault or _fault_of(push_entries, engine, [entry], deadline)
+            engine.settle_sync(fault)
+            if deadline is not None:
+                self._finish_running(options, None)
+                engine.settle_sync(_fault_of(check_deadline, deadline, "its commit"))
+            voting = True
+            return self._commit(options, None)
+        except BaseException as error:
+            self._abort()
+            engine.leave(error, voting)
+            raise
 
     def begin(self, sync: Sync) -> None:
         """Opens the set of a handle; another open one is reset."""
@@ -89,8 +99,10 @@ class Weights:
         self._open, sync.closed = None, "it failed"
         try:
             sync.report = self._commit(sync.options, deadline)
-        except BaseException:
+        except BaseException as error:
             self._abort()
+            if isinstance(self._engine, SpmdEngine):
+                self._engine.leave(error, voting=True)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -139,6 +151,15 @@ class Weights:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
             if self._requests.step() == 0 and (left := self._engine.unfinished()):
                 raise StateError(f"{left} requests cannot finish (paused or asleep): resume() or wake(), or choose another inflight")
+
+
+def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
+    """What a call raises: all ranks are told, and then it is raised."""
+    try:
+        call(*args)
+    except Exception as error:  # noqa: BLE001
+        return error
+    return None
 
 
 class Sync:

@@ -29,14 +29,14 @@ static atomic_long n_calls, n_kinds[TALK_N_KIND], n_faults, n_late;
 typedef struct world {
   rm_region *region;
   int world, n_groups;
-  int32_t members[GROUPS][MAX_WORLD]; // a permutation for each index; groups are runs of it
-  int length[GROUPS]; // of a run; the last may be shorter
+  int32_t members[GROUPS][MAX_WORLD];   // a permutation for each index; groups are runs of it
+  int length[GROUPS];           // of a run; the last may be shorter
   uint64_t seed;
   size_t most;
   long calls;
   const char *where;
   int plant;
-  pthread_barrier_t *barrier; // of the ranks
+  pthread_barrier_t *barrier;   // of the ranks
 } world;
 
 typedef struct rank {
@@ -190,7 +190,7 @@ typedef enum fault {
 
 static const struct {
   const char *name;
-  rm_code code, own; // of the others, and of the rank at fault
+  rm_code code, own;            // of the others, and of the rank at fault
 } faults[N_FAULT] = {
     [FAULT_OP] = {"another operation", RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_MISMATCH},
     [FAULT_SIZE] = {"another size", RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_MISMATCH},
@@ -206,12 +206,12 @@ static const struct {
 typedef struct trial {
   rm_region *region;
   fault fault;
-  int world, culprit, before; // calls that go well first
+  int world, culprit, before;   // calls that go well first
   int32_t members[MAX_WORLD];
   const char *where;
   int plant;
-  atomic_int failed; // ranks that have seen it
-  rm_code codes[MAX_WORLD]; // each rank writes its own
+  atomic_int failed;            // ranks that have seen it
+  rm_code codes[MAX_WORLD];     // each rank writes its own
   char texts[MAX_WORLD][512];
 } trial;
 
@@ -279,7 +279,7 @@ static void *try_all(void *arg) {
   }
   if (t->fault == FAULT_LATE) rm_comm_set_timeout(comm, 0.05);
   code = culprit ? misbehave(t, &comm, other, &err) : good_call(comm, 300, &err);
-  if (!code && comm) code = rm_comm_barrier(comm, &err); // who found nothing in that call finds it in this one
+  if (!code && comm) code = rm_comm_barrier(comm, &err);   // who found nothing in that call finds it in this one
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   t->codes[self->rank] = code;
   atomic_fetch_add(&t->failed, 1);
@@ -297,7 +297,7 @@ static void *try_all(void *arg) {
 
 static void check_trial(const trial *t) {
   const rm_code want = faults[t->fault].code, own = faults[t->fault].own;
-  const int witness = t->culprit == 0; // any rank but the one at fault
+  const int witness = t->culprit == 0;   // any rank but the one at fault
   const char *said = t->texts[witness];
   char culprit[24];
   snprintf(culprit, sizeof culprit, "rank %d", t->culprit);
@@ -343,8 +343,8 @@ typedef struct race {
   rm_region *region;
   int world;
   uint64_t seed;
-  char *data[MAX_WORLD]; // [RACE_BYTES]
-  long made[MAX_WORLD]; // calls that went well; each rank writes its own
+  char *data[MAX_WORLD];        // [RACE_BYTES]
+  long made[MAX_WORLD];         // calls that went well; each rank writes its own
   char texts[MAX_WORLD][512];
 } race;
 

@@ -21,9 +21,9 @@ enum { GROUPS = 2, MOST = 6000 };
 typedef struct scene {
   char name[64];
   uint64_t seed;
-  int world, part; // ranks; and of those, how many neighbours are a group of index 1
+  int world, part;              // ranks; and of those, how many neighbours are a group of index 1
   int without_pidfd;
-  double patience; // of a call
+  double patience;              // of a call
   rm_region_options options;
   const char *where;
 } scene;

@@ -169,7 +169,7 @@ static void check_param(world *w, const rm_param *param) {
 int main(int argc, char **argv) {
   static world w;
   long models = 0, parameters = 0;
-  w.f = fuzz_begin(argc, argv, 20000);
+  w.f = fuzz_begin(argc, argv, 20000, 1);
   while (fuzz_next_case(&w.f)) {
     if (!make(&w)) continue;
     check_mesh(&w);

@@ -9,48 +9,46 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_kernels *ke
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
   *moe = (rm_moe){.spec = params->spec, .here = &params->placement, .kernels = kernels, .dtype = params->dtype, .max_rows = max_rows};
   moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
-  moe->n_ranks = mesh->ep;
   if (mesh->ep == 1) return RM_OK;
   moe->ep = rank->ep;
-  moe->me = rm_mesh_coords(mesh, rank->index).ep;
-  moe->experts = rm_alloc((size_t)moe->n_ranks, sizeof *moe->experts);
-  moe->send = rm_alloc((size_t)moe->n_ranks, 2 * sizeof *moe->send);
-  if (!moe->experts || !moe->send) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", moe->n_ranks);
-  moe->recv = moe->send + moe->n_ranks;
+  moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
+  moe->send = rm_alloc((size_t)mesh->ep, 2 * sizeof *moe->send);
+  if (!moe->experts || !moe->send) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
+  moe->recv = moe->send + mesh->ep;
   for (int32_t i = 0; i < peers.count; i++) moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
-  const int64_t home = (max_rows + mesh->tp - 1) / mesh->tp;
-  moe->max_arrive = home * moe->n_ranks * rm_min64(params->spec->top_k, moe->here->experts.n);
-  return RM_OK;
+  if (moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
+  const rm_dispatch_options options = {.ep = moe->ep,
+                                       .experts = moe->experts,
+                                       .n_experts = params->spec->n_experts,
+                                       .top_k = params->spec->top_k,
+                                       .max_rows = (max_rows + mesh->tp - 1) / mesh->tp,
+                                       .max_row_bytes = (size_t)params->spec->hidden_size * rm_dtype_bytes(params->dtype),
+                                       .backend = moe->dispatcher};
+  const rm_code code = rm_dispatch_create(&options, &moe->dispatch, err);
+  return code ? code : rm_dispatch_plan_create(moe->dispatch, &moe->plan, err);
 }
 
 void rm_moe_destroy(rm_moe *moe) {
+  rm_dispatch_plan_destroy(moe->plan);
+  rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
   rm_free(moe->send);
 }
 
+size_t rm_moe_bytes(const rm_moe *moe) { return moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0; }
+
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
-  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype);
-  const size_t row = (size_t)spec->hidden_size * elem, wide = (size_t)spec->moe_intermediate_size * elem;
-  const int travels = rm_moe_takes_home_rows(moe), sees_all = travels && moe->dispatcher == RM_DISPATCH_ALLGATHER_REDUCESCATTER;
-  const size_t arrive = travels ? (size_t)moe->max_arrive : 0, here = (size_t)moe->here->experts.n + 1;
-  const size_t all = sees_all ? (size_t)(moe->n_ranks * moe->max_rows) : 0;
-  const int cut = moe->here->hidden.n < spec->hidden_size && !travels;
+  const int travels = rm_moe_takes_home_rows(moe), cut = moe->here->hidden.n < spec->hidden_size && !travels;
+  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), stay = travels ? 0 : choices;
   const rm_field list[RM_MOE_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
-      {&moe->place, choices, sizeof *moe->place},
-      {&moe->group_rows, (size_t)spec->n_experts + 1, sizeof *moe->group_rows},
-      {&moe->sorted, choices, row},
-      {&moe->inner, travels ? arrive : choices, wide},
+      {&moe->inner, travels ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : choices, (size_t)spec->moe_intermediate_size * elem},
+      {&moe->place, stay, sizeof *moe->place},
+      {&moe->group_rows, travels ? 0 : (size_t)spec->n_experts + 1, sizeof *moe->group_rows},
+      {&moe->sorted, stay, (size_t)spec->hidden_size * elem},
       {&moe->part, cut ? choices : 0, (size_t)rm_max64(moe->here->hidden.n, 1) * elem},
-      {&moe->counts, travels ? (size_t)moe->n_ranks : 0, ((size_t)spec->n_experts + 1) * sizeof *moe->counts},
-      {&moe->local_rows, travels ? here : 0, sizeof *moe->local_rows},
-      {&moe->cursor, travels ? here : 0, sizeof *moe->cursor},
-      {&moe->arrived, arrive, row},
-      {&moe->work, arrive, row},
-      {&moe->all_rows, all, row},
-      {&moe->all_ids, all, (size_t)spec->top_k * sizeof *moe->all_ids},
   };
   memcpy(fields, list, sizeof list);
   return RM_MOE_FIELDS;
@@ -78,23 +76,6 @@ void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
     for (int64_t i = 0; i < spec->top_k; i++) routed[r * routed_stride + i] = (int16_t)moe->ids[r * spec->top_k + i];
 }
 
-void rm_moe_permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
-  const rm_permute_args args = {
-      .x_out = moe->sorted,
-      .group_rows = moe->group_rows,
-      .place = moe->place,
-      .x = x,
-      .ids = moe->ids,
-      .rows = rows,
-      .hidden = moe->spec->hidden_size,
-      .n_experts = moe->spec->n_experts,
-      .top_k = moe->spec->top_k,
-      .dtype = moe->dtype,
-  };
-  if (rows) moe->kernels->permute(ctx, &args);
-  else memset(moe->group_rows, 0, (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows);
-}
-
 static rm_gemm_args grouped(const rm_moe *moe, const char *w, int64_t stride, const int32_t *group_rows, int64_t m, int64_t n, int64_t k) {
   return (rm_gemm_args){.w = w,
                         .group_rows = group_rows,
@@ -119,11 +100,11 @@ rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const 
                  moe->spec->moe_intermediate_size);
 }
 
-void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, int64_t hidden, int64_t rows) {
+void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, const int32_t *place, int64_t hidden, int64_t rows) {
   const rm_combine_args args = {
       .out = out,
       .y = y,
-      .place = moe->place,
+      .place = place,
       .ids = moe->ids,
       .gates = moe->gates,
       .rows = rows,
@@ -136,6 +117,23 @@ void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void 
 }
 
 // ---------------------------------------------------------------------------------------------- rows stay
+static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
+  const rm_permute_args args = {
+      .x_out = moe->sorted,
+      .group_rows = moe->group_rows,
+      .place = moe->place,
+      .x = x,
+      .ids = moe->ids,
+      .rows = rows,
+      .hidden = moe->spec->hidden_size,
+      .n_experts = moe->spec->n_experts,
+      .top_k = moe->spec->top_k,
+      .dtype = moe->dtype,
+  };
+  if (rows) moe->kernels->permute(ctx, &args);
+  else memset(moe->group_rows, 0, (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows);
+}
+
 // Each expert is cut over tp: its columns of inner are completed, and its columns of the output are this rank's share.
 static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
@@ -178,17 +176,17 @@ rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_la
                     int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int64_t m = rows * moe->spec->top_k;
   rm_moe_route(moe, ctx, layer, weights, x, rows, routed, routed_stride);
-  rm_moe_permute(moe, ctx, x, rows);
+  permute(moe, ctx, x, rows);
   const rm_code code =
       moe->ep ? own_experts(moe, ctx, shard, layer, weights, m, err) : cut_experts(moe, ctx, shard, layer, weights, m, err);
   if (code) return code;
   if (!shard->comm) {
-    rm_moe_combine(moe, ctx, x, moe->sorted, moe->spec->hidden_size, rows);
+    rm_moe_combine(moe, ctx, x, moe->sorted, moe->place, moe->spec->hidden_size, rows);
     return RM_OK;
   }
   const rm_range mine = shard->cuts[RM_CUT_HIDDEN][shard->me];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, bytes = (size_t)mine.n * shard->elem;
-  rm_moe_combine(moe, ctx, moe->sorted, moe->part, mine.n, rows);
+  rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->place, mine.n, rows);
   for (int64_t r = 0; r < rows; r++) memcpy(x + (size_t)r * row + (size_t)mine.first * shard->elem, moe->sorted + (size_t)r * bytes, bytes);
   return RM_OK;
 }

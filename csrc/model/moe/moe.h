@@ -12,6 +12,7 @@
 #pragma once
 
 #include "base/fields.h"
+#include "model/moe/dispatch.h"
 #include "model/params.h"
 #include "model/shard.h"
 
@@ -25,35 +26,30 @@ typedef struct rm_moe {
   int64_t max_rows;
   int32_t *ids;                 // [rows][top_k], best first
   float *gates;                 // [rows][top_k]
+  char *inner;                  // T [rows at this rank's experts][moe_intermediate]
+  rm_comm *ep;                  // view; NULL: ep = 1
+  // where rows stay
   int32_t *place;               // [rows][top_k]
   int32_t *group_rows;          // [n_experts + 1]
   char *sorted;                 // T [rows·top_k][hidden] inputs by expert, then outputs by expert
-  char *inner;                  // T [rows that come here][moe_intermediate]
-  char *part;                   // T [rows·top_k][hidden columns of this rank]; where tp > 1 and rows stay
-  // travel.c
-  rm_comm *ep;                  // view; NULL: ep = 1
-  int n_ranks, me;              // of the ep group
-  int64_t max_arrive;           // rows that can come here
-  rm_range *experts;            // [n_ranks] of each rank
-  rm_block *send, *recv;        // [n_ranks]
-  int32_t *counts;              // [n_ranks][n_experts + 1] the group_rows of every rank
-  int32_t *local_rows, *cursor; // [experts here + 1]
-  char *arrived;                // T [max_arrive][hidden] by rank, then expert
-  char *work;                   // T [max_arrive][hidden] by expert, then rank
-  char *all_rows;               // T [n_ranks·home rows][hidden], of allgather_reducescatter
-  int32_t *all_ids;             // [n_ranks·home rows][top_k]
+  char *part;                   // T [rows·top_k][hidden columns of this rank]; where tp > 1
+  rm_range *experts;            // [ep] of each rank
+  rm_block *send, *recv;        // [ep]
+  // where rows travel
+  rm_dispatch *dispatch;        // owned; NULL where rows stay
+  rm_dispatch_plan *plan;       // owned
 } rm_moe;
 
-enum { RM_MOE_FIELDS = 14 };
+enum { RM_MOE_FIELDS = 7 };
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_kernels *kernels, const rm_rank *rank, int64_t max_rows,
                       rm_error *err);
 void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]);   // returns how many
 
+size_t rm_moe_bytes(const rm_moe *moe);                              // of what it holds beyond its fields
+
 // Whether rows travel: the block then takes and gives home rows.
-static inline int rm_moe_takes_home_rows(const rm_moe *moe) {
-  return moe->ep && (moe->dispatcher == RM_DISPATCH_ALLTOALL || moe->dispatcher == RM_DISPATCH_ALLGATHER_REDUCESCATTER);
-}
+static inline int rm_moe_takes_home_rows(const rm_moe *moe) { return moe->dispatch != NULL; }
 
 // x ← block(x), T [rows][hidden]; of the output this rank's columns alone, in their place. routed: the chosen ids, row r's at
 // routed + r·routed_stride.
@@ -66,10 +62,9 @@ rm_code rm_moe_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *lay
 // ---------------------------------------------------------------------------------------------- shared by moe.c and travel.c
 void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int64_t rows,
                   int16_t *routed, int64_t routed_stride);
-void rm_moe_permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows);
 // The two grouped gemms of the experts here. group_rows: [experts here + 1] rows of x and y, of which there are m; x and y are whole
 // rows, of whose columns a rank may compute its own alone (ep = 1).
 rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m);
 rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights, const int32_t *group_rows, int64_t m);
-// out: T [rows][hidden]; y: T [rows·top_k][hidden] by place.
-void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, int64_t hidden, int64_t rows);
+// out: T [rows][hidden]; y: T [rows·top_k][hidden] by place, [rows][top_k].
+void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, const int32_t *place, int64_t hidden, int64_t rows);

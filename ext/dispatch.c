@@ -1,0 +1,336 @@
+// dispatch.c: _core.Dispatcher, token rows between ranks (model/moe/dispatch.h) over arrays of bytes, [rows][bytes of a row] in uint8,
+// so that a row may be of any dtype. A Dispatcher has its group's end for itself: one of a _core.Comm, or of a region that
+// `_core.dispatchers` makes for ranks that are threads of this process. Calls release the GIL: the other ranks may be threads that
+// wait for it.
+#include "arrays.h"
+#include "comm.h"
+
+#include <string.h>
+
+#include "base/memory.h"
+#include "mesh/block.h"
+#include "mesh/region.h"
+#include "model/moe/dispatch.h"
+
+typedef struct dispatcher_object {
+  PyObject_HEAD
+  rm_comm *comm;                // owned; NULL: one rank
+  rm_dispatch *dispatch;        // owned; NULL: closed
+  rm_range here;                // experts
+  int64_t n_experts, top_k, max_rows;
+  int size, rank;
+  int busy;                     // a thread is in a call; written with the GIL held
+} dispatcher_object;
+
+typedef struct plan_object {
+  PyObject_HEAD
+  PyObject *owner;              // owned: the Dispatcher that it is of
+  rm_dispatch_plan *plan;       // owned
+} plan_object;
+
+static void *new_object(PyObject *type) { return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0); }
+
+static void free_object(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
+// ------------------------------------------------------------------------------------------------ creation
+// What the arguments of both ways to make dispatchers say, beside the ranks.
+typedef struct settings {
+  long long n_experts, top_k, max_rows, row_bytes;
+  const char *backend;
+} settings;
+
+static rm_code backend_of(const char *name, rm_dispatcher *out, rm_error *err) {
+  for (int i = 0; i < RM_N_DISPATCHER; i++) {
+    *out = (rm_dispatcher)i;
+    if (strcmp(rm_dispatcher_name(*out), name) == 0) return RM_OK;
+  }
+  return rm_fail(err, RM_E_CONFIG, "ep_backend = '%.64s' is no token dispatcher of this build", name);
+}
+
+static rm_code create_dispatch(dispatcher_object *self, const settings *s, rm_error *err) {
+  rm_dispatch_options options = {.ep = self->comm, .n_experts = s->n_experts, .top_k = s->top_k, .max_rows = s->max_rows};
+  rm_code code = backend_of(s->backend, &options.backend, err);
+  if (code) return code;
+  if (s->n_experts < 1 || s->n_experts % self->size)
+    return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", self->size, s->n_experts);
+  rm_range *experts = rm_alloc((size_t)self->size, sizeof *experts);
+  if (!experts) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", self->size);
+  const int64_t each = s->n_experts / self->size;
+  for (int r = 0; r < self->size; r++) experts[r] = (rm_range){r * each, each};
+  options.experts = experts;
+  options.max_row_bytes = s->row_bytes > 0 ? (size_t)s->row_bytes : 0;
+  code = rm_dispatch_create(&options, &self->dispatch, err);
+  self->here = experts[self->rank];
+  rm_free(experts);
+  return code;
+}
+
+// Takes `comm`, also when it fails.
+static PyObject *new_dispatcher(PyObject *module, rm_comm *comm, const settings *s) {
+  rm_error err = RM_ERROR_INIT;
+  dispatcher_object *self = new_object(rm_state(module)->dispatcher_type);
+  if (!self) {
+    rm_comm_destroy(comm);
+    return NULL;
+  }
+  self->comm = comm;
+  self->size = comm ? rm_comm_size(comm) : 1;
+  self->rank = comm ? rm_comm_rank(comm) : 0;
+  self->n_experts = s->n_experts;
+  self->top_k = s->top_k;
+  self->max_rows = s->max_rows;
+  if (!create_dispatch(self, s, &err)) return (PyObject *)self;
+  Py_DECREF(self);
+  return rm_raise(module, &err);
+}
+
+static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"comm", "num_experts", "top_k", "max_rows", "row_bytes", "backend", NULL};
+  PyObject *end, *module = PyType_GetModule(type);
+  settings s;
+  rm_comm *comm;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLLs:Dispatcher", names, &end, &s.n_experts, &s.top_k, &s.max_rows, &s.row_bytes,
+                                   &s.backend) ||
+      rm_comm_take(module, end, &comm))
+    return NULL;
+  return new_dispatcher(module, comm, &s);
+}
+
+enum { BUFFER_BYTES = 1 << 20 };
+
+// (ranks, num_experts, top_k, max_rows, row_bytes, backend, timeout) → [Dispatcher of each rank]
+static PyObject *dispatchers(PyObject *module, PyObject *args) {
+  int ranks;
+  double timeout;
+  settings s;
+  rm_error err = RM_ERROR_INIT;
+  rm_region *region = NULL;
+  int32_t members[64];
+  if (!PyArg_ParseTuple(args, "iLLLLsd:dispatchers", &ranks, &s.n_experts, &s.top_k, &s.max_rows, &s.row_bytes, &s.backend, &timeout))
+    return NULL;
+  const rm_region_options options = {.world = ranks, .n_groups = 1, .buffer_bytes = BUFFER_BYTES, .timeout = timeout};
+  rm_code code = ranks == 1 ? RM_OK : rm_region_create(&options, &region, &err);
+  if (code) return rm_raise(module, &err);
+  PyObject *out = PyList_New(ranks);
+  for (int r = 0; r < ranks; r++) members[r] = r;
+  for (int r = 0; out && r < ranks; r++) {
+    rm_comm *comm = NULL;
+    if (region) code = rm_region_comm(region, 0, members, ranks, r, &comm, &err);
+    PyObject *one = code ? rm_raise(module, &err) : new_dispatcher(module, comm, &s);
+    if (!one || PyList_SetItem(out, r, one)) Py_CLEAR(out);
+  }
+  rm_region_release(region);
+  return out;
+}
+
+// ------------------------------------------------------------------------------------------------ calls
+static int enter(dispatcher_object *self) {
+  const char *why = !self->dispatch ? "is closed" : self->busy ? "is in a call of another thread" : NULL;
+  if (!why) return self->busy = 1, 0;
+  rm_raise_code(PyType_GetModule(Py_TYPE((PyObject *)self)), RM_E_STATE, "this dispatcher %s", why);
+  return -1;
+}
+
+static PyObject *leave(dispatcher_object *self, rm_code code, rm_error *err, PyObject *result) {
+  self->busy = 0;
+  if (!code) return result;
+  Py_XDECREF(result);
+  return rm_raise(PyType_GetModule(Py_TYPE((PyObject *)self)), err);
+}
+
+static PyObject *dispatcher_plan(dispatcher_object *self, PyObject *object) {
+  PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self));
+  rm_array_want want = {.name = "ids", .type = NPY_INT32, .n_dims = 2, .shape = {-1, self->top_k}};
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  void *ids;
+  if (rm_array_data(module, object, &want, &ids) || enter(self)) return NULL;
+  plan_object *plan = new_object(rm_state(module)->plan_type);
+  if (!plan) return leave(self, RM_OK, &err, NULL);
+  plan->owner = Py_NewRef((PyObject *)self);
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_dispatch_plan_create(self->dispatch, &plan->plan, &err);
+    if (!code) code = rm_dispatch_plan_fill(self->dispatch, plan->plan, ids, want.shape[0], &err);
+  Py_END_ALLOW_THREADS
+  return leave(self, code, &err, (PyObject *)plan);
+}
+
+typedef rm_code (*move_fn)(rm_dispatch *, const rm_ctx *, const rm_dispatch_plan *, const void *, size_t, char **, rm_error *);
+
+// (plan, from, to): `move` of n_from rows into an array of n_to, both members of the plan by their offsets.
+static PyObject *run_move(dispatcher_object *self, PyObject *args, move_fn move, size_t n_from, size_t n_to) {
+  PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self)), *plan_arg, *objects[2];
+  rm_error err = RM_ERROR_INIT;
+  void *from, *to;
+  char *moved = NULL;
+  rm_code code;
+  if (!PyArg_ParseTuple(args, "OOO", &plan_arg, &objects[0], &objects[1])) return NULL;
+  const int is_plan = PyObject_IsInstance(plan_arg, rm_state(module)->plan_type);
+  if (is_plan < 0) return NULL;
+  if (!is_plan || ((plan_object *)plan_arg)->owner != (PyObject *)self)
+    return rm_raise_code(module, RM_E_STATE, "plan is %R, wanted a plan of this dispatcher", plan_arg);
+  const rm_dispatch_plan *plan = ((plan_object *)plan_arg)->plan;
+  rm_array_want source = {.name = "from", .type = NPY_UINT8, .n_dims = 2, .shape = {0, -1}};
+  memcpy(&source.shape[0], (const char *)plan + n_from, sizeof source.shape[0]);
+  if (rm_array_data(module, objects[0], &source, &from)) return NULL;
+  rm_array_want target = {.name = "to", .type = NPY_UINT8, .flags = RM_ARRAY_WRITE, .n_dims = 2, .shape = {0, source.shape[1]}};
+  memcpy(&target.shape[0], (const char *)plan + n_to, sizeof target.shape[0]);
+  if (rm_array_data(module, objects[1], &target, &to) || enter(self)) return NULL;
+  const size_t bytes = (size_t)source.shape[1];
+  Py_BEGIN_ALLOW_THREADS
+    code = move(self->dispatch, NULL, plan, from, bytes, &moved, &err);
+    if (!code) rm_copy(to, moved, (size_t)target.shape[0] * bytes);
+  Py_END_ALLOW_THREADS
+  return leave(self, code, &err, Py_NewRef(Py_None));
+}
+
+#define N_ROWS offsetof(rm_dispatch_plan, n_rows)
+#define N_CHOICES offsetof(rm_dispatch_plan, n_choices)
+#define N_ARRIVE offsetof(rm_dispatch_plan, n_arrive)
+
+static PyObject *dispatcher_out(dispatcher_object *self, PyObject *args) { return run_move(self, args, rm_dispatch_out, N_ROWS, N_ARRIVE); }
+static PyObject *dispatcher_back(dispatcher_object *self, PyObject *args) {
+  return run_move(self, args, rm_dispatch_back, N_ARRIVE, N_CHOICES);
+}
+static PyObject *dispatcher_out_each(dispatcher_object *self, PyObject *args) {
+  return run_move(self, args, rm_dispatch_out_each, N_CHOICES, N_ARRIVE);
+}
+
+static PyObject *dispatcher_abort(dispatcher_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (self->comm) rm_comm_abort(self->comm, RM_E_RANK_LOST);
+  Py_RETURN_NONE;
+}
+
+static void close_dispatcher(dispatcher_object *self) {
+  rm_dispatch_destroy(self->dispatch);
+  rm_comm_destroy(self->comm);
+  self->dispatch = NULL;
+  self->comm = NULL;
+}
+
+static PyObject *dispatcher_close(dispatcher_object *self, PyObject *ignored) {
+  (void)ignored;
+  rm_error err = RM_ERROR_INIT;
+  if (!self->dispatch) Py_RETURN_NONE;
+  if (enter(self)) return NULL;
+  close_dispatcher(self);
+  return leave(self, RM_OK, &err, Py_NewRef(Py_None));
+}
+
+static void dispatcher_dealloc(PyObject *object) {
+  close_dispatcher((dispatcher_object *)object);
+  free_object(object);
+}
+
+static PyObject *dispatcher_get(dispatcher_object *self, void *member) {
+  return PyLong_FromLongLong(*(const int64_t *)((const char *)self + (size_t)member));
+}
+static PyObject *dispatcher_get_int(dispatcher_object *self, void *member) {
+  return PyLong_FromLong(*(const int *)((const char *)self + (size_t)member));
+}
+static PyObject *dispatcher_experts(dispatcher_object *self, void *unused) {
+  (void)unused;
+  return Py_BuildValue("LL", (long long)self->here.first, (long long)(self->here.first + self->here.n));
+}
+
+// ------------------------------------------------------------------------------------------------ plans
+static void plan_dealloc(PyObject *object) {
+  plan_object *self = (plan_object *)object;
+  rm_dispatch_plan_destroy(self->plan);
+  Py_XDECREF(self->owner);
+  free_object(object);
+}
+
+static PyObject *plan_get(plan_object *self, void *member) {
+  return PyLong_FromLongLong(*(const int64_t *)((const char *)self->plan + (size_t)member));
+}
+
+static PyObject *plan_matrix(const plan_object *self, const int32_t *values, int64_t rows) {
+  const int64_t shape[2] = {rows, ((const dispatcher_object *)self->owner)->top_k};
+  return rm_array_new(NPY_INT32, 2, shape, values);
+}
+static PyObject *plan_place(plan_object *self, void *unused) {
+  (void)unused;
+  return plan_matrix(self, self->plan->place, self->plan->n_rows);
+}
+static PyObject *plan_ids(plan_object *self, void *unused) {
+  (void)unused;
+  return plan_matrix(self, self->plan->ids, self->plan->n_choices / ((const dispatcher_object *)self->owner)->top_k);
+}
+static PyObject *plan_group_rows(plan_object *self, void *unused) {
+  (void)unused;
+  const int64_t n = ((const dispatcher_object *)self->owner)->here.n + 1;
+  return rm_array_new(NPY_INT32, 1, &n, self->plan->group_rows);
+}
+
+// ------------------------------------------------------------------------------------------------ the types
+#define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))dispatcher_##name, flags, PyDoc_STR(doc)}
+static PyMethodDef methods[] = {
+    METHOD(plan, METH_O, "plan(ids): where the rows of int32 [rows, top_k] ids go; rows of negative ids are padding. Collective."),
+    METHOD(out, METH_VARARGS, "out(plan, x, rows): rows of the home to their experts. Collective."),
+    METHOD(back, METH_VARARGS, "back(plan, rows, choices): rows of the experts to the home. Collective."),
+    METHOD(out_each, METH_VARARGS, "out_each(plan, choices, rows): a row for each choice to its expert. Collective."),
+    METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),
+    METHOD(close, METH_NOARGS, "Leaves the group and frees the buffers. Idempotent."),
+    {NULL, NULL, 0, NULL},
+};
+
+#define MEMBER(name, get, closure, doc) {#name, (getter)(void (*)(void))get, NULL, PyDoc_STR(doc), (void *)(closure)}
+static PyGetSetDef dispatcher_members[] = {
+    MEMBER(num_experts, dispatcher_get, offsetof(dispatcher_object, n_experts), "Of all ranks."),
+    MEMBER(top_k, dispatcher_get, offsetof(dispatcher_object, top_k), "Experts of a row."),
+    MEMBER(max_rows, dispatcher_get, offsetof(dispatcher_object, max_rows), "Rows of the home in one plan."),
+    MEMBER(size, dispatcher_get_int, offsetof(dispatcher_object, size), "Ranks."),
+    MEMBER(rank, dispatcher_get_int, offsetof(dispatcher_object, rank), "This one."),
+    MEMBER(experts, dispatcher_experts, 0, "(first, end) of this rank."),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyGetSetDef plan_members[] = {
+    MEMBER(num_rows, plan_get, N_ROWS, "Rows of the home, padding included."),
+    MEMBER(num_choices, plan_get, N_CHOICES, "Rows that back gives."),
+    MEMBER(num_arrive, plan_get, N_ARRIVE, "Rows that out gives."),
+    MEMBER(place, plan_place, 0, "int32 [num_rows, top_k] of a choice in what back gives; -1: padding."),
+    MEMBER(ids, plan_ids, 0, "int32 [rows that are no padding, top_k]."),
+    MEMBER(group_rows, plan_group_rows, 0, "int32 [experts here + 1]: where an expert's rows begin."),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef functions[] = {
+    {"dispatchers", dispatchers, METH_VARARGS,
+     "(ranks, num_experts, top_k, max_rows, row_bytes, backend, timeout): the Dispatcher of each rank; ranks are threads."},
+    {0},
+};
+
+static PyObject *add_type(PyObject *module, const char *name, int bytes, unsigned int flags, PyType_Slot *slots) {
+  PyType_Spec spec = {.name = name, .basicsize = bytes, .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | flags, .slots = slots};
+  PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+  if (type && PyModule_AddType(module, (PyTypeObject *)type)) Py_CLEAR(type);
+  return type;
+}
+
+int rm_dispatch_types_add(PyObject *module) {
+  PyType_Slot dispatcher_slots[] = {
+      {Py_tp_new, dispatcher_new},
+      {Py_tp_dealloc, dispatcher_dealloc},
+      {Py_tp_methods, methods},
+      {Py_tp_getset, dispatcher_members},
+      {Py_tp_doc, "Dispatcher(comm, num_experts, top_k, max_rows, row_bytes, backend): moves token rows to the ranks of their experts."},
+      {0, NULL},
+  };
+  PyType_Slot plan_slots[] = {
+      {Py_tp_dealloc, plan_dealloc},
+      {Py_tp_getset, plan_members},
+      {Py_tp_doc, "Where the rows of one batch go; of Dispatcher.plan."},
+      {0, NULL},
+  };
+  rm_module_state *state = rm_state(module);
+  state->dispatcher_type = add_type(module, "rollmesh._core.Dispatcher", sizeof(dispatcher_object), 0, dispatcher_slots);
+  if (!state->dispatcher_type) return -1;
+  state->plan_type = add_type(module, "rollmesh._core.DispatchPlan", sizeof(plan_object), Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots);
+  return state->plan_type ? PyModule_AddFunctions(module, functions) : -1;
+}

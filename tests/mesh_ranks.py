@@ -1,0 +1,393 @@
+"""A server that forks the ranks of test_mesh_processes.py: one process imports rollmesh (and torch where that is the transport), then
+each job is a fork of it per rank, so that a mesh of processes costs milliseconds to start.
+
+    python tests/mesh_ranks.py shm|torch      a job a line on stdin, its answer a line on stdout, both JSON
+    job       {"do": name of a scenario below, "mesh": [tp, dp, ep], "order": ranks in the order in which they are forked, …}
+    answer    for each rank {"status": of its process, "result": of the scenario, "error": [type, message], "at": when it had it}
+
+A rank that hangs is killed at LIMIT, and its status says so. Times are of time.monotonic, which all processes share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import helpers
+import numpy as np
+
+import rollmesh as rm
+
+LIMIT = 120.0
+Job = dict[str, Any]
+
+SIZES: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 300, "hidden_size": 96, "head_dim": 8}
+CASES = {
+    "dense": helpers.Case("dense", helpers.tiny_config(False, **SIZES, attention_bias=True, intermediate_size=160)),
+    "moe": helpers.Case("moe", helpers.tiny_config(True, **SIZES, num_experts=24, num_experts_per_tok=3), router_bias=True),
+}
+PROMPTS = [[7], [1, 2], [3, 1, 4, 1, 5], list(range(100, 117)), list(range(250, 281)), [7] * 19]
+SAMPLED = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+ENDLESS = rm.SamplingParams(max_tokens=4000, seed=3, ignore_eos=True)
+_weights: dict[str, dict[str, Any]] = {}
+
+
+def weights(name: str, scale: float = 1.0) -> dict[str, Any]:
+    if name not in _weights:
+        _weights[name] = helpers.numpy_state_dict(CASES[name].config, 0, "float32", CASES[name].router_bias)
+    return {key: value * np.float32(scale) for key, value in _weights[name].items()} if scale != 1.0 else _weights[name]
+
+
+# -------------------------------------------------------------------------------------------------- a rank
+class Rank:
+    """What a scenario works with: this rank's number, its generator once made, and ways to end or stop itself."""
+
+    def __init__(self, job: Job, rank: int):
+        self.job, self.rank = job, rank
+        self.world = job["mesh"][0] * job["mesh"][1]
+        self.victim = job.get("victim") == rank
+        self.generator: rm.Generator | None = None
+
+    def comm(self) -> rm.comm.Comm | None:
+        timeout = self.job.get("timeout", 60.0)
+        if self.job["transport"] == "none":
+            return None
+        if self.job["transport"] == "shm":
+            return rm.comm.shm(self.job["name"], self.rank, self.world, timeout)
+        from torch import distributed
+
+        distributed.init_process_group("gloo", init_method=f"file://{self.job['name']}", rank=self.rank, world_size=self.world)
+        return rm.comm.torch(timeout=timeout)
+
+    def make(self, **options: Any) -> rm.Generator:
+        tp, dp, ep = self.job["mesh"]
+        case = CASES[self.job.get("model", "dense")]
+        chosen = {"max_model_len": 64, "max_num_seqs": 5, "max_num_batched_tokens": 13, "kv_cache_gib": 0.01, "threads": 1}
+        chosen |= self.job.get("options", {}) | options
+        self.generator = rm.Generator(rm.ModelSpec.from_hf(case.config), mesh=rm.Mesh(tp=tp, dp=dp, ep=ep), comm=self.comm(), **chosen)
+        return self.generator
+
+    def source(self, scale: float = 1.0) -> Any:
+        """Weights, where this rank is one that has some."""
+        has = self.job.get("source", "all") in ("all", self.rank)
+        return weights(self.job.get("model", "dense"), scale) if has else None
+
+    def end_itself(self) -> None:
+        os.kill(os.getpid(), self.job.get("signal", signal.SIGKILL))
+
+    def after(self, calls: int, method: str, do: Callable[[], None] | None = None) -> None:
+        """The victim does it instead of the call of that number of a method of its engine."""
+        if not self.victim:
+            return
+        assert self.generator is not None
+        engine = self.generator._engine
+        kept, count = getattr(engine, method), iter(range(calls + 1))
+
+        def counted(*args: Any) -> Any:
+            if next(count, calls + 1) == calls:
+                (do or self.end_itself)()
+            return kept(*args)
+
+        setattr(engine, method, counted)
+
+
+def digest(*arrays: Any) -> str:
+    hasher = hashlib.sha256()
+    for array in arrays:
+        hasher.update(b"none" if array is None else f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()[:16]
+
+
+def answers(generator: rm.Generator) -> dict[str, str]:
+    """All that the contract fixes, a digest for each kind, so that a failure says what differs."""
+    outputs = generator.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    samples = [sample for output in outputs for sample in output.outputs]
+    return {
+        "tokens": digest(*(s.token_ids for s in samples)),
+        "logprobs": digest(*(s.logprobs for s in samples)),
+        "sampling_logprobs": digest(*(s.sampling_logprobs for s in samples)),
+        "top": digest(*(part for s in samples for part in (s.top_logprobs.ids, s.top_logprobs.logprobs))),
+        "routed": digest(*(s.routed_experts for s in samples)),
+        "prompt": digest(*(o.prompt_logprobs for o in outputs), *(o.prompt_top_logprobs.ids for o in outputs)),
+        "about": repr([(o.request_id, o.finished, o.error, [(s.finish_reason, s.contract) for s in o.outputs]) for o in outputs]),
+        "logits": digest(*generator.logits(PROMPTS)),
+        "scores": digest(*generator.score(PROMPTS), *generator.score(PROMPTS, rm.SamplingParams(temperature=0.7, top_k=9))),
+    }
+
+
+# -------------------------------------------------------------------------------------------------- scenarios
+def bits(rank: Rank) -> Any:
+    """Two versions, and what each answers."""
+    with rank.make() as generator:
+        first = generator.sync_weights(rank.source(), cast=True).digest
+        out = {"digest": first, **answers(generator)}
+        second = generator.sync_weights(rank.source(0.75), cast=True)
+        return [out, {"digest": second.digest, "version": second.version, **answers(generator)}]
+
+
+def construct(rank: Rank) -> Any:
+    """Ranks that are made as `each` says."""
+    tp, dp, ep = rank.job["each"][rank.rank].pop("mesh", rank.job["mesh"])
+    rank.job["mesh"], options = [tp, dp, ep], dict(rank.job["each"][rank.rank])
+    model = options.pop("model", None)
+    if model:
+        rank.job["model"] = model
+    rank.make(**options).close()
+
+
+def bad_weight(rank: Rank) -> Any:
+    """A weight that only the victim holds is not finite: what its sync raises, what serves then, and the next sync."""
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        before = answers(generator)
+        bad = {name: np.array(value) for name, value in weights(rank.job["model"], 0.75).items()}
+        if rank.job["how"] == "stream":  # one tensor of which the victim alone has a part
+            bad["model.embed_tokens.weight"][rank.job["row"], 3] = np.nan
+            source: Any = bad if rank.source() is not None else None
+        try:
+            if rank.job["how"] == "stream":
+                generator.sync_weights(source, cast=True)
+            else:
+                with generator.begin_sync(cast=True) as sync:
+                    for name, value in bad.items():
+                        if not (rank.victim and name == "model.norm.weight"):  # the victim does not get it
+                            sync.push(name, value)
+        except rm.Error as error:
+            told = [type(error).__name__, str(error)]
+        else:
+            told = None
+        same, version = answers(generator) == before, generator.version
+        report = generator.sync_weights(rank.source(0.75), cast=True)
+        return {"told": told, "same": same, "version": version, "next": report.digest, "bits": answers(generator)}
+
+
+def source_raises(rank: Rank) -> Any:
+    """The source breaks off in the middle, on the one rank that has it."""
+
+    def broken() -> Iterator[tuple[str, Any]]:
+        for index, item in enumerate(weights("dense", 0.5).items()):
+            if index == 5:
+                raise KeyError("no more")
+            yield item
+
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        before = answers(generator)
+        try:
+            generator.sync_weights(broken() if rank.victim else None, cast=True)
+        except (rm.Error, KeyError) as error:
+            told = [type(error).__name__, str(error)]
+        return {"told": told, "same": answers(generator) == before, "next": generator.sync_weights(rank.source(0.75), cast=True).digest}
+
+
+def apart(rank: Rank) -> Any:
+    """The victim makes another call than the rest."""
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        prompt, how = [1, 2, 3], rank.job["how"] if rank.victim else ""
+        if how == "logits":
+            generator.logits([prompt])
+        elif how == "score":
+            generator.score([prompt])
+        elif how == "sync":
+            generator.sync_weights(rank.source(0.5), cast=True)
+        elif how == "prompts":
+            generator.generate([[1, 2, 4]], SAMPLED, use_tqdm=False)
+        elif how == "longer":
+            generator.generate([[1, 2, 3, 4]], SAMPLED, use_tqdm=False)
+        elif how == "more":
+            generator.generate([prompt, prompt], SAMPLED, use_tqdm=False)
+        elif how == "params":
+            generator.generate([prompt], rm.SamplingParams(n=2, max_tokens=5, seed=12), use_tqdm=False)
+        elif how == "timeout":
+            generator.generate([prompt], SAMPLED, use_tqdm=False, timeout=50.0)
+        elif how == "version":
+            generator.sync_weights(rank.source(0.5), cast=True, version=9)
+        elif rank.job["how"] == "version":
+            generator.sync_weights(rank.source(0.5), cast=True, version=8)
+        else:
+            generator.generate([prompt], SAMPLED, use_tqdm=False)
+
+
+def lost(rank: Rank) -> Any:
+    """The victim gets a signal in the middle of a call; the others say what they raise, now and at the call after."""
+    generator = rank.make()
+    generator.sync_weights(rank.source(), cast=True)
+    where = rank.job["where"]
+    began = {"now": time.monotonic()}
+
+    def end() -> None:
+        began["now"] = time.monotonic()
+        with open(f"/proc/self/fd/{rank.job['moment']}", "w") as file:
+            file.write(repr(began["now"]))
+        rank.end_itself()
+
+    rank.after(rank.job.get("calls", 3), {"generate": "step", "sync": "sync_push", "commit": "sync_commit", "settle": "_settle"}[where], end)
+    if rank.victim and rank.job.get("delay") is not None:
+        threading.Timer(rank.job["delay"], end).start()
+    try:
+        while True:
+            if where in ("generate", "settle"):
+                generator.generate(PROMPTS, ENDLESS if where == "generate" else SAMPLED, use_tqdm=False)
+            else:
+                generator.sync_weights(rank.source(0.5), cast=True)
+            if where == "settle":
+                continue
+    except rm.Error as error:
+        at = time.monotonic()
+        told = [type(error).__name__, str(error)]
+    try:
+        generator.generate([[1]], SAMPLED, use_tqdm=False)
+        again = None
+    except rm.Error as error:
+        again = type(error).__name__
+    start = time.monotonic()
+    generator.close()
+    return {"told": told, "at": at, "again": again, "version": generator.version, "close": time.monotonic() - start}
+
+
+def interrupted(rank: Rank) -> Any:
+    """Ctrl-C in the victim, while it generates or syncs."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    generator = rank.make()
+    generator.sync_weights(rank.source(), cast=True)
+    rank.job["signal"] = signal.SIGINT
+    rank.after(3, {"generate": "step", "sync": "sync_push"}[rank.job["where"]])
+    try:
+        if rank.job["where"] == "generate":
+            generator.generate(PROMPTS, ENDLESS, use_tqdm=False)
+        else:
+            generator.sync_weights(rank.source(0.5), cast=True)
+    except KeyboardInterrupt as error:
+        told = [type(error).__name__, str(error)]
+    except rm.Error as error:
+        told = [type(error).__name__, str(error)]
+    if rank.victim:
+        time.sleep(rank.job.get("linger", 1.0))  # it lives on for a while: the others have to be told, and not by its end
+    return {"told": told, "at": time.monotonic()}
+
+
+def timed(rank: Rank) -> Any:
+    """generate with a timeout, short or not; then the same generator without one."""
+    with rank.make(max_model_len=4096, kv_cache_gib=0.05) as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        out = []
+        for timeout in rank.job["timeouts"]:
+            params = [rm.SamplingParams(max_tokens=2 if i % 2 else 4000, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+            outputs = generator.generate(PROMPTS, params, use_tqdm=False, on_error="return", timeout=timeout)
+            out.append([[type(o.error).__name__, o.outputs[0].finish_reason, digest(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs])
+        return {"timed": out, "bits": answers(generator)}
+
+
+def calls_in_a_row(rank: Rank) -> Any:
+    """Some generators one after another and calls of every kind, refused ones among them: all are the same everywhere."""
+    out: list[Any] = []
+    with rank.make() as generator:
+        try:
+            generator.generate([[1]], use_tqdm=False)
+        except rm.NotSyncedError as error:
+            out.append(str(error))
+        generator.sync_weights(rank.source(), cast=True)
+        for bad in ([[]], [[1], [999]], [[1, 2], list(range(64)), [3]]):
+            for on_error in ("raise", "return"):
+                try:
+                    outputs = generator.generate(bad, SAMPLED, use_tqdm=False, on_error=on_error)
+                    out.append([[type(o.error).__name__, [s.token_ids.tolist() for s in o.outputs]] for o in outputs])
+                except rm.RequestError as error:
+                    out.append(str(error))
+        try:
+            generator.sync_weights({"model.norm.weight": np.ones(96, np.float32)} if rank.rank == 0 else None)
+        except rm.Error as error:
+            out.append(isinstance(error, rm.MissingKeyError))
+        ids = generator.submit(PROMPTS, SAMPLED)
+        polled = generator.poll(min_outputs=len(ids))
+        out.append([[o.request_id, [s.token_ids.tolist() for s in o.outputs]] for o in polled])
+        generator.sleep("kv")
+        generator.wake("kv")
+        out.append(answers(generator))
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- the server
+def child(job: Job, rank: int, out: int) -> None:
+    answer: dict[str, Any] = {"result": None, "error": None}
+    try:
+        answer["result"] = globals()[job["do"]](Rank(job, rank))
+    except BaseException as error:  # noqa: BLE001 (told to the test)
+        answer["error"] = [type(error).__name__, str(error)]
+        if not isinstance(error, rm.Error):
+            traceback.print_exc()
+    answer["at"] = time.monotonic()
+    text = json.dumps(answer).encode()
+    while text:
+        text = text[os.write(out, text) :]
+
+
+def run(job: Job) -> list[Any]:
+    started: dict[int, tuple[int, int]] = {}  # rank → process, pipe
+    job["moment"] = moment = os.memfd_create("moment")
+    for rank in job.get("order") or range(job["mesh"][0] * job["mesh"][1]):
+        take, give = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(take)
+            child(json.loads(json.dumps(job)), rank, give)
+            os._exit(0)
+        os.close(give)
+        started[rank] = (pid, take)
+    gathered = gather(job, started)
+    when = os.pread(moment, 100, 0).decode()
+    os.close(moment)
+    for answer in gathered:
+        answer["moment"] = float(when) if when else None
+    return gathered
+
+
+def gather(job: Job, started: dict[int, tuple[int, int]]) -> list[Any]:
+    texts = {rank: b"" for rank in started}
+    waiting, deadline = set(started), time.monotonic() + LIMIT
+    stopped = job.get("victim") if job.get("signal") == signal.SIGSTOP else None
+    while waiting:
+        if waiting == {stopped}:
+            os.kill(started[stopped][0], signal.SIGCONT)  # the late rank goes on when all others are done
+        if time.monotonic() > deadline:
+            for rank in waiting:
+                os.kill(started[rank][0], signal.SIGKILL)
+        ready, _, _ = select.select([started[rank][1] for rank in waiting], [], [], 0.1)
+        for rank in [rank for rank in waiting if started[rank][1] in ready]:
+            text = os.read(started[rank][1], 1 << 16)
+            texts[rank] += text
+            if not text:
+                waiting.discard(rank)
+    out = []
+    for rank in sorted(started):
+        pid, pipe = started[rank]
+        os.close(pipe)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        out.append({"status": status, **(json.loads(texts[rank]) if texts[rank] else {"result": None, "error": None, "at": None})})
+    return out
+
+
+def main() -> None:
+    if sys.argv[1] == "torch":
+        import torch
+        import torch.distributed
+
+        torch.set_num_threads(1)
+    for name in CASES:
+        weights(name)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)  # noqa: T201 (the answer)
+
+
+if __name__ == "__main__":
+    main()
