@@ -196,6 +196,14 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
   Py_RETURN_NONE;
 }
 
+static PyObject *comm_look(comm_object *self, PyObject *ignored) {
+  (void)ignored;
+  rm_error err = RM_ERROR_INIT;
+  if (enter(self)) return NULL;
+  if (rm_comm_look(self->comm, &err)) return rm_raise(module_of((PyObject *)self), &err);
+  Py_RETURN_NONE;
+}
+
 static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
   (void)ignored;
   if (self->comm) rm_comm_abort(self->comm, RM_E_RANK_LOST);
@@ -273,6 +281,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
+    METHOD(look, METH_NOARGS, "Raises what the next call would, if it is known already that the group is dead."),
     METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),
     METHOD(close, METH_NOARGS, "Leaves the group. Idempotent."),
     {NULL, NULL, 0, NULL},

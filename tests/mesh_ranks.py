@@ -118,7 +118,7 @@ def answers(generator: rm.Generator) -> dict[str, str]:
         "top": digest(*(part for s in samples for part in (s.top_logprobs.ids, s.top_logprobs.logprobs))),
         "routed": digest(*(s.routed_experts for s in samples)),
         "prompt": digest(*(o.prompt_logprobs for o in outputs), *(o.prompt_top_logprobs.ids for o in outputs)),
-        "about": repr([(o.request_id, o.finished, o.error, [(s.finish_reason, s.contract) for s in o.outputs]) for o in outputs]),
+        "about": repr([(o.finished, o.error, [(s.finish_reason, s.contract) for s in o.outputs]) for o in outputs]),
         "logits": digest(*generator.logits(PROMPTS)),
         "scores": digest(*generator.score(PROMPTS), *generator.score(PROMPTS, rm.SamplingParams(temperature=0.7, top_k=9))),
     }
@@ -250,9 +250,9 @@ def lost(rank: Rank) -> Any:
         again = None
     except rm.Error as error:
         again = type(error).__name__
-    start = time.monotonic()
+    version, start = generator.version, time.monotonic()
     generator.close()
-    return {"told": told, "at": at, "again": again, "version": generator.version, "close": time.monotonic() - start}
+    return {"told": told, "at": at, "again": again, "version": version, "close": time.monotonic() - start}
 
 
 def interrupted(rank: Rank) -> Any:
@@ -272,8 +272,8 @@ def interrupted(rank: Rank) -> Any:
     except rm.Error as error:
         told = [type(error).__name__, str(error)]
     if rank.victim:
-        time.sleep(rank.job.get("linger", 1.0))  # it lives on for a while: the others have to be told, and not by its end
-    return {"told": told, "at": time.monotonic()}
+        os.read(rank.job["release"], 1)  # it lives on until the others are done: they have to be told, and not by its end
+    return {"told": told}
 
 
 def timed(rank: Rank) -> Any:
@@ -305,7 +305,7 @@ def calls_in_a_row(rank: Rank) -> Any:
                 except rm.RequestError as error:
                     out.append(str(error))
         try:
-            generator.sync_weights({"model.norm.weight": np.ones(96, np.float32)} if rank.rank == 0 else None)
+            generator.sync_weights({"model.norm.weight": np.ones(96, np.float32)} if rank.rank == 0 else None, cast=True)
         except rm.Error as error:
             out.append(isinstance(error, rm.MissingKeyError))
         ids = generator.submit(PROMPTS, SAMPLED)
@@ -334,6 +334,7 @@ def child(job: Job, rank: int, out: int) -> None:
 
 def run(job: Job) -> list[Any]:
     started: dict[int, tuple[int, int]] = {}  # rank → process, pipe
+    job["release"], job["hold"] = os.pipe()
     job["moment"] = moment = os.memfd_create("moment")
     for rank in job.get("order") or range(job["mesh"][0] * job["mesh"][1]):
         take, give = os.pipe()
@@ -346,7 +347,8 @@ def run(job: Job) -> list[Any]:
         started[rank] = (pid, take)
     gathered = gather(job, started)
     when = os.pread(moment, 100, 0).decode()
-    os.close(moment)
+    for fd in (moment, job["release"], job["hold"]):
+        os.close(fd)
     for answer in gathered:
         answer["moment"] = float(when) if when else None
     return gathered
@@ -355,10 +357,10 @@ def run(job: Job) -> list[Any]:
 def gather(job: Job, started: dict[int, tuple[int, int]]) -> list[Any]:
     texts = {rank: b"" for rank in started}
     waiting, deadline = set(started), time.monotonic() + LIMIT
-    stopped = job.get("victim") if job.get("signal") == signal.SIGSTOP else None
     while waiting:
-        if waiting == {stopped}:
-            os.kill(started[stopped][0], signal.SIGCONT)  # the late rank goes on when all others are done
+        if waiting == {job.get("victim")}:  # all others are done
+            os.write(job["hold"], b"x")
+            os.kill(started[job["victim"]][0], signal.SIGCONT)
         if time.monotonic() > deadline:
             for rank in waiting:
                 os.kill(started[rank][0], signal.SIGKILL)

@@ -462,9 +462,8 @@ def test_a_timeout_ends_on_all_ranks_alike(
 @pytest.mark.parametrize("where", ["generate", "sync"])
 @pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 0), ((2, 2, 4), 3), ((2, 2, 1), 1)])
 def test_ctrl_c_in_one_rank(shm: Run, mesh: tuple[int, int, int], victim: int, where: str) -> None:
-    job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "source": victim ^ 1, "linger": 8.0}
+    job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "source": victim ^ 1}
     ranks = results(shm("interrupted", mesh, where=where, victim=victim, **job))
     for number, rank in enumerate(ranks):
         assert rank["told"][0] == ("KeyboardInterrupt" if number == victim else "RankLostError"), (number, rank)
         assert number == victim or f"rank {victim}" in rank["told"][1], rank
-        assert number == victim or rank["at"] < ranks[victim]["at"] - 4, "told by its end, not by itself"

@@ -211,8 +211,13 @@ static rm_code someone_has_work(rm_engine *engine, int *anyone, rm_error *err) {
   return code;
 }
 
-// What was moved by a step that broke off is undefined, and so is what would follow.
+// What was moved by a step that broke off is undefined, and so is what would follow. A rank that waits for this one in another group
+// has to hear of it too.
 static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
+  const rm_rank *rank = &engine->options.rank;
+  rm_comm *const groups[] = {rank->tp, rank->ep, rank->world};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_abort(groups[i], code);
   rm_fail(&engine->lost, code, "%s", err ? rm_error_message(err) : "another rank failed");
   return code;
 }

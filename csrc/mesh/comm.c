@@ -73,6 +73,11 @@ void rm_comm_set_timeout(rm_comm *comm, double seconds) {
 }
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
+rm_code rm_comm_look(rm_comm *comm, rm_error *err) {
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  return comm->transport.look ? comm->transport.look(comm->transport.self, err) : RM_OK;
+}
+
 void rm_comm_abort(rm_comm *comm, rm_code why) {
   atomic_store(&comm->given_up, (int)(why ? why : RM_E_STATE));
   if (comm->transport.abort) comm->transport.abort(comm->transport.self, why);

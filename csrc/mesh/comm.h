@@ -64,6 +64,9 @@ rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
 // The group is dead from now on, for the reason given: the others learn it where they wait, or at their next call.
 void rm_comm_abort(rm_comm *comm, rm_code why);
+// Whether the group lives, as far as one rank can see without meeting the others: else what its next call would fail with. For a rank
+// that works for long between two calls; costs microseconds. RM_OK always where the transport cannot see it.
+rm_code rm_comm_look(rm_comm *comm, rm_error *err);
 
 int rm_comm_rank(const rm_comm *comm);                 // in the group, 0 … size − 1
 int rm_comm_size(const rm_comm *comm);
@@ -91,6 +94,7 @@ typedef struct rm_transport {
   rm_code (*exchange)(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                       const rm_block recv[], rm_error *err);
   void (*abort)(void *self, rm_code why);
+  rm_code (*look)(void *self, rm_error *err);   // rm_comm_look; may be NULL
   void (*destroy)(void *self);
 } rm_transport;
 

@@ -170,6 +170,7 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
                             .self = make_end(region, index, members, n_members, me),
                             .exchange = rm_region_exchange,
                             .abort = end_abort,
+                            .look = rm_region_look,
                             .destroy = end_destroy};
   if (!transport.self) code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);
   else code = rm_comm_create(&transport, me, n_members, out, err);

@@ -127,6 +127,9 @@ void rm_region_futex_wake(_Atomic uint32_t *word);
 // dead, and makes it so at the deadline and when a member is lost.
 rm_code rm_region_meet(rm_region_end *end, const rm_region_call *call, rm_error *err);
 
+// The transport's look: ends the group when a member has let go of it or its process has ended.
+rm_code rm_region_look(void *self, rm_error *err);
+
 // region_verdict.c: the first failure of a rank is its verdict for good; the first of a group ends it.
 // Writes rank `me`'s verdict unless it goes by one already; returns 1 + the rank whose verdict it goes by.
 uint32_t rm_region_judge(rm_region *region, int me, rm_code code, const char *format, ...) __attribute__((format(printf, 4, 5)));

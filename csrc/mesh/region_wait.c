@@ -129,6 +129,23 @@ static void check(rm_region_end *end, const rm_region_call *call, int with_proce
   if (!had_verdict) rm_region_withdraw(end->region, me);
 }
 
+rm_code rm_region_look(void *self, rm_error *err) {
+  rm_region_end *end = self;
+  const int me = end->members[end->me];
+  char who[4 * RM_REGION_RANKS + 8];
+  uint32_t cause = 0;
+  if (!(atomic_load(&end->group->bell) & RM_BELL_CAUSE)) {
+    const uint64_t left = look(end).left, dead = left ? 0 : look_for_the_dead(end);
+    if (left)
+      cause = rm_region_judge(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group", rm_region_names(left, who, sizeof who));
+    else if (dead)
+      cause = rm_region_judge(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended", rm_region_names(dead, who, sizeof who));
+    if (!cause) return RM_OK;
+    rm_region_condemn(end, cause);
+  }
+  return rm_region_report(end, err);
+}
+
 // ------------------------------------------------------------------------------------------------ waiting
 static uint32_t sleep_on(rm_region_end *end, const rm_region_call *call) {
   double next_look = rm_region_clock() + RM_REGION_SLICE;

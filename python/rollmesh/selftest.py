@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollmesh.arguments import REAL
 from rollmesh.errors import ConfigError, NumericsError
-from rollmesh.outputs import SelfTestReport
+from rollmesh.outputs import RequestOutput, SelfTestReport
 from rollmesh.sampling import SamplingParams
 from rollmesh.show import shown
 
@@ -44,6 +44,15 @@ def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDA
     return scores
 
 
+def generate_for_test(generator: Generator, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
+    """The tokens of a self-test; also what ranks without a scorer have to take part in."""
+    if prompts is None:
+        length = min(8, max(1, generator.max_model_len - max_tokens))
+        prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
+    return generator.generate(prompts, params, use_tqdm=False)
+
+
 def run_self_test(
     generator: Generator, scorer: Scorer, prompts: Sequence[Any] | None, threshold: float | None, max_tokens: int, seed: int
 ) -> SelfTestReport:
@@ -52,11 +61,7 @@ def run_self_test(
         threshold = THRESHOLDS[generator.dtype]
     if isinstance(threshold, bool) or not isinstance(threshold, REAL) or not threshold >= 0.0:
         raise ConfigError(f"threshold = {shown(threshold)}, wanted a number >= 0")
-    if prompts is None:
-        length = min(8, max(1, generator.max_model_len - max_tokens))
-        prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
-    outputs = generator.generate(prompts, params, use_tqdm=False)
+    outputs = generate_for_test(generator, prompts, max_tokens, seed)
     version = generator.version
     sequences = [np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs]
     ours = [np.concatenate([_floats(output.prompt_logprobs), output.outputs[0].logprobs]) for output in outputs]

@@ -78,7 +78,9 @@ class SpmdEngine:
         everyone = [decode(part) for part in self._control.all_gather(encode([call, asked, value]))]
         for rank, (its_call, its_asked, _) in enumerate(everyone):
             if (its_call, its_asked) != (call, asked):
-                what = f"is in {its_call} and rank {self._rank} in {call}" if its_call != call else f"and rank {self._rank} in {call} differ"
+                what = (
+                    f"is in {its_call} and rank {self._rank} in {call}" if its_call != call else f"and rank {self._rank} in {call} differ"
+                )
                 raise CollectiveMismatchError(f"rank {rank} {what}{'' if its_call != call else ' in the requests that they were given'}")
         return [value for _, _, value in everyone]
 
@@ -135,6 +137,7 @@ class SpmdEngine:
             return 0, False
         self._announce("a call without a timeout")
         if self._spans or self._engine.unfinished():
+            self._control.look()  # replicas that do not step together meet late
             rows, more = self._engine.step()
             if more or self._engine.unfinished():
                 return max(rows, int(more)), more

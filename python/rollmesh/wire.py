@@ -7,6 +7,7 @@ and the arrays behind it, each from a multiple of 8 bytes on. Both ends are this
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -16,16 +17,20 @@ from numpy.typing import NDArray
 
 from rollmesh import errors
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
-from rollmesh.sources.arrays import DTYPES, dtype_name
+from rollmesh.sources.arrays import BF16
 
 Array = NDArray[Any]
 RECORDS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Contract, TopLogprobs, CompletionOutput, RequestOutput)}
+KINDS = "biuf"  # of NumPy dtypes
+MAX_DEPTH = 64
+MAX_DIMS = 32
 
 
 def encode(value: Any) -> bytes:
-    """None, bool, int, float, str, list, tuple, dict with str keys, NumPy arrays, exceptions and the records above, nested."""
+    """None, bool, int, float, str, list, tuple, dict with str keys, NumPy arrays of numbers, exceptions and the records above, nested.
+    TypeError for anything else."""
     arrays: list[Array] = []
-    header = json.dumps(_plain(value, arrays)).encode()
+    header = json.dumps(_plain(value, arrays, 0)).encode()
     parts = [len(header).to_bytes(8, "little"), header, bytes(-len(header) % 8)]
     for array in arrays:
         parts += [array.tobytes(), bytes(-array.nbytes % 8)]
@@ -33,37 +38,52 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What was encoded. Arrays are copies."""
+    """What was encoded. Arrays are copies. FormatError for what `encode` did not make."""
     size = int.from_bytes(data[:8], "little")
-    return _Reader(data, 8 + size + -size % 8).value(json.loads(data[8 : 8 + size]))
+    begin = 8 + size + -size % 8
+    if len(data) < begin:
+        raise errors.FormatError(f"a message of {len(data)} bytes, wanted {begin} at least")
+    reader = _Reader(data, begin)
+    try:
+        value = reader.value(json.loads(data[8 : 8 + size]))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise errors.FormatError(f"a message that is not one: {type(error).__name__}: {error}"[:500]) from error
+    if reader.at != len(data):
+        raise errors.FormatError(f"a message of {len(data)} bytes, wanted {reader.at}")
+    return value
 
 
-def _plain(value: Any, arrays: list[Array]) -> Any:
+def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
     """JSON's own values as they are, but lists; anything else as {"kind": …}."""
-    if value is None or isinstance(value, (bool, int, str)):
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, float):
+    if isinstance(value, float) and not isinstance(value, np.generic):
         return {"kind": "float", "hex": value.hex()}
-    if isinstance(value, (list, tuple)):
-        return {"kind": type(value).__name__, "items": [_plain(item, arrays) for item in value]}
-    if isinstance(value, dict):
-        return {"kind": "dict", "items": {key: _plain(item, arrays) for key, item in value.items()}}
-    if isinstance(value, np.ndarray):
-        arrays.append(np.ascontiguousarray(value))
-        return {"kind": "array", "dtype": dtype_name(value) if value.dtype.metadata else value.dtype.str, "shape": list(value.shape)}
+    if kind is np.ndarray and (value.dtype.kind in KINDS):
+        arrays.append(value)
+        is_bf16 = value.dtype.metadata == BF16.metadata
+        return {"kind": "array", "dtype": "bfloat16" if is_bf16 else value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, Exception):
-        return {"kind": "error", "name": type(value).__name__, "message": str(value)}
-    kind = type(value).__name__
-    if kind not in RECORDS:
-        raise TypeError(f"a {kind} cannot travel between ranks")
-    return {"kind": kind, "items": {f.name: _plain(getattr(value, f.name), arrays) for f in fields(value)}}
+        return {"kind": "error", "name": kind.__name__, "message": str(value)}
+    if depth == MAX_DEPTH:
+        raise TypeError(f"a {kind.__name__} within {MAX_DEPTH} others cannot travel between ranks")
+    if kind in (list, tuple):
+        return {"kind": kind.__name__, "items": [_plain(item, arrays, depth + 1) for item in value]}
+    if kind is dict and all(type(key) is str for key in value):
+        return {"kind": "dict", "items": {key: _plain(item, arrays, depth + 1) for key, item in value.items()}}
+    if RECORDS.get(kind.__name__) is not kind:
+        raise TypeError(f"a {kind.__name__} cannot travel between ranks")
+    return {"kind": kind.__name__, "items": {f.name: _plain(getattr(value, f.name), arrays, depth + 1) for f in fields(value)}}
 
 
 class _Reader:
     def __init__(self, data: bytes, at: int):
-        self._data, self._at = data, at
+        self._data, self.at = data, at
 
     def value(self, plain: Any) -> Any:
+        if isinstance(plain, (float, list)):
+            raise TypeError(f"a {type(plain).__name__} as it is")
         if not isinstance(plain, dict):
             return plain
         kind = plain["kind"]
@@ -73,21 +93,30 @@ class _Reader:
             items = [self.value(item) for item in plain["items"]]
             return items if kind == "list" else tuple(items)
         if kind == "array":
-            return self._array(DTYPES.get(plain["dtype"]) or np.dtype(plain["dtype"]), tuple(plain["shape"]))
+            return self._array(plain["dtype"], plain["shape"])
         if kind == "error":
             return _error(plain["name"], plain["message"])
         items = {name: self.value(item) for name, item in plain["items"].items()}
         return items if kind == "dict" else RECORDS[kind](**items)
 
-    def _array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        count = int(np.prod(shape, dtype=np.int64))
-        array = np.frombuffer(self._data, dtype, count, self._at).reshape(shape).copy()
-        self._at += array.nbytes + -array.nbytes % 8
+    def _array(self, name: Any, shape: Any) -> Array:
+        dtype = BF16 if name == "bfloat16" else np.dtype(name) if isinstance(name, str) else None
+        if dtype is None or dtype.kind not in KINDS:
+            raise TypeError(f"arrays of {name!r:.80}")
+        if len(shape) > MAX_DIMS or not all(type(dim) is int and dim >= 0 for dim in shape):
+            raise ValueError(f"shape {shape!r:.200}")
+        count = math.prod(shape)
+        if count * dtype.itemsize > len(self._data) - self.at:
+            raise ValueError(f"an array of {count} elements where {len(self._data) - self.at} bytes are left")
+        array = np.frombuffer(self._data, dtype, count, self.at).reshape(shape).copy()
+        self.at += array.nbytes + -array.nbytes % 8
         return array
 
 
 def _error(name: str, message: str) -> Exception:
     """The exception of that name, of ours or one that a tokenizer may raise; another's name stands before its message."""
+    if not isinstance(name, str) or not isinstance(message, str):
+        raise TypeError(f"an error of name {name!r:.80} and message {message!r:.80}")
     if name in errors.__all__:
         return getattr(errors, name)(message)  # type: ignore[no-any-return]
     return MemoryError(message) if name == "MemoryError" else errors.Error(f"{name}: {message}")

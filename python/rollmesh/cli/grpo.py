@@ -9,10 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rollmesh as rm
 from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
 from rollmesh.show import plain
+
+if TYPE_CHECKING:
+    from rollmesh.grpo.config import Config, GeneratorTable
 
 HELP_OUT = "run folder: metrics.jsonl, curves.png, TensorBoard events, checkpoints (default: a new folder under runs/)"
 
@@ -34,17 +38,19 @@ def run(args: argparse.Namespace) -> int:
     from rollmesh.grpo import config as run_config
 
     config = run_config.load(args.config, overrides)
-    out = _folder(args)
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
     if missing:
         raise rm.ConfigError(f"training needs {', '.join(missing)}: {INSTALL_TRAIN}")
+    comm, overridden = _comm(config.generator), [text.partition("=")[0].strip() for text in overrides]
+    if comm is not None and comm.rank > 0:
+        return _follow(config, args.resume, overridden, comm)
+    out = _folder(args)
     with nullcontext() if args.out is None and args.resume is not None else _made(out):  # what is resumed is there
         _environment()
         from rollmesh.grpo import loop
         from rollmesh.grpo.progress import Display
 
-        overridden = [text.partition("=")[0].strip() for text in overrides]
-        this, began = loop.prepare(config, args.resume, overridden), time.monotonic()
+        this, began = loop.prepare(config, args.resume, overridden, comm), time.monotonic()
         try:
             with Display(args.config.stem, config.train.steps) as display:
                 lines = loop.train(this, out, display.show)
@@ -55,6 +61,32 @@ def run(args: argparse.Namespace) -> int:
         f"held-out reward {evaluated[0]['eval_reward']:.3f} → {evaluated[-1]['eval_reward']:.3f} in {lines[-1]['step']} steps and "
         f"{time.monotonic() - began:.0f} s; {out}/metrics.jsonl, {out}/curves.png"
     )
+    return 0
+
+
+def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
+    """This process's place among those that torchrun started; None: all ranks are threads of this process."""
+    started = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if table.comm == "threads" or (table.comm == "auto" and not started):
+        return None
+    if table.comm != "torch":
+        return rm.comm.shm(timeout=table.comm_timeout)
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    return rm.comm.torch(timeout=table.comm_timeout)
+
+
+def _follow(config: Config, resume: Path | None, overridden: list[str], comm: rm.comm.Comm) -> int:
+    """A rank without a trainer: it generates with the others and writes nothing."""
+    _environment()
+    from rollmesh.grpo import loop
+
+    this = loop.prepare(config, resume, overridden, comm)
+    try:
+        loop.follow(this)
+    finally:
+        this.close()
     return 0
 
 

@@ -99,6 +99,9 @@ class GeneratorTable:
     dp: int = number(1, at_least=1)
     ep: int = number(1, at_least=1)
     ep_backend: str = "alltoall"
+    sequence_parallel: bool = False
+    comm: Literal["auto", "threads", "shm", "torch"] = "auto"  # auto: shm where torchrun started the ranks, else threads
+    comm_timeout: float = number(1800.0, above=0)  # seconds that a rank waits for the others; it includes an update
 
 
 @dataclass(frozen=True)

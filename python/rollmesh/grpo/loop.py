@@ -37,18 +37,24 @@ from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
-from rollmesh.grpo.trainer import Trainer
+from rollmesh.grpo.trainer import Trainer, model_config
+from rollmesh.selftest import generate_for_test
+
+SELF_TEST_SEED = 0
 
 
 @dataclass
 class Run:
-    """The parts of one run. `train(run)` drives it; tests build one to look inside."""
+    """The parts of one run. `train(run)` drives it; tests build one to look inside.
+
+    On a mesh of processes rank 0 has the trainer; the others have none, and `follow(run)` makes the generator's calls with it.
+    """
 
     config: Config
     tokenizer: Any
     data: Dataset
     rewards: Rewards
-    trainer: Trainer
+    trainer: Trainer | None
     generator: rm.Generator
     first_step: int = 0
 
@@ -56,8 +62,9 @@ class Run:
         self.generator.close()
 
 
-def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None) -> Run:
-    """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints."""
+def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
+    """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
+    process is one rank of the generator's mesh."""
     g = config.generator
     mesh = rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep)
     folder = checkpoint.find(resume) if resume else None
@@ -68,21 +75,26 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     tokenizer = load_tokenizer(config.path(source))
     data = load_dataset(config, tokenizer)
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
+    if comm is not None and comm.rank > 0:
+        hf_config = model_config(config, tokenizer, folder)
+        return Run(config, tokenizer, data, rewards, None, make_generator(config, mesh, hf_config, tokenizer, comm), first_step)
     trainer = Trainer(config, tokenizer, folder)
     if folder:
         checkpoint.load_optimizer(folder, trainer)
-    return Run(config, tokenizer, data, rewards, trainer, make_generator(config, mesh, trainer, tokenizer), first_step)
+    return Run(config, tokenizer, data, rewards, trainer, make_generator(config, mesh, trainer.model.config, tokenizer, comm), first_step)
 
 
-def make_generator(config: Config, mesh: rm.Mesh, trainer: Trainer, tokenizer: Any) -> rm.Generator:
+def make_generator(config: Config, mesh: rm.Mesh, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None) -> rm.Generator:
     g = config.generator
     return rm.Generator(
-        rm.ModelSpec.from_hf(trainer.model.config),
+        rm.ModelSpec.from_hf(hf_config),
         mesh=mesh,
+        comm=comm,
+        sequence_parallel=g.sequence_parallel,
         device=g.device,
         dtype=g.dtype,
         ep_backend=g.ep_backend,
-        eos_token_ids=eos_ids(tokenizer, trainer.model.config),
+        eos_token_ids=eos_ids(tokenizer, hf_config),
         max_model_len=g.max_model_len,
         max_num_seqs=g.max_num_seqs,
         kv_cache_gib=g.kv_cache_gib,
@@ -101,7 +113,7 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
             log.write(metrics)
             show(metrics)
             every = config.checkpoint.every
-            if step + 1 == last or (step < last and every and (step + 1) % every == 0):
+            if run.trainer and (step + 1 == last or (step < last and every and (step + 1) % every == 0)):
                 checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1)
                 draw_curves(log.lines, out / "curves.png")
         draw_curves(log.lines, out / "curves.png")
@@ -110,22 +122,42 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
     return log.lines
 
 
+def follow(run: Run) -> None:
+    """What a rank without a trainer does in steps first_step … steps: the generator's calls, in the order of run_step's."""
+    config = run.config
+    for step in range(run.first_step, config.train.steps + 1):
+        run.generator.sync_weights(None, version=step, cast=config.sync.cast)
+        if _is_tested(run, step):
+            generate_for_test(run.generator, _test_prompts(run), config.rollout.max_tokens, SELF_TEST_SEED)
+        _roll_out(run, step)
+        if _is_evaluated(run, step):
+            _held_out(run, step)
+
+
+def _is_tested(run: Run, step: int) -> bool:
+    return step == run.first_step and run.config.sync.self_test > 0
+
+
+def _test_prompts(run: Run) -> list[list[int]]:
+    return [list(p.ids) for p in run.data.heldout[:8]]
+
+
+def _is_evaluated(run: Run, step: int) -> bool:
+    return step % run.config.eval.every == 0 or step == run.config.train.steps
+
+
 def run_step(run: Run, step: int) -> Metrics:
     """One step of the protocol above."""
     config, start = run.config, time.perf_counter()
+    assert run.trainer is not None
     report = run.generator.sync_weights(run.trainer.state_dict(), version=step, cast=config.sync.cast)
     sync_s = time.perf_counter() - start
-    if step == run.first_step and config.sync.self_test > 0:
-        run.generator.self_test(
-            run.trainer.score,
-            [list(p.ids) for p in run.data.heldout[:8]],
-            threshold=config.sync.self_test,
-            max_tokens=config.rollout.max_tokens,
-        )
+    if _is_tested(run, step):
+        threshold, max_tokens = config.sync.self_test, config.rollout.max_tokens
+        run.generator.self_test(run.trainer.score, _test_prompts(run), threshold, max_tokens, SELF_TEST_SEED)
 
-    prompts = run.data.draw(config.seed, step, config.rollout.prompts)
     began = time.perf_counter()
-    rollout = _generate(run, prompts, step, "rollout", config.rollout.samples, config.rollout.temperature)
+    rollout = _roll_out(run, step)
     generate_s = time.perf_counter() - began
     rewards = score(rollout, run.rewards)
     metrics: Metrics = {
@@ -141,7 +173,7 @@ def run_step(run: Run, step: int) -> Metrics:
         "generate_s": generate_s,
     }
     last = step == config.train.steps
-    if step % config.eval.every == 0 or last:
+    if _is_evaluated(run, step):
         metrics |= evaluate(run, step)
     began = time.perf_counter()
     if last:
@@ -160,9 +192,19 @@ def run_step(run: Run, step: int) -> Metrics:
 
 def evaluate(run: Run, step: int) -> Metrics:
     """Mean reward of one completion of each held-out prompt on the serving version."""
-    table, began = run.config.eval, time.perf_counter()
-    rollout = _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature)
+    began = time.perf_counter()
+    rollout = _held_out(run, step)
     return {"eval_reward": float(score(rollout, run.rewards).mean()), "eval_s": time.perf_counter() - began}
+
+
+def _roll_out(run: Run, step: int) -> Rollout:
+    table = run.config.rollout
+    return _generate(run, run.data.draw(run.config.seed, step, table.prompts), step, "rollout", table.samples, table.temperature)
+
+
+def _held_out(run: Run, step: int) -> Rollout:
+    table = run.config.eval
+    return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature)
 
 
 def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples: int, temperature: float) -> Rollout:

@@ -187,13 +187,26 @@ def hf_config_of(table: ModelTable, tokenizer: Any) -> Any:
         raise rm.ConfigError(f"[model]: {e}") from e
 
 
-def load_model(folder: Path, dtype: str) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None) -> Any:
+    """The transformers config of the model that Trainer builds, without building it."""
+    if checkpoint is None and config.model.path is None:
+        return hf_config_of(config.model, tokenizer)
+    return _folder_config(checkpoint or config.path(str(config.model.path)))
+
+
+def _folder_config(folder: Path) -> Any:
+    from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise rm.ConfigError(f"{folder}: expected a checkpoint folder with config.json and safetensors")
-    hf_config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def load_model(folder: Path, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf_config = _folder_config(folder)
     return AutoModelForCausalLM.from_pretrained(
         str(folder),
         config=hf_config,

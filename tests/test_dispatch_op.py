@@ -1,0 +1,470 @@
+"""The token dispatcher as an operation of a trainer: rows to their experts and back, with gradients, over ranks that are threads.
+
+Input: random rows and router weights; 8 experts, 3 of them for a row; 0 to 31 tokens in runs of ⌈n / ranks⌉, so that some ranks have
+few or none. Oracles: the same block on one rank by the functions of rollmesh.ops, in bits; a dense block in plain torch, in float64,
+for gradients; gradcheck. Bounds: 0 differing bits, whatever the ranks, the backend and the padding; 1e-12 of float64 gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import rollmesh as rm
+from rollmesh import _core, ops
+from rollmesh.torch import TokenDispatcher, token_dispatcher, token_dispatchers
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 24, 20
+TOKENS = (0, 1, 2, 5, 17, 31)
+BACKENDS = ("alltoall", "allgather_reducescatter", "local_allreduce")
+MESHES = [(1, "disabled"), *((ranks, backend) for ranks in (1, 2, 4) for backend in BACKENDS)]
+SECONDS = 30.0  # that a call waits: a test that fails does not hang
+SIZES: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_rows": 40, "dtype": torch.float64}
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., list[TokenDispatcher]]]:
+    made: list[TokenDispatcher] = []
+
+    def make(ranks: int, backend: str = "alltoall", **changes: Any) -> list[TokenDispatcher]:
+        made.extend(token_dispatchers(ranks, backend=backend, timeout=SECONDS, **(SIZES | changes)))
+        return made[-ranks:]
+
+    yield make
+    for dispatcher in made:
+        dispatcher.close()
+
+
+def outcomes(ends: list[TokenDispatcher], work: Callable[[int, TokenDispatcher], Any]) -> list[Any]:
+    """What `work` gave on each rank, or the exception that it ended with."""
+
+    def rank(index: int) -> Any:
+        try:
+            return work(index, ends[index])
+        except Exception as error:  # noqa: BLE001 - it is what the tests look at
+            ends[index].abort()
+            return error
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        return list(pool.map(rank, range(len(ends))))
+
+
+def together(ends: list[TokenDispatcher], work: Callable[[int, TokenDispatcher], Any]) -> list[Any]:
+    results = outcomes(ends, work)
+    errors = [result for result in results if isinstance(result, Exception)]
+    for error in sorted(errors, key=lambda e: isinstance(e, rm.RankLostError)):  # the cause before what followed from it
+        raise error
+    return results
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+class Block(NamedTuple):
+    """A mixture of experts by rollmesh.ops, its weights in the dtype's packed form."""
+
+    router: Any
+    gate: Any
+    up: Any
+    down: Any
+    dtype: str
+
+    @staticmethod
+    def random(rng: np.random.Generator, dtype: str) -> Block:
+        def weights(*shape: int) -> Any:
+            return rng.standard_normal(shape, dtype=np.float32)
+
+        inner, outer = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+        return Block(ops.pack(weights(EXPERTS, HIDDEN), dtype=dtype), weights(*inner), weights(*inner), weights(*outer), dtype)
+
+    def route(self, x: Any) -> ops.Routing:
+        return ops.router(x, self.router, EXPERTS, TOP_K)
+
+    def experts(self, rows: Any, group_rows: Any, which: slice = slice(None)) -> Any:
+        up = ops.pack_gate_up(self.gate[which], self.up[which], dtype=self.dtype)
+        inner = ops.gemm_swiglu(rows, up, WIDTH, group_rows=group_rows)
+        return ops.gemm(inner, ops.pack(self.down[which], dtype=self.dtype), HIDDEN, group_rows=group_rows)
+
+    def whole(self, x: Any) -> Any:
+        ids, gates = self.route(x)
+        rows, group_rows, place = ops.permute(x, ids, EXPERTS)
+        return ops.combine(self.experts(rows, group_rows), place, ids, gates, EXPERTS)
+
+    def on_rank(self, end: TokenDispatcher, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        sent = end.dispatch(x, ids)
+        y = self.experts(words(sent.rows), sent.group_rows.numpy(), slice(end.experts.start, end.experts.stop))
+        return end.combine(tensor(y), gates, sent.plan)
+
+
+def words(x: Tensor) -> Any:
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def tensor(array: Any) -> Tensor:
+    return torch.from_numpy(array).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
+
+
+def random_rows(rng: np.random.Generator, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.from_numpy(rng.standard_normal((n, HIDDEN))).to(dtype)
+
+
+def random_routing(rng: np.random.Generator, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """(ids, gates), some gates negative, so that a sum's order shows."""
+    ids = np.array([rng.permutation(EXPERTS)[:TOP_K] for _ in range(n)], np.int32).reshape(n, TOP_K)
+    return torch.from_numpy(ids), torch.from_numpy(rng.standard_normal((n, TOP_K))).to(dtype)
+
+
+def runs(n: int, ranks: int, backend: str) -> list[slice]:
+    """Each rank's rows; local_allreduce has them all everywhere."""
+    each = -(-n // ranks)
+    return [slice(0, n) if backend == "local_allreduce" else slice(each * r, min(each * (r + 1), n)) for r in range(ranks)]
+
+
+# ---------------------------------------------------------------------------------------------- values
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks, backend", MESHES)
+def test_the_values_are_those_of_one_rank(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: str) -> None:
+    block, ends = Block.random(rng, dtype), group(ranks, backend)
+
+    def check(n: int) -> None:
+        x = random_rows(rng, n, getattr(torch, dtype))
+        expected = tensor(block.whole(words(x)))
+        ids, gates = map(torch.from_numpy, block.route(words(x)))
+        cut = runs(n, ranks, backend)
+        got = together(ends, lambda r, end: block.on_rank(end, x[cut[r]], ids[cut[r]], gates[cut[r]]))
+        for r in range(ranks):
+            assert same(got[r], expected[cut[r]]), (n, r)
+
+    for n in TOKENS:
+        check(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
+def test_rows_arrive_sorted_by_expert(group: Any, rng: np.random.Generator, dtype: torch.dtype) -> None:
+    """Oracle: the definition, spelled out in Python. A row's order among its expert's is by rank, then row."""
+    ends = group(2)
+    x, (ids, _) = (100 * random_rows(rng, 17)).to(dtype), random_routing(rng, 17)
+    cut = runs(17, 2, "alltoall")
+    for end, sent in zip(ends, together(ends, lambda r, end: end.dispatch(x[cut[r]], ids[cut[r]]))):
+        wanted = [[row for row in range(17) if expert in ids[row]] for expert in end.experts]
+        assert sent.group_rows.tolist() == np.cumsum([0, *map(len, wanted)]).tolist()
+        assert same(sent.rows, x[[row for rows in wanted for row in rows]])
+
+
+def test_values_do_not_know_of_grad(group: Any, rng: np.random.Generator) -> None:
+    block, ends, n = Block.random(rng, "bfloat16"), group(2), 17
+    x, (ids, gates), cut = random_rows(rng, n, torch.bfloat16), random_routing(rng, n), runs(n, 2, "alltoall")
+
+    def work(mode: Callable[[], Any], grad: bool) -> Callable[[int, TokenDispatcher], Tensor]:
+        def run(r: int, end: TokenDispatcher) -> Tensor:
+            with mode():
+                own = x[cut[r]].clone().requires_grad_(grad and not torch.is_inference_mode_enabled())
+                g = gates[cut[r]].clone().requires_grad_(grad and not torch.is_inference_mode_enabled())
+                sent = end.dispatch(own, ids[cut[r]])
+                assert sent.rows.requires_grad == (grad and torch.is_grad_enabled())
+                y = tensor(block.experts(words(sent.rows.detach()), sent.group_rows.numpy(), slice(end.experts.start, end.experts.stop)))
+                return end.combine(y.requires_grad_(sent.rows.requires_grad), g, sent.plan).detach()
+
+        return run
+
+    first, *others = (
+        together(ends, work(*way))
+        for way in ((nullcontext, False), (nullcontext, True), (torch.no_grad, True), (torch.inference_mode, False))
+    )
+    assert all(same(a, b) for other in others for a, b in zip(first, other))
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+class Batch(NamedTuple):
+    x: Tensor
+    ids: Tensor
+    gates: Tensor
+    pull: Tensor  # the gradient of the output
+
+    @staticmethod
+    def random(rng: np.random.Generator, n: int, dtype: torch.dtype) -> Batch:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return Batch(random_rows(rng, n, dtype), *random_routing(rng, n, wide), random_rows(rng, n, dtype))
+
+    def on(self, rows: slice) -> Batch:
+        return Batch(*(values[rows] for values in self))
+
+    def padded(self, rows: Tensor, n: int) -> Batch:
+        """n rows, of which `rows` are ours; the others are NaN."""
+        full = [torch.full((n, t.shape[1]), -1 if t is self.ids else np.nan, dtype=t.dtype) for t in self]
+        return Batch(*(to.index_copy(0, rows, values) for to, values in zip(full, self)))
+
+
+class Trained(NamedTuple):
+    out: Tensor
+    x: Tensor  # gradients from here on
+    gates: Tensor
+    weights: Tensor
+
+
+def train(end: TokenDispatcher, batch: Batch, weights: Tensor, layers: int = 1) -> Trained:
+    """tanh(row · weight of the expert), `layers` times through one dispatcher, and the gradients of Σ pull · out."""
+    own = weights[end.experts.start : end.experts.stop].clone().requires_grad_()
+    x, gates = batch.x.clone().requires_grad_(), batch.gates.clone().requires_grad_()
+    out = x
+    for _ in range(layers):
+        sent = end.dispatch(out, batch.ids)
+        per_row = own.repeat_interleave(sent.group_rows.diff(), 0)
+        out = end.combine(torch.tanh(sent.rows * per_row), gates, sent.plan)
+    out.backward(batch.pull)
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, gates, own)]
+    return Trained(out.detach(), *grads)
+
+
+def train_all(ends: list[TokenDispatcher], parts: list[Batch], weights: Tensor, layers: int = 1) -> list[Trained]:
+    return together(ends, lambda r, end: train(end, parts[r], weights, layers))
+
+
+def random_weights(rng: np.random.Generator, dtype: torch.dtype) -> Tensor:
+    return random_rows(rng, EXPERTS, dtype)
+
+
+@pytest.mark.parametrize("ranks, backend", MESHES)
+def test_gradients_are_those_of_a_dense_block(group: Any, rng: np.random.Generator, ranks: int, backend: str) -> None:
+    """Two layers over one dispatcher, so that plans of several layers live at a time."""
+    batch, weights = Batch.random(rng, 17, torch.float64), random_weights(rng, torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (batch.x, batch.gates, weights)]
+    out = leaves[0]
+    for _ in range(2):
+        out = (leaves[1][:, :, None] * torch.tanh(out[:, None, :] * leaves[2][batch.ids.long()])).sum(1)
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, batch.pull)]
+    cut = runs(17, ranks, backend)
+    got = train_all(group(ranks, backend), [batch.on(rows) for rows in cut], weights, layers=2)
+    for rows, part in zip(cut, got):
+        for value, whole in zip(part[:3], wanted[:3]):
+            torch.testing.assert_close(value, whole[rows], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part.weights for part in got]), wanted[3], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks, backend", MESHES[1:])
+def test_gradients_have_the_bits_of_one_rank(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
+    weights, alone, ends = random_weights(rng, dtype), group(1), group(ranks, backend)
+    for n in TOKENS:
+        batch, cut = Batch.random(rng, n, dtype), runs(n, ranks, backend)
+        [whole] = train_all(alone, [batch], weights)
+        got = train_all(ends, [batch.on(rows) for rows in cut], weights)
+        for rows, part in zip(cut, got):
+            assert all(same(value, all_rows[rows]) for value, all_rows in zip(part[:3], whole[:3])), n
+        assert same(torch.cat([part.weights for part in got]), whole.weights), n
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("ranks, backend", MESHES)
+def test_padding_does_not_show(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
+    """Padding anywhere, another number of rows of it on each rank, full of NaN: the generator and the trainer pad differently."""
+    weights, ends = random_weights(rng, dtype), group(ranks, backend)
+    for n in TOKENS:
+        batch = Batch.random(rng, n, dtype)
+        parts = [batch.on(rows) for rows in runs(n, ranks, backend)]
+        sizes = [len(part.x) + int(pads) for part, pads in zip(parts, rng.integers(0, 9, ranks))]
+        at = [torch.from_numpy(np.sort(rng.permutation(size)[: len(part.x)])) for size, part in zip(sizes, parts)]
+        plain = train_all(ends, parts, weights)
+        padded = train_all(ends, [part.padded(rows, size) for part, rows, size in zip(parts, at, sizes)], weights)
+        for rows, size, a, b in zip(at, sizes, padded, plain):
+            pads = torch.ones(size, dtype=torch.bool).index_fill(0, rows, False)
+            assert all(same(value[rows], real) for value, real in zip(a[:3], b[:3])), n
+            assert all(same(value[pads], torch.zeros_like(value[pads])) for value in a[:3]), n
+            assert same(a.weights, b.weights), n
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(group: Any, rng: np.random.Generator, backend: str) -> None:
+    """At ep = 2: each rank checks the derivatives of its own output by its own rows and gates; what one changes reaches no output of
+    the other's. With local_allreduce both make the same changes. One of the rows is padding."""
+    ends, hidden = group(2, backend, hidden=3), 3
+    data = []
+    for _ in range(2):
+        ids, gates = random_routing(rng, 4, torch.float64)
+        ids[2] = -1
+        data.append((torch.from_numpy(rng.standard_normal((4, hidden))), ids, gates))
+    if backend == "local_allreduce":
+        data[1] = data[0]
+
+    def work(r: int, end: TokenDispatcher) -> bool:
+        x, ids, gates = data[r]
+
+        def block(x: Tensor, gates: Tensor) -> Tensor:
+            sent = end.dispatch(x, ids)
+            of_row = torch.arange(end.experts.start, end.experts.stop).repeat_interleave(sent.group_rows.diff())
+            return end.combine(torch.sin(sent.rows * (1.0 + of_row)[:, None]), gates, sent.plan)
+
+        return torch.autograd.gradcheck(block, (x.clone().requires_grad_(), gates.clone().requires_grad_()))
+
+    assert together(ends, work) == [True, True]
+
+
+def test_gradcheck_of_each_half(group: Any, rng: np.random.Generator) -> None:
+    """On one rank: dispatch alone, combine alone, by all their inputs."""
+    [end] = group(1)
+    x, (ids, gates) = random_rows(rng, 3, torch.float64)[:, :3].contiguous().requires_grad_(), random_routing(rng, 3, torch.float64)
+    assert torch.autograd.gradcheck(lambda x: end.dispatch(x, ids).rows, x)
+    sent = end.dispatch(x.detach(), ids)
+    y = torch.randn_like(sent.rows).requires_grad_()
+    assert torch.autograd.gradcheck(lambda y, gates: end.combine(y, gates, sent.plan), (y, gates.requires_grad_()))
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+def call(end: TokenDispatcher, n: int = 4, hidden: int = HIDDEN, k: int = TOP_K, first: int = 2) -> Any:
+    """By default to experts 2, 3, 4, of which at ep = 2 both ranks have some."""
+    return end.dispatch(torch.ones(n, hidden), (first + torch.arange(k, dtype=torch.int32)).repeat(n, 1))
+
+
+def other_rows(r: int, end: TokenDispatcher) -> Any:
+    return call(end, n=4 + r)
+
+
+def other_size(r: int, end: TokenDispatcher) -> Any:
+    return call(end, hidden=HIDDEN - r)
+
+
+def other_call(r: int, end: TokenDispatcher) -> Any:
+    sent = call(end)
+    return call(end) if r else end.combine(sent.rows, torch.ones(4, TOP_K), sent.plan)
+
+
+@pytest.mark.parametrize(
+    "work, backend",
+    [
+        *((other_call, backend) for backend in BACKENDS),
+        (other_size, "alltoall"),
+        (other_size, "allgather_reducescatter"),
+        (other_rows, "local_allreduce"),
+    ],
+)
+def test_a_mismatch_is_an_error(group: Any, work: Callable[[int, TokenDispatcher], Any], backend: str) -> None:
+    errors = outcomes(group(2, backend), work)
+    assert {type(error) for error in errors} <= {rm.CollectiveMismatchError, rm.RankLostError}, errors
+    assert rm.CollectiveMismatchError in {type(error) for error in errors}, errors
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ({"n": 41}, rm.CapacityError),
+        ({"first": EXPERTS - 1}, rm.RequestError),
+        ({"first": -1}, rm.RequestError),
+        ({"k": 2}, rm.ShapeError),
+        ({"hidden": 3 * HIDDEN}, rm.LayoutError),
+    ],
+)
+def test_what_one_rank_may_not_ask_ends_the_group(group: Any, wrong: dict[str, int], error: type[Exception]) -> None:
+    ends = group(2)
+    mine, theirs = outcomes(ends, lambda r, end: call(end, **({} if r else wrong)))
+    assert type(mine) is error, mine
+    assert type(theirs) is rm.RankLostError, theirs
+    assert [type(e) for e in outcomes(ends, lambda r, end: call(end))] == [type(theirs)] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (lambda end: end.dispatch(np.ones((2, 3)), torch.ones(2, 3)), rm.UnsupportedTensorError),
+        (lambda end: end.dispatch(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)), rm.DTypeError),
+        (lambda end: end.dispatch(torch.ones(2), torch.ones(2, 3, dtype=torch.int32)), rm.ShapeError),
+        (lambda end: end.dispatch(torch.ones(3, 3), torch.ones(2, 3, dtype=torch.int32)), rm.ShapeError),
+        (lambda end: end.dispatch(torch.ones(1, 3, dtype=torch.half, requires_grad=True), torch.arange(3).int()[None]), rm.DTypeError),
+        (lambda end: end.dispatch(torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int32)), rm.RequestError),
+        (lambda end: end.combine(torch.ones(12, HIDDEN).half(), torch.ones(4, TOP_K), call(end).plan), rm.DTypeError),
+        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K).double(), call(end).plan), rm.DTypeError),
+        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(5, TOP_K), call(end).plan), rm.ShapeError),
+        (lambda end: end.combine(torch.ones(11, HIDDEN), torch.ones(4, TOP_K), call(end).plan), rm.ShapeError),
+    ],
+)
+def test_wrong_tensors_are_refused(group: Any, wrong: Callable[[TokenDispatcher], Any], error: type[Exception]) -> None:
+    [end] = group(1)
+    with pytest.raises(error):
+        wrong(end)
+    assert len(call(end).rows) == 4 * TOP_K  # one rank has no group that could end
+
+
+def test_a_plan_is_of_its_dispatcher(group: Any) -> None:
+    a, b = group(1)[0], group(1)[0]
+    with pytest.raises(rm.StateError, match="wanted a plan of this dispatcher"):
+        b.combine(call(a).rows, torch.ones(4, TOP_K), call(a).plan)
+    a.close()
+    a.close()
+    with pytest.raises(rm.StateError, match="closed"):
+        call(a)
+
+
+@pytest.mark.parametrize(
+    "ranks, changes, said",
+    [
+        (2, {"backend": "deepep"}, "'deepep' is not built in: it lacks .*deep_ep package.*NVSHMEM"),
+        (2, {"backend": "magic"}, "wanted one of disabled, local_allreduce"),
+        (2, {"backend": "disabled"}, '2 ranks is "disabled"'),
+        (3, {}, "ep=3 does not divide num_experts=8"),
+        (2, {"top_k": 9}, "top_k=9 of num_experts=8"),
+        (2, {"max_rows": 0}, "max_rows=0"),
+        (2, {"hidden": 0}, "of 0 bytes"),
+        (0, {}, "world=0, wanted 1"),
+        (65, {}, "world=65, wanted 1"),
+    ],
+)
+def test_wrong_settings_are_refused(ranks: int, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(rm.ConfigError, match=said):
+        token_dispatchers(ranks, **(SIZES | changes))
+
+
+def test_more_rows_than_can_be_counted() -> None:
+    with pytest.raises(rm.LimitError, match="max_rows=2000000000"):
+        token_dispatchers(2, **(SIZES | {"max_rows": 2_000_000_000}))
+
+
+# ---------------------------------------------------------------------------------------------- the rest
+class Mailbox:
+    """An exchange in Python for two ranks that are threads: what a process group does."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[bytes]] = [[], []]
+        self.barrier = threading.Barrier(2, timeout=SECONDS)
+
+    def of(self, rank: int) -> Callable[..., list[bytes]]:
+        def exchange(op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[bytes]:
+            self.parts[rank] = send
+            self.barrier.wait()
+            got = [part[rank] for part in self.parts]
+            self.barrier.wait()
+            return got
+
+        return exchange
+
+
+def test_over_an_end_of_a_group(rng: np.random.Generator) -> None:
+    box, block, n = Mailbox(), Block.random(rng, "float32"), 17
+    ends = [token_dispatcher(_core.Comm(box.of(r), r, 2), **SIZES) for r in range(2)]
+    x = random_rows(rng, n)
+    (ids, gates), cut = map(torch.from_numpy, block.route(x.numpy())), runs(n, 2, "alltoall")
+    got = together(ends, lambda r, end: block.on_rank(end, x[cut[r]], ids[cut[r]], gates[cut[r]]))
+    assert same(torch.cat(got), tensor(block.whole(x.numpy())))
+
+
+def test_buffers_are_sized_once(group: Any, rng: np.random.Generator) -> None:
+    ends = group(2)
+    weights, before = random_weights(rng, torch.float32), (_core.memory_mapped(), _core.memory_blocks())
+    for n in TOKENS:
+        batch = Batch.random(rng, n, torch.float32)
+        train_all(ends, [batch.on(rows) for rows in runs(n, 2, "alltoall")], weights)
+    assert (_core.memory_mapped(), _core.memory_blocks()) == before
+    for end in ends:
+        end.close()
+    assert _core.memory_mapped() < before[0]

@@ -1,0 +1,224 @@
+"""What ranks tell one another comes out as it went in, nothing else goes in, and bytes that are not ours are a FormatError.
+
+Input: random values of every kind that travels, nested. Oracle: the value itself, compared to the last bit (NaN payloads of arrays
+too). Malformed input: random bytes, messages cut short, and messages with bytes or header fields changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollmesh as rm
+from rollmesh.errors import FormatError
+from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
+from rollmesh.sources.arrays import BF16
+from rollmesh.wire import decode, encode
+
+DTYPES = [np.dtype(name) for name in ("i1", "u1", "i2", "<i4", ">i4", "i8", "u8", "?", "f2", "<f4", ">f4", "f8")] + [BF16]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """Of any bytes, so NaNs of every payload; some are views with strides, backwards, of no elements or of no dims."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4).map(tuple))
+    count = math.prod(shape)
+    if dtype == np.bool_:
+        array = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype).reshape(shape)
+    else:
+        data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+        array = np.frombuffer(data, dtype).reshape(shape)
+    how = draw(st.sampled_from(["as it is", "transposed", "backwards", "every other"]))
+    if array.ndim and how != "as it is":
+        array = array.T if how == "transposed" else array[::-1] if how == "backwards" else array[..., ::2]
+    return array
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.sampled_from(["", "\ud800", "\0", "kind"]))
+VALUES = st.recursive(
+    st.one_of(SCALARS, arrays()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(), st.sampled_from(["kind", "items", "dtype"])), inner, max_size=4),
+        st.builds(TopLogprobs, inner, inner),
+        st.builds(Contract, inner, inner, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        alike = a.dtype == b.dtype and bool(a.dtype.metadata) == bool(b.dtype.metadata) and a.shape == b.shape
+        return alike and np.ascontiguousarray(a).tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, Exception):
+        return str(a) == str(b)
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return bool(a == b)
+
+
+@settings(deadline=None, max_examples=300)
+@given(VALUES)
+def test_round_trip(value: Any) -> None:
+    assert same(decode(encode(value)), value)
+
+
+def test_the_comparison_can_fail() -> None:
+    nan = np.array([0x7FC00001], np.uint32).view(np.float32)
+    pairs = [(1, True), (0.0, -0.0), ([1], (1,)), ({"a": 1}, {"b": 1}), (nan, np.array([np.nan], np.float32))]
+    pairs += [(np.zeros(2, np.uint16), np.zeros(2, np.uint16).view(BF16)), (np.zeros((1, 2)), np.zeros((2, 1)))]
+    assert not any(same(a, b) for a, b in pairs)
+
+
+def test_an_output_as_the_engine_gives_it() -> None:
+    """Every field of both records, with arrays of each dtype that they have."""
+    rng = np.random.default_rng(0)
+    top = TopLogprobs(rng.integers(0, 99, (3, 2)).astype(np.int32), rng.standard_normal((3, 2)).astype(np.float32))
+    sample = CompletionOutput(
+        index=1, text="é\n", token_ids=np.arange(3, dtype=np.int32), finish_reason="stop", stop_reason=7, cumulative_logprob=-1.25e-7,
+        logprobs=np.array([-0.0, np.nan, -np.inf], np.float32), sampling_logprobs=np.zeros(3, np.float32), versions=np.arange(3),
+        contract=Contract("x86", 1, "bfloat16", (3, 4)), top_logprobs=top, routed_experts=np.zeros((4, 2, 2), np.int16),
+    )  # fmt: skip
+    for error in (None, rm.NumericsError("row 3 is not finite"), rm.RequestError("é"), MemoryError("none left")):
+        output = RequestOutput(5, None, np.arange(2, dtype=np.int32), [sample], True, 1, np.ones(1, np.float32), top, error)
+        assert same(decode(encode([output, {"a": output}])), [output, {"a": output}])
+
+
+def test_arrays_come_out_writable_and_alone() -> None:
+    one = np.arange(4, dtype=np.int32)
+    first, second = decode(encode([one, one]))
+    first[0] = 9
+    assert second[0] == one[0] == 0
+
+
+@pytest.mark.parametrize("kind", [getattr(rm.errors, name) for name in rm.errors.__all__] + [MemoryError])
+def test_errors_keep_their_class(kind: type[Exception]) -> None:
+    assert same(decode(encode(kind("tensor 'a'[3] = nan"))), kind("tensor 'a'[3] = nan"))
+
+
+def test_others_errors_become_ours() -> None:
+    """No class of user code is looked up by name, here or there."""
+    for error in (KeyError("x"), OSError(2, "no file"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")):
+        got = decode(encode(error))
+        assert type(got) is rm.Error
+        assert str(got) == f"{type(error).__name__}: {error}"
+
+
+class Contract2(Contract):
+    pass
+
+
+def foreign_contract() -> Any:
+    @dataclasses.dataclass
+    class Contract:
+        family: str = "x86"
+
+    return Contract()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), {1, 2}, b"bytes", bytearray(b"x"), 1j, len, int, range(3), np.int64(3), np.float32(1), np.bool_(True), {1: 2}, {None: 1},
+        np.array([object()]), np.array(["text"]), np.array([b"x"]), np.zeros(2, "V4"), np.zeros(2, [("a", "i4")]), np.array(["2026"], "M8[D]"),
+        np.zeros(2, np.complex64), np.ma.masked_array([1], [True]), foreign_contract(), Contract2("x86", 1, "bfloat16", ()), KeyboardInterrupt(),
+        rm.SamplingParams(),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_foreign_objects_are_refused(value: Any) -> None:
+    for nested in (value, [value], {"a": (value,)}, TopLogprobs(value, value)):
+        with pytest.raises(TypeError, match="cannot travel between ranks"):
+            encode(nested)
+
+
+def test_depth_is_bounded() -> None:
+    value: Any = None
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(TypeError, match="cannot travel"):
+        encode(value)
+
+
+# -------------------------------------------------------------------------------------------------- what is not a message
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=200))
+def test_random_bytes(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode(data)
+
+
+@settings(deadline=None, max_examples=200)
+@given(VALUES, st.data())
+def test_changed_messages(value: Any, data: st.DataObject) -> None:
+    """A value, or FormatError: nothing else comes of a message that was cut or changed. What is cut short is always refused."""
+    message = encode(value)
+    at = data.draw(st.integers(0, len(message) - 1))
+    with pytest.raises(FormatError):
+        decode(message[:at])
+    with pytest.raises(FormatError):
+        decode(message + bytes(8))
+    changed = bytearray(message)
+    changed[at] ^= data.draw(st.integers(1, 255))
+    try:
+        decode(bytes(changed))
+    except FormatError:
+        pass
+
+
+def message(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(-len(text) % 8) + data
+
+
+def array(dtype: Any, shape: Any) -> dict[str, Any]:
+    return {"kind": "array", "dtype": dtype, "shape": shape}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"1234567", message(b""), message(b"{"), message(b"\xff\xfe"), message(b"NaN"), message(b"1.5"), message([1, 2]), message({}),
+        message(b"[" * 100_000), message(b'{"kind":"list","items":[' * 50_000), message(b"9" * 10_000), (1 << 63).to_bytes(8, "little"),
+        message({"kind": "object", "items": {}}), message({"kind": "list", "items": 3}), message({"kind": "list"}), message({"kind": ["list"]}),
+        message({"kind": "dict", "items": []}), message({"kind": "float", "hex": "x"}), message({"kind": "float", "hex": 1}),
+        message({"kind": "float", "hex": "0x1p9999"}), message({"kind": "Contract", "items": {}}),
+        message({"kind": "Contract", "items": {"family": 1, "version": 2, "dtype": 3, "weight_versions": 4, "more": 5}}),
+        message({"kind": "error", "name": "Error", "message": 3}), message({"kind": "error", "name": 3, "message": "x"}),
+        message(array("<i4", [2]), bytes(7)), message(array("<i4", [2]), bytes(16)), message(array("<i4", [-1]), bytes(8)),
+        message(array("<i4", [1 << 62, 1 << 62])), message(array("<i4", [1 << 32, 1 << 32])), message(array("<i4", [1 << 80])),
+        message(array("<i4", [2.0]), bytes(8)), message(array("<i4", [True]), bytes(8)), message(array("<i4", 2), bytes(8)),
+        message(array("<i4", [1] * 65), bytes(8)), message(array("|O", [1]), bytes(8)), message(array("V8", [1]), bytes(8)),
+        message(array("i4,i4", [1]), bytes(8)), message(array("<U2", [1]), bytes(8)), message(array("M8[D]", [1]), bytes(8)),
+        message(array("nothing", [1]), bytes(8)), message(array(3, [1]), bytes(8)), message(array(None, [1]), bytes(8)),
+        message(array([["a", "i4"]], [1]), bytes(8)), message(array("c16", [0])), message(array("i4", [0, 1 << 62])),
+    ],
+    ids=lambda data: repr(data[8:48]),
+)  # fmt: skip
+def test_malformed(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode(data)
+
+
+def test_a_name_is_not_looked_up() -> None:
+    """The kinds and the classes of errors are lists, not names of anything."""
+    for name in ("SystemExit", "__class__", "annotations", "Error.__base__"):
+        got = decode(message({"kind": "error", "name": name, "message": "x"}))
+        assert type(got) is rm.Error
