@@ -84,13 +84,15 @@ static int take(const caller *c, PyObject *got, const rm_block recv[]) {
   return 0;
 }
 
-// The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on.
+// The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on. A Ctrl-C comes again once
+// this call is over.
 static rm_code code_of_exception(const caller *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT, RM_E_MESH_MISMATCH, RM_E_MEMORY};
   PyObject *type, *value, *trace;
   rm_code code = RM_E_RANK_LOST;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
     if (PyErr_ExceptionMatches(rm_state(c->module)->errors[known[i]])) code = known[i];
+  if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
   PyErr_Fetch(&type, &value, &trace);
   PyObject *text = value ? PyObject_Str(value) : NULL, *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
   rm_fail(err, code, "%.400s", bytes ? PyBytes_AsString(bytes) : "the exchange failed");

@@ -69,14 +69,11 @@ static rm_code create_dispatch(dispatcher_object *self, const settings *s, rm_er
   return code;
 }
 
-// Takes `comm`, also when it fails.
+// Takes `comm`, unless it fails.
 static PyObject *new_dispatcher(PyObject *module, rm_comm *comm, const settings *s) {
   rm_error err = RM_ERROR_INIT;
   dispatcher_object *self = new_object(rm_state(module)->dispatcher_type);
-  if (!self) {
-    rm_comm_destroy(comm);
-    return NULL;
-  }
+  if (!self) return NULL;
   self->comm = comm;
   self->size = comm ? rm_comm_size(comm) : 1;
   self->rank = comm ? rm_comm_rank(comm) : 0;
@@ -84,6 +81,7 @@ static PyObject *new_dispatcher(PyObject *module, rm_comm *comm, const settings 
   self->top_k = s->top_k;
   self->max_rows = s->max_rows;
   if (!create_dispatch(self, s, &err)) return (PyObject *)self;
+  self->comm = NULL;
   Py_DECREF(self);
   return rm_raise(module, &err);
 }
@@ -97,7 +95,9 @@ static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kw
                                    &s.backend) ||
       rm_comm_take(module, end, &comm))
     return NULL;
-  return new_dispatcher(module, comm, &s);
+  PyObject *self = new_dispatcher(module, comm, &s);
+  if (!self) rm_comm_put_back(end, comm);
+  return self;
 }
 
 enum { BUFFER_BYTES = 1 << 20 };
@@ -121,6 +121,7 @@ static PyObject *dispatchers(PyObject *module, PyObject *args) {
     rm_comm *comm = NULL;
     if (region) code = rm_region_comm(region, 0, members, ranks, r, &comm, &err);
     PyObject *one = code ? rm_raise(module, &err) : new_dispatcher(module, comm, &s);
+    if (!one) rm_comm_destroy(comm);
     if (!one || PyList_SetItem(out, r, one)) Py_CLEAR(out);
   }
   rm_region_release(region);

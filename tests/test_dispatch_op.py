@@ -7,6 +7,12 @@ for gradients; gradcheck. Bounds: 0 differing bits, whatever the ranks, the back
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +40,8 @@ SIZES: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDE
 def group() -> Iterator[Callable[..., list[TokenDispatcher]]]:
     made: list[TokenDispatcher] = []
 
-    def make(ranks: int, backend: str = "alltoall", **changes: Any) -> list[TokenDispatcher]:
-        made.extend(token_dispatchers(ranks, backend=backend, timeout=SECONDS, **(SIZES | changes)))
+    def make(ranks: int, backend: str = "alltoall", timeout: float = SECONDS, **changes: Any) -> list[TokenDispatcher]:
+        made.extend(token_dispatchers(ranks, backend=backend, timeout=timeout, **(SIZES | changes)))
         return made[-ranks:]
 
     yield make
@@ -233,14 +239,10 @@ def train_all(ends: list[TokenDispatcher], parts: list[Batch], weights: Tensor, 
     return together(ends, lambda r, end: train(end, parts[r], weights, layers))
 
 
-def random_weights(rng: np.random.Generator, dtype: torch.dtype) -> Tensor:
-    return random_rows(rng, EXPERTS, dtype)
-
-
 @pytest.mark.parametrize("ranks, backend", MESHES)
 def test_gradients_are_those_of_a_dense_block(group: Any, rng: np.random.Generator, ranks: int, backend: str) -> None:
     """Two layers over one dispatcher, so that plans of several layers live at a time."""
-    batch, weights = Batch.random(rng, 17, torch.float64), random_weights(rng, torch.float64)
+    batch, weights = Batch.random(rng, 17, torch.float64), random_rows(rng, EXPERTS, torch.float64)
     leaves = [t.clone().requires_grad_() for t in (batch.x, batch.gates, weights)]
     out = leaves[0]
     for _ in range(2):
@@ -257,7 +259,7 @@ def test_gradients_are_those_of_a_dense_block(group: Any, rng: np.random.Generat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks, backend", MESHES[1:])
 def test_gradients_have_the_bits_of_one_rank(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
-    weights, alone, ends = random_weights(rng, dtype), group(1), group(ranks, backend)
+    weights, alone, ends = random_rows(rng, EXPERTS, dtype), group(1), group(ranks, backend)
     for n in TOKENS:
         batch, cut = Batch.random(rng, n, dtype), runs(n, ranks, backend)
         [whole] = train_all(alone, [batch], weights)
@@ -271,7 +273,7 @@ def test_gradients_have_the_bits_of_one_rank(group: Any, rng: np.random.Generato
 @pytest.mark.parametrize("ranks, backend", MESHES)
 def test_padding_does_not_show(group: Any, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
     """Padding anywhere, another number of rows of it on each rank, full of NaN: the generator and the trainer pad differently."""
-    weights, ends = random_weights(rng, dtype), group(ranks, backend)
+    weights, ends = random_rows(rng, EXPERTS, dtype), group(ranks, backend)
     for n in TOKENS:
         batch = Batch.random(rng, n, dtype)
         parts = [batch.on(rows) for rows in runs(n, ranks, backend)]
@@ -328,14 +330,6 @@ def call(end: TokenDispatcher, n: int = 4, hidden: int = HIDDEN, k: int = TOP_K,
     return end.dispatch(torch.ones(n, hidden), (first + torch.arange(k, dtype=torch.int32)).repeat(n, 1))
 
 
-def other_rows(r: int, end: TokenDispatcher) -> Any:
-    return call(end, n=4 + r)
-
-
-def other_size(r: int, end: TokenDispatcher) -> Any:
-    return call(end, hidden=HIDDEN - r)
-
-
 def other_call(r: int, end: TokenDispatcher) -> Any:
     sent = call(end)
     return call(end) if r else end.combine(sent.rows, torch.ones(4, TOP_K), sent.plan)
@@ -345,9 +339,8 @@ def other_call(r: int, end: TokenDispatcher) -> Any:
     "work, backend",
     [
         *((other_call, backend) for backend in BACKENDS),
-        (other_size, "alltoall"),
-        (other_size, "allgather_reducescatter"),
-        (other_rows, "local_allreduce"),
+        *((lambda r, end: call(end, hidden=HIDDEN - r), backend) for backend in BACKENDS[:2]),
+        (lambda r, end: call(end, n=4 + r), "local_allreduce"),
     ],
 )
 def test_a_mismatch_is_an_error(group: Any, work: Callable[[int, TokenDispatcher], Any], backend: str) -> None:
@@ -451,20 +444,62 @@ class Mailbox:
 
 def test_over_an_end_of_a_group(rng: np.random.Generator) -> None:
     box, block, n = Mailbox(), Block.random(rng, "float32"), 17
-    ends = [token_dispatcher(_core.Comm(box.of(r), r, 2), **SIZES) for r in range(2)]
+    comms = [_core.Comm(box.of(r), r, 2) for r in range(2)]
+    with pytest.raises(rm.ConfigError):
+        token_dispatcher(comms[0], **(SIZES | {"top_k": 0}))  # and the end is left to its owner
+    ends = [token_dispatcher(comm, **SIZES) for comm in comms]
+    with pytest.raises(rm.StateError):
+        token_dispatcher(comms[0], **SIZES)
     x = random_rows(rng, n)
     (ids, gates), cut = map(torch.from_numpy, block.route(x.numpy())), runs(n, 2, "alltoall")
     got = together(ends, lambda r, end: block.on_rank(end, x[cut[r]], ids[cut[r]], gates[cut[r]]))
     assert same(torch.cat(got), tensor(block.whole(x.numpy())))
 
 
+def of_a_process(rank: int, name: str) -> str:
+    """The digest of what this rank gets, over shared memory; of all rows where the name is empty."""
+    rng, own = np.random.default_rng(5), runs(17, 2, "alltoall")[rank]
+    block, x = Block.random(rng, "bfloat16"), random_rows(rng, 17, torch.bfloat16)
+    if not name:
+        return hashlib.sha256(bits(tensor(block.whole(words(x)))[own]).numpy().tobytes()).hexdigest()
+    end = token_dispatcher(rm.comm.shm(name, rank, 2, timeout=60.0).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
+    ids, gates = map(torch.from_numpy, block.route(words(x)))
+    return hashlib.sha256(bits(block.on_rank(end, x[own], ids[own], gates[own])).numpy().tobytes()).hexdigest()
+
+
+def test_over_shared_memory_of_processes() -> None:
+    name = f"test-dispatch-{secrets.token_hex(8)}"
+    code = "import sys, test_dispatch_op as t; print(t.of_a_process(int(sys.argv[1]), sys.argv[2]))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(r), name], env=environment, stdout=subprocess.PIPE, text=True) for r in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert said == [of_a_process(r, "") for r in range(2)]
+
+
+def test_one_thread_at_a_time(group: Any) -> None:
+    """Two threads on one end, whose peer never comes: one is refused, and that ends the wait of the other."""
+    end = group(2, timeout=600.0)[0]
+    errors = outcomes([end, end], lambda r, end: call(end))
+    assert {type(error) for error in errors} == {rm.StateError, rm.RankLostError}, errors
+
+
 def test_buffers_are_sized_once(group: Any, rng: np.random.Generator) -> None:
-    ends = group(2)
-    weights, before = random_weights(rng, torch.float32), (_core.memory_mapped(), _core.memory_blocks())
-    for n in TOKENS:
-        batch = Batch.random(rng, n, torch.float32)
-        train_all(ends, [batch.on(rows) for rows in runs(n, 2, "alltoall")], weights)
-    assert (_core.memory_mapped(), _core.memory_blocks()) == before
+    def held(tokens: tuple[int, ...]) -> tuple[int, int]:
+        for n in tokens:
+            batch = Batch.random(rng, n, torch.float32)
+            train_all(ends, [batch.on(rows) for rows in runs(n, 2, "alltoall")], weights)
+        gc.collect()  # what earlier tests left in cycles, once
+        return _core.memory_mapped(), _core.memory_blocks()
+
+    ends, weights = group(2), random_rows(rng, EXPERTS, torch.float32)
+    before = held((1,))
+    assert held(TOKENS) == before
     for end in ends:
         end.close()
     assert _core.memory_mapped() < before[0]

@@ -16,6 +16,7 @@ import pytest
 from conftest import SUMMARY
 
 import rollmesh as rm
+from rollmesh.placement import Placement, placements
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 160, "head_dim": 8}
 SHAPES = {
@@ -62,6 +63,10 @@ class Model:
                     out += [] if c.routed_experts is None else [words(c.routed_experts)]
             out += [words(logits) for logits in generator.logits(PROMPTS[:n_prompts])]
             return out
+
+    def run_digest(self) -> str:
+        self.generator(None, 8).close()
+        return self.digest
 
     def one_rank(self, n_prompts: int) -> Words:
         if n_prompts not in self.expected:
@@ -111,6 +116,39 @@ def test_parts_are_parts(model: Model) -> None:
         whole = alone.metrics()["weight_bytes"]
         assert four.metrics()["weight_bytes"] < 1.6 * whole  # vectors and routers are whole everywhere; tiles are padded
         assert two.metrics()["weight_bytes"] == 2 * whole
+
+
+def held_elements(spec: rm.ModelSpec, name: str, shape: tuple[int, ...], rank: Placement) -> int:
+    """Of one parameter on one rank, by the name of its module."""
+    module, dim = name.split(".")[-2], spec.head_dim
+    if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) not in rank.experts:
+        return 0
+    expert = ".experts." in name
+    rows = {
+        "embed_tokens": rank.vocab, "lm_head": rank.vocab, "o_proj": rank.hidden,
+        "down_proj": rank.expert_hidden if expert else rank.hidden,
+        "gate_proj": rank.expert_inner if expert else rank.inner, "up_proj": rank.expert_inner if expert else rank.inner,
+        "q_proj": range(len(rank.heads) * dim), "k_proj": range(len(rank.kv_heads) * dim), "v_proj": range(len(rank.kv_heads) * dim),
+    }.get(module, range(shape[0]))  # fmt: skip
+    return len(rows) * int(np.prod(shape[1:], dtype=np.int64))
+
+
+@pytest.mark.parametrize("mesh", [rm.Mesh(tp=4), rm.Mesh(tp=3, dp=2, ep=6), rm.Mesh(tp=2, dp=2, ep=2), rm.Mesh(tp=6, dp=2)], ids=str)
+def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
+    """The bytes that a sync reads, over all ranks, are those of the parts that they hold."""
+    model = Model("moe", "bfloat16")
+    with model.generator(mesh, 8) as generator:
+        report = generator.sync_weights(model.weights, cast=True)
+        manifest = generator.manifest()
+    ranks = placements(model.spec, mesh.tp, mesh.dp, mesh.ep)
+    want = sum(
+        held_elements(model.spec, name, info.shape, rank) * model.weights[name].itemsize
+        for rank in ranks
+        for name, info in manifest.items()
+        if name in model.weights
+    )
+    assert report.bytes == want
+    assert report.digest == Model("moe", "bfloat16").run_digest()
 
 
 @pytest.mark.parametrize("mesh", [rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(tp=3, ep=3), rm.Mesh(dp=3), rm.Mesh(tp=4)], ids=str)

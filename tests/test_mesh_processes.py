@@ -55,14 +55,15 @@ def pairs_of(s: Setting) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering_array() -> list[Setting]:
-    """Settings in which each pair of values that can go together does, greedily: always the one with most new pairs, the first
-    of those, small worlds and the cheap transport before others."""
+    """Settings in which each pair of values that can go together does, greedily: always the one with most new pairs for what it
+    costs, where two ranks cost less than twice one: fewest settings alone would take the largest worlds over torch."""
     every = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
-    every = sorted(filter(exists, every), key=lambda s: (s["transport"] == "torch", s["tp"] * s["dp"]))
+    every = list(filter(exists, every))
     pairs = [pairs_of(s) for s in every]
+    costs = [(s["tp"] * s["dp"] * (4 if s["transport"] == "torch" else 1)) ** 0.5 for s in every]
     left, chosen = set().union(*pairs), []
     while left:
-        gains = [len(left & p) for p in pairs]
+        gains = [len(left & p) / cost for p, cost in zip(pairs, costs, strict=True)]
         best = gains.index(max(gains))
         chosen.append(every[best])
         left -= pairs[best]
@@ -398,10 +399,15 @@ def test_row_26_over_torch(servers: dict[str, Server], pytestconfig: pytest.Conf
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}}
     ranks = servers["torch"]("lost", (2, 1, 2), where=where, calls=5, victim=1, signal=KILL, **job)
     assert ranks[1]["status"] == -KILL
-    assert ranks[0]["result"]["told"][0] == "RankLostError"
-    seconds = ranks[0]["result"]["at"] - ranks[1]["moment"]
-    assert seconds < 30
+    seconds = check_lost(ranks, 1, within=30.0)
     pytestconfig.stash[SUMMARY].append(f"torch, killed in {where}: known after {1000 * seconds:.1f} ms")
+
+
+def test_row_27_over_torch(servers: dict[str, Server]) -> None:
+    job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 3.0}
+    ranks = servers["torch"]("lost", (2, 1, 2), where="generate", calls=5, victim=1, signal=STOP, **job)
+    assert ranks[0]["result"]["told"][0] == "CollectiveTimeoutError"
+    assert ranks[1]["result"]["told"][0] in ("CollectiveTimeoutError", "RankLostError")
 
 
 @pytest.mark.parametrize("where, calls", [("generate", 5), ("sync", 3), ("commit", 0)])
@@ -460,10 +466,13 @@ def test_a_timeout_ends_on_all_ranks_alike(
 
 
 @pytest.mark.parametrize("where", ["generate", "sync"])
-@pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 0), ((2, 2, 4), 3), ((2, 2, 1), 1)])
-def test_ctrl_c_in_one_rank(shm: Run, mesh: tuple[int, int, int], victim: int, where: str) -> None:
+@pytest.mark.parametrize(
+    "transport, mesh, victim", [("shm", (2, 1, 1), 0), ("shm", (2, 2, 4), 3), ("shm", (2, 2, 1), 1), ("torch", (2, 1, 1), 1)]
+)
+def test_ctrl_c_in_one_rank(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], victim: int, where: str) -> None:
+    """The victim's process lives until all others have been told."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "source": victim ^ 1}
-    ranks = results(shm("interrupted", mesh, where=where, victim=victim, **job))
+    ranks = results(servers[transport]("interrupted", mesh, where=where, victim=victim, **job))
     for number, rank in enumerate(ranks):
         assert rank["told"][0] == ("KeyboardInterrupt" if number == victim else "RankLostError"), (number, rank)
-        assert number == victim or f"rank {victim}" in rank["told"][1], rank
+        assert number == victim or transport == "torch" or f"rank {victim}" in rank["told"][1], rank

@@ -13,7 +13,10 @@ import hashlib
 import json
 import os
 import re
+import select
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,11 +37,17 @@ if TYPE_CHECKING:
 
 OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/mesh/comm.h
 MAX_TIMEOUT_S = 10**6
+SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _machine() -> str:
+    """Where a pid means the same process."""
+    return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}" if os.path.exists("/proc/self/ns/pid") else ""
 
 
 def _number(variable: str, text: str | None) -> int:
@@ -96,6 +105,10 @@ class Comm:
     def _connect(self, mesh: Mesh) -> Ends:
         raise NotImplementedError
 
+    def look(self, control: _core.Comm) -> None:
+        """Raises RankLostError, or what ended the mesh, if that is known without meeting the others."""
+        control.look()
+
     def abort(self) -> None:
         """The rank gives up, and its ends have been told: what else there is to do for the others to hear of it."""
 
@@ -128,6 +141,7 @@ class Torch(Comm):
         if not distributed.is_initialized():
             raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
         self._groups: list[Any] = []  # that this rank is in
+        self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
 
@@ -136,7 +150,10 @@ class Torch(Comm):
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
-            check_alike([json.loads(part) for part in control.all_gather(json.dumps(asdict(mesh)).encode())])
+            mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
+            everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
+            check_alike([its["mesh"] for its in everyone])
+            self._watch({rank: its["process"] for rank, its in enumerate(everyone) if its["machine"] == mine["machine"]})
         runs = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in runs.items():
@@ -156,7 +173,26 @@ class Torch(Comm):
             return None
         self._groups.append(group)
         me = members.index(self.rank)
-        return _core.Comm(_Exchange(group, me, len(members)), me, len(members), "torch")
+        return _core.Comm(_Exchange(self, group, me, len(members)), me, len(members), "torch")
+
+    def _watch(self, processes: Mapping[int, int]) -> None:
+        for rank, process in processes.items():
+            if rank != self.rank and hasattr(os, "pidfd_open"):
+                with suppress(OSError):  # not of this pid namespace, or none left
+                    self._watched[rank] = os.pidfd_open(process)
+
+    def ended(self, wait_s: float = 0.0) -> list[int]:
+        """Ranks of this machine whose process has ended; others' cannot be seen."""
+        poll = select.poll()
+        ranks = {fd: rank for rank, fd in self._watched.items()}
+        for fd in ranks:
+            poll.register(fd, select.POLLIN)
+        return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
+
+    def look(self, control: _core.Comm) -> None:
+        del control
+        if ended := self.ended():
+            raise RankLostError(f"lost rank {', '.join(map(str, ended))}: the process has ended")
 
     def abort(self) -> None:
         """Its connections end, which the others notice where they wait."""
@@ -165,6 +201,9 @@ class Torch(Comm):
     def close(self) -> None:
         from torch import distributed
 
+        for fd in self._watched.values():
+            os.close(fd)
+        self._watched = {}
         groups, self._groups = self._groups, []
         for group in groups:
             if distributed.is_initialized():
@@ -174,8 +213,8 @@ class Torch(Comm):
 class _Exchange:
     """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
 
-    def __init__(self, group: Any, rank: int, size: int):
-        self._group, self._rank, self._size = group, rank, size
+    def __init__(self, comm: Torch, group: Any, rank: int, size: int):
+        self._comm, self._group, self._rank, self._size = comm, group, rank, size
 
     def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
         import torch
@@ -210,9 +249,13 @@ class _Exchange:
                 )
 
     def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
+        """Of a connection that broke Gloo says to which address; the process that ended says which rank."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        where = f"call {sequence}, {OPS[op]}: {text[:300]}"
-        return CollectiveTimeoutError(where) if "imed out" in text or "imeout" in text else RankLostError(where)
+        where = f"{OPS[op]}, call {sequence}: {text[:300]}"
+        if "imed out" in text or "imeout" in text:
+            return CollectiveTimeoutError(where)
+        ended = ", ".join(map(str, self._comm.ended(SEEN_ENDING_S)))
+        return RankLostError(f"lost rank {ended}: the process has ended ({where})" if ended else f"lost a rank: {where}")
 
 
 def threads() -> None:

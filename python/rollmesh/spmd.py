@@ -137,7 +137,7 @@ class SpmdEngine:
             return 0, False
         self._announce("a call without a timeout")
         if self._spans or self._engine.unfinished():
-            self._control.look()  # replicas that do not step together meet late
+            self._comm.look(self._control)  # replicas that do not step together meet late
             rows, more = self._engine.step()
             if more or self._engine.unfinished():
                 return max(rows, int(more)), more

@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollmesh import _core, ops
-from rollmesh.arguments import EP_BACKENDS, choice
-from rollmesh.errors import ConfigError, DTypeError, LayoutError, ShapeError, UnsupportedTensorError
+from rollmesh.arguments import check_backend
+from rollmesh.errors import DTypeError, LayoutError, ShapeError, UnsupportedTensorError
 
 GATE_DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
-DEEPEP_LACKS = "its adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
 
 
 class Dispatched(NamedTuple):
@@ -103,8 +102,10 @@ def token_dispatcher(
     dtype: torch.dtype = torch.float32,
     backend: str = "alltoall",
 ) -> TokenDispatcher:
-    """This process' end over `comm`, an end of a group (its own from now on), None for one rank. Buffers are made here, for rows of
-    up to `hidden` elements of `dtype`, `max_rows` of them on any rank."""
+    """This process' end over `comm`, an end of a group, such as rm.comm.shm(…).connect(mesh).ep, that is the dispatcher's from now on;
+    None for one rank. Buffers are made here, for rows of up to `hidden` elements of `dtype`, `max_rows` of them on any rank.
+
+    ConfigError: ranks that do not divide num_experts, a backend that this build lacks or that does not fit, "disabled" on several."""
     settings = (num_experts, top_k, max_rows, hidden * dtype.itemsize, check_backend(backend))
     return TokenDispatcher(_core.Dispatcher(comm, *settings))
 
@@ -123,12 +124,6 @@ def token_dispatchers(
     """The ends of ranks that are threads of this process; as token_dispatcher. timeout: seconds that a call waits for the others."""
     settings = (num_experts, top_k, max_rows, hidden * dtype.itemsize, check_backend(backend))
     return [TokenDispatcher(core) for core in _core.dispatchers(num_ranks, *settings, timeout)]
-
-
-def check_backend(name: str) -> str:
-    if name == "deepep":
-        raise ConfigError(f"ep_backend = 'deepep' is not built in: it lacks {DEEPEP_LACKS}; wanted one of {', '.join(EP_BACKENDS)}")
-    return choice("ep_backend", name, EP_BACKENDS)
 
 
 # ---------------------------------------------------------------------------------------------- moves
