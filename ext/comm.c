@@ -241,7 +241,8 @@ static rm_code attach_groups(const rm_mesh *mesh, const char *name, int rank, ui
   rm_code code = rm_region_attach(name, rank, nonce, &options, &region, err);
   if (code) return code;
   for (int group = 0; group < N_GROUPS && !code; group++) {
-    const rm_peers peers = group == GROUP_WORLD || group == GROUP_CONTROL ? (rm_peers){0, 1, world} : rm_mesh_peers(mesh, rank, axes[group]);
+    const rm_peers peers =
+        group == GROUP_WORLD || group == GROUP_CONTROL ? (rm_peers){0, 1, world} : rm_mesh_peers(mesh, rank, axes[group]);
     for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
     if (peers.count > 1) code = rm_region_comm(region, group, ids, peers.count, rank, &ends[group], err);
   }

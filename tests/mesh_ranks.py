@@ -231,7 +231,9 @@ def lost(rank: Rank) -> Any:
             file.write(repr(began["now"]))
         rank.end_itself()
 
-    rank.after(rank.job.get("calls", 3), {"generate": "step", "sync": "sync_push", "commit": "sync_commit", "settle": "_settle"}[where], end)
+    rank.after(
+        rank.job.get("calls", 3), {"generate": "step", "sync": "sync_push", "commit": "sync_commit", "settle": "_settle"}[where], end
+    )
     if rank.victim and rank.job.get("delay") is not None:
         threading.Timer(rank.job["delay"], end).start()
     try:
@@ -284,7 +286,12 @@ def timed(rank: Rank) -> Any:
         for timeout in rank.job["timeouts"]:
             params = [rm.SamplingParams(max_tokens=2 if i % 2 else 4000, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
             outputs = generator.generate(PROMPTS, params, use_tqdm=False, on_error="return", timeout=timeout)
-            out.append([[type(o.error).__name__, o.outputs[0].finish_reason, digest(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs])
+            out.append(
+                [
+                    [type(o.error).__name__, o.outputs[0].finish_reason, digest(o.outputs[0].token_ids, o.outputs[0].logprobs)]
+                    for o in outputs
+                ]
+            )
         return {"timed": out, "bits": answers(generator)}
 
 

@@ -449,7 +449,9 @@ def test_row_28_a_comm_is_used_once() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- timeouts and Ctrl-C
-@pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (1, 2, 1)), ("shm", (2, 2, 1)), ("shm", (2, 2, 4)), ("torch", (1, 2, 1))])
+@pytest.mark.parametrize(
+    "transport, mesh", [("shm", (2, 1, 1)), ("shm", (1, 2, 1)), ("shm", (2, 2, 1)), ("shm", (2, 2, 4)), ("torch", (1, 2, 1))]
+)
 def test_a_timeout_ends_on_all_ranks_alike(
     servers: dict[str, Server], alone: Callable[..., Any], transport: str, mesh: tuple[int, int, int]
 ) -> None:
@@ -471,7 +473,7 @@ def test_a_timeout_ends_on_all_ranks_alike(
 )
 def test_ctrl_c_in_one_rank(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], victim: int, where: str) -> None:
     """The victim's process lives until all others have been told."""
-    job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "source": victim ^ 1}
+    job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "source": victim ^ 1, "timeout": 20.0}
     ranks = results(servers[transport]("interrupted", mesh, where=where, victim=victim, **job))
     for number, rank in enumerate(ranks):
         assert rank["told"][0] == ("KeyboardInterrupt" if number == victim else "RankLostError"), (number, rank)

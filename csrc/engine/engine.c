@@ -261,6 +261,19 @@ const rm_params *rm_engine_params(const rm_engine *engine) { return engine->para
 rm_store *rm_engine_store(rm_engine *engine) { return engine->store; }
 int64_t rm_engine_unfinished(const rm_engine *engine) { return engine->n_live; }
 
+static void add_traffic(const rm_engine *engine, rm_engine_stats *out) {
+  const rm_rank *rank = &engine->options.rank;
+  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+    rm_comm_stats its;
+    if (!groups[i]) continue;
+    rm_comm_statistics(groups[i], &its);
+    out->comm_bytes += its.bytes_sent;
+    out->comm_seconds += its.seconds;
+    for (int op = 0; op < RM_N_COMM_OP; op++) out->comm_calls += its.calls[op];
+  }
+}
+
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   const rm_kv_stats kv = rm_kv_statistics(engine->cache);
   *out = engine->stats;
@@ -277,6 +290,7 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   out->workspace_bytes = rm_model_workspace_bytes(engine->model) + engine->block_bytes;
   out->n_threads = rm_team_threads(engine->team);
   out->asleep = engine->asleep;
+  add_traffic(engine, out);
   out->isa = engine->kernels->isa;
   out->family = engine->kernels->family;
 }

@@ -144,6 +144,9 @@ typedef struct rm_engine_stats {
   unsigned asleep;
   const char *isa, *family;
   double forward_seconds, schedule_seconds, commit_seconds;
+  uint64_t comm_bytes;          // that this rank has sent to others
+  int64_t comm_calls;           // exchanges it took part in
+  double comm_seconds;          // of forward_seconds and commits, inside exchanges
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
 const rm_params *rm_engine_params(const rm_engine *engine);

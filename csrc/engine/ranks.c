@@ -431,6 +431,9 @@ void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out) {
     out->kv_bytes += its.kv_bytes;
     out->workspace_bytes += its.workspace_bytes;
     out->n_threads += its.n_threads;
+    out->comm_bytes += its.comm_bytes;
+    out->comm_calls = rm_max64(out->comm_calls, its.comm_calls);
+    out->comm_seconds = longest(out->comm_seconds, its.comm_seconds);
     out->forward_seconds = longest(out->forward_seconds, its.forward_seconds);
     out->schedule_seconds = longest(out->schedule_seconds, its.schedule_seconds);
     out->commit_seconds = longest(out->commit_seconds, its.commit_seconds);

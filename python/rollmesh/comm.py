@@ -140,7 +140,7 @@ class Torch(Comm):
 
         if not distributed.is_initialized():
             raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        self._groups: list[Any] = []  # that this rank is in
+        self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
         self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
@@ -171,9 +171,9 @@ class Torch(Comm):
         group = distributed.new_group([self._ranks[r] for r in members], timeout=timedelta(seconds=self.timeout))
         if self.rank not in members:
             return None
-        self._groups.append(group)
         me = members.index(self.rank)
-        return _core.Comm(_Exchange(self, group, me, len(members)), me, len(members), "torch")
+        self._exchanges.append(_Exchange(self, group, me, len(members)))
+        return _core.Comm(self._exchanges[-1], me, len(members), "torch")
 
     def _watch(self, processes: Mapping[int, int]) -> None:
         for rank, process in processes.items():
@@ -204,8 +204,9 @@ class Torch(Comm):
         for fd in self._watched.values():
             os.close(fd)
         self._watched = {}
-        groups, self._groups = self._groups, []
-        for group in groups:
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            group, exchange.group = exchange.group, None  # its connections end with the last that refers to it
             if distributed.is_initialized():
                 distributed.destroy_process_group(group)
 
@@ -214,21 +215,23 @@ class _Exchange:
     """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self._group, self._rank, self._size = comm, group, rank, size
+        self._comm, self.group, self._rank, self._size = comm, group, rank, size
 
     def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
         import torch
         from torch import distributed
 
         del timeout  # the group's own
+        if self.group is None:
+            raise RankLostError(f"rank {self._rank} has given up or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
         out = torch.empty(sum(sizes), dtype=torch.uint8)
         data = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, send))]
         try:
-            distributed.all_gather(headers, mine, group=self._group)
+            distributed.all_gather(headers, mine, group=self.group)
             self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
-            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self._group)
+            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self.group)
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
         view, parts, at = memoryview(out.numpy()), [], 0

@@ -62,6 +62,9 @@ class Stats(TypedDict):
     forward_seconds: float
     schedule_seconds: float
     commit_seconds: float
+    comm_bytes: int  # sent to other ranks, by all ranks of this process
+    comm_calls: int  # exchanges, and seconds in them, of the rank that has most
+    comm_seconds: float
 
 
 class SyncValues(TypedDict):
