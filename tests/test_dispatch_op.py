@@ -17,23 +17,39 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from dispatch_cases import (
+    BACKENDS,
+    EXPERTS,
+    HIDDEN,
+    MESHES,
+    SECONDS,
+    SIZES,
+    TOKENS,
+    TOP_K,
+    Batch,
+    Block,
+    bits,
+    outcomes,
+    random_routing,
+    random_rows,
+    runs,
+    same,
+    tensor,
+    together,
+    train_all,
+    words,
+)
 from torch import Tensor
 
 import rollmesh as rm
 from rollmesh import _core, ops
 from rollmesh.torch import TokenDispatcher, token_dispatcher, token_dispatchers
-
-EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 24, 20
-TOKENS = (0, 1, 2, 5, 17, 31)
-BACKENDS = ("alltoall", "allgather_reducescatter", "local_allreduce")
-MESHES = [(1, "disabled"), *((ranks, backend) for ranks in (1, 2, 4) for backend in BACKENDS)]
-SECONDS = 30.0  # that a call waits: a test that fails does not hang
-SIZES: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_rows": 40, "dtype": torch.float64}
+from rollmesh.torch.dispatch import _tree
 
 
 @pytest.fixture
@@ -47,96 +63,6 @@ def group() -> Iterator[Callable[..., list[TokenDispatcher]]]:
     yield make
     for dispatcher in made:
         dispatcher.close()
-
-
-def outcomes(ends: list[TokenDispatcher], work: Callable[[int, TokenDispatcher], Any]) -> list[Any]:
-    """What `work` gave on each rank, or the exception that it ended with."""
-
-    def rank(index: int) -> Any:
-        try:
-            return work(index, ends[index])
-        except Exception as error:  # noqa: BLE001 - it is what the tests look at
-            ends[index].abort()
-            return error
-
-    with ThreadPoolExecutor(len(ends)) as pool:
-        return list(pool.map(rank, range(len(ends))))
-
-
-def together(ends: list[TokenDispatcher], work: Callable[[int, TokenDispatcher], Any]) -> list[Any]:
-    results = outcomes(ends, work)
-    errors = [result for result in results if isinstance(result, Exception)]
-    for error in sorted(errors, key=lambda e: isinstance(e, rm.RankLostError)):  # the cause before what followed from it
-        raise error
-    return results
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
-
-
-class Block(NamedTuple):
-    """A mixture of experts by rollmesh.ops, its weights in the dtype's packed form."""
-
-    router: Any
-    gate: Any
-    up: Any
-    down: Any
-    dtype: str
-
-    @staticmethod
-    def random(rng: np.random.Generator, dtype: str) -> Block:
-        def weights(*shape: int) -> Any:
-            return rng.standard_normal(shape, dtype=np.float32)
-
-        inner, outer = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
-        return Block(ops.pack(weights(EXPERTS, HIDDEN), dtype=dtype), weights(*inner), weights(*inner), weights(*outer), dtype)
-
-    def route(self, x: Any) -> ops.Routing:
-        return ops.router(x, self.router, EXPERTS, TOP_K)
-
-    def experts(self, rows: Any, group_rows: Any, which: slice = slice(None)) -> Any:
-        up = ops.pack_gate_up(self.gate[which], self.up[which], dtype=self.dtype)
-        inner = ops.gemm_swiglu(rows, up, WIDTH, group_rows=group_rows)
-        return ops.gemm(inner, ops.pack(self.down[which], dtype=self.dtype), HIDDEN, group_rows=group_rows)
-
-    def whole(self, x: Any) -> Any:
-        ids, gates = self.route(x)
-        rows, group_rows, place = ops.permute(x, ids, EXPERTS)
-        return ops.combine(self.experts(rows, group_rows), place, ids, gates, EXPERTS)
-
-    def on_rank(self, end: TokenDispatcher, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-        sent = end.dispatch(x, ids)
-        y = self.experts(words(sent.rows), sent.group_rows.numpy(), slice(end.experts.start, end.experts.stop))
-        return end.combine(tensor(y), gates, sent.plan)
-
-
-def words(x: Tensor) -> Any:
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
-
-
-def tensor(array: Any) -> Tensor:
-    return torch.from_numpy(array).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
-
-
-def random_rows(rng: np.random.Generator, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.from_numpy(rng.standard_normal((n, HIDDEN))).to(dtype)
-
-
-def random_routing(rng: np.random.Generator, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """(ids, gates), some gates negative, so that a sum's order shows."""
-    ids = np.array([rng.permutation(EXPERTS)[:TOP_K] for _ in range(n)], np.int32).reshape(n, TOP_K)
-    return torch.from_numpy(ids), torch.from_numpy(rng.standard_normal((n, TOP_K))).to(dtype)
-
-
-def runs(n: int, ranks: int, backend: str) -> list[slice]:
-    """Each rank's rows; local_allreduce has them all everywhere."""
-    each = -(-n // ranks)
-    return [slice(0, n) if backend == "local_allreduce" else slice(each * r, min(each * (r + 1), n)) for r in range(ranks)]
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -170,6 +96,18 @@ def test_rows_arrive_sorted_by_expert(group: Any, rng: np.random.Generator, dtyp
         assert same(sent.rows, x[[row for rows in wanted for row in rows]])
 
 
+@pytest.mark.parametrize("experts", [1, 2, 3, 5, 8, 33])
+def test_the_tree_in_torch_is_the_contracts(rng: np.random.Generator, experts: int) -> None:
+    """The sum that float64 takes, in float32 beside the kernel's; zeros of both signs among the values."""
+    for k in {1, min(3, experts), experts}:
+        ids = np.array([rng.permutation(experts)[:k] for _ in range(9)], np.int32)
+        y, gates = rng.standard_normal((9 * k, 7), dtype=np.float32), rng.standard_normal((9, k), dtype=np.float32)
+        y[rng.random(y.shape) < 0.3] = -0.0
+        place = rng.permutation(9 * k).astype(np.int32).reshape(9, k)
+        expected = torch.from_numpy(ops.combine(y, place, ids, gates, experts))
+        assert same(_tree(torch.from_numpy(y[place]), torch.from_numpy(gates), torch.from_numpy(ids), experts), expected), k
+
+
 def test_values_do_not_know_of_grad(group: Any, rng: np.random.Generator) -> None:
     block, ends, n = Block.random(rng, "bfloat16"), group(2), 17
     x, (ids, gates), cut = random_rows(rng, n, torch.bfloat16), random_routing(rng, n), runs(n, 2, "alltoall")
@@ -194,51 +132,6 @@ def test_values_do_not_know_of_grad(group: Any, rng: np.random.Generator) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- gradients
-class Batch(NamedTuple):
-    x: Tensor
-    ids: Tensor
-    gates: Tensor
-    pull: Tensor  # the gradient of the output
-
-    @staticmethod
-    def random(rng: np.random.Generator, n: int, dtype: torch.dtype) -> Batch:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return Batch(random_rows(rng, n, dtype), *random_routing(rng, n, wide), random_rows(rng, n, dtype))
-
-    def on(self, rows: slice) -> Batch:
-        return Batch(*(values[rows] for values in self))
-
-    def padded(self, rows: Tensor, n: int) -> Batch:
-        """n rows, of which `rows` are ours; the others are NaN."""
-        full = [torch.full((n, t.shape[1]), -1 if t is self.ids else np.nan, dtype=t.dtype) for t in self]
-        return Batch(*(to.index_copy(0, rows, values) for to, values in zip(full, self)))
-
-
-class Trained(NamedTuple):
-    out: Tensor
-    x: Tensor  # gradients from here on
-    gates: Tensor
-    weights: Tensor
-
-
-def train(end: TokenDispatcher, batch: Batch, weights: Tensor, layers: int = 1) -> Trained:
-    """tanh(row · weight of the expert), `layers` times through one dispatcher, and the gradients of Σ pull · out."""
-    own = weights[end.experts.start : end.experts.stop].clone().requires_grad_()
-    x, gates = batch.x.clone().requires_grad_(), batch.gates.clone().requires_grad_()
-    out = x
-    for _ in range(layers):
-        sent = end.dispatch(out, batch.ids)
-        per_row = own.repeat_interleave(sent.group_rows.diff(), 0)
-        out = end.combine(torch.tanh(sent.rows * per_row), gates, sent.plan)
-    out.backward(batch.pull)
-    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, gates, own)]
-    return Trained(out.detach(), *grads)
-
-
-def train_all(ends: list[TokenDispatcher], parts: list[Batch], weights: Tensor, layers: int = 1) -> list[Trained]:
-    return together(ends, lambda r, end: train(end, parts[r], weights, layers))
-
-
 @pytest.mark.parametrize("ranks, backend", MESHES)
 def test_gradients_are_those_of_a_dense_block(group: Any, rng: np.random.Generator, ranks: int, backend: str) -> None:
     """Two layers over one dispatcher, so that plans of several layers live at a time."""
@@ -367,6 +260,16 @@ def test_what_one_rank_may_not_ask_ends_the_group(group: Any, wrong: dict[str, i
     assert [type(e) for e in outcomes(ends, lambda r, end: call(end))] == [type(theirs)] * 2
 
 
+def test_the_core_ends_the_group_itself() -> None:
+    """As above, but that nobody calls abort."""
+    ends = _core.dispatchers(2, EXPERTS, TOP_K, 4, 8, "alltoall", SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(ends[1].plan, np.empty((0, TOP_K), np.int32))
+        with pytest.raises(rm.RequestError, match="row 0 of ids has expert 5 twice"):
+            ends[0].plan(np.full((1, TOP_K), 5, np.int32))
+        assert type(theirs.exception()) is rm.RankLostError
+
+
 @pytest.mark.parametrize(
     "wrong, error",
     [
@@ -462,7 +365,7 @@ def of_a_process(rank: int, name: str) -> str:
     block, x = Block.random(rng, "bfloat16"), random_rows(rng, 17, torch.bfloat16)
     if not name:
         return hashlib.sha256(bits(tensor(block.whole(words(x)))[own]).numpy().tobytes()).hexdigest()
-    end = token_dispatcher(rm.comm.shm(name, rank, 2, timeout=60.0).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
+    end = token_dispatcher(rm.comm.shm(name, rank, 2, timeout=300.0).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
     ids, gates = map(torch.from_numpy, block.route(words(x)))
     return hashlib.sha256(bits(block.on_rank(end, x[own], ids[own], gates[own])).numpy().tobytes()).hexdigest()
 
@@ -475,7 +378,7 @@ def test_over_shared_memory_of_processes() -> None:
         subprocess.Popen([sys.executable, "-c", code, str(r), name], env=environment, stdout=subprocess.PIPE, text=True) for r in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+        said = [rank.communicate(timeout=600)[0].strip() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -5,6 +5,7 @@ too). Malformed input: random bytes, messages cut short, and messages with bytes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -177,10 +178,8 @@ def test_changed_messages(value: Any, data: st.DataObject) -> None:
         decode(message + bytes(8))
     changed = bytearray(message)
     changed[at] ^= data.draw(st.integers(1, 255))
-    try:
+    with contextlib.suppress(FormatError):
         decode(bytes(changed))
-    except FormatError:
-        pass
 
 
 def message(header: Any, data: bytes = b"") -> bytes:
@@ -197,7 +196,8 @@ def array(dtype: Any, shape: Any) -> dict[str, Any]:
     [
         b"", b"1234567", message(b""), message(b"{"), message(b"\xff\xfe"), message(b"NaN"), message(b"1.5"), message([1, 2]), message({}),
         message(b"[" * 100_000), message(b'{"kind":"list","items":[' * 50_000), message(b"9" * 10_000), (1 << 63).to_bytes(8, "little"),
-        message({"kind": "object", "items": {}}), message({"kind": "list", "items": 3}), message({"kind": "list"}), message({"kind": ["list"]}),
+        message({"kind": "object", "items": {}}), message({"kind": "list", "items": 3}), message({"kind": "list"}),
+        message({"kind": ["list"]}),
         message({"kind": "dict", "items": []}), message({"kind": "float", "hex": "x"}), message({"kind": "float", "hex": 1}),
         message({"kind": "float", "hex": "0x1p9999"}), message({"kind": "Contract", "items": {}}),
         message({"kind": "Contract", "items": {"family": 1, "version": 2, "dtype": 3, "weight_versions": 4, "more": 5}}),

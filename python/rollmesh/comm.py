@@ -234,7 +234,7 @@ class _Exchange:
             distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self.group)
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
-        view, parts, at = memoryview(out.numpy()), [], 0
+        view, parts, at = memoryview(out.numpy().data), [], 0
         for size in sizes:
             parts.append(view[at : at + size])
             at += size

@@ -72,7 +72,7 @@ def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
         return {"kind": kind.__name__, "items": [_plain(item, arrays, depth + 1) for item in value]}
     if kind is dict and all(type(key) is str for key in value):
         return {"kind": "dict", "items": {key: _plain(item, arrays, depth + 1) for key, item in value.items()}}
-    if RECORDS.get(kind.__name__) is not kind:
+    if kind not in RECORDS.values():
         raise TypeError(f"a {kind.__name__} cannot travel between ranks")
     return {"kind": kind.__name__, "items": {f.name: _plain(getattr(value, f.name), arrays, depth + 1) for f in fields(value)}}
 
@@ -96,8 +96,8 @@ class _Reader:
             return self._array(plain["dtype"], plain["shape"])
         if kind == "error":
             return _error(plain["name"], plain["message"])
-        items = {name: self.value(item) for name, item in plain["items"].items()}
-        return items if kind == "dict" else RECORDS[kind](**items)
+        named = {name: self.value(item) for name, item in plain["items"].items()}
+        return named if kind == "dict" else RECORDS[kind](**named)
 
     def _array(self, name: Any, shape: Any) -> Array:
         dtype = BF16 if name == "bfloat16" else np.dtype(name) if isinstance(name, str) else None

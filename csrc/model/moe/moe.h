@@ -3,9 +3,9 @@
 // token's home). On one rank dispatch is a permutation in memory. Between ranks a token dispatcher moves rows, one of two ways:
 //
 //   stay     every rank of the tp group has all rows; outputs are exchanged. `disabled` (each expert is cut over tp by columns) and
-//            `local_allreduce` (each rank has experts of its own).
+//            `local_allreduce` (each rank has experts of its own, and gives every rank only that one's columns of their outputs).
 //   travel   a rank has the rows it is home of; inputs go to the experts' ranks and outputs come back. `allgather_reducescatter`
-//            and `alltoall` differ in what they send out.
+//            and `alltoall` differ in what they send out (dispatch.h).
 //
 // Whichever way, an expert's output is one row of bits, and the home adds the rows of a token up in the contract's tree, so that
 // all ways give the bits of one rank.
@@ -45,8 +45,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_kernels *ke
                       rm_error *err);
 void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]);   // returns how many
-
-size_t rm_moe_bytes(const rm_moe *moe);                              // of what it holds beyond its fields
+size_t rm_moe_bytes(const rm_moe *moe);                              // of what it holds beside its fields
 
 // Whether rows travel: the block then takes and gives home rows.
 static inline int rm_moe_takes_home_rows(const rm_moe *moe) { return moe->dispatch != NULL; }

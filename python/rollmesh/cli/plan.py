@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.arguments import MAX_GIB
+from rollmesh.arguments import EP_BACKENDS, MAX_GIB, choice
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
 from rollmesh.placement import Placement, placements
 from rollmesh.show import plain
+from rollmesh.traffic import step_traffic
 
 TILE_ROWS, TILE_COLS = 16, 32
 GIB = 2**30
@@ -63,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: of a run's TOML its own, else bfloat16")
     parser.add_argument("--kv-cache-gib", type=float, help="how many tokens this holds is shown; default: of a run's TOML its own, else 1")
     parser.add_argument("--ranks", action="store_true", help="also list what each rank holds")
+    parser.add_argument("--rows", type=int, default=32, help="sequences of each replica that decode together, for the traffic of a step")
+    parser.add_argument("--sequence-parallel", action="store_true", help="norms and residuals on token shards")
     add_mesh(parser)
 
 
@@ -91,9 +94,23 @@ def run(args: argparse.Namespace) -> int:
     print(f'{"staging of the next version":<34}{_size(weights):>12}   none with mode="inplace"')
     print(f"{'KV of a token':<34}{_size(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
     print(f"{'weights + staging + KV cache':<34}{_size(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
+    if len(ranks) > 1:
+        print_traffic(spec, rm.Mesh(tp=tp, dp=dp, ep=ep), args, dtype)
     if args.ranks:
         print_ranks(spec, ranks, tp, [weights_of[rank] for rank in ranks])
     return 0
+
+
+def print_traffic(spec: rm.ModelSpec, mesh: rm.Mesh, args: argparse.Namespace, dtype: str) -> None:
+    if not 1 <= args.rows <= 2**20:
+        raise rm.ConfigError(f"--rows {args.rows}: expected a number in [1, {2**20}]")
+    backend = choice("--ep-backend", args.ep_backend or "alltoall", EP_BACKENDS)
+    sent = step_traffic(spec, mesh, args.rows, dtype=dtype, ep_backend=backend, sequence_parallel=args.sequence_parallel)
+    print(f"\nsent by a rank in a decode step of {args.rows} sequences a replica")
+    print(f"{'tp: activations, logits':<34}{_size(int(sent.tp / mesh.world)):>12}")
+    print(
+        f"{'ep: tokens to experts and back':<34}{_size(int(sent.ep / mesh.world)):>12}   {backend if mesh.ep > 1 else 'experts are cut over tp'}"
+    )
 
 
 def matrices(spec: rm.ModelSpec) -> Iterator[Matrix]:

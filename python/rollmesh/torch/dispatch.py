@@ -232,12 +232,12 @@ def _add_up(choices: Tensor, gates: Tensor, core: _core.Dispatcher, plan: _core.
 
 def _tree(values: Tensor, gates: Tensor, ids: Tensor, num_experts: int) -> Tensor:
     """docs/numerics.md §5 in torch: gate · value [rows, top_k, hidden] at its expert's leaf of a complete binary tree, a node being
-    left + right. A leaf of no choice is a zero, which adds nothing."""
+    left + right. A leaf of no choice is a zero, which adds nothing; no zero that comes out has a sign."""
     leaves = torch.zeros(len(ids), 1 << (num_experts - 1).bit_length(), values.shape[2], dtype=values.dtype)
     leaves[torch.arange(len(ids))[:, None], ids.long()] = gates[:, :, None] * values
     while leaves.shape[1] > 1:
         leaves = leaves[:, 0::2] + leaves[:, 1::2]
-    return leaves[:, 0]
+    return leaves[:, 0] + 0.0
 
 
 def _sum_of_halves(values: Tensor) -> Tensor:
