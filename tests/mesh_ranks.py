@@ -37,7 +37,8 @@ CASES = {
 }
 PROMPTS = [[7], [1, 2], [3, 1, 4, 1, 5], list(range(100, 117)), list(range(250, 281)), [7] * 19]
 SAMPLED = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3, prompt_logprobs=2, ignore_eos=True)
-ENDLESS = rm.SamplingParams(max_tokens=4000, seed=3, ignore_eos=True)
+N_ENDLESS = 4000  # steps at least
+ENDLESS = rm.SamplingParams(max_tokens=N_ENDLESS, seed=3, ignore_eos=True)
 _weights: dict[str, dict[str, Any]] = {}
 
 
@@ -252,9 +253,9 @@ def lost(rank: Rank) -> Any:
         again = None
     except rm.Error as error:
         again = type(error).__name__
-    version, start = generator.version, time.monotonic()
+    version, steps, start = generator.version, generator.metrics()["steps"], time.monotonic()
     generator.close()
-    return {"told": told, "at": at, "again": again, "version": version, "close": time.monotonic() - start}
+    return {"told": told, "at": at, "again": again, "version": version, "steps": steps, "close": time.monotonic() - start}
 
 
 def interrupted(rank: Rank) -> Any:
@@ -362,7 +363,7 @@ def run(job: Job) -> list[Any]:
 
 
 def gather(job: Job, started: dict[int, tuple[int, int]]) -> list[Any]:
-    texts = {rank: b"" for rank in started}
+    texts = dict.fromkeys(started, b"")
     waiting, deadline = set(started), time.monotonic() + LIMIT
     while waiting:
         if waiting == {job.get("victim")}:  # all others are done

@@ -42,7 +42,7 @@ class Model:
         self.case = helpers.Case(name, helpers.tiny_config("num_experts" in changes, **changes), router_bias=True)
         self.spec, self.dtype = rm.ModelSpec.from_hf(self.case.config), dtype
         self.weights = helpers.state_dict(self.case)
-        self.expected: dict[int, Words] = {}
+        self.expected: dict[tuple[int, bool], Words] = {}
 
     def generator(self, mesh: rm.Mesh | None, rows: int, **options: Any) -> rm.Generator:
         generator = rm.Generator(
@@ -52,15 +52,16 @@ class Model:
         self.digest = generator.sync_weights(self.weights, cast=True).digest
         return generator
 
-    def run(self, mesh: rm.Mesh | None, rows: int, n_prompts: int, **options: Any) -> Words:
+    def run(self, mesh: rm.Mesh | None, rows: int, n_prompts: int, top: bool, **options: Any) -> Words:
         """Everything that the contract fixes, of prompts in steps of at most `rows` rows."""
         with self.generator(mesh, rows, **options) as generator:
-            params = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3, prompt_logprobs=0, ignore_eos=True)
+            params = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3 if top else None, prompt_logprobs=0, ignore_eos=True)
             out = [words(np.frombuffer(self.digest.encode(), np.uint8))]
             for output in generator.generate(PROMPTS[:n_prompts], params, use_tqdm=False):
                 out.append(words(output.prompt_logprobs))
                 for c in output.outputs:
-                    out += [words(c.token_ids), words(c.logprobs), words(c.sampling_logprobs), words(c.top_logprobs.logprobs)]
+                    out += [words(c.token_ids), words(c.logprobs), words(c.sampling_logprobs)]
+                    out += [] if c.top_logprobs is None else [words(c.top_logprobs.ids), words(c.top_logprobs.logprobs)]
                     out += [] if c.routed_experts is None else [words(c.routed_experts)]
             out += [words(logits) for logits in generator.logits(PROMPTS[:n_prompts])]
             return out
@@ -69,10 +70,11 @@ class Model:
         self.generator(None, 8).close()
         return self.digest
 
-    def one_rank(self, n_prompts: int) -> Words:
-        if n_prompts not in self.expected:
-            self.expected[n_prompts] = self.run(None, 31, n_prompts)
-        return self.expected[n_prompts]
+    def one_rank(self, n_prompts: int, top: bool) -> Words:
+        key = n_prompts, top
+        if key not in self.expected:
+            self.expected[key] = self.run(None, 31, *key)
+        return self.expected[key]
 
 
 @pytest.fixture(
@@ -94,12 +96,12 @@ def settings(moe: bool) -> Iterator[tuple[rm.Mesh, dict[str, Any]]]:
 
 
 def test_every_mesh_gives_the_bits_of_one_rank(model: Model, pytestconfig: pytest.Config) -> None:
-    """The whole product of degrees, dispatchers and sequence parallelism; the rows of a step and the prompts go round with it, so
+    """The whole product of degrees, dispatchers and sequence parallelism; rows of a step, prompts and top logprobs go round with it, so
     that replicas are idle, steps are smaller than tp and rows do not divide."""
     compared = different = meshes = 0
     for i, (mesh, options) in enumerate(settings(model.case.is_moe)):
-        rows, n_prompts = (1, 2, 5, 17, 31)[i % 5], 1 + i % len(PROMPTS)
-        want, got = model.one_rank(n_prompts), model.run(mesh, rows, n_prompts, **options)
+        rows, n_prompts, top = (1, 2, 5, 17, 31)[i % 5], 1 + i % len(PROMPTS), i % 4 == 0  # with top logprobs every rank draws
+        want, got = model.one_rank(n_prompts, top), model.run(mesh, rows, n_prompts, top, **options)
         assert len(want) == len(got)
         wrong = sum(int((a != b).sum()) if a.shape == b.shape else a.size for a, b in zip(want, got, strict=True))
         assert wrong == 0, f"{mesh} {options}, {rows} rows a step, {n_prompts} prompts: {wrong} bytes differ"

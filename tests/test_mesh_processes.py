@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from conftest import SUMMARY
 
 import rollmesh as rm
+from rollmesh import _core
 
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
@@ -85,7 +87,7 @@ class Server:
 
     def __call__(self, do: str, mesh: tuple[int, int, int], **job: Any) -> list[dict[str, Any]]:
         if self.process is None:
-            few = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+            few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "mesh_ranks.py"), self.transport],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **few},
@@ -94,7 +96,8 @@ class Server:
         name = str(self.folder / unique) if self.transport == "torch" else unique
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps({"do": do, "mesh": mesh, "transport": self.transport, "name": name, **job}), file=self.process.stdin, flush=True)  # noqa: T201
+        self.process.stdin.write(json.dumps({"do": do, "mesh": mesh, "transport": self.transport, "name": name, **job}) + "\n")
+        self.process.stdin.flush()
         ranks: list[dict[str, Any]] = json.loads(self.process.stdout.readline())
         assert not list(SHM.glob(f"*{unique}*")), "a segment stayed behind"
         return ranks
@@ -360,6 +363,7 @@ def check_lost(ranks: list[dict[str, Any]], victim: int, kind: str = "RankLostEr
         assert f"rank {victim}" in got["told"][1], f"rank {number}: {got['told']}"
         assert got["again"] in (kind, "RankLostError")
         assert got["close"] < 5
+        assert got["steps"] < 3500, "known when the work was done, and not when the rank was lost"
         slowest = max(slowest, got["at"] - moment)
     assert slowest < within
     return slowest
@@ -448,6 +452,25 @@ def test_row_28_segments_of_others(shm: Run) -> None:
                     rank.connect(rm.Mesh(tp=2))
         finally:
             path.unlink()
+
+
+def test_row_28_another_nonce() -> None:
+    """A rank of another run, which has the same name by chance or by intent."""
+    name = f"test.{secrets.token_hex(8)}"
+
+    def attach(rank: int, nonce: int) -> Exception | None:
+        try:
+            _core.attach(name, rank, nonce, 2, 1, 1, 1.0)
+        except rm.Error as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(attach, (0, 1), (1, 2))
+    assert isinstance(first, rm.CollectiveTimeoutError)
+    assert isinstance(other, rm.AuthError)
+    assert "nonce" in str(other)
+    assert not list(SHM.glob(f"*{name}*"))
 
 
 def test_row_28_a_comm_is_used_once() -> None:

@@ -137,10 +137,11 @@ def foreign_contract() -> Any:
 @pytest.mark.parametrize(
     "value",
     [
-        object(), {1, 2}, b"bytes", bytearray(b"x"), 1j, len, int, range(3), np.int64(3), np.float32(1), np.bool_(True), {1: 2}, {None: 1},
-        np.array([object()]), np.array(["text"]), np.array([b"x"]), np.zeros(2, "V4"), np.zeros(2, [("a", "i4")]), np.array(["2026"], "M8[D]"),
-        np.zeros(2, np.complex64), np.ma.masked_array([1], [True]), foreign_contract(), Contract2("x86", 1, "bfloat16", ()), KeyboardInterrupt(),
-        rm.SamplingParams(),
+        object(), {1, 2}, b"bytes", bytearray(b"x"), 1j, len, int, range(3), np.int64(3), np.float32(1), np.bool_(True), {1: 2},
+        {None: 1}, rm.SamplingParams(), foreign_contract(), Contract2("x86", 1, "bfloat16", ()), np.zeros(2, np.complex64),
+        np.array([object()]), np.array(["text"]), np.array([b"x"]), np.zeros(2, "V4"), np.zeros(2, [("a", "i4")]),
+        np.array(["2026"], "M8[D]"), np.ma.masked_array([1], [True]),
+        KeyboardInterrupt(),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

@@ -85,6 +85,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
       {&plan->routed, engine->routed_per_token ? rows : 0, (size_t)engine->routed_per_token * sizeof(int16_t)},
       {&plan->row_flags, rows, sizeof(uint8_t)},
       {&plan->all_flags, engine->options.rank.tp ? rows : 0, (size_t)engine->options.rank.mesh.tp},
+      {&plan->drawn, engine->options.rank.tp ? seqs : 0, sizeof(rm_drawn)},
       {&plan->tokens, seqs, sizeof(int32_t)},
       {&plan->logprobs, seqs, sizeof(float)},
       {&plan->sampling_logprobs, seqs, sizeof(float)},

@@ -10,6 +10,7 @@
 typedef struct rm_chunk {
   int64_t first, n;
   int has_logits;
+  int own_rows;                 // of this rank's share of the rows alone
 } rm_chunk;
 
 static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int64_t i) { return &plan->outs[chunk->first + i]; }
@@ -19,19 +20,28 @@ static int needs_logits(const rm_out_row *out) {
   return out->draws || group->wants_logits || group->score_sampling || group->prompt_top;
 }
 
+// Whether one rank of a tp group can do for all what is wanted of the row: draw from it. Whatever is recorded of logits is recorded
+// by every rank.
+static int one_rank_does(const rm_out_row *out) {
+  const rm_group *group = out->seq->group;
+  return !group->top_logprobs && !group->wants_logits && !group->score_sampling && !group->prompt_top;
+}
+
 static rm_code run_lm_head(rm_engine *engine, const char *hidden, int64_t first, rm_chunk *chunk, rm_error *err) {
   rm_plan *plan = &engine->plan;
-  *chunk = (rm_chunk){first, rm_min64(plan->n_out - first, engine->max_out_rows), 0};
+  *chunk = (rm_chunk){first, rm_min64(plan->n_out - first, engine->max_out_rows), 0, engine->options.rank.tp != NULL};
   for (int64_t i = 0; i < chunk->n; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
     plan->targets[i] = out->target;
     plan->out_flags[i] = plan->row_flags[plan->out_rows[first + i]];
     chunk->has_logits |= needs_logits(out);
+    chunk->own_rows &= one_rank_does(out);
   }
   const rm_head head = {
       .hidden = hidden + (size_t)(first * engine->spec->hidden_size) * rm_dtype_bytes(engine->options.dtype),
       .rows = chunk->n,
       .ld_logits = engine->ld_logits,
+      .own_rows = chunk->own_rows,
       .logits = chunk->has_logits ? plan->logits : NULL,
       .stats = plan->stats,
       .target_logprobs = plan->target_logprobs,
@@ -178,17 +188,50 @@ static void record_top(rm_engine *engine, const rm_chunk *chunk, int64_t d) {
   top_logprobs(engine, draw->out - chunk->first, 1, (int32_t)k, seq->top_ids + at, seq->top_logprobs + at);
 }
 
-static int64_t draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t d) {
-  const rm_plan *plan = &engine->plan;
-  int64_t end = d;
-  while (end < plan->n_draws && plan->draws[end].out < chunk->first + chunk->n) end++;
+static void draw(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end) {
   for (int64_t at = d, stop; at < end; at = stop) {
     int step;
     stop = draw_run(engine, at, end, &step);
     run_draws(engine, chunk, at, stop, step);
   }
-  for (int64_t at = d; at < end; at++) record_top(engine, chunk, at);
-  return end;
+}
+
+static int64_t draws_before(const rm_plan *plan, int64_t d, int64_t out) {
+  while (d < plan->n_draws && plan->draws[d].out < out) d++;
+  return d;
+}
+
+// Each rank draws from the rows whose logits it has, and tells the others.
+static rm_code draw_own(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, rm_error *err) {
+  rm_plan *plan = &engine->plan;
+  const rm_comm *tp = engine->options.rank.tp;
+  int64_t counts[RM_MAX_TP], from = d;
+  for (int r = 0; r < rm_comm_size(tp); r++) {
+    const rm_range rows = rm_model_own_rows(engine->model, chunk->n, r);
+    const int64_t to = draws_before(plan, from, chunk->first + rows.first + rows.n);
+    counts[r] = to - from;
+    if (r == rm_comm_rank(tp)) draw(engine, chunk, from, to);
+    for (int64_t i = from; r == rm_comm_rank(tp) && i < to; i++)
+      plan->drawn[i - d] = (rm_drawn){plan->tokens[i], plan->logprobs[i], plan->sampling_logprobs[i]};
+    from = to;
+  }
+  const rm_code code = rm_model_share(engine->model, plan->drawn, counts, sizeof *plan->drawn, err);
+  for (int64_t i = d; i < end && !code; i++) {
+    plan->tokens[i] = plan->drawn[i - d].token;
+    plan->logprobs[i] = plan->drawn[i - d].logprob;
+    plan->sampling_logprobs[i] = plan->drawn[i - d].sampling_logprob;
+  }
+  return code;
+}
+
+static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d, rm_error *err) {
+  const int64_t first = *d, end = draws_before(&engine->plan, first, chunk->first + chunk->n);
+  *d = end;
+  if (first == end) return RM_OK;
+  if (chunk->own_rows) return draw_own(engine, chunk, first, end, err);
+  draw(engine, chunk, first, end);
+  for (int64_t at = first; at < end; at++) record_top(engine, chunk, at);
+  return RM_OK;
 }
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
@@ -249,7 +292,7 @@ rm_code rm_forward(rm_engine *engine, rm_error *err) {
     rm_chunk chunk;
     if ((code = run_lm_head(engine, hidden, first, &chunk, err))) break;
     record_prompts(engine, &chunk);
-    d = draw_tokens(engine, &chunk, d);
+    code = draw_tokens(engine, &chunk, &d, err);
   }
   return code;
 }

@@ -25,6 +25,12 @@ typedef struct rm_draw {
   int32_t out;                  // index in outs
 } rm_draw;
 
+// What a draw gave, for the other ranks of the tp group.
+typedef struct rm_drawn {
+  int32_t token;
+  float logprob, sampling_logprob;
+} rm_drawn;
+
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
   // scheduler.c
@@ -37,7 +43,8 @@ typedef struct rm_plan {
   // sampler.c
   int16_t *routed;              // [max_rows][routed_per_token]
   uint8_t *row_flags;           // [max_rows]
-  uint8_t *all_flags;           // [tp][max_rows] scratch; where tp > 1
+  uint8_t *all_flags;           // [tp][max_rows] scratch; where tp > 1, as is the next
+  rm_drawn *drawn;              // [max_num_seqs]
   int32_t *tokens;              // [max_num_seqs] of the draws
   float *logprobs, *sampling_logprobs;
   // scratch of sampler.c

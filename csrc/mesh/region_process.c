@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -44,7 +43,7 @@ uint64_t rm_process_self(void) {
 
 static int has_ended(uint64_t identity) {
   char state = 0;
-  if (kill(pid_of(identity), 0) && errno == ESRCH) return 1;
+  if (getpgid(pid_of(identity)) < 0 && errno == ESRCH) return 1;
   const uint32_t now = started(pid_of(identity), &state), then = (uint32_t)identity;
   if (now == NO_PROCESS) return 1;
   if (now == UNKNOWN) return 0;

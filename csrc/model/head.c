@@ -90,6 +90,33 @@ static rm_code gather_logits(rm_model *model, const rm_head *head, rm_error *err
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
+// Each rank's columns of the rows that rank r has go to rank r.
+static rm_code exchange_logits(rm_model *model, const rm_head *head, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  const size_t ld = (size_t)head->ld_logits * sizeof(float);
+  const rm_range mine = shard->vocab[shard->me], here = rm_shard_home(shard, head->rows);
+  for (int r = 0; r < shard->size; r++) {
+    const rm_range its = shard->vocab[r], there = rm_shard_rows(shard, head->rows, r);
+    float *from = head->logits + there.first * head->ld_logits + mine.first, *to = head->logits + here.first * head->ld_logits + its.first;
+    shard->send[r] = (rm_block){from, there.n, (size_t)mine.n * sizeof(float), ld};
+    shard->recv[r] = (rm_block){to, here.n, (size_t)its.n * sizeof(float), ld};
+  }
+  return rm_comm_exchange(shard->comm, RM_COMM_ALL_TO_ALL, shard->send, shard->recv, err);
+}
+
+rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) { return rm_shard_rows(&model->shard, n, r); }
+
+rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes, rm_error *err) {
+  rm_shard *shard = &model->shard;
+  char *at = items, *mine = items;
+  for (int r = 0; r < shard->me; r++) mine += (size_t)counts[r] * bytes;
+  for (int r = 0; r < shard->size; at += (size_t)counts[r++] * bytes) {
+    shard->send[r] = (rm_block){mine, counts[shard->me], bytes, bytes};
+    shard->recv[r] = (rm_block){at, counts[r], bytes, bytes};
+  }
+  return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+}
+
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {
   rm_code code;
   if (!head->rows) return RM_OK;
@@ -101,7 +128,7 @@ rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head,
   compute_shard(model, weights, head);
   if ((code = gather_pairs(model, head->rows, err))) return code;
   if (head->target_logprobs && (code = gather_targets(model, head, err))) return code;
-  if (head->logits && (code = gather_logits(model, head, err))) return code;
+  if (head->logits && (code = head->own_rows ? exchange_logits(model, head, err) : gather_logits(model, head, err))) return code;
   const rm_merge_pairs_args merge = {
       .stats = head->stats,
       .target_logprobs = head->target_logprobs,

@@ -49,12 +49,18 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
 
 // From hidden states to logits and their statistics; as rm_lm_head_args, over the whole vocabulary. logits may be NULL, and so may
-// target_logprobs and then targets.
+// target_logprobs and then targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows alone, which
+// rm_model_own_rows names; the other rows of `logits` are undefined.
 typedef struct rm_head {
   const void *hidden;           // T [rows][hidden]
   int64_t rows, ld_logits;
+  int own_rows;
   float *logits, *stats, *target_logprobs;
   const int32_t *targets;
   uint8_t *row_flags;
 } rm_head;
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);
+// The run of n rows that rank r of the tp group has.
+rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r);
+// What each rank has made of its rows, for all: rank r's counts[r] items of `bytes` each stand in their place of `items`.
+rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes, rm_error *err);

@@ -67,7 +67,8 @@ class _Step:
         routed = self.rows * self.num_moe * spec.num_experts_per_tok * 2 * (tp - 1) if self.travels else 0
         last = self.gathered(self.hidden) if self.sp else 0
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
-        head = self.rows * (tp - 1) * (spec.vocab_size * 4 + blocks * 8) + self.rows * 4 * pairs
+        kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
+        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 12) * (tp - 1) + self.rows * 4 * pairs
         return self.gathered(self.hidden) + layers + routed + last + head + (8 + self.rows) * pairs
 
     def ep_bytes(self) -> float:
