@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import helpers
@@ -57,16 +58,19 @@ class Rank:
         self.world = job["mesh"][0] * job["mesh"][1]
         self.victim = job.get("victim") == rank
         self.generator: rm.Generator | None = None
+        self.n_comms = 0
 
     def comm(self) -> rm.comm.Comm | None:
         timeout = self.job.get("timeout", 60.0)
+        self.n_comms += 1
         if self.job["transport"] == "none":
             return None
         if self.job["transport"] == "shm":
-            return rm.comm.shm(self.job["name"], self.rank, self.world, timeout)
+            return rm.comm.shm(f"{self.job['name']}.{self.n_comms}", self.rank, self.world, timeout)
         from torch import distributed
 
-        distributed.init_process_group("gloo", init_method=f"file://{self.job['name']}", rank=self.rank, world_size=self.world)
+        if self.n_comms == 1:
+            distributed.init_process_group("gloo", init_method=f"file://{self.job['name']}", rank=self.rank, world_size=self.world)
         return rm.comm.torch(timeout=timeout)
 
     def make(self, **options: Any) -> rm.Generator:
@@ -294,6 +298,18 @@ def timed(rank: Rank) -> Any:
                 ]
             )
         return {"timed": out, "bits": answers(generator)}
+
+
+def closed(rank: Rank) -> Any:
+    """What the process holds after each of some generators: descriptors, threads, mapped segments."""
+    held = []
+    for _ in range(3):
+        with rank.make() as generator:
+            generator.sync_weights(rank.source(), cast=True)
+            generator.generate(PROMPTS, SAMPLED, use_tqdm=False)
+        segments = sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        held.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments])
+    return held
 
 
 def calls_in_a_row(rank: Rank) -> Any:

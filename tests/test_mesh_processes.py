@@ -482,7 +482,15 @@ def test_row_28_a_comm_is_used_once() -> None:
         rm.comm.shm("two", 0, 2).connect(rm.Mesh(tp=3))
 
 
-# -------------------------------------------------------------------------------------------------- timeouts and Ctrl-C
+# -------------------------------------------------------------------------------------------------- close, timeouts and Ctrl-C
+@pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (2, 2, 4)), ("torch", (1, 2, 2))])
+def test_close_gives_everything_back(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int]) -> None:
+    """Promise 7: the third generator leaves no more behind than the first, after which libraries have made what they keep."""
+    for first, _, third in results(servers[transport]("closed", mesh, model="moe")):
+        assert third == first
+        assert transport != "shm" or first[2] == 0
+
+
 @pytest.mark.parametrize(
     "transport, mesh", [("shm", (2, 1, 1)), ("shm", (1, 2, 1)), ("shm", (2, 2, 1)), ("shm", (2, 2, 4)), ("torch", (1, 2, 1))]
 )

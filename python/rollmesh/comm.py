@@ -100,7 +100,11 @@ class Comm:
         if self._used:
             raise StateError("this comm belongs to another generator, wanted one of its own")
         self._used = True
-        return self._connect(mesh)
+        try:
+            return self._connect(mesh)
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self, mesh: Mesh) -> Ends:
         raise NotImplementedError

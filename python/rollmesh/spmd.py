@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.comm import Comm, check_alike
+from rollmesh.comm import Comm, Ends, check_alike
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -293,14 +293,11 @@ def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, 
     if ends.control is None:
         return _core.Engine(values, options)
     try:
-        engine = _core.Engine(values, options, (comm.rank, ends.tp, ends.ep, ends.world))
-    except BaseException as error:
-        ends.control.all_gather(encode(f"{type(error).__name__}: {error}"[:500]))
+        engine = _make(values, options, comm.rank, ends, ends.control)
+    except BaseException:
+        ends.control.close()
+        comm.close()
         raise
-    for rank, failure in enumerate(map(decode, ends.control.all_gather(encode(None)))):
-        if failure is not None:
-            engine.close()
-            raise RankLostError(f"rank {rank} could not be made: {failure}")
     spans = mesh.dp > 1 and mesh.ep > mesh.tp
     spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, leads=comm.rank % mesh.tp == 0, spans=spans)
     try:
@@ -309,3 +306,17 @@ def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, 
         spmd.close()
         raise
     return spmd
+
+
+def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm) -> _core.Engine:
+    """The engine of this rank, when all ranks could make theirs."""
+    try:
+        engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
+    except BaseException as error:
+        control.all_gather(encode(f"{type(error).__name__}: {error}"[:500]))
+        raise
+    for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):
+        if failure is not None:
+            engine.close()
+            raise RankLostError(f"rank {other} could not be made: {failure}")
+    return engine
