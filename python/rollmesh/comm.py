@@ -293,4 +293,4 @@ def torch(group: Any = None, timeout: float = 600.0) -> Torch:
     return Torch(group, timeout)
 
 
-__all__ = ["Comm", "Ends", "MeshMismatchError", "Shm", "Torch", "shm", "threads", "torch"]
+__all__ = ["Comm", "Ends", "Shm", "Torch", "shm", "threads", "torch"]
