@@ -108,9 +108,8 @@ def print_traffic(spec: rm.ModelSpec, mesh: rm.Mesh, args: argparse.Namespace, d
     sent = step_traffic(spec, mesh, args.rows, dtype=dtype, ep_backend=backend, sequence_parallel=args.sequence_parallel)
     print(f"\nsent by a rank in a decode step of {args.rows} sequences a replica")
     print(f"{'tp: activations, logits':<34}{_size(int(sent.tp / mesh.world)):>12}")
-    print(
-        f"{'ep: tokens to experts and back':<34}{_size(int(sent.ep / mesh.world)):>12}   {backend if mesh.ep > 1 else 'experts are cut over tp'}"
-    )
+    how = backend if mesh.ep > 1 else "experts are cut over tp"
+    print(f"{'ep: tokens to experts and back':<34}{_size(int(sent.ep / mesh.world)):>12}   {how}")
 
 
 def matrices(spec: rm.ModelSpec) -> Iterator[Matrix]:
