@@ -117,3 +117,17 @@ def test_requests_in_flight(inflight: str) -> None:
             )
     assert results[0] == results[1] == results[2]
     assert len(results[0]) == 3
+
+
+@pytest.mark.parametrize("mesh", [None, rm.Mesh(tp=2), rm.Mesh(tp=4, ep=4)], ids=str)
+def test_row_18_what_one_rank_finds_not_finite_ends_the_request_on_all(mesh: rm.Mesh | None) -> None:
+    """The last KV head's K is infinite for one token only; the ranks without that head would have gone on."""
+    bad = {name: value.copy() for name, value in WEIGHTS.items()}
+    bad["model.layers.0.self_attn.k_proj.weight"][-1] = np.inf
+    with generator(mesh) as gen:
+        gen.sync_weights(bad, allow_nonfinite=True)
+        outputs = gen.generate([[1, 2, 3], [4]], rm.SamplingParams(max_tokens=4, seed=1), use_tqdm=False, on_error="return")
+        assert [type(output.error) for output in outputs] == [rm.NumericsError] * 2
+        assert "a row of K or V is not finite" in str(outputs[0].error)
+        gen.sync_weights(WEIGHTS)
+        assert all(output.error is None for output in gen.generate([[1, 2, 3]], use_tqdm=False, on_error="return"))
