@@ -59,6 +59,7 @@ class SpmdEngine:
         self._late: set[int] = set()  # that a deadline cut off, on the rank that keeps them
         self._paused = False
         self._told: BaseException | None = None  # an exception that all ranks know of
+        self._fault: Exception | None = None  # of this rank's own source, until the end of the sync
 
     def __getattr__(self, name: str) -> Any:
         """What concerns this rank alone, or is a collective of the engine's own: syncs, sleep, wake, the manifest."""
@@ -240,13 +241,21 @@ class SpmdEngine:
 
     # ---------------------------------------------------------------------------------------- weights
     def spread(self, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-        """The entries of the first rank that has a source, on every rank, one after another; an exception of that source ends the
-        sync on all."""
+        """The entries of the first rank that has a source, on every rank, one after another; where all have one, each its own, and
+        nothing is sent. An exception of a source ends the sync on all."""
         has = self._meet(f"the beginning of a sync with {options}", source is not None)
         if True not in has:
             raise SyncAbortedError("no rank has a source of weights, wanted one at least")
+        if False not in has:
+            return self._own(source)
         root = has.index(True)
         return self._send(source) if root == self._rank else self._receive(root)
+
+    def _own(self, source: Any) -> Iterator[tuple[str, Any]]:
+        try:
+            yield from source.items() if isinstance(source, Mapping) else source
+        except Exception as error:  # noqa: BLE001 (told to all ranks by settle_sync, then raised)
+            self._fault = error
 
     def _send(self, source: Any) -> Iterator[tuple[str, Any]]:
         entries = iter(source.items() if isinstance(source, Mapping) else source)
@@ -274,6 +283,7 @@ class SpmdEngine:
 
     def settle_sync(self, error: Exception | None) -> None:
         """Every rank has taken its part of all entries, or failed: all go on to commit or none does."""
+        error, self._fault = error or self._fault, None
         everyone = self._meet("the end of a sync", None if error is None else f"{type(error).__name__}: {error}"[:1000])
         if error is not None:
             self._told = error
