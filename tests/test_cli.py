@@ -260,9 +260,9 @@ def test_doctor_of_an_instruction_set_that_there_is_none_of(word: str) -> None:
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
-    rollmesh("grpo", MOE, "--tp", "2", "--out", tmp_path / "new", status=2)
+    rollmesh("grpo", MOE, "--tp", "3", "--out", tmp_path / "new", status=2)
     (tmp_path / "old").mkdir()
-    rollmesh("grpo", MOE, "--tp", "2", "--out", tmp_path / "old", status=2)
+    rollmesh("grpo", MOE, "--tp", "3", "--out", tmp_path / "old", status=2)
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 

@@ -282,8 +282,13 @@ static rm_code step_member(rm_member *member, void *arg) {
 }
 
 rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err) {
-  const rm_code code = on_all(ranks, step_member, NULL, err);
   *n_work = *more = 0;
+  for (int r = 0; r < ranks->n; r++)   // one that went another way would be waited for until the deadline
+    if (rm_engine_unfinished(ranks->members[r].engine) != rm_engine_unfinished(leader(ranks, r / ranks->per_replica)))
+      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has %lld requests and the first of its replica %lld", ranks->first + r,
+                     (long long)rm_engine_unfinished(ranks->members[r].engine),
+                     (long long)rm_engine_unfinished(leader(ranks, r / ranks->per_replica)));
+  const rm_code code = on_all(ranks, step_member, NULL, err);
   for (int d = 0; d < ranks->n_replicas; d++) {
     *n_work += ranks->members[d * ranks->per_replica].n_work;
     *more |= rm_engine_had_work(leader(ranks, d));
