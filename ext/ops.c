@@ -28,8 +28,9 @@ typedef struct kernels_object {
 enum { MAX_SIZE = INT32_MAX };
 static const int64_t MAX_INDEX = INT64_MAX / 16;  // of an element in a parameter: bytes and sums of two stay below 2^63
 
-// Checking of one call's arguments: the first fault sets the exception, later checks are passed over.
 enum { MAX_COPIES = 4 };        // index arrays of one op
+
+// Checking of one call's arguments: the first fault sets the exception, later checks are passed over.
 typedef struct check {
   PyObject *module;
   int failed;
@@ -100,9 +101,9 @@ static void *view(check *c, PyObject *object, const char *name, int type, int fl
     if (n_dims > 1) check_size(c, name, want.shape[i], 0);   // where another size is 0, this one takes no memory
     *sizes[i] = want.shape[i];
   }
+  if (c->failed || !data) return NULL;
   const int indices = (type == NPY_INT32 || type == NPY_INT64) && !(flags & RM_ARRAY_WRITE);
-  if (c->failed || !data || !indices) return c->failed ? NULL : data;
-  return copied(c, data, (size_t)PyArray_NBYTES((PyArrayObject *)object));
+  return indices ? copied(c, data, (size_t)PyArray_NBYTES((PyArrayObject *)object)) : data;
 }
 
 static int numpy_type(rm_dtype dtype) { return dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32; }

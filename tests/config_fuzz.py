@@ -256,6 +256,8 @@ def arguments(r: Dice) -> str:
             for field, value in given.items():
                 got = getattr(made, field, value)
                 plain = isinstance(value, (int, float)) and (field, value) != ("top_k", 0)  # vLLM's 0 is -1
+                if plain and isinstance(got, float) and isinstance(value, int):
+                    value = float(value)  # an integer beyond 2^53 is rounded as Python rounds it
                 if plain and not isinstance(got, tuple) and got != value:
                     raise Failure(f"{name}({field}={value}) became {got}")
     except (rollmesh.Error, MemoryError) as error:

@@ -282,6 +282,8 @@ def test_messages_name_the_bound() -> None:
         rm.SamplingParams(max_tokens=10**20)
     with pytest.raises(rm.ConfigError, match="below 1048576"):
         make(kv_cache_gib=1e9)
+    with pytest.raises(rm.CapacityError, match="kv_cache_gib: 0 bytes"):
+        make(kv_cache_gib=1e-12)
 
 
 def test_row_11_a_refused_version_leaves_an_open_set_alone(gen: rm.Generator) -> None:

@@ -55,8 +55,8 @@ static void zero_page(void *owner, int32_t page) {
 static rm_code create_cache(rm_engine *engine, rm_error *err) {
   const uint64_t page_bytes = rm_model_page_bytes(engine->model), wanted = engine->options.kv_bytes;
   if (wanted < page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "kv_bytes=%llu holds no page: one takes %llu bytes", (unsigned long long)wanted,
-                   (unsigned long long)page_bytes);
+    return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: %llu bytes of KV cache, wanted a page or more: one takes %llu",
+                   (unsigned long long)wanted, (unsigned long long)page_bytes);
   engine->n_pages = (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
   engine->kv_bytes = (size_t)engine->n_pages * page_bytes;
   const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa, isa_states
+from rollmesh.arguments import REAL, choice
 from rollmesh.errors import ConfigError, DTypeError, Error, RequestError, ShapeError, UnsupportedTensorError
 from rollmesh.show import plain, shown
 
@@ -136,9 +137,7 @@ def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
 
 @lru_cache(maxsize=16)
 def _kernels(isa: str, threads: int, process: int) -> _core.Kernels:
-    if isa not in available_isas():
-        raise ConfigError(f"isa = {shown(isa)}, wanted one of {', '.join(available_isas())}")
-    return _core.Kernels(isa, threads)
+    return _core.Kernels(choice("isa", isa, available_isas()), threads)
 
 
 def _integer(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
@@ -148,7 +147,7 @@ def _integer(error: type[Error], name: str, value: Any, low: int, high: int) -> 
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return isinstance(value, REAL) and not isinstance(value, bool)
 
 
 def _real(name: str, value: Any, low: float = -_MAX_FLOAT32) -> float:

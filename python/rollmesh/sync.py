@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollmesh.arguments import boolean
+from rollmesh.arguments import boolean, choice
 from rollmesh.errors import (
     ConfigError,
     DeadlineError,
@@ -57,10 +57,8 @@ class SyncOptions:
     def __post_init__(self) -> None:
         for name in ("cast", "strict", "keep_kv", "allow_nonfinite", "allow_bias_removal"):
             object.__setattr__(self, name, boolean(name, getattr(self, name)))
-        if not isinstance(self.mode, str) or self.mode not in MODES:
-            raise ConfigError(f"mode = {shown(self.mode)}, wanted one of {', '.join(MODES)}")
-        if not isinstance(self.inflight, str) or self.inflight not in INFLIGHT:
-            raise ConfigError(f"inflight = {shown(self.inflight)}, wanted one of {', '.join(INFLIGHT)}")
+        choice("mode", self.mode, MODES)
+        choice("inflight", self.inflight, INFLIGHT)
         if self.keep_kv and self.inflight != "keep":
             raise ConfigError(f"keep_kv=True goes with inflight='keep', not {shown(self.inflight)}")
         if self.version is None:

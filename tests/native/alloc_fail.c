@@ -21,6 +21,7 @@
 
 #include "base/memory.h"
 #include "common/option.h"
+#include "common/seen.h"
 #include "common/tiny.h"
 
 enum { MANY = 70, FEW = 6, LAST = 5 };   // requests in a life; their table grows at 64
@@ -68,23 +69,7 @@ typedef struct life {
 
 typedef rm_code (*call)(life *l, const void *arg, rm_error *err);
 
-typedef struct seen {           // what can be observed of an engine without running it
-  rm_engine_stats stats;
-  uint64_t digest;
-  int64_t unfinished;
-  int open;
-} seen;
-
-static seen look(const life *l) {
-  seen s;
-  memset(&s, 0, sizeof s);
-  if (!l->engine) return s;
-  rm_engine_statistics(l->engine, &s.stats);
-  s.digest = rm_store_digest(rm_engine_store(l->engine));
-  s.unfinished = rm_engine_unfinished(l->engine);
-  s.open = rm_store_is_open(rm_engine_store(l->engine));
-  return s;
-}
+static seen look(const life *l) { return seen_of(l->engine); }
 
 // Hash of a score under the version that serves, which a fresh engine with those weights must give too. It steps, so what is
 // unfinished goes on; that it ends with the same bits is the life's hash.

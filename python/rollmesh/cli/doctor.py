@@ -77,15 +77,15 @@ def _processor() -> list[tuple[str, str]]:
 
 def _kernels() -> list[tuple[str, str]]:
     """What kernels/cpu/dispatch.c found out about each instruction set, in its words."""
-    rows, chosen = [], _isa_of(None)
-    for isa, (refused, emulated, one_row, many_rows) in isa_states().items():
+    rows, chosen, states = [], _isa_of(None), isa_states()
+    for isa, (refused, emulated, one_row, many_rows) in states.items():
         text = f"no: {refused}" if refused else "works, in emulation" if emulated else "works, bits are ref's"
         if one_row > 0:
             text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
     cap = os.environ.get("RM_ISA")
     why = f"capped by RM_ISA={shown(cap)}" if cap else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
-    return [("chosen", f"{chosen}: {why}" if chosen in isa_states() else f"none: {chosen}"), *rows]
+    return [("chosen", f"{chosen}: {why}" if chosen in states else f"none: {chosen}"), *rows]
 
 
 def _isa_of(isa: str | None) -> str:

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     file = tokenizer_file(args.tokenizer or args.model)
     if args.tokenizer and file is None:
         raise rm.ConfigError(f"--tokenizer {args.tokenizer}: there is no tokenizer.json")
-    readable = file is not None and not (args.ids and importlib.util.find_spec("tokenizers") is None)
-    tokenizer = load_tokenizer(file) if file is not None and readable else None
+    unreadable = args.ids and importlib.util.find_spec("tokenizers") is None
+    tokenizer = None if file is None or unreadable else load_tokenizer(file)
     prompts = _prompts(args, tokenizer, file)
     params = rm.SamplingParams(
         n=args.n,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/fuzz.h"
+#include "common/seen.h"
 #include "common/world.h"
 
 enum { SLOTS = 12, GONE = 8, NO_TABLE = -1 };
@@ -52,23 +53,7 @@ static long whole, kept, continued, followed, preempted;   // requests of one ve
 static _Noreturn void wrong(life *l, const char *what) { tiny_die("%s: after %s: %s", fuzz_where(l->f), call_names[l->last], what); }
 
 // ------------------------------------------------------------------------------------------------ what can be seen
-typedef struct seen {
-  rm_engine_stats stats;
-  uint64_t digest, next;
-  int64_t unfinished;
-  int open;
-} seen;
-
-static seen look(const life *l) {
-  seen s;
-  memset(&s, 0, sizeof s);
-  rm_engine_statistics(l->engine, &s.stats);
-  s.digest = rm_store_digest(rm_engine_store(l->engine));
-  s.open = rm_store_is_open(rm_engine_store(l->engine));
-  s.unfinished = rm_engine_unfinished(l->engine);
-  s.next = rm_engine_next_finished(l->engine);
-  return s;
-}
+static seen look(const life *l) { return seen_of(l->engine); }
 
 // One call's code. `before`: what must not have changed when it failed, NULL when some may.
 static int judge(life *l, call which, rm_code code, codes want, rm_error *err, const seen *before) {

@@ -44,7 +44,6 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
     rm_sample_view v;
     tiny_must(rm_engine_sample_view(engine, id, i, &v, &err), &err);
     a.n_tokens[i] = v.n_tokens;
-    if (!v.n_tokens) continue;
     if (!v.n_tokens) continue;   // then there are no arrays either
     memcpy(a.tokens[i], v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
     memcpy(a.logprobs[i], v.logprobs, (size_t)v.n_tokens * sizeof *v.logprobs);

@@ -1,0 +1,27 @@
+// seen.h: what can be observed of an engine without running it. A call that fails must leave all of it as it was; two of these are
+// compared byte by byte, so the gaps between members are zeroed too.
+#pragma once
+
+#include <string.h>
+
+#include "engine/engine.h"
+
+typedef struct seen {
+  rm_engine_stats stats;
+  uint64_t digest, next;        // of the weights; the finished request that would be reported next
+  int64_t unfinished;
+  int open;                     // a sync is
+} seen;
+
+// All zeros where there is no engine.
+static inline seen seen_of(rm_engine *engine) {
+  seen s;
+  memset(&s, 0, sizeof s);
+  if (!engine) return s;
+  rm_engine_statistics(engine, &s.stats);
+  s.digest = rm_store_digest(rm_engine_store(engine));
+  s.next = rm_engine_next_finished(engine);
+  s.unfinished = rm_engine_unfinished(engine);
+  s.open = rm_store_is_open(rm_engine_store(engine));
+  return s;
+}
