@@ -209,7 +209,8 @@ def array(dtype: Any, shape: Any) -> dict[str, Any]:
         message(array("<i4", [1] * 65), bytes(8)), message(array("|O", [1]), bytes(8)), message(array("V8", [1]), bytes(8)),
         message(array("i4,i4", [1]), bytes(8)), message(array("<U2", [1]), bytes(8)), message(array("M8[D]", [1]), bytes(8)),
         message(array("nothing", [1]), bytes(8)), message(array(3, [1]), bytes(8)), message(array(None, [1]), bytes(8)),
-        message(array([["a", "i4"]], [1]), bytes(8)), message(array("c16", [0])), message(array("i4", [0, 1 << 62])),
+        message(array([["a", "i4"]], [1]), bytes(8)), message(array("c16", [0])), message(array("<i4", [0, 1 << 62])),
+        message(array("<a4", [0])),
     ],
     ids=lambda data: repr(data[8:48]),
 )  # fmt: skip

@@ -21,7 +21,8 @@ from rollmesh.sources.arrays import BF16
 
 Array = NDArray[Any]
 RECORDS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Contract, TopLogprobs, CompletionOutput, RequestOutput)}
-KINDS = "biuf"  # of NumPy dtypes
+# Looked up and never made of what a message says: NumPy's reader of dtype names takes much more than these.
+DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for order in "<>" for code in "?bBhHiIlLqQefdg"} | {"bfloat16": BF16}
 MAX_DEPTH = 64
 MAX_DIMS = 32
 
@@ -60,7 +61,7 @@ def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
         return value
     if isinstance(value, float) and not isinstance(value, np.generic):
         return {"kind": "float", "hex": value.hex()}
-    if kind is np.ndarray and (value.dtype.kind in KINDS):
+    if kind is np.ndarray and value.dtype.str in DTYPES:
         arrays.append(value)
         is_bf16 = value.dtype.metadata == BF16.metadata
         return {"kind": "array", "dtype": "bfloat16" if is_bf16 else value.dtype.str, "shape": list(value.shape)}
@@ -100,8 +101,8 @@ class _Reader:
         return named if kind == "dict" else RECORDS[kind](**named)
 
     def _array(self, name: Any, shape: Any) -> Array:
-        dtype = BF16 if name == "bfloat16" else np.dtype(name) if isinstance(name, str) else None
-        if dtype is None or dtype.kind not in KINDS:
+        dtype = DTYPES.get(name) if isinstance(name, str) else None
+        if dtype is None:
             raise TypeError(f"arrays of {name!r:.80}")
         if len(shape) > MAX_DIMS or not all(type(dim) is int and dim >= 0 for dim in shape):
             raise ValueError(f"shape {shape!r:.200}")
