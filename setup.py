@@ -62,7 +62,7 @@ class Isa(NamedTuple):
 ONCE = {
     "ref*.c": ["-O2", "-mfma"],  # the oracle: plain loops, but with the FMA instruction and not a library call for each
     "rope_table.c": ["-O2", "-mfma"],
-    "pack.c": [],
+    "pack.c": ["-mavx2"],  # shared by the variants
     "fp.c": [],
     "dispatch.c": [],
     "verify.c": ["-O2"],

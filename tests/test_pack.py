@@ -1,8 +1,8 @@
 """The pack op: where each element goes, what it becomes, and the digest and the finite check that go with it.
 
 Input: random bits (denormals, infinities and NaN among them) in every source type, shapes around the tile edges, matrices that
-begin in the middle of a tile, one and two threads. Oracle: the layout's and the digest's formulas of kernels.h as NumPy index
-arithmetic, and conversions by float arithmetic. Bound: zero.
+begin in the middle of a tile, one and two threads, the plain loops and the fast pack. Oracle: the layout's and the digest's
+formulas of kernels.h as NumPy index arithmetic, and conversions by float arithmetic. Bound: zero.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
 
 
+@pytest.mark.parametrize("isa", ["ref", None])
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
-def test_pack(layout: int, stored: str, dtype: str, rng: np.random.Generator) -> None:
+def test_pack(isa: str | None, layout: int, stored: str, dtype: str, rng: np.random.Generator) -> None:
     bf16 = stored == "bfloat16"
     for trial in range(40):
         rows, cols = (
@@ -91,7 +92,7 @@ def test_pack(layout: int, stored: str, dtype: str, rng: np.random.Generator) ->
         want, out = before.copy(), before.copy()
         want[places(layout, bf16, rows, cols, row0)] = want_bits
         target = out if bf16 else out.view(np.float32)
-        got = ops.kernels(threads=1 + trial % 2).pack(target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0)
+        got = ops.kernels(isa, 1 + trial % 2).pack(target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0)
         where = f"{rows=} {cols=} {row0=} {total=}"
         same = want == out
         if not bf16:
@@ -102,6 +103,29 @@ def test_pack(layout: int, stored: str, dtype: str, rng: np.random.Generator) ->
         assert got[1] == (bad[0] if bad.size else -1), where
         if not bad.size:
             assert got[0] == digest(want_bits), where
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", [PLAIN, PACKED, UP])
+def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator) -> None:
+    """Rows as they are stored, many tiles of them, which are read in place: rows a multiple of 4,096 bytes apart or not, sources and
+    destinations off any alignment. Oracle: the plain loops, for what is written and what is told."""
+    kind = np.uint16 if stored == "bfloat16" else np.float32
+    per_page = 4096 // np.dtype(kind).itemsize
+    for cols in (per_page, 2 * per_page, per_page + 32, 960, 999):
+        for rows in (16, 50):
+            block = rng.integers(0, 0x7F00, rows * cols + 64).astype(kind)
+            size = (rows + 20) * cols if layout == PLAIN else 2 * (rows // 16 + 3) * 16 * -(-cols // 32) * 32
+            for at, row0, shift in ((0, 0, 0), (3, 16, 0), (0, 0, 1), (0, 5, 0), (1, 3, 1)):
+                source = block[at : at + rows * cols].reshape(rows, cols)
+                found = []
+                for isa in ("ref", None):
+                    out = np.zeros(size + 64, kind)
+                    start = -out.ctypes.data // out.itemsize % (64 // out.itemsize) + shift
+                    target = out[start : start + size]
+                    told = ops.kernels(isa, 2).pack(target.reshape(-1, cols) if layout == PLAIN else target, source, layout, row0)
+                    found.append((told, target.tobytes()))
+                assert found[0] == found[1], (rows, cols, at, row0, shift)
 
 
 def test_the_digest_does_not_depend_on_threads_or_layout(rng: np.random.Generator) -> None:

@@ -2,79 +2,41 @@
 // non-finite values, because a pass over 16 GB costs seconds and the four together cost no more than the slowest: memory.
 //
 // Everything is done on 32-bit words, a word being one float or two neighbouring bf16 of a row. Then both packed layouts are
-// the same thing: 16 rows × 16 words turned into 16 × 16 (bf16: one such square a tile; float32: two). A square is turned in a
-// buffer of its own and then emitted: streamed out when it is whole, lane by lane where a tile is shared with another
-// parameter (k after q in qkv), compared instead of written for a tied lm_head.
+// the same thing: squares of 16 rows × 16 words turned into 16 × 16 (bf16: one a tile; float32: two). A square goes from 16 cache
+// lines to 16 in registers, four words of all rows at a time: a register holds four words of row r and of row r + 4, so that
+// turning needs no step across the halves, and a line is complete before it is streamed out. Rows are read where they lie when
+// they lie as they are stored; what has to be converted, picked from columns or padded is laid down in a small buffer first, and
+// so are tiles shared with another parameter (k after q in qkv), which are written lane by lane. A tied lm_head is compared
+// instead of written.
 //
-// The digest is Σ weight(word index)·word mod 2^64; for one element that is weight·(bits << 16·parity), a function of its index
-// and bits, so any split, order or layout gives the same sum. A change of a single element always shows: the weight is not 0.
-//
-// All arithmetic on values is integer. Conversions must keep denormals, as torch's do, while threads run with them flushed.
-// SSE2 is part of x86-64, so there is one variant of this op and nothing to choose.
-#include <emmintrin.h>
-#include <stdint.h>
+// pack_bits.h has the digest. One variant, compiled with -mavx2, serves every fast table: in cache it is twice as fast as memory
+// brings the bytes, so wider registers would have nothing to do.
+#include <immintrin.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "kernels.h"
+#include "pack_bits.h"
+#include "tables.h"
 
 enum {
   SQUARE = 16,                     // rows, and words, of a square
-  TILE_ROW_BYTES = RM_K_BLOCK * 4, // at most, of a tile's row
-  CHUNK = 512,                     // elements of a plain row worked on at a time
+  SQUARE_BYTES = SQUARE * SQUARE * 4,
+  LINE = SQUARE * 4,               // bytes of a row of a square: one cache line
+  CROWD = 4096,                    // rows a multiple of this apart are in one set of the first cache
+  RUN = 512,                       // bytes of each stored row that are worked on at a time
   SERIAL_ELEMENTS = 1 << 16,       // below this waking threads costs more than it saves
   MAX_PARTS = 256,
 };
 
-void rm_cpu_pack(const rm_ctx *ctx, rm_pack_args *args);
+#define INLINE static inline __attribute__((always_inline))
 
-// ------------------------------------------------------------------------------------------------ conversions
-static uint16_t load16(const void *p) {
-  uint16_t v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-static uint32_t load32(const void *p) {
-  uint32_t v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-static uint64_t load64(const void *p) {
-  uint64_t v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
+typedef struct part {              // what one thread found
+  uint64_t digest;
+  int64_t nonfinite, diff;
+  char pad[40];
+} part;
 
-static uint16_t bf16_from_f32(uint32_t bits) {
-  const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
-}
-
-static uint32_t f32_from_f16(uint16_t bits) {
-  const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1F, fraction = bits & 0x3FF;
-  if (exponent == 0x1F) return sign | 0x7F800000 | fraction << 13;
-  if (exponent > 0) return sign | (exponent + 112) << 23 | fraction << 13;
-  if (fraction == 0) return sign;
-  const uint32_t top = 31 - (uint32_t)__builtin_clz(fraction);    // value = fraction · 2^-24
-  return sign | (top + 103) << 23 | (fraction << (23 - top) & 0x7FFFFF);
-}
-
-static uint32_t f32_from_f64(uint64_t bits) {
-  const uint32_t sign = (uint32_t)(bits >> 63) << 31;
-  const int biased = (int)(bits >> 52 & 0x7FF), exponent = biased - 1023 + 127;
-  const uint64_t fraction = bits & 0xFFFFFFFFFFFFF;
-  if (biased == 0x7FF) return sign | 0x7F800000 | (fraction ? 0x400000 | (uint32_t)(fraction >> 29) : 0);
-  if (exponent >= 0xFF) return sign | 0x7F800000;
-  if (exponent < -24) return sign;
-  const uint64_t whole = exponent > 0 ? (uint64_t)exponent << 52 | fraction : fraction | (uint64_t)1 << 52;
-  const int shift = exponent > 0 ? 29 : 30 - exponent;
-  const uint64_t kept = whole >> shift, rest = whole & (((uint64_t)1 << shift) - 1), half = (uint64_t)1 << (shift - 1);
-  return sign | (uint32_t)(kept + (rest > half || (rest == half && (kept & 1))));   // a carry runs into the exponent, rightly
-}
-
-static int64_t src_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
-
-// n elements from `src`, `step` bytes apart, to stored form.
+// ------------------------------------------------------------------------------------------------ rows as they are stored
+// n elements from `src`, `step` bytes apart.
 static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
   uint16_t *out = to;
   if (from == RM_SRC_F32 && step == 4) {           // the loop that gcc vectorises
@@ -99,6 +61,10 @@ static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_
 
 static void convert_f32(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
   uint32_t *out = to;
+  if (from == RM_SRC_BF16 && step == 2) {
+    for (int64_t i = 0; i < n; i++) out[i] = (uint32_t)load16(src + i * 2) << 16;
+    return;
+  }
   switch (from) {
     case RM_SRC_BF16:
       for (int64_t i = 0; i < n; i++) out[i] = (uint32_t)load16(src + i * step) << 16;
@@ -115,93 +81,70 @@ static void convert_f32(void *to, const char *src, int64_t step, int64_t n, rm_s
   }
 }
 
-// Elements [col, col + n) of a row as stored, zeros after them up to `padded`: the source itself when it is so already, else
-// a copy in `buffer`.
-static const void *row_view(const rm_pack_args *args, int64_t row, int64_t col, int64_t n, int64_t padded, void *buffer) {
-  const int64_t bytes = src_bytes(args->src_dtype), step = args->col_stride * bytes;
-  const char *src = (const char *)args->src + row * args->row_stride * bytes + col * step;
-  const int same = args->dst_dtype == RM_BF16 ? args->src_dtype == RM_SRC_BF16 : args->src_dtype == RM_SRC_F32;
-  if (same && args->col_stride == 1 && n == padded) return src;
-  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype);
-  if (same && args->col_stride == 1) memcpy(buffer, src, (size_t)(n * stored));
-  else if (args->dst_dtype == RM_BF16) convert_bf16(buffer, src, step, n, args->src_dtype);
-  else convert_f32(buffer, src, step, n, args->src_dtype);
-  memset((char *)buffer + n * stored, 0, (size_t)((padded - n) * stored));
-  return buffer;
+static int is_transposed(const rm_pack_args *args) { return args->rows > 1 && llabs(args->col_stride) > llabs(args->row_stride); }
+
+// The source has rows as they are stored.
+static int is_direct(const rm_pack_args *args) {
+  return args->col_stride == 1 && args->src_dtype == (args->dst_dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32);
 }
 
-// The same for 16 lanes of a transposed view: column by column, so that each cache line of the source is fetched once.
-static void gather_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n, char buffer[SQUARE][TILE_ROW_BYTES]) {
-  const int64_t bytes = src_bytes(args->src_dtype), step = args->row_stride * bytes;
-  const char *src = (const char *)args->src + (row * args->row_stride + col * args->col_stride) * bytes;
-  memset(buffer, 0, (size_t)SQUARE * TILE_ROW_BYTES);
-  for (int64_t c = 0; c < n; c++, src += args->col_stride * bytes) {
-    _Alignas(16) char column[SQUARE * 4];
+static const char *source(const rm_pack_args *args, int64_t row, int64_t col) {
+  return (const char *)args->src + (row * args->row_stride + col * args->col_stride) * src_bytes(args->src_dtype);
+}
+
+// Elements [col, col + n) of a row, zeros after them up to `bytes`.
+static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t n, char *to, int64_t bytes) {
+  const int64_t step = args->col_stride * src_bytes(args->src_dtype), used = n * (int64_t)rm_dtype_bytes(args->dst_dtype);
+  if (is_direct(args)) memcpy(to, source(args, row, col), (size_t)used);
+  else if (args->dst_dtype == RM_BF16) convert_bf16(to, source(args, row, col), step, n, args->src_dtype);
+  else convert_f32(to, source(args, row, col), step, n, args->src_dtype);
+  memset(to + used, 0, (size_t)(bytes - used));
+}
+
+// The same for the lanes of a transposed view: column by column, so that each cache line of the source is fetched once.
+static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64_t col, int64_t n, char *to, int64_t bytes) {
+  const int64_t step = args->row_stride * src_bytes(args->src_dtype), stored = (int64_t)rm_dtype_bytes(args->dst_dtype);
+  for (int lane = 0; lane < lanes; lane++) memset(to + lane * RUN, 0, (size_t)bytes);
+  for (int64_t c = 0; c < n; c++) {
+    _Alignas(32) char column[SQUARE * 4];
     if (args->dst_dtype == RM_BF16) {
-      convert_bf16(column, src, step, lanes, args->src_dtype);
-      for (int r = 0; r < lanes; r++) memcpy(buffer[r] + c * 2, column + r * 2, 2);
+      convert_bf16(column, source(args, row, col + c), step, lanes, args->src_dtype);
+      for (int lane = 0; lane < lanes; lane++) memcpy(to + lane * RUN + c * stored, column + lane * 2, 2);
     } else {
-      convert_f32(column, src, step, lanes, args->src_dtype);
-      for (int r = 0; r < lanes; r++) memcpy(buffer[r] + c * 4, column + r * 4, 4);
+      convert_f32(column, source(args, row, col + c), step, lanes, args->src_dtype);
+      for (int lane = 0; lane < lanes; lane++) memcpy(to + lane * RUN + c * stored, column + lane * 4, 4);
     }
   }
 }
 
-static int is_transposed(const rm_pack_args *args) { return llabs(args->col_stride) > llabs(args->row_stride); }
-
 // ------------------------------------------------------------------------------------------------ digest and finiteness
-static const uint32_t weyl = 0x9E3779B1u;          // odd: a permutation of the 2^32 indices, 0 only for the last
-
-static uint32_t weight_seed(int64_t word) { return ((uint32_t)word + 1) * weyl; }
-static uint32_t weight(int64_t word) {
-  const uint32_t w = weight_seed(word);
-  return w ^ w >> 15;
-}
-
-typedef struct part {              // what one thread found
-  uint64_t digest;
-  int64_t nonfinite, diff;
-  char pad[40];
-} part;
-
 typedef struct sums {
-  __m128i digest;                  // two 64-bit sums
-  __m128i bad;                     // ones where an exponent was all ones
-  __m128i exponent, full;          // (x & exponent) == full, in 16-bit lanes, never true for the low half of a float32
-  __m128i next;                    // four words on
+  __m256i even, odd;               // of the digest, four 64-bit sums each
+  __m256i largest;                 // of the 16 bits with the exponent, without the sign; those of a float32's low half are 0
+  __m256i unsigned_high;           // the mask for it
 } sums;
 
-static sums sums_begin(rm_dtype dtype) {
-  const int bf16 = dtype == RM_BF16;
-  return (sums){
-      .digest = _mm_setzero_si128(),
-      .bad = _mm_setzero_si128(),
-      .exponent = _mm_set1_epi32(bf16 ? 0x7F807F80 : 0x7F800000),
-      .full = _mm_set1_epi32(bf16 ? 0x7F807F80 : 0x7F800001),
-      .next = _mm_set1_epi32((int)(4 * weyl)),
-  };
+INLINE sums sums_begin(rm_dtype dtype) {
+  const __m256i zero = _mm256_setzero_si256();
+  return (sums){zero, zero, zero, _mm256_set1_epi32(dtype == RM_BF16 ? 0x7FFF7FFF : 0x7FFF0000)};
 }
 
-static inline __m128i weight_seeds(int64_t word) {
-  const __m128i lanes = _mm_set_epi32((int)(3 * weyl), (int)(2 * weyl), (int)weyl, 0);
-  return _mm_add_epi32(_mm_set1_epi32((int)weight_seed(word)), lanes);
-}
-
-static inline void sums_add(sums *s, __m128i *seeds, __m128i words) {
-  const __m128i w = _mm_xor_si128(*seeds, _mm_srli_epi32(*seeds, 15));
-  const __m128i even = _mm_mul_epu32(w, words), odd = _mm_mul_epu32(_mm_srli_epi64(w, 32), _mm_srli_epi64(words, 32));
-  s->digest = _mm_add_epi64(s->digest, _mm_add_epi64(even, odd));
-  s->bad = _mm_or_si128(s->bad, _mm_cmpeq_epi16(_mm_and_si128(words, s->exponent), s->full));
-  *seeds = _mm_add_epi32(*seeds, s->next);
+INLINE void sums_add(sums *s, __m256i seeds, __m256i words) {
+  const __m256i w = _mm256_xor_si256(seeds, _mm256_srli_epi32(seeds, 15));
+  s->even = _mm256_add_epi64(s->even, _mm256_mul_epu32(w, words));
+  s->odd = _mm256_add_epi64(s->odd, _mm256_mul_epu32(_mm256_srli_epi64(w, 32), _mm256_srli_epi64(words, 32)));
+  s->largest = _mm256_max_epi16(s->largest, _mm256_and_si256(words, s->unsigned_high));
 }
 
 static uint64_t sums_digest(const sums *s) {
-  uint64_t halves[2];
-  _mm_storeu_si128((__m128i *)halves, s->digest);
-  return halves[0] + halves[1];
+  uint64_t four[4];
+  _mm256_storeu_si256((__m256i *)four, _mm256_add_epi64(s->even, s->odd));
+  return four[0] + four[1] + four[2] + four[3];
 }
 
-static int sums_bad(const sums *s) { return _mm_movemask_epi8(s->bad) != 0; }
+static int sums_bad(const sums *s) { return _mm256_movemask_epi8(_mm256_cmpgt_epi16(s->largest, _mm256_set1_epi16(0x7F7F))) != 0; }
+
+INLINE __m256i times_weyl(int64_t words) { return _mm256_set1_epi32((int)((uint32_t)words * (uint32_t)RM_PACK_WEYL)); }
 
 // Rows of an odd number of bf16 put words across row ends, and where the rows begin need not be even; they are summed element by
 // element.
@@ -209,16 +152,14 @@ static int splits_words(const rm_pack_args *args) { return args->dst_dtype == RM
 
 static uint64_t digest_elements(const char *x, int64_t first, int64_t n) {
   uint64_t sum = 0;
-  for (int64_t i = first; i < first + n; i++, x += 2) sum += (uint64_t)weight(i >> 1) * ((uint64_t)load16(x) << (i & 1 ? 16 : 0));
+  for (int64_t i = 0; i < n; i++) sum += element_digest(first + i, load16(x + 2 * i), RM_BF16);
   return sum;
 }
 
-static void find_nonfinite(part *found, const rm_pack_args *args, const void *x, int64_t first, int64_t n) {
+static void find_nonfinite(part *found, rm_dtype dtype, const char *x, int64_t first, int64_t n) {
   if (found->nonfinite >= 0 && found->nonfinite <= first) return;
   for (int64_t i = 0; i < n; i++) {
-    const int bad = args->dst_dtype == RM_BF16 ? (load16((const char *)x + 2 * i) & 0x7F80) == 0x7F80
-                                               : (load32((const char *)x + 4 * i) & 0x7F800000) == 0x7F800000;
-    if (!bad) continue;
+    if (!is_nonfinite(dtype == RM_BF16 ? load16(x + 2 * i) : load32(x + 4 * i), dtype)) continue;
     if (found->nonfinite < 0 || first + i < found->nonfinite) found->nonfinite = first + i;
     return;
   }
@@ -229,22 +170,41 @@ static void note_diff(part *found, int64_t index) {
 }
 
 // ------------------------------------------------------------------------------------------------ plain rows
-static void plain_chunk(const rm_pack_args *args, part *found, int64_t row, int64_t col, int64_t n) {
-  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), first = row * args->cols + col;
-  _Alignas(16) char buffer[CHUNK * 4];
-  const int64_t padded = rm_round_up(n * stored, 16) / stored;
-  const char *x = row_view(args, row, col, n, padded, buffer);
+// x to dst and its sums; bytes a multiple of 32. `word`: the digest's index of the first.
+static void sum_plain(sums *total, const char *x, char *dst, int64_t bytes, int64_t word) {
+  const int stream = dst && (uintptr_t)dst % 32 == 0;
+  const __m256i lanes = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), times_weyl(1)), next = times_weyl(8);
+  __m256i seeds = _mm256_add_epi32(_mm256_set1_epi32((int)weight_seed(word)), lanes);
+  sums s = *total;
+  for (int64_t at = 0; at < bytes; at += 32) {
+    const __m256i words = _mm256_loadu_si256((const __m256i *)(x + at));
+    sums_add(&s, seeds, words);
+    seeds = _mm256_add_epi32(seeds, next);
+    if (stream) _mm256_stream_si256((__m256i *)(dst + at), words);
+    else if (dst) _mm256_storeu_si256((__m256i *)(dst + at), words);
+  }
+  *total = s;
+}
+
+static void plain_run(const rm_pack_args *args, part *found, int64_t row, int64_t col, int64_t n) {
+  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), first = row * args->cols + col,
+                word = (args->index0 + first) * stored / 4;
+  const int64_t bytes = n * stored, whole = bytes / 32 * 32;
+  _Alignas(32) char buffer[RUN], tail[32] = {0};
+  const char *x = buffer;
   char *dst = (char *)args->dst + ((args->dst_row0 + row) * args->dst_cols + col) * stored;
+  if (is_direct(args)) x = source(args, row, col);
+  else copy_row(args, row, col, n, buffer, bytes);
 
   sums s = sums_begin(args->dst_dtype);
-  __m128i seeds = weight_seeds((args->index0 + first) * stored / 4);
-  for (int64_t at = 0; at < padded * stored; at += 16) sums_add(&s, &seeds, _mm_loadu_si128((const __m128i *)(x + at)));
+  sum_plain(&s, x, args->compare ? NULL : dst, whole, word);
+  memcpy(tail, x + whole, (size_t)(bytes - whole));
+  sum_plain(&s, tail, NULL, 32, word + whole / 4);
   found->digest += splits_words(args) ? digest_elements(x, args->index0 + first, n) : sums_digest(&s);
-  if (sums_bad(&s)) find_nonfinite(found, args, x, first, n);
-
+  if (sums_bad(&s)) find_nonfinite(found, args->dst_dtype, x, first, n);
   if (!args->compare) {
-    memcpy(dst, x, (size_t)(n * stored));
-  } else if (memcmp(dst, x, (size_t)(n * stored)) != 0) {
+    memcpy(dst + whole, tail, (size_t)(bytes - whole));
+  } else if (memcmp(dst, x, (size_t)bytes) != 0) {
     int64_t i = 0;
     while (memcmp(dst + i * stored, x + i * stored, (size_t)stored) == 0) i++;
     note_diff(found, first + i);
@@ -252,49 +212,100 @@ static void plain_chunk(const rm_pack_args *args, part *found, int64_t row, int6
 }
 
 static void plain_rows(const rm_pack_args *args, part *found, int64_t begin, int64_t end) {
+  const int64_t at_once = RUN / (int64_t)rm_dtype_bytes(args->dst_dtype);
   for (int64_t row = begin; row < end; row++)
-    for (int64_t col = 0; col < args->cols; col += CHUNK) plain_chunk(args, found, row, col, rm_min64(CHUNK, args->cols - col));
+    for (int64_t col = 0; col < args->cols; col += at_once) plain_run(args, found, row, col, rm_min64(at_once, args->cols - col));
 }
 
-// ------------------------------------------------------------------------------------------------ packed tiles
-static inline void turn4(uint32_t *out, __m128i a, __m128i b, __m128i c, __m128i d) {
-  const __m128i ab0 = _mm_unpacklo_epi32(a, b), cd0 = _mm_unpacklo_epi32(c, d);
-  const __m128i ab1 = _mm_unpackhi_epi32(a, b), cd1 = _mm_unpackhi_epi32(c, d);
-  _mm_store_si128((__m128i *)(out + 0 * SQUARE), _mm_unpacklo_epi64(ab0, cd0));
-  _mm_store_si128((__m128i *)(out + 1 * SQUARE), _mm_unpackhi_epi64(ab0, cd0));
-  _mm_store_si128((__m128i *)(out + 2 * SQUARE), _mm_unpacklo_epi64(ab1, cd1));
-  _mm_store_si128((__m128i *)(out + 3 * SQUARE), _mm_unpackhi_epi64(ab1, cd1));
+// ------------------------------------------------------------------------------------------------ squares
+// 16 rows, `pitch` bytes apart, of which `at` moves on, and the seeds of their weights.
+typedef struct rows16 {
+  const char *at;
+  int64_t pitch;
+  const char *ahead;               // what is wanted a run later, fetched meanwhile
+  __m256i seeds;                   // of the next four words of rows 0 and 4
+  __m256i row, four_rows, back;    // to the next row; four rows on; from row 16 to row 0, four words on
+} rows16;
+
+static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64_t word, int64_t row_words) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3), upper = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+  const __m256i row = times_weyl(row_words);
+  const __m256i offsets = _mm256_add_epi32(_mm256_mullo_epi32(lanes, times_weyl(1)), _mm256_mullo_epi32(upper, row));
+  return (rows16){
+      .at = at,
+      .pitch = pitch,
+      .ahead = ahead,
+      .seeds = _mm256_add_epi32(_mm256_set1_epi32((int)weight_seed(word)), offsets),
+      .row = row,
+      .four_rows = times_weyl(4 * row_words),
+      .back = times_weyl(4 - 16 * row_words),
+  };
 }
 
-// square[word][row] ← rows[row][word], and the sums. `word` is the digest's index of rows[0][0], row_words that of a row.
-static void turn_square(uint32_t *square, const char *const *rows, int64_t word, int64_t row_words, sums *total) {
+typedef enum emit { STREAM, KEEP, COMPARE } emit;
+
+// Each line is read once and whole: rows so far apart all fall into one set of the first cache, which has room for half of them.
+INLINE void copy_lines(char *lines, const rows16 *rows) {
+  for (int i = 0; i < SQUARE; i++) {
+    const __m256i *from = (const __m256i *)(rows->at + i * rows->pitch);
+    const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+    _mm256_store_si256((__m256i *)(lines + i * LINE), a);
+    _mm256_store_si256((__m256i *)(lines + i * LINE) + 1, b);
+  }
+}
+
+// out[word][row] ← row[word] of the next 16 words, and their sums; out is a multiple of 32. With COMPARE not zero where out differs.
+INLINE int turn_square(emit how, char *out, rows16 *rows, sums *total) {
+  _Alignas(64) char lines[SQUARE_BYTES];
   sums s = *total;
-  for (int r = 0; r < SQUARE; r += 4) {
-    __m128i seeds[4];
-    for (int i = 0; i < 4; i++) seeds[i] = weight_seeds(word + (r + i) * row_words);
-    for (int w = 0; w < SQUARE; w += 4) {
-      __m128i x[4];
+  __m256i seeds = rows->seeds, differ = _mm256_setzero_si256();
+  const int crowded = rows->pitch % CROWD == 0;
+  const char *at = crowded ? lines : rows->at;
+  const int64_t pitch = crowded ? LINE : rows->pitch;
+  if (crowded) copy_lines(lines, rows);
+  for (int word = 0; word < SQUARE; word += 4) {
+    __m256i y[8];
+    for (int i = 0; i < 4; i++) _mm_prefetch(rows->ahead + (word + i) * rows->pitch, _MM_HINT_T0);
+    for (int half = 0; half < 2; half++) {
+      __m256i x[4];
       for (int i = 0; i < 4; i++) {
-        x[i] = _mm_loadu_si128((const __m128i *)(rows[r + i] + 4 * w));
-        sums_add(&s, &seeds[i], x[i]);
+        const char *from = at + (8 * half + i) * pitch + 4 * word;
+        const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from));
+        x[i] = _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)(from + 4 * pitch)), 1);
+        sums_add(&s, seeds, x[i]);
+        seeds = _mm256_add_epi32(seeds, rows->row);
       }
-      turn4(square + w * SQUARE + r, x[0], x[1], x[2], x[3]);
+      seeds = _mm256_add_epi32(seeds, rows->four_rows);
+      const __m256i ab0 = _mm256_unpacklo_epi32(x[0], x[1]), cd0 = _mm256_unpacklo_epi32(x[2], x[3]);
+      const __m256i ab1 = _mm256_unpackhi_epi32(x[0], x[1]), cd1 = _mm256_unpackhi_epi32(x[2], x[3]);
+      y[0 + half] = _mm256_unpacklo_epi64(ab0, cd0);
+      y[2 + half] = _mm256_unpackhi_epi64(ab0, cd0);
+      y[4 + half] = _mm256_unpacklo_epi64(ab1, cd1);
+      y[6 + half] = _mm256_unpackhi_epi64(ab1, cd1);
+    }
+    seeds = _mm256_add_epi32(seeds, rows->back);
+    for (int i = 0; i < 8; i++) {
+      __m256i *to = (__m256i *)(out + word * LINE + i * 32);
+      // Past the cache: nothing reads the weights before the swap, and a line that is not fetched first is traffic saved.
+      if (how == STREAM) _mm256_stream_si256(to, y[i]);
+      else if (how == KEEP) _mm256_store_si256(to, y[i]);
+      else differ = _mm256_or_si256(differ, _mm256_xor_si256(y[i], _mm256_load_si256(to)));
     }
   }
   *total = s;
+  rows->seeds = seeds;
+  rows->at += LINE;
+  rows->ahead += LINE;
+  return how == COMPARE && !_mm256_testz_si256(differ, differ);
 }
 
-static void emit_square(char *dst, const uint32_t *square, int lane0, int lanes) {
-  if (lanes == SQUARE && (uintptr_t)dst % 16 == 0) {
-    // Past the cache: nothing reads the weights before the swap, and a line that is not fetched first is traffic saved.
-    for (int i = 0; i < SQUARE * SQUARE; i += 4) _mm_stream_si128((__m128i *)(dst + 4 * i), _mm_load_si128((const __m128i *)(square + i)));
-    return;
-  }
+// Lanes of a square that is shared, or of one that is not aligned.
+static void emit_lanes(char *dst, const uint32_t *square, int lane0, int lanes) {
   for (int w = 0; w < SQUARE; w++) memcpy(dst + 4 * (w * SQUARE + lane0), square + w * SQUARE + lane0, (size_t)lanes * 4);
 }
 
 // The lowest (lane, element of its 32) whose stored bits differ, as lane·32 + element, −1 for none. Pads are zero on both sides.
-static int64_t compare_square(const char *dst, const uint32_t *square, int lane0, int lanes, rm_dtype dtype) {
+static int64_t compare_lanes(const char *dst, const uint32_t *square, int lane0, int lanes, rm_dtype dtype) {
   for (int lane = lane0; lane < lane0 + lanes; lane++) {
     for (int w = 0; w < SQUARE; w++) {
       const uint32_t differ = load32(dst + 4 * (w * SQUARE + lane)) ^ square[w * SQUARE + lane];
@@ -304,65 +315,109 @@ static int64_t compare_square(const char *dst, const uint32_t *square, int lane0
   return -1;
 }
 
+// Source rows [row, row + lanes) and columns [col, col + n) on their way to a row of tiles, from lane lane0 on.
+typedef struct packed_run {
+  int64_t tile_row, row;
+  int lane0, lanes;
+  int64_t col, n;
+  const char *ahead;               // in the source, where the run after this one begins
+} packed_run;
+
 static int64_t packed_tile_row(const rm_pack_args *args, int64_t tile) {
   return args->layout == RM_PACKED ? tile : 2 * tile + (args->layout == RM_PACKED_UP);
 }
 
-// Source rows [row, row + lanes) in tile (tile_row, col / 32), from lane lane0 on.
-static void packed_block(const rm_pack_args *args, part *found, int64_t tile_row, int64_t row, int lane0, int lanes, int64_t col) {
-  static const uint32_t zeros[RM_K_BLOCK];
-  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), n = rm_min64(RM_K_BLOCK, args->cols - col);
-  const int64_t tiles_across = rm_round_up(args->dst_cols, RM_K_BLOCK) / RM_K_BLOCK, first = row * args->cols + col;
-  char *dst = (char *)args->dst + (tile_row * tiles_across + col / RM_K_BLOCK) * RM_N_TILE * RM_K_BLOCK * stored;
-  _Alignas(16) char buffer[SQUARE][TILE_ROW_BYTES];
-  _Alignas(64) uint32_t square[SQUARE * SQUARE];
-  const char *rows[SQUARE];
-  const int transposed = is_transposed(args) && args->rows > 1;
-  if (transposed) gather_columns(args, row, lanes, col, n, buffer);
-  for (int lane = 0; lane < SQUARE; lane++) {
-    const int in = lane - lane0;
-    if (in < 0 || in >= lanes) rows[lane] = (const char *)zeros;
-    else rows[lane] = transposed ? buffer[in] : row_view(args, row + in, col, n, RM_K_BLOCK, buffer[lane]);
-  }
+static char *packed_dst(const rm_pack_args *args, const packed_run *run) {
+  const int64_t tiles_across = rm_round_up(args->dst_cols, RM_K_BLOCK) / RM_K_BLOCK;
+  const int64_t tile = run->tile_row * tiles_across + run->col / RM_K_BLOCK;
+  return (char *)args->dst + tile * RM_N_TILE * RM_K_BLOCK * (int64_t)rm_dtype_bytes(args->dst_dtype);
+}
 
-  sums s = sums_begin(args->dst_dtype);
-  const int64_t per_word = 4 / stored, row_words = args->cols / per_word;
-  for (int64_t half = 0; half < RM_K_BLOCK / per_word / SQUARE; half++) {
-    turn_square(square, rows, (args->index0 + first) / per_word - lane0 * row_words + half * SQUARE, row_words, &s);
-    if (!args->compare) {
-      emit_square(dst + half * (int64_t)sizeof square, square, lane0, lanes);
-    } else {
-      const int64_t at = compare_square(dst + half * (int64_t)sizeof square, square, lane0, lanes, args->dst_dtype);
-      if (at >= 0) note_diff(found, first + at / RM_K_BLOCK * args->cols + half * SQUARE + at % RM_K_BLOCK);
-    }
-    for (int lane = 0; lane < SQUARE; lane++)
-      if (rows[lane] != (const char *)zeros) rows[lane] += SQUARE * 4;
-  }
-  const int moved = stored == 4 ? 2 * SQUARE * 4 : SQUARE * 4;
-  const int bad = sums_bad(&s), split = splits_words(args);
-  if (!split) found->digest += sums_digest(&s);
-  for (int in = 0; (bad || split) && in < lanes; in++) {
-    const char *x = rows[lane0 + in] - moved;
-    if (bad) find_nonfinite(found, args, x, first + in * args->cols, n);
-    if (split) found->digest += digest_elements(x, args->index0 + first + in * args->cols, n);
+static void compare_run(const rm_pack_args *args, part *found, const packed_run *run, rows16 *rows, int64_t squares, sums *total) {
+  _Alignas(64) uint32_t square[SQUARE * SQUARE];
+  const char *dst = packed_dst(args, run);
+  const int64_t first = run->row * args->cols + run->col, words = 4 / (int64_t)rm_dtype_bytes(args->dst_dtype);
+  const int whole = run->lanes == SQUARE && (uintptr_t)dst % 32 == 0;
+  for (int64_t i = 0; i < squares; i++, dst += SQUARE_BYTES) {
+    rows16 again = *rows;
+    sums ignored = *total;
+    if (whole && !turn_square(COMPARE, (char *)dst, rows, total)) continue;
+    turn_square(KEEP, (char *)square, &again, whole ? &ignored : total);
+    *rows = again;
+    const int64_t at = compare_lanes(dst, square, run->lane0, run->lanes, args->dst_dtype);
+    if (at >= 0) note_diff(found, first + at / RM_K_BLOCK * args->cols + i * SQUARE * words + at % RM_K_BLOCK);
   }
 }
 
-static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int64_t col) {
+static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *rows, int64_t squares, sums *total) {
+  _Alignas(64) uint32_t square[SQUARE * SQUARE];
+  char *dst = packed_dst(args, run);
+  if (run->lanes == SQUARE && (uintptr_t)dst % 32 == 0) {
+    for (int64_t i = 0; i < squares; i++) turn_square(STREAM, dst + i * SQUARE_BYTES, rows, total);
+    return;
+  }
+  for (int64_t i = 0; i < squares; i++) {
+    turn_square(KEEP, (char *)square, rows, total);
+    emit_lanes(dst + i * SQUARE_BYTES, square, run->lane0, run->lanes);
+  }
+}
+
+// The rows of a run as stored, in a buffer of RUN bytes for each lane; lanes that are not the run's are zero.
+static void copy_run(const rm_pack_args *args, const packed_run *run, char *buffer, int64_t bytes) {
+  for (int lane = 0; lane < SQUARE; lane++)
+    if (lane < run->lane0 || lane >= run->lane0 + run->lanes) memset(buffer + lane * RUN, 0, (size_t)bytes);
+  char *to = buffer + run->lane0 * RUN;
+  if (is_transposed(args)) copy_columns(args, run->row, run->lanes, run->col, run->n, to, bytes);
+  else
+    for (int in = 0; in < run->lanes; in++) copy_row(args, run->row + in, run->col, run->n, to + in * RUN, bytes);
+}
+
+static void pack_run(const rm_pack_args *args, part *found, const packed_run *run) {
+  _Alignas(64) char buffer[SQUARE * RUN];
+  const int64_t stored = (int64_t)rm_dtype_bytes(args->dst_dtype), per_word = 4 / stored, row_words = args->cols / per_word;
+  const int64_t bytes = rm_round_up(run->n, RM_K_BLOCK) * stored, first = run->row * args->cols + run->col;
+  const int direct = run->lanes == SQUARE && run->n % RM_K_BLOCK == 0 && is_direct(args);
+  const char *at = direct ? source(args, run->row, run->col) : buffer;
+  const int64_t pitch = direct ? args->row_stride * stored : RUN;
+  if (!direct) copy_run(args, run, buffer, bytes);
+
+  rows16 rows = rows_begin(at, direct ? run->ahead : at, pitch, (args->index0 + first) / per_word - run->lane0 * row_words, row_words);
+  sums s = sums_begin(args->dst_dtype);
+  if (args->compare) compare_run(args, found, run, &rows, bytes / LINE, &s);
+  else write_run(args, run, &rows, bytes / LINE, &s);
+
+  const int bad = sums_bad(&s), split = splits_words(args);
+  if (!split) found->digest += sums_digest(&s);
+  for (int in = 0; (bad || split) && in < run->lanes; in++) {
+    const char *x = at + (run->lane0 + in) * pitch;
+    if (bad) find_nonfinite(found, args->dst_dtype, x, first + in * args->cols, run->n);
+    if (split) found->digest += digest_elements(x, args->index0 + first + in * args->cols, run->n);
+  }
+}
+
+// Whole tiles, then the last one where the columns end in it.
+static void packed_tile(const rm_pack_args *args, part *found, int64_t tile, int64_t col, int64_t end) {
+  const int64_t at_once = RUN / (int64_t)rm_dtype_bytes(args->dst_dtype), whole = args->cols / RM_K_BLOCK * RM_K_BLOCK;
   const int64_t low = rm_max64(tile * RM_N_TILE, args->dst_row0);
   const int64_t high = rm_min64((tile + 1) * RM_N_TILE, args->dst_row0 + args->rows);
-  packed_block(args, found, packed_tile_row(args, tile), low - args->dst_row0, (int)(low % RM_N_TILE), (int)(high - low), col);
+  packed_run run = {
+      .tile_row = packed_tile_row(args, tile),
+      .row = low - args->dst_row0,
+      .lane0 = (int)(low % RM_N_TILE),
+      .lanes = (int)(high - low),
+  };
+  for (run.col = col; run.col < end; run.col += run.n) {
+    run.n = rm_min64(at_once, (run.col < whole ? rm_min64(whole, end) : end) - run.col);
+    run.ahead = run.col + run.n < end ? source(args, run.row, run.col + run.n) : source(args, run.row + run.lanes, col);
+    pack_run(args, found, &run);
+  }
 }
 
 // Walks the source the way it lies in memory: along the rows, or down the columns of a transposed view.
 static void packed_tiles(const rm_pack_args *args, part *found, int64_t begin, int64_t end) {
-  if (is_transposed(args)) {
-    for (int64_t col = 0; col < args->cols; col += RM_K_BLOCK)
-      for (int64_t tile = begin; tile < end; tile++) packed_tile(args, found, tile, col);
-  } else {
-    for (int64_t tile = begin; tile < end; tile++)
-      for (int64_t col = 0; col < args->cols; col += RM_K_BLOCK) packed_tile(args, found, tile, col);
-  }
+  const int64_t step = is_transposed(args) ? RM_K_BLOCK : args->cols;
+  for (int64_t col = 0; col < args->cols; col += step)
+    for (int64_t tile = begin; tile < end; tile++) packed_tile(args, found, tile, col, rm_min64(col + step, args->cols));
 }
 
 // ------------------------------------------------------------------------------------------------ the op
@@ -376,7 +431,6 @@ static void pack_task(void *arg, int thread, int n_threads) {
   job *work = arg;
   const rm_pack_args *args = work->args;
   part *found = &work->parts[thread];
-  *found = (part){.nonfinite = -1, .diff = -1};
   const int plain = args->layout == RM_PLAIN;
   const int64_t low = plain ? 0 : args->dst_row0 / RM_N_TILE;
   const int64_t n = (plain ? args->rows : rm_round_up(args->dst_row0 + args->rows, RM_N_TILE) / RM_N_TILE) - low;
@@ -389,15 +443,17 @@ static void pack_task(void *arg, int thread, int n_threads) {
 static int64_t lowest(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : rm_min64(a, b); }
 
 void rm_cpu_pack(const rm_ctx *ctx, rm_pack_args *args) {
-  job work = {.args = args};
+  job work;
+  work.args = args;
   args->digest = 0;
   args->nonfinite_index = args->diff_index = -1;
   if (args->rows <= 0 || args->cols <= 0) return;
   const int parallel = ctx->run && ctx->n_threads > 1 && ctx->n_threads <= MAX_PARTS && args->rows * args->cols >= SERIAL_ELEMENTS;
-  for (int i = 0; i < MAX_PARTS; i++) work.parts[i] = (part){.nonfinite = -1, .diff = -1};
+  const int n = parallel ? ctx->n_threads : 1;
+  for (int i = 0; i < n; i++) work.parts[i] = (part){.nonfinite = -1, .diff = -1};
   if (parallel) ctx->run(ctx->team, pack_task, &work);
   else pack_task(&work, 0, 1);
-  for (int i = 0; i < MAX_PARTS; i++) {
+  for (int i = 0; i < n; i++) {
     args->digest += work.parts[i].digest;
     args->nonfinite_index = lowest(args->nonfinite_index, work.parts[i].nonfinite);
     args->diff_index = lowest(args->diff_index, work.parts[i].diff);

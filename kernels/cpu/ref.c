@@ -228,5 +228,5 @@ const rm_kernels rm_table_ref = {
     .merge_pairs = merge_pairs,
     .sample = rm_sample_ref,
     .top_logprobs = rm_top_logprobs_ref,
-    .pack = rm_cpu_pack,
+    .pack = rm_pack_ref,
 };

@@ -262,6 +262,29 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->combine(&ctx, &a);
 }
 
+// Both layouts, of rows that begin in the middle of a tile, and what is found out on the way.
+static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
+  const rm_ctx ctx = context();
+  rm_pack_args a = {.src = in.x,
+                    .rows = 41,
+                    .cols = 40,
+                    .row_stride = 44,
+                    .col_stride = 1,
+                    .dst_dtype = dtype,
+                    .dst_row0 = 5,
+                    .dst_cols = 40,
+                    .index0 = 80};
+  const rm_layout layouts[] = {RM_PLAIN, RM_PACKED};
+  for (int i = 0; i < 2; i++) {
+    a.src_dtype = i && dtype == RM_BF16 ? RM_SRC_F32 : dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32;
+    a.layout = layouts[i];
+    a.dst = (char *)out + i * (sizeof in.want / 2);
+    k->pack(&ctx, &a);
+    ((uint64_t *)out)[sizeof in.want / 16 - 1 - i] = a.digest;
+    ((uint64_t *)out)[sizeof in.want / 16 - 3 - i] = (uint64_t)a.nonfinite_index;
+  }
+}
+
 static const struct check {
   const char *name;
   void (*run)(const rm_kernels *, rm_dtype, void *out);
@@ -277,7 +300,8 @@ static const struct check {
               {"lm_head or sample", head_and_sample},
               {"lm_head or merge_pairs", head_in_pairs},
               {"qk_rope_kv", rope},
-              {"combine", combine}};
+              {"combine", combine},
+              {"pack", pack}};
 
 const char *rm_verify(const rm_kernels *kernels) {
   for (rm_dtype dtype = RM_BF16; dtype <= RM_F32; dtype++) {

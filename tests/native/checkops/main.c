@@ -344,7 +344,7 @@ static void bench_shape(const op_test *op, const shape *s, rm_dtype dtype, int t
   double ref_seconds = 0;
   for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++) {
     const rm_kernels *table = rm_kernels_for(isa);
-    if (!table || (isa > RM_ISA_REF && (op->plain || !wants(want.isa, rm_isa_name(isa))))) continue;
+    if (!table || (isa > RM_ISA_REF && !wants(want.isa, rm_isa_name(isa)))) continue;
     const double seconds = time_call(op, table, threads), gb = (double)current.moved_bytes * 1e-9 / seconds;
     const double gflop = current.flops * 1e-9 / seconds;
     if (isa == RM_ISA_REF) ref_seconds = seconds;

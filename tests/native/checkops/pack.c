@@ -1,5 +1,5 @@
-// pack.c: trials of pack. All tables share one pack, so its oracle is here: kernels.h and docs/numerics.md §8 as one loop over
-// elements, conversions by the compiler's own casts in an environment that keeps denormals.
+// pack.c: trials of pack. The reference shares conversions and weights with the fast pack, so the oracle of both is here: kernels.h
+// and docs/numerics.md §8 as one loop over elements, conversions by the compiler's own casts in an environment that keeps denormals.
 #include <math.h>
 #include <string.h>
 #include <xmmintrin.h>
