@@ -130,8 +130,20 @@ static void forget(void *self) {
   rm_free(c);
 }
 
-// The others find out at their deadline, or when their connection breaks: such a group has no other way to hear.
-static void no_abort(void *self, rm_code why) { (void)self, (void)why; }
+// The exchange's own abort(), where it has one; else the others find out at their deadline.
+static void call_abort(void *self, rm_code why) {
+  const caller *c = self;
+  PyObject *type, *value, *trace, *method, *done = NULL;
+  (void)why;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  PyErr_Fetch(&type, &value, &trace);   // this may be on the way out of a call that failed
+  if ((method = PyObject_GetAttrString(c->exchange, "abort"))) done = PyObject_CallNoArgs(method);
+  PyErr_Clear();
+  Py_XDECREF(done);
+  Py_XDECREF(method);
+  PyErr_Restore(type, value, trace);
+  PyGILState_Release(gil);
+}
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"exchange", "rank", "size", "name", NULL};
@@ -146,7 +158,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return self ? PyErr_NoMemory() : NULL;
   }
   *c = (caller){Py_NewRef(exchange), Py_NewRef(module), size, rank};
-  const rm_transport transport = {.name = "torch", .self = c, .exchange = call_exchange, .abort = no_abort, .destroy = forget};
+  const rm_transport transport = {.name = "torch", .self = c, .exchange = call_exchange, .abort = call_abort, .destroy = forget};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
   forget(c);
@@ -177,7 +189,7 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
     if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, bytes, &err);
     for (int r = 0; r < size && !code; r++) total += bytes[r] = (size_t)counts[r];
     if (!code && !(all = rm_alloc(total + 1, 1))) code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
-    if (!code) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);
+    if (!code && total) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);   // 0: nobody has anything to say
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
   const char *at = all;
@@ -189,6 +201,51 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   rm_free(bytes);
   rm_free(counts);
   return code ? rm_raise(module_of((PyObject *)self), &err) : out;
+}
+
+// The buffers of a list, one for each rank, as blocks; how many were got is in *n, also on failure.
+static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[], int *n) {
+  if (PySequence_Size(list) != size) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "%zd buffers for %d ranks", PySequence_Size(list), size);
+    return -1;
+  }
+  for (*n = 0; *n < size; ++*n) {
+    PyObject *part = PySequence_GetItem(list, *n);
+    const int failed = !part || PyObject_GetBuffer(part, &views[*n], flags);
+    Py_XDECREF(part);
+    if (failed) return -1;
+    const size_t bytes = (size_t)views[*n].len;
+    blocks[*n] = (rm_block){views[*n].buf, bytes > 0, bytes, bytes};
+  }
+  return 0;
+}
+
+static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
+  PyObject *give, *take_into;
+  int n_give = 0, n_take = 0, done = 0;
+  if (!PyArg_ParseTuple(args, "OO:all_to_all", &give, &take_into) || enter(self)) return NULL;
+  const int size = rm_comm_size(self->comm);
+  rm_error err = RM_ERROR_INIT;
+  Py_buffer *views = rm_alloc(2 * (size_t)size, sizeof *views);
+  rm_block *blocks = rm_alloc(2 * (size_t)size, sizeof *blocks);
+  if (!views || !blocks) {
+    PyErr_NoMemory();
+    goto out;
+  }
+  if (buffers_of(give, size, PyBUF_SIMPLE, views, blocks, &n_give)) goto out;
+  if (buffers_of(take_into, size, PyBUF_WRITABLE, views + size, blocks + size, &n_take)) goto out;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err);
+  Py_END_ALLOW_THREADS
+  if (code) rm_raise(module_of((PyObject *)self), &err);
+  done = !code;
+out:
+  for (int i = 0; i < n_give; i++) PyBuffer_Release(&views[i]);
+  for (int i = 0; i < n_take; i++) PyBuffer_Release(&views[size + i]);
+  rm_free(blocks);
+  rm_free(views);
+  return done ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
@@ -283,6 +340,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
 #define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, PyDoc_STR(doc)}
 static PyMethodDef methods[] = {
     METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
+    METHOD(all_to_all, METH_VARARGS, "all_to_all(give, take): give[r] goes to rank r, what it gives comes into take[r]; sizes must fit."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
     METHOD(look, METH_NOARGS, "Raises what the next call would, if it is known already that the group is dead."),
     METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),

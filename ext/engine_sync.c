@@ -2,8 +2,9 @@
 // let go afterwards whatever happened.
 #include "engine.h"
 
+#include "base/memory.h"
 #include "tensor.h"
-#include "weights/names.h"
+#include "weights/plan.h"
 
 // The UTF-8 of a key; *held is an owned object that keeps it. Lone surrogates pass, so that the engine can refuse the name.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
@@ -62,6 +63,39 @@ out:
   return list;
 }
 
+PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name) {
+  PyObject *module = rm_engine_module(self), *held = NULL, *shape = NULL, *array = NULL;
+  const char *text;
+  Py_ssize_t length;
+  rm_target target = {0};
+  rm_parts parts = {0};
+  rm_error err = RM_ERROR_INIT;
+  if (key_bytes(module, name, &held, &text, &length)) goto out;
+  if (rm_engine_enter(self)) goto out;
+  const rm_params *params = rm_engine_params(rm_ranks_engine(self->engine, 0));
+  const rm_mesh mesh = rm_ranks_mesh(self->engine);
+  rm_code code = rm_names_resolve(params, text, (size_t)length, &target, &err);
+  if (!code) code = rm_plan_wanted(params, &target, &mesh, &parts, &err);
+  rm_engine_leave(self);
+  if (code) {
+    rm_raise(module, &err);
+    goto out;
+  }
+  shape = PyTuple_New(target.n_dims);
+  for (int d = 0; shape && d < target.n_dims; d++) {
+    PyObject *size = PyLong_FromLongLong(target.shape[d]);
+    if (!size || PyTuple_SetItem(shape, d, size)) Py_CLEAR(shape);
+  }
+  _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
+  if (shape) array = rm_array_new(NPY_INT64, 2, (const int64_t[]){parts.n, 9}, parts.list);
+out:
+  rm_parts_clear(&parts);
+  rm_target_clear(&target);
+  Py_XDECREF(held);
+  if (!array) Py_CLEAR(shape);
+  return array ? Py_BuildValue("(NN)", shape, array) : NULL;
+}
+
 typedef rm_code (*sync_call)(rm_ranks *, const char *, size_t, const rm_tensor *, rm_error *);
 
 static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object, sync_call call) {
@@ -96,6 +130,59 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   PyObject *name, *tensor;
   if (!PyArg_ParseTuple(args, "OO:sync_push", &name, &tensor)) return NULL;
   return with_tensor(self, name, tensor, rm_ranks_sync_push);
+}
+
+// What entries view, in the order of the entries; both owned.
+typedef struct held_pair {
+  PyObject *key, *owner;
+} held_pair;
+
+static int hold_pair(PyObject *module, PyObject *pair, held_pair *held, rm_entry *entry) {
+  PyObject *name, *object;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(pair, "OO:sync_push_all", &name, &object)) return -1;
+  if (key_bytes(module, name, &held->key, &entry->name, &length)) return -1;
+  entry->length = (size_t)length;
+  return rm_tensor_from_object(module, object, name, &entry->tensor, &held->owner);
+}
+
+PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
+  PyObject *module = rm_engine_module(self), *result = NULL;
+  PyObject *list = PySequence_Tuple(pairs);   // ours: a producer's code may change a list while it is walked
+  if (!list) return NULL;
+  const Py_ssize_t n = PyTuple_Size(list);
+  held_pair *held = rm_alloc((size_t)n, sizeof *held);
+  rm_entry *entries = rm_alloc((size_t)n, sizeof *entries);
+  if (!held || !entries) {
+    rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
+    goto out;
+  }
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *pair = PyTuple_GetItem(list, i);
+    if (!PyTuple_Check(pair)) {
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "an entry is a %R, wanted a tuple (name, tensor)", (PyObject *)Py_TYPE(pair));
+      goto out;
+    }
+    if (hold_pair(module, pair, &held[i], &entries[i])) goto out;
+  }
+  if (rm_engine_enter(self)) goto out;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_ranks_sync_push_all(self->engine, entries, n, &err);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) rm_raise(module, &err);
+  else result = Py_NewRef(Py_None);
+out:
+  for (Py_ssize_t i = 0; held && i < n; i++) {
+    rm_tensor_release(held[i].owner);
+    Py_XDECREF(held[i].key);
+  }
+  rm_free(entries);
+  rm_free(held);
+  Py_DECREF(list);
+  return result;
 }
 
 static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {

@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import rollmesh as rm
+from rollmesh.cli import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
@@ -43,8 +45,31 @@ def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
     assert f"chosen         {isa}: " in text
     assert text.count("<- chosen") == 1
     assert '  device="cuda"  refused: the engine for it is not built yet\n' in text
-    for name in ("ref", "NumPy", "torch", "transformers", "nvcc", "NCCL", "vllm"):
+    for name in ("ref", "NumPy", "threads", "shm", "lost ranks", "torch", "transformers", "nvcc", "NCCL", "vllm"):
         assert f"\n  {name} " in text
+
+
+@pytest.mark.parametrize(
+    "free, words", [(2**34, "works for up to 64 ranks: 16.00 of"), (25 << 20, "works for up to 2 "), (19 << 20, "no: ")]
+)
+def test_doctor_knows_how_many_ranks_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, words: str) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12, f_blocks=1 << 30))
+    assert doctor._shared_memory(tmp_path).startswith(words)
+
+
+def test_doctor_where_processes_cannot_be_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert doctor._shared_memory(tmp_path / "none").startswith("no: ")
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    assert "/proc" in doctor._process_ends()
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert doctor._torch_groups().startswith("missing")
+
+
+def test_doctor_names_the_backends_that_torch_has() -> None:
+    """Oracle: torch, which doctor itself does not import."""
+    distributed = pytest.importorskip("torch.distributed")
+    assert ("Gloo" in doctor._torch_groups()) == distributed.is_gloo_available()
+    assert ("NCCL" in doctor._torch_groups()) == distributed.is_nccl_available()
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

@@ -14,14 +14,17 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import SUMMARY
 from dispatch_cases import (
     BACKENDS,
     EXPERTS,
@@ -41,6 +44,7 @@ from dispatch_cases import (
     same,
     tensor,
     together,
+    train,
     train_all,
     words,
 )
@@ -234,6 +238,10 @@ def other_call(r: int, end: TokenDispatcher) -> Any:
         *((other_call, backend) for backend in BACKENDS),
         *((lambda r, end: call(end, hidden=HIDDEN - r), backend) for backend in BACKENDS[:2]),
         (lambda r, end: call(end, n=4 + r), "local_allreduce"),
+        (
+            lambda r, end: end.dispatch(torch.ones(2, HIDDEN), torch.tensor([[0, 1, 2], [3, 4, 5]][:: 1 - 2 * r], dtype=torch.int32)),
+            "local_allreduce",
+        ),
     ],
 )
 def test_a_mismatch_is_an_error(group: Any, work: Callable[[int, TokenDispatcher], Any], backend: str) -> None:
@@ -359,30 +367,76 @@ def test_over_an_end_of_a_group(rng: np.random.Generator) -> None:
     assert same(torch.cat(got), tensor(block.whole(x.numpy())))
 
 
-def of_a_process(rank: int, name: str) -> str:
-    """The digest of what this rank gets, over shared memory; of all rows where the name is empty."""
+def digest(*tensors: Tensor) -> str:
+    return hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def comm_of(rank: int, name: str) -> rm.comm.Comm:
+    """Over shared memory, or over Gloo where the name is a path."""
+    if "/" not in name:
+        return rm.comm.shm(name, rank, 2, timeout=300.0)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=2)
+    return rm.comm.torch(timeout=300.0)
+
+
+def of_a_process(rank: int, name: str) -> list[str]:
+    """Digests of what this rank gets, the block's output and then output and gradients of two layers; of one rank's where there is no
+    name."""
     rng, own = np.random.default_rng(5), runs(17, 2, "alltoall")[rank]
     block, x = Block.random(rng, "bfloat16"), random_rows(rng, 17, torch.bfloat16)
+    batch, weights = Batch.random(rng, 17, torch.float32), random_rows(rng, EXPERTS)
     if not name:
-        return hashlib.sha256(bits(tensor(block.whole(words(x)))[own]).numpy().tobytes()).hexdigest()
-    end = token_dispatcher(rm.comm.shm(name, rank, 2, timeout=300.0).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
+        [end] = token_dispatchers(1, **SIZES)
+        whole, here = train(end, batch, weights, 2), slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+        return [digest(tensor(block.whole(words(x)))[own]), digest(*(t[own] for t in whole[:3]), whole.weights[here])]
+    end = token_dispatcher(comm_of(rank, name).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
     ids, gates = map(torch.from_numpy, block.route(words(x)))
-    return hashlib.sha256(bits(block.on_rank(end, x[own], ids[own], gates[own])).numpy().tobytes()).hexdigest()
+    return [digest(block.on_rank(end, x[own], ids[own], gates[own])), digest(*train(end, batch.on(own), weights, 2))]
 
 
-def test_over_shared_memory_of_processes() -> None:
-    name = f"test-dispatch-{secrets.token_hex(8)}"
-    code = "import sys, test_dispatch_op as t; print(t.of_a_process(int(sys.argv[1]), sys.argv[2]))"
+def refused_on_rank_1(rank: int, name: str) -> list[Any]:
+    """What each rank is told, and when; both live until their input ends."""
+    end = token_dispatcher(comm_of(rank, name).connect(rm.Mesh(tp=2, ep=2)).ep, **SIZES)
+    [error] = outcomes([end], lambda _, end: call(end, first=EXPERTS - TOP_K + rank))
+    return [type(error).__name__, time.monotonic(), error]
+
+
+def of_processes(function: Callable[[int, str], list[Any]], folder: Path, transport: str) -> list[list[str]]:
+    """What two ranks that are processes say, in words."""
+    name = str(folder / "rendezvous") if transport == "torch" else f"test-dispatch-{secrets.token_hex(8)}"
+    code = f"import sys, test_dispatch_op as t; print(*t.{function.__name__}(int(sys.argv[1]), sys.argv[2]), flush=True); sys.stdin.read()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(r), name], env=environment, stdout=subprocess.PIPE, text=True) for r in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(r), name], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=600)[0].strip() for rank in ranks]
+        lines = [rank.stdout.readline().split() for rank in ranks if rank.stdout is not None]
+        for rank in ranks:
+            rank.communicate(timeout=600)
     finally:
         for rank in ranks:
             rank.kill()
-    assert said == [of_a_process(r, "") for r in range(2)]
+    return lines
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_over_processes(tmp_path: Path, transport: str) -> None:
+    assert of_processes(of_a_process, tmp_path, transport) == [of_a_process(r, "") for r in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_a_process_that_gives_up_is_heard_of(tmp_path: Path, transport: str, pytestconfig: pytest.Config) -> None:
+    """At once, and not at the deadline of 300 s; it does not end."""
+    theirs, mine = of_processes(refused_on_rank_1, tmp_path, transport)
+    assert mine[0] == "RequestError"
+    assert theirs[0] == "RankLostError"
+    assert "rank 1" in " ".join(theirs)
+    seconds = float(theirs[1]) - float(mine[1])
+    assert seconds < 30
+    pytestconfig.stash[SUMMARY].append(f"{transport}: a dispatcher that gave up was known to the other after {1000 * seconds:.1f} ms")
 
 
 def test_one_thread_at_a_time(group: Any) -> None:

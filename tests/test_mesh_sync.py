@@ -73,6 +73,38 @@ def test_a_tensor_that_one_rank_refused_may_be_sent_again(name: str, expected: t
         assert rollout(gen) == expected[1]
 
 
+@pytest.mark.parametrize("mesh", [None, MESH], ids=["one", "mesh"])
+def test_of_many_pushed_at_once_all_are_there_or_none(mesh: rm.Mesh | None, expected: tuple[bytes, bytes]) -> None:
+    """Whatever is wrong with one of them, the last or one in the middle: each can then be sent again, together or alone."""
+    good = halved()
+    pairs = list(good.items())
+    bad = good[LAST_ROWS[0]].copy()
+    bad[-1, -1] = np.nan
+    poisoned = [(name, bad if name == LAST_ROWS[0] else value) for name, value in pairs]
+    with generator(mesh) as gen, gen.begin_sync() as sync:
+        push_all = gen._engine.sync_push_all  # type: ignore[union-attr]
+        for pushed, error in (
+            (poisoned, rm.NonFiniteError),
+            ([*pairs, pairs[3]], rm.DuplicateKeyError),
+            ([*pairs, ("no.such", bad)], rm.UnexpectedKeyError),
+            ([*pairs, (LAST_ROWS[1], bad)], rm.DuplicateKeyError),
+            ([*pairs[:4], (pairs[4][0], bad[:1]), *pairs[5:]], rm.ShapeError),
+            ([*pairs[:4], [pairs[4]], *pairs[5:]], rm.UnsupportedTensorError),
+        ):
+            with pytest.raises(error):
+                push_all(pushed)
+        push_all([])
+        push_all(pairs[:7])
+        with pytest.raises(rm.DuplicateKeyError):  # what had come before stays
+            push_all([*pairs[7:], pairs[0]])
+        for name, value in pairs[7:11]:
+            sync.push(name, value)
+        push_all(tuple(pairs[11:]))
+        report = sync.commit()
+        assert report.num_tensors == report.num_parameters == len(pairs)
+        assert rollout(gen) == expected[1]
+
+
 def test_faults_that_all_ranks_see_are_told_once(expected: tuple[bytes, bytes]) -> None:
     with generator() as gen:
         gen.sync_weights(WEIGHTS)

@@ -126,6 +126,7 @@ typedef enum rm_inflight { RM_INFLIGHT_REFUSE, RM_INFLIGHT_RESTART, RM_INFLIGHT_
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
 rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n, rm_error *err);   // all or none
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 

@@ -69,6 +69,13 @@ rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, 
   return code;
 }
 
+rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n, rm_error *err) {
+  const uint32_t saved = rm_fp_enter();
+  const rm_code code = rm_sync_push_all(engine->store, entries, n, err);
+  rm_fp_leave(saved);
+  return code;
+}
+
 // From here on a rank that serves another version is found out by the header of whatever it sends.
 static void set_epoch(rm_engine *engine) {
   const rm_rank *rank = &engine->options.rank;

@@ -192,6 +192,7 @@ void rm_ranks_give_up(rm_ranks *ranks) {
       if (ranks->members[r].groups[group]) rm_comm_abort(ranks->members[r].groups[group], RM_E_RANK_LOST);
 }
 
+rm_mesh rm_ranks_mesh(const rm_ranks *ranks) { return ranks->mesh; }
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
 
 // ---------------------------------------------------------------------------------------------- replicas
@@ -363,22 +364,27 @@ rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, co
 }
 
 typedef struct pushed {
-  const char *name;
-  size_t length;
-  const rm_tensor *tensor;
+  const rm_entry *entries;
+  int64_t n;
 } pushed;
 
 static rm_code push_member(rm_member *member, void *arg) {
   const pushed *it = arg;
-  return rm_engine_sync_push(member->engine, it->name, it->length, it->tensor, &member->err);
+  return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
+}
+
+rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+  pushed it = {entries, n};
+  const rm_code code = on_all(ranks, push_member, &it, err);
+  for (int r = 0; r < ranks->n && code; r++)
+    for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
+      rm_sync_forget(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);
+  return code;
 }
 
 rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
-  pushed it = {name, length, tensor};
-  const rm_code code = on_all(ranks, push_member, &it, err);
-  for (int r = 0; r < ranks->n && code; r++)
-    if (!ranks->members[r].code) rm_sync_forget(rm_engine_store(ranks->members[r].engine), name, length);
-  return code;
+  const rm_entry entry = {name, length, *tensor};
+  return rm_ranks_sync_push_all(ranks, &entry, 1, err);
 }
 
 static rm_code commit_member(rm_member *member, void *arg) {

@@ -33,6 +33,7 @@ typedef struct rm_ranks_options {
 // The spec is a view and must outlive the ranks; the options are copied.
 rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm_ranks **out, rm_error *err);
 void rm_ranks_destroy(rm_ranks *ranks);   // safe on NULL
+rm_mesh rm_ranks_mesh(const rm_ranks *ranks);            // all of it, whoever of its ranks are here
 
 rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err);
 int rm_ranks_has(const rm_ranks *ranks, uint64_t id);     // it is kept here
@@ -54,6 +55,8 @@ rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_
 rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 // Each rank copies its part. When one cannot, the tensor is not there on any, and may be sent again.
 rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+// The same for many at once, which spares the ranks a meeting after each: all of them are there afterwards, or none on any rank.
+rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err);
 // bytes of the report: read by all ranks together; the times are the longest of any.
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_ranks_sync_abort(rm_ranks *ranks);

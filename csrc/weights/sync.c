@@ -13,6 +13,7 @@
 #include "base/checked.h"
 #include "base/memory.h"
 #include "weights/check.h"
+#include "weights/units.h"
 
 enum { MAX_ENTRIES = 1000000 };
 enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been written to
@@ -40,6 +41,7 @@ struct rm_store {
   int has_base;                 // partial, and staging began as what served
   uint8_t *flags;               // [n]
   rm_target target;             // of the tensor at hand
+  rm_units units;               // of the push at hand, not yet made
   rm_sync_report report;
   int64_t n_entries;            // pushes, whatever became of them
   double began;
@@ -101,6 +103,7 @@ void rm_store_destroy(rm_store *store) {
   rm_free(store->has_bias);
   rm_free(store->flags);
   rm_target_clear(&store->target);
+  rm_units_free(&store->units);
   rm_free(store);
 }
 
@@ -154,23 +157,9 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   return RM_OK;
 }
 
-typedef struct copy_job {
-  char *to;
-  const char *from;
-  size_t bytes;
-} copy_job;
-
-static void copy_task(void *arg, int thread, int n_threads) {
-  const copy_job *job = arg;
-  const size_t part = (job->bytes / (size_t)n_threads + 63) / 64 * 64, start = part * (size_t)thread;
-  if (start >= job->bytes) return;
-  memcpy(job->to + start, job->from + start, part < job->bytes - start ? part : job->bytes - start);
-}
-
 // Partial: what is not sent keeps its value, so staging starts as a copy of what serves.
 static void copy_serving(rm_store *store) {
-  copy_job job = {store->staging.block, store->serving.block, store->params->bytes};
-  store->ctx.run(store->ctx.team, copy_task, &job);
+  rm_copy_block(store->staging.block, store->serving.block, store->params->bytes, &store->ctx);
   memcpy(store->staging.sums, store->serving.sums, (size_t)store->params->n * sizeof *store->serving.sums);
   memcpy(store->staging.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
 }
@@ -282,67 +271,85 @@ static rm_dims_text show_index(const rm_store *store, const rm_piece *piece, con
   return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
 }
 
-static rm_code copy_run(rm_store *store, const rm_piece *piece, const char *name, const rm_tensor *tensor, rm_range run, int64_t twin,
-                        uint64_t *sum, rm_error *err) {
+static rm_code add_run(rm_store *store, const rm_piece *piece, const rm_entry *entry, rm_range run, int64_t twin, int counted,
+                       rm_error *err) {
   if (!run.n) return RM_OK;
-  rm_pack_args args = pack_args(store, piece, tensor, run);
-  args.compare = twin >= 0;
-  store->kernels->pack(&store->ctx, &args);
-  if (args.nonfinite_index >= 0 && !store->options.allow_nonfinite)
-    return rm_fail(err, RM_E_NONFINITE, "%s: element %s is not finite as %s", name,
-                   show_index(store, piece, tensor, args.index0 + args.nonfinite_index).text, rm_dtype_name(args.dst_dtype));
-  if (args.diff_index >= 0) {
-    char other[128];
-    rm_param_name(&store->params->list[twin], other, sizeof other);
-    return rm_fail(err, RM_E_TIED_WEIGHT, "%s differs from %s at element %s, and tie_word_embeddings is set", name, other,
-                   show_index(store, piece, tensor, args.index0 + args.diff_index).text);
-  }
-  store->report.bytes += (uint64_t)(args.rows * args.cols) * rm_src_bytes(tensor->dtype);
-  *sum += args.digest;
-  return RM_OK;
+  rm_unit unit = {.args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
+  unit.args.compare = twin >= 0;
+  return rm_units_add(&store->units, &unit, err);
 }
 
 // This rank's part of one parameter: the rows that another rank answers for, then those it answers for itself.
-static rm_code copy_piece(rm_store *store, const rm_piece *piece, const char *name, const rm_tensor *tensor, rm_error *err) {
+static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry *entry, rm_error *err) {
   const rm_params *params = store->params;
   const rm_param *param = &params->list[piece->param];
-  const rm_range counted =
-      rm_placement_counted(params->spec, &params->placement, param->kind, param->expert, tensor->n_dims == 1 ? param->cols : param->rows);
+  const rm_range counted = rm_placement_counted(params->spec, &params->placement, param->kind, param->expert,
+                                                entry->tensor.n_dims == 1 ? param->cols : param->rows);
   const int64_t twin = tied_twin(store, piece->param);
   const rm_range others = {param->first, param->held - counted.n};
   if (twin < 0) {
     store->flags[piece->param] |= DIRTY;
     if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
   }
-  uint64_t sum = 0, ignored = 0;
-  rm_code code = copy_run(store, piece, name, tensor, others, twin, &ignored, err);
-  if (!code) code = copy_run(store, piece, name, tensor, (rm_range){others.first + others.n, counted.n}, twin, &sum, err);
-  if (code) return code;
-  store->staging.sums[piece->param] = sum;
+  store->staging.sums[piece->param] = 0;
   store->staging.counts[piece->param] = piece->param != store->tied_head;   // a tied matrix counts once
+  const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
+  return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
+}
+
+// The first copy that is not what it must be; otherwise what was found goes into the books.
+static rm_code judge_units(rm_store *store, rm_error *err) {
+  const rm_units *units = &store->units;
+  for (int64_t i = 0; i < units->n && !store->options.allow_nonfinite; i++) {
+    const rm_unit *unit = &units->list[i];
+    if (unit->args.nonfinite_index >= 0)
+      return rm_fail(err, RM_E_NONFINITE, "%.*s: element %s is not finite as %s", (int)unit->entry->length, unit->entry->name,
+                     show_index(store, &unit->piece, &unit->entry->tensor, unit->args.index0 + unit->args.nonfinite_index).text,
+                     rm_dtype_name(unit->args.dst_dtype));
+  }
+  for (int64_t i = 0; i < units->n; i++) {
+    const rm_unit *unit = &units->list[i];
+    if (unit->args.diff_index < 0) continue;
+    char other[128];
+    rm_param_name(&store->params->list[unit->twin], other, sizeof other);
+    return rm_fail(err, RM_E_TIED_WEIGHT, "%.*s differs from %s at element %s, and tie_word_embeddings is set", (int)unit->entry->length,
+                   unit->entry->name, other,
+                   show_index(store, &unit->piece, &unit->entry->tensor, unit->args.index0 + unit->args.diff_index).text);
+  }
+  for (int64_t i = 0; i < units->n; i++) {
+    const rm_unit *unit = &units->list[i];
+    store->report.bytes += (uint64_t)(unit->args.rows * unit->args.cols) * rm_src_bytes(unit->args.src_dtype);
+    if (unit->counted) store->staging.sums[unit->piece.param] += unit->args.digest;
+  }
   return RM_OK;
 }
 
-rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+static rm_code make_units(rm_store *store, rm_error *err) {
+  const double start = now_seconds();
+  rm_units_make(&store->units, store->kernels, &store->ctx);
+  const rm_code code = judge_units(store, err);
+  store->report.copy_seconds += now_seconds() - start;
+  store->units.n = 0;
+  return code;
+}
+
+// Checks an entry and leaves its copies to be made.
+static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   char shown[RM_NAME_MAX + 1];
-  int skip;
+  int skip, twins = 0;
   if (store->open && store->n_entries >= MAX_ENTRIES) return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
   if (store->open) store->n_entries++;
-  rm_code code = check_all(store, name, length, tensor, shown, &skip, err);
+  rm_code code = check_all(store, entry->name, entry->length, &entry->tensor, shown, &skip, err);
   if (code) return code;
   if (skip) {
     store->report.n_skipped++;
     return RM_OK;
   }
-  const double start = now_seconds();
-  const uint64_t read_before = store->report.bytes;
   const rm_target *target = &store->target;
-  for (int64_t i = 0; i < target->n_pieces && !code; i++) code = copy_piece(store, &target->pieces[i], shown, tensor, err);
-  store->report.copy_seconds += now_seconds() - start;
-  if (code) {
-    store->report.bytes = read_before;
-    return code;
-  }
+  for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
+  if (twins) code = make_units(store, err);   // what it is compared with must be there
+  for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
+  if (code) return code;
   store->report.n_tensors++;
   for (int64_t i = 0; i < target->n_pieces; i++) {
     store->flags[target->pieces[i].param] |= SEEN;
@@ -351,10 +358,29 @@ rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_
   return RM_OK;
 }
 
+rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err) {
+  const uint64_t read_before = store->report.bytes;
+  rm_code code = RM_OK;
+  int64_t taken = 0;
+  store->units.n = 0;
+  while (taken < n && !(code = take_entry(store, &entries[taken], err))) taken++;
+  if (!code) code = make_units(store, err);
+  for (int64_t i = 0; i < taken && code; i++) rm_sync_forget(store, entries[i].name, entries[i].length);
+  if (code) store->report.bytes = read_before;
+  return code;
+}
+
+rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  const rm_entry entry = {name, length, *tensor};
+  return rm_sync_push_all(store, &entry, 1, err);
+}
+
 void rm_sync_forget(rm_store *store, const char *name, size_t length) {
   rm_error err = RM_ERROR_INIT;
   if (!store->open) return;
-  if (rm_names_resolve(store->params, name, length, &store->target, &err)) {
+  const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);
+  if (code) {
+    store->report.n_skipped -= code == RM_E_UNEXPECTED_KEY && store->options.allow_partial;
     rm_error_clear(&err);
     return;
   }

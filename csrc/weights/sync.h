@@ -33,6 +33,12 @@ typedef struct rm_tensor {
   int64_t span_lo, span_hi;     // bytes before / after data that belong to the owner's buffer, both 0 when not known
 } rm_tensor;
 
+typedef struct rm_entry {
+  const char *name;             // [length], UTF-8
+  size_t length;
+  rm_tensor tensor;
+} rm_entry;
+
 typedef struct rm_sync_options {
   int64_t version;              // must exceed the serving version; −1: the next number
   int cast;                     // convert from other float dtypes
@@ -64,6 +70,8 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
 rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
                       rm_error *err); // push's checks, nothing written
 rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
+// The same for many at once, which costs less for each: all of them are there afterwards, or none.
+rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err);
 rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
 rm_code rm_sync_prepare(rm_store *store, rm_error *err);  // commit's checks; on failure the sync is closed, old serves
 // The first half of a digest of what is staged, to be added up over all ranks, [params->n]. A view until the sync ends.

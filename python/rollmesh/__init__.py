@@ -47,6 +47,7 @@ from rollmesh.errors import (
 from rollmesh.generator import Generator, ParameterInfo
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
+from rollmesh.pieces import Piece
 from rollmesh.sampling import SamplingParams
 from rollmesh.spec import ModelSpec
 from rollmesh.weights import Sync
@@ -83,6 +84,7 @@ __all__ = [
     "NotSyncedError",
     "NumericsError",
     "ParameterInfo",
+    "Piece",
     "RankLostError",
     "RequestError",
     "RequestOutput",

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/mesh/comm.h
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
+BOARD_S = 2.0  # for a word in torch's store
+GAVE_UP = "rollmesh: the rank that gave up"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -145,6 +147,8 @@ class Torch(Comm):
         if not distributed.is_initialized():
             raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
         self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
+        self._store: Any = None  # of the control group: what all ranks can read while one of them ends its connections
+        self.heard = False  # a connection has broken: what this rank gives up for is another's reason
         self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
@@ -154,6 +158,7 @@ class Torch(Comm):
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
+            self._store = self._exchanges[0].store()
             mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
             everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
             check_alike([its["mesh"] for its in everyone])
@@ -193,49 +198,68 @@ class Torch(Comm):
             poll.register(fd, select.POLLIN)
         return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
 
+    def leave_word(self) -> None:
+        """That this rank gives up, unless another has before. The store may be gone too, and nothing waits for it."""
+        if self._store is not None and not self.heard:
+            with suppress(RuntimeError):
+                self._board().compare_set(GAVE_UP, "", str(self.rank))
+
+    def who_gave_up(self) -> int | None:
+        with suppress(RuntimeError):
+            if self._store is not None and (board := self._board()).check([GAVE_UP]):
+                return int(board.get(GAVE_UP))
+        return None
+
+    def _board(self) -> Any:
+        """The store by a connection of its own, whose short deadline is not that of others."""
+        board = self._store.clone()
+        board.set_timeout(timedelta(seconds=BOARD_S))
+        return board
+
     def look(self, control: _core.Comm) -> None:
         del control
         if ended := self.ended():
             raise RankLostError(f"lost rank {', '.join(map(str, ended))}: the process has ended")
 
     def abort(self) -> None:
-        """Its connections end, which the others notice where they wait."""
+        for exchange in self._exchanges:
+            exchange.abort()
         self.close()
 
     def close(self) -> None:
-        from torch import distributed
-
         for fd in self._watched.values():
             os.close(fd)
         self._watched = {}
         exchanges, self._exchanges = self._exchanges, []
         for exchange in exchanges:
-            group, exchange.group = exchange.group, None  # its connections end with the last that refers to it
-            if distributed.is_initialized():
-                distributed.destroy_process_group(group)
+            exchange.close()
 
 
 class _Exchange:
     """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self.group, self._rank, self._size = comm, group, rank, size
+        self._comm, self._group, self._rank, self._size = comm, group, rank, size
+
+    def store(self) -> Any:
+        """Of the group; None where torch is too old to tell."""
+        return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
     def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
         import torch
         from torch import distributed
 
         del timeout  # the group's own
-        if self.group is None:
+        if self._group is None:
             raise RankLostError(f"rank {self._rank} has given up or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
         out = torch.empty(sum(sizes), dtype=torch.uint8)
         data = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, send))]
         try:
-            distributed.all_gather(headers, mine, group=self.group)
+            distributed.all_gather(headers, mine, group=self._group)
             self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
-            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self.group)
+            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self._group)
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
         view, parts, at = memoryview(out.numpy().data), [], 0
@@ -256,13 +280,29 @@ class _Exchange:
                 )
 
     def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
-        """Of a connection that broke Gloo says to which address; the process that ended says which rank."""
+        """Of a connection that broke Gloo says to which address; the process that ended, or the rank that gave up, says which rank."""
+        self._comm.heard = True
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         where = f"{OPS[op]}, call {sequence}: {text[:300]}"
         if "imed out" in text or "imeout" in text:
             return CollectiveTimeoutError(where)
-        ended = ", ".join(map(str, self._comm.ended(SEEN_ENDING_S)))
-        return RankLostError(f"lost rank {ended}: the process has ended ({where})" if ended else f"lost a rank: {where}")
+        if ended := ", ".join(map(str, self._comm.ended(SEEN_ENDING_S))):
+            return RankLostError(f"lost rank {ended}: the process has ended ({where})")
+        who = self._comm.who_gave_up()
+        return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has given up ({where})")
+
+    def abort(self) -> None:
+        """The others lose the connection, which they notice where they wait, and find out why."""
+        if self._group is not None:
+            self._comm.leave_word()
+            self.close()
+
+    def close(self) -> None:
+        from torch import distributed
+
+        group, self._group = self._group, None  # its connections end with the last that refers to it
+        if group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(group)
 
 
 def threads() -> None:

@@ -47,11 +47,11 @@ from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
 from rollmesh.spec import ModelSpec
-from rollmesh.spmd import AnyEngine, SpmdEngine, join
+from rollmesh.spmd import PIECES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
 from rollmesh.turn import Turn
-from rollmesh.weights import Sync, Weights
+from rollmesh.weights import BEGINNING, Sync, Weights
 
 PAUSE_POLL_S = 0.02
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
@@ -269,7 +269,9 @@ class Generator:
         return outputs
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
-        """Queues prompts and returns their request ids; poll() does the work. All are taken, or none and an error raised."""
+        """Queues prompts and returns their request ids; poll() does the work. All are taken, or none and an error raised.
+
+        Where ranks are processes, all make the same calls of submit and poll in the same order; at any time, as in one process."""
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
         with self._call():
@@ -282,7 +284,11 @@ class Generator:
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs one engine step, or as many as it takes to finish min_outputs submitted requests (fewer when no more are
         left, the timeout comes or the generator is paused), and returns the finished ones, oldest first, errors inside: also
-        that of a tokenizer. When poll raises (asleep, Ctrl-C), the next one returns what was finished."""
+        that of a tokenizer. When poll raises (asleep, Ctrl-C), the next one returns what was finished.
+
+        Where ranks are processes they meet after each step, and each returns the same: what one process with this mesh would; the
+        timeout is that of the first rank to see it pass. With min_outputs the steps of all go at the pace of the slowest replica:
+        to run everything to its end, generate is faster."""
         min_outputs = integer("min_outputs", min_outputs, 0, 2**63 - 1)
         deadline = deadline_of(timeout)
         outputs: dict[int, RequestOutput] = {}
@@ -290,32 +296,33 @@ class Generator:
         try:
             while more:
                 try:
-                    with self._call(deadline):
-                        more = self._poll_step(outputs) and len(outputs) < min_outputs
+                    with self._call(None if isinstance(self._engine, SpmdEngine) else deadline):
+                        more = self._poll_step(outputs, deadline) and len(outputs) < min_outputs
                 except DeadlineError:
                     break  # the turn did not come in time
-                more = more and (deadline is None or time.monotonic() < deadline)
             return [outputs[request] for request in sorted(outputs)]
         except BaseException as error:
             self._kept.update(outputs)
             self._leave(error)
             raise
 
-    def _poll_step(self, outputs: dict[int, RequestOutput]) -> bool:
-        """One step for poll; what is finished goes into `outputs`. False: another step would bring nothing. An exception at
-        any point loses nothing: an output is in `outputs`, in `_kept` or in the engine, perhaps in two of them."""
+    def _poll_step(self, outputs: dict[int, RequestOutput], deadline: float | None) -> bool:
+        """One step for poll; what is finished goes into `outputs`. False: another step would bring nothing, or too late. An exception
+        at any point loses nothing: an output is in `outputs`, in `_kept` or in the engine, perhaps in two of them."""
         for request in list(self._kept):
             outputs[request] = self._kept[request]
             del self._kept[request]
         self._weights.close_unscoped()
         self._submitted.intersection_update(self._requests.live())
         waiting = self._submitted - self._requests.done_of(self._submitted)
-        rows = self._requests.step() if waiting and self._running.is_set() else 0
+        rows, late = 0, False
+        if waiting and (self._running.is_set() or isinstance(self._engine, SpmdEngine)):  # paused, one hears of what was aborted
+            rows, late = self._requests.step_with_all(deadline)
         for request in sorted(self._requests.done_of(self._submitted)):
             outputs[request] = self._requests.output_or_error(request)
             self._requests.release(request)
             self._submitted.discard(request)
-        return bool(rows and self._submitted)
+        return bool(rows and self._submitted and not late)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Ends requests; None: all. They come out of poll (or generate) with what they have and finish_reason "abort";
@@ -368,7 +375,7 @@ class Generator:
             done = self._requests.done_of(open_ids)
             if not done and self._running.is_set():
                 self._weights.close_unscoped()
-                rows = self._requests.step()
+                rows = self._requests.step_for(open_ids)
                 done = self._requests.done_of(open_ids)
                 if rows == 0 and not done:
                     self._before_step()
@@ -468,7 +475,8 @@ class Generator:
     ) -> SyncReport:
         """Takes a whole set of weights: all of it serves afterwards, or the old version does.
 
-        source      a state dict, or an iterator of (name, tensor): torch (DTensor and FSDP shards are gathered), NumPy, DLPack
+        source      a state dict, or an iterator of (name, tensor): torch, NumPy, DLPack. DTensors (FSDP2, any mesh) and rm.Piece, where
+                    ranks are processes, go to the ranks that want them and are never whole; in one process a DTensor is gathered
         version     must exceed the serving one; None: the next number
         cast        convert other float dtypes as torch's .to() does; else DTypeError
         strict      False: unknown names are skipped, missing parameters keep their values
@@ -481,13 +489,26 @@ class Generator:
         Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError, DTypeError, LayoutError,
         UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, StateError, DeadlineError; for a
         mapping each lists all offenders. An exception of the source passes on. In all cases the old version serves.
+        Where ranks are processes, those on which nothing was wrong raise SyncAbortedError with what was wrong on another.
         """
-        options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
-        if source is not None or not isinstance(self._engine, SpmdEngine):  # another process may have it
-            check_source(source)
-        deadline = deadline_of(timeout)
+        with self._refusing(BEGINNING):
+            options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
+            if source is not None or not isinstance(self._engine, SpmdEngine):  # another process may have it
+                check_source(source)
+            deadline = deadline_of(timeout)
         with self._call(deadline):
             return self._weights.sync(source, options, deadline)
+
+    @contextmanager
+    def _refusing(self, where: str) -> Iterator[None]:
+        """Other processes learn of a sync's arguments that this one refuses."""
+        try:
+            yield
+        except Error as error:
+            if isinstance(self._engine, SpmdEngine):
+                with self._call():
+                    self._engine.refuse(where, error)
+            raise
 
     def begin_sync(
         self,
@@ -500,8 +521,11 @@ class Generator:
         allow_nonfinite: bool = False,
         allow_bias_removal: bool = False,
     ) -> Sync:
-        """Opens a set that is pushed in pieces, in any order; see Sync. One that is open already is reset."""
-        options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
+        """Opens a set that is pushed in pieces, in any order; see Sync. One that is open already is reset.
+
+        Where ranks are processes, each pushes what it has, all tensors of a set: they meet at every push."""
+        with self._refusing(PIECES):
+            options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
         with self._call():
             sync = Sync(self._weights, self._call, options)
             self._weights.begin(sync)

@@ -7,10 +7,11 @@ RequestOutput. Used under the generator's turn only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,9 @@ from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.outputs import CONTRACT_VERSION, CompletionOutput, Contract, RequestOutput, TopLogprobs
 from rollmesh.sampling import SamplingParams
 from rollmesh.show import shown
+from rollmesh.spmd import AnyEngine, SpmdEngine
 from rollmesh.text import StopWatcher, TextCodec
 from rollmesh.views import RequestView
-
-if TYPE_CHECKING:
-    from rollmesh.spmd import AnyEngine
 
 Ids = NDArray[np.int32]
 GREEDY = SamplingParams(temperature=0.0)
@@ -125,11 +124,28 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:
-        """One engine step. Returns the rows it computed: 0 means that there is nothing to do."""
+        """One engine step on the way to the end of all that is unfinished. Returns its rows: 0 means that there is nothing to do."""
         rows, _ = self._engine.step()
+        self._watch_all()
+        return rows
+
+    def step_for(self, requests: set[int]) -> int:
+        """One engine step on the way to the end of these."""
+        if isinstance(self._engine, SpmdEngine) and self._engine.runs_besides(requests):
+            return self.step_with_all(None)[0]
+        return self.step()
+
+    def step_with_all(self, deadline: float | None) -> tuple[int, bool]:
+        """One engine step, after which all ranks see the same requests finished. Returns its rows, and whether the deadline has passed."""
+        if not isinstance(self._engine, SpmdEngine):
+            return self.step(), deadline is not None and time.monotonic() >= deadline
+        together = self._engine.step_with_all(self._watch_all, deadline)
+        self._watch_all()  # what other ranks have finished
+        return together
+
+    def _watch_all(self) -> None:
         for request in list(self._watched):
             self._watch(request)
-        return rows
 
     def _watch(self, request: int) -> None:
         record = self._records[request]

@@ -1,11 +1,16 @@
 """One rank of a mesh of processes, behind the calls of an engine. Every process makes the same calls in the same order; here is
 what they tell one another, so that the layers above need not know that there are others.
 
-A request is kept by the ranks of one replica and is *foreign* to all others. Each rank steps until its own requests are
-finished, then all settle: the first rank of each replica sends the records of what finished, and from then on every rank can
-give out every output. Nothing counts as finished before that, so all ranks see the same.
+A request is kept by the ranks of one replica and is *foreign* to all others. Nothing counts as finished before all ranks have heard
+of it, so that all see the same, in the same call: the first rank of each replica sends the records of what it has finished. They meet
+for that in one of two ways, and which it is follows from the calls alone:
 
-    add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished, request, sample, tokens ──► release
+    to the end     add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished, request, sample, tokens ──► release
+    step by step   add, add … ──► step_with_all (a step, and what it finished is settled) ──► …  more may be added after any
+
+To the end is how a call waits for everything that is unfinished (generate, score, a sync that waits): no replica holds another up.
+Step by step is how poll works, and a call that is to return while other requests run on: all ranks take as many steps, so that what
+a poll gives out is what it gives out in one process with the same mesh.
 
 Wherever ranks meet here they say which call they are in and what they have been asked so far: ranks of a program that has come apart
 get CollectiveMismatchError before anything is computed. A rank that leaves a call alone (Ctrl-C, no memory) gives the mesh up, and the
@@ -16,8 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +37,23 @@ from rollmesh.errors import (
     Error,
     RankLostError,
     SyncAbortedError,
-    UnsupportedTensorError,
 )
 from rollmesh.mesh import Mesh
-from rollmesh.requests import Ids
-from rollmesh.sources.arrays import as_array
+from rollmesh.resharding import AHEAD, Resharding, Source
 from rollmesh.views import Finish, RequestView, SampleView, Stats
 from rollmesh.wire import decode, encode
 
+if TYPE_CHECKING:
+    from rollmesh.requests import Ids
+
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError)  # not every rank need have the same of these
+PIECES = "a set of weights in pieces"
+MAX_TOLD = 8000  # characters of one rank's error that the others get: a list of offenders fits
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_TOLD]
 
 
 class SpmdEngine:
@@ -49,7 +62,7 @@ class SpmdEngine:
     def __init__(self, engine: _core.Engine, comm: Comm, control: _core.Comm, lockstep: _core.Comm | None, leads: bool, spans: bool):
         """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together."""
         self._engine, self._comm, self._control, self._lockstep = engine, comm, control, lockstep
-        self._rank, self._leads, self._spans = comm.rank, leads, spans
+        self.rank, self._leads, self._spans = comm.rank, leads, spans
         self._asked = hashlib.sha256()  # of all requests so far
         self._announced = True  # nothing was asked since the ranks last compared that
         self._ids: list[int] = []  # added and not released, oldest first
@@ -76,12 +89,11 @@ class SpmdEngine:
     def _meet(self, call: str, value: Any = None) -> list[Any]:
         """Every rank's value. Raises CollectiveMismatchError when they are not all in the same call, asked for the same."""
         asked = self._asked.hexdigest()[:16]
-        everyone = [decode(part) for part in self._control.all_gather(encode([call, asked, value]))]
+        parts = self._control.all_gather(encode([call, asked, value]))
+        everyone = [decode(part) if part else [PIECES, asked, None] for part in parts]
         for rank, (its_call, its_asked, _) in enumerate(everyone):
             if (its_call, its_asked) != (call, asked):
-                what = (
-                    f"is in {its_call} and rank {self._rank} in {call}" if its_call != call else f"and rank {self._rank} in {call} differ"
-                )
+                what = f"is in {its_call} and rank {self.rank} in {call}" if its_call != call else f"and rank {self.rank} in {call} differ"
                 raise CollectiveMismatchError(f"rank {rank} {what}{'' if its_call != call else ' in the requests that they were given'}")
         return [value for _, _, value in everyone]
 
@@ -133,37 +145,77 @@ class SpmdEngine:
         return number
 
     def step(self) -> tuple[int, bool]:
-        """A step of this rank's own requests, or when they are finished what the others have to say."""
+        """To the end: a step of this rank's own requests, or when they are finished what the others have to say."""
         if self._paused:
             return 0, False
         self._announce("a call without a timeout")
-        if self._spans or self._engine.unfinished():
-            self._comm.look(self._control)  # replicas that do not step together meet late
-            rows, more = self._engine.step()
-            if more or self._engine.unfinished():
-                return max(rows, int(more)), more
+        self._comm.look(self._control)  # replicas that do not step together meet late
+        rows, more = self._engine.step()  # of no requests too: what it refuses (asleep) it refuses on all ranks
+        if more or self._engine.unfinished():
+            return max(rows, int(more)), more
         return self._settle(), False
 
     def _settle(self) -> int:
         """Number of requests that finished for everybody."""
-        waiting = [number for number in self._ids if number not in self._settled]
-        if not waiting:
-            return 0
-        mine = {str(number): self._record(number) for number in waiting if self._leads and number not in self._foreign}
-        for records in self._meet("the end of its requests", mine):
-            for name, record in records.items():
-                number = int(name)
-                if number in self._foreign:
-                    self._foreign[number] = record
-                    if record["logits"] is not None:
-                        self._logits[number][...] = record["logits"]
-                if record["late"]:
-                    self._late.add(number)
-        lacking = [number for number in waiting if self._foreign.get(number, {}) is None]
-        if lacking:
-            raise CollectiveMismatchError(f"no rank answers for request {lacking[0]}; all ranks have to make the same calls")
-        self._settled.update(waiting)
+        waiting = self._waiting()
+        if waiting:
+            self._take(self._meet("the end of its requests", self._finished_here(waiting)))
+            lacking = [number for number in waiting if number not in self._settled]
+            if lacking:
+                raise CollectiveMismatchError(f"no rank answers for request {lacking[0]}; all ranks have to make the same calls")
         return len(waiting)
+
+    def runs_besides(self, numbers: set[int]) -> bool:
+        """Requests other than these are unfinished, so that a call for these does not go to the end of all."""
+        return not numbers.issuperset(self._waiting())
+
+    def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
+        """Step by step: a step of this rank's own requests, watch() for stop strings in them, and what finished on any rank.
+
+        Returns (rows of all replicas, whether any rank has seen its deadline pass). An exception of any rank but those that end the mesh
+        is raised on all, once they have met: its own there, one of its class (or Error) elsewhere."""
+        call, rows, fault = "a step with all", 0, None
+        self._announce(call)
+        try:
+            if not self._paused:
+                rows, _ = self._engine.step()
+                watch()
+        except (*ALONE, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
+            fault = error
+        late, records = deadline is not None and time.monotonic() >= deadline, self._finished_here(self._waiting())
+        told = {"rows": rows if self._leads else 0, "late": late, "fault": fault, "records": records}
+        everyone = self._meet(call, told)
+        self._take([its["records"] for its in everyone])
+        faults = [its["fault"] for its in everyone if its["fault"] is not None]
+        if faults:
+            self._told = fault or faults[0]
+            raise self._told
+        return sum(its["rows"] for its in everyone), any(its["late"] for its in everyone)
+
+    def _waiting(self) -> list[int]:
+        return [number for number in self._ids if number not in self._settled]
+
+    def _finished_here(self, numbers: Iterable[int]) -> dict[str, Record]:
+        """Of these what the replica that this rank leads has finished."""
+        finished = self._engine.finished() if self._leads else set()
+        return {str(number): self._record(number) for number in numbers if number in finished}
+
+    def _take(self, everyone: list[dict[str, Record]]) -> None:
+        """From now on these are finished, for everybody."""
+        finished = self._engine.finished()
+        for name, record in ((name, record) for records in everyone for name, record in records.items()):
+            number = int(name)
+            if number in self._foreign:
+                self._foreign[number] = record
+                if record["logits"] is not None:
+                    self._logits[number][...] = record["logits"]
+            elif number not in finished:
+                raise CollectiveMismatchError(f"request {number} is finished on the first rank of the replica and not on rank {self.rank}")
+            if record["late"]:
+                self._late.add(number)
+            self._settled.add(number)
 
     def _record(self, number: int) -> Record:
         view = self._engine.request(number)
@@ -223,12 +275,14 @@ class SpmdEngine:
         return cast(SampleView, self._known(number)["samples"][index])
 
     def tokens(self, number: int, index: int, start: int) -> tuple[Finish, Ids]:
+        """Of a foreign sample that a stop string ended the finish is "length": where the string is has to be found here too."""
         if number not in self._foreign:
             return self._engine.tokens(number, index, start)
         if self._foreign[number] is None:
             return None, np.zeros(0, np.int32)
         sample = self.sample(number, index)
-        return sample["finish"], sample["token_ids"][start:]
+        by_string = sample["finish"] == "stop" and sample["stop_token"] < 0
+        return "length" if by_string else sample["finish"], sample["token_ids"][start:]
 
     def _known(self, number: int) -> Record:
         record = self._foreign[number]
@@ -241,56 +295,68 @@ class SpmdEngine:
 
     # ---------------------------------------------------------------------------------------- weights
     def spread(self, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-        """The entries of the first rank that has a source, on every rank, one after another; where all have one, each its own, and
-        nothing is sent. An exception of a source ends the sync on all."""
-        has = self._meet(f"the beginning of a sync with {options}", source is not None)
-        if True not in has:
+        """The entries for this rank to push, one after another. Where all ranks have a source of whole tensors each takes its own, and
+        nothing is sent. Otherwise every rank gets what it wants of the tensors: of those that come in pieces from all that have some,
+        else from the first that has a source. An exception of a source ends the sync on all."""
+        own = None if source is None else Source(source)
+        told = self._meet(f"the beginning of a sync with {options}", None if own is None else [own.is_mapping, own.is_sharded])
+        givers = [rank for rank, its in enumerate(told) if its is not None]
+        if not givers:
             raise SyncAbortedError("no rank has a source of weights, wanted one at least")
-        if False not in has:
-            return self._own(source)
-        root = has.index(True)
-        return self._send(source) if root == self._rank else self._receive(root)
+        if not any(told[rank][1] for rank in givers):
+            if own is not None and len(givers) == len(told):
+                return self._own(own)
+            givers = givers[:1]
+        ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
+        resharding = Resharding(self._engine, self._control, self.rank, self._meet, self.end_on_all)
+        return resharding.entries(own if self.rank in givers else None, ahead)
 
-    def _own(self, source: Any) -> Iterator[tuple[str, Any]]:
+    def _own(self, source: Source) -> Iterator[tuple[str, Any]]:
         try:
-            yield from source.items() if isinstance(source, Mapping) else source
+            yield from source
         except Exception as error:  # noqa: BLE001 (told to all ranks by settle_sync, then raised)
             self._fault = error
 
-    def _send(self, source: Any) -> Iterator[tuple[str, Any]]:
-        entries = iter(source.items() if isinstance(source, Mapping) else source)
-        try:
-            for entry in entries:
-                if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-                    raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
-                name, tensor = entry
-                message = encode({"name": name, "array": as_array(str(name), tensor)})
-                self._control.all_gather(message)
-                yield name, tensor
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._control.all_gather(encode({"error": f"{type(error).__name__}: {error}"[:500]}))
-            self._told = error
-            raise
-        self._control.all_gather(encode({}))
+    def settle_sync(self, where: str, error: Exception | None) -> None:
+        """Every rank has come so far with its part of a sync, or failed: all go on or none does."""
+        self.tell_of_sync(where, None, error)
 
-    def _receive(self, root: int) -> Iterator[tuple[str, Any]]:
-        while message := decode(self._control.all_gather(b"")[root]):
-            if "error" in message:
-                raise SyncAbortedError(f"rank {root}: {message['error']}")
-            yield message["name"], message["array"]
-
-    def settle_sync(self, error: Exception | None) -> None:
-        """Every rank has taken its part of all entries, or failed: all go on to commit or none does."""
+    def tell_of_sync(self, where: str, value: Any, error: Exception | None) -> list[Any]:
+        """As settle_sync; every rank's value."""
         error, self._fault = error or self._fault, None
-        everyone = self._meet("the end of a sync", None if error is None else f"{type(error).__name__}: {error}"[:1000])
+        everyone = self._meet(where, [value, None if error is None else reason(error)])
+        self.end_on_all(error, [why for _, why in everyone])
+        return [value for value, _ in everyone]
+
+    def refuse(self, where: str, error: Exception) -> None:
+        """Arguments of a sync that this rank refuses: the others, which have come to it, learn that, and this rank what they say."""
+        try:
+            self.settle_sync(where, error)
+        except BaseException as raised:
+            self.leave(raised)
+            raise
+
+    def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
+        """All ranks have heard the same reasons for not going on: raises this rank's own error, or SyncAbortedError with another's."""
         if error is not None:
             self._told = error
             raise error
-        for rank, message in enumerate(everyone):
-            if message is not None:
-                raise SyncAbortedError(f"rank {rank}: {message}")
+        for rank, why in enumerate(reasons):
+            if why is not None:
+                raise SyncAbortedError(f"rank {rank}: {why}")
+
+    def among_pieces(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
+        """A set in pieces: where each rank is, and if so why it goes no further. All ranks come here once for every push ("push"), when
+        they drop the set ("abort"), and when they are through ("commit"), then as often as others still push. Nothing is said of a
+        push that went well."""
+        parts = self._control.all_gather(b"" if (at, why) == ("push", None) else encode([PIECES, at, why]))
+        everyone: list[tuple[str, str | None]] = []
+        for rank, part in enumerate(parts):
+            call, its_at, its_why = decode(part) if part else (PIECES, "push", None)
+            if call != PIECES:
+                raise CollectiveMismatchError(f"rank {rank} is in {call} and rank {self.rank} in {PIECES}")
+            everyone.append((its_at, its_why))
+        return everyone
 
 
 AnyEngine = _core.Engine | SpmdEngine

@@ -8,7 +8,7 @@ begin_sync   the same in pieces (weights.py)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from rollmesh.errors import (
     VersionError,
 )
 from rollmesh.outputs import SyncReport
+from rollmesh.pieces import is_sharded, local_tensor
 from rollmesh.show import shown
 from rollmesh.views import ManifestEntry, SyncValues
 
@@ -39,6 +40,7 @@ MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
 MAX_LISTED = 50  # offenders spelled out in one message
 MAX_NAME = 120  # characters of a name in a message
+BATCH_BYTES = 256 << 20  # of tensors in one push
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +100,6 @@ def report_of(values: SyncValues) -> SyncReport:
 
 
 # -------------------------------------------------------------------------------------------------- entries
-def is_sharded(tensor: Any) -> bool:
-    return callable(getattr(tensor, "full_tensor", None))
-
-
-def local_tensor(tensor: Any) -> Any:
-    """The tensor that the engine can read: a DTensor or FSDP shard is gathered, autograd is left behind."""
-    if is_sharded(tensor):
-        tensor = tensor.full_tensor()
-    if getattr(tensor, "requires_grad", False):
-        tensor = tensor.detach()
-    return tensor
-
-
 def short(name: object) -> str:
     text = name if isinstance(name, str) else repr(name)
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -162,13 +151,59 @@ def check_mapping(engine: AnyEngine, manifest: list[ManifestEntry], source: Mapp
 def push_mapping(engine: AnyEngine, source: Mapping[str, Any], deadline: float | None) -> None:
     """Copies every entry. Values that are not finite, or not tied as they should be, are only seen here; all are listed."""
     faults: dict[type[Error], list[str]] = {}
+    for batch in batches(source, deadline):
+        try:
+            engine.sync_push_all(batch)
+            continue
+        except (NonFiniteError, TiedWeightError):
+            pass  # none of them is there; one at a time they say which they are
+        for name, tensor in batch:
+            try:
+                engine.sync_push(name, tensor)
+            except (NonFiniteError, TiedWeightError) as error:
+                faults.setdefault(type(error), []).append(str(error))
+    raise_faults(faults)
+
+
+def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[tuple[str, Any]]]:
+    """The entries, as many at a time as are worth one push: a mapping may make its tensors as it is asked for them, and not all
+    of them fit into memory at once."""
+    batch: list[tuple[str, Any]] = []
+    held = 0
     for name, tensor in source.items():
         check_deadline(deadline, name)
+        local = local_tensor(tensor)
+        size = getattr(local, "nbytes", None)
+        batch.append((name, local))
+        held += size if isinstance(size, int) else BATCH_BYTES
+        if held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def push_all(engine: AnyEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
+    """Takes every entry to the end, whatever is wrong with one: ranks that hear of the same entries stay together. Returns what was
+    wrong; listing: as push_mapping says it."""
+    fault: Exception | None = None
+    faults: dict[type[Error], list[str]] = {}
+    for entry in entries:
         try:
-            engine.sync_push(name, local_tensor(tensor))
+            if fault is None:
+                push_entries(engine, [entry], deadline)
         except (NonFiniteError, TiedWeightError) as error:
-            faults.setdefault(type(error), []).append(str(error))
-    raise_faults(faults)
+            if listing:
+                faults.setdefault(type(error), []).append(str(error))
+            else:
+                fault = error
+        except Exception as error:  # noqa: BLE001 (raised once all ranks have heard of it)
+            fault = error
+    try:
+        raise_faults(faults if fault is None else {})
+    except Error as error:
+        fault = error
+    return fault
 
 
 def check_source(source: Any) -> None:

@@ -3,6 +3,10 @@ in (sync.py has the ways). Used under the generator's turn, but for `Sync`, the 
 
 A set that was opened without `with` closes at the generator's next step and at a repeated name: complete, it is committed;
 incomplete, IncompleteSyncError is raised and the old version serves.
+
+Where ranks are processes they meet at the beginning, at every push and at the end. What fails on one rank (arguments, a tensor, memory,
+the block of a `with`) ends the set on all at once: its own error there, SyncAbortedError with the rank and its reason elsewhere.
+A tensor that every rank refuses leaves the set open, as in one process.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ from typing import Any
 from rollmesh.arguments import deadline_of
 from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
+from rollmesh.pieces import local_tensor
 from rollmesh.requests import Requests
-from rollmesh.spmd import AnyEngine, SpmdEngine
-from rollmesh.sync import SyncOptions, check_deadline, check_mapping, local_tensor, push_entries, push_mapping, report_of
+from rollmesh.spmd import ALONE, PIECES, AnyEngine, SpmdEngine, reason
+from rollmesh.sync import SyncOptions, check_deadline, check_mapping, push_all, push_entries, push_mapping, report_of
+
+BEGINNING = "the beginning of a sync"
 
 
 class Weights:
@@ -34,10 +41,10 @@ class Weights:
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """A whole set from a mapping or an iterator."""
-        self._check_version(options)
-        self.reset("a later sync began")
         if isinstance(self._engine, SpmdEngine):
             return self._sync_together(self._engine, source, options, deadline)
+        self._check_version(options)
+        self.reset("a later sync began")
         if options.mode == "inplace":
             self._finish_running(options, deadline)
         try:
@@ -55,18 +62,20 @@ class Weights:
     def _sync_together(self, engine: SpmdEngine, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """As sync, one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
         the same place when they tell. A deadline is looked at when all are, too."""
+        kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
+        kinds = self._open_together(engine, BEGINNING, kind, options)
+        first = next((rank for rank, its in enumerate(kinds) if its is not None), None)
         voting = False
         try:
-            entries = engine.spread(source, options)
             if options.mode == "inplace":
                 self._finish_running(options, None)
             fault = _fault_of(options.begin, engine)
-            for entry in entries:
-                fault = fault or _fault_of(push_entries, engine, [entry], deadline)
-            engine.settle_sync(fault)
-            if deadline is not None:
-                self._finish_running(options, None)
-                engine.settle_sync(_fault_of(check_deadline, deadline, "its commit"))
+            if fault is None and kind == "mapping" and (None not in kinds or first == engine.rank):
+                fault = _fault_of(check_mapping, engine, self.manifest, source, options)
+            engine.settle_sync("a sync before its entries", fault)
+            listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
+            engine.settle_sync("a sync after its entries", push_all(engine, engine.spread(source, options), listing, deadline))
+            self._await_turn_to_commit(engine, options, deadline)
             voting = True
             return self._commit(options, None)
         except BaseException as error:
@@ -74,35 +83,104 @@ class Weights:
             engine.leave(error, voting)
             raise
 
+    def _open_together(self, engine: SpmdEngine, where: str, value: Any, options: SyncOptions) -> list[Any]:
+        """All ranks begin, unless one of them may not; an open set is reset then. Returns every rank's value."""
+        try:
+            everyone = engine.tell_of_sync(where, value, _fault_of(self._check_version, options))
+        except BaseException as error:
+            engine.leave(error)
+            raise
+        self.reset("a later sync began")
+        return everyone
+
+    def _await_turn_to_commit(self, engine: SpmdEngine, options: SyncOptions, deadline: float | None) -> None:
+        """A deadline is looked at when all ranks have finished what runs."""
+        if deadline is not None:
+            self._finish_running(options, None)
+            engine.settle_sync("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
+
     def begin(self, sync: Sync) -> None:
         """Opens the set of a handle; another open one is reset."""
-        self._check_version(sync.options)
-        self.reset("a later sync began")
-        if sync.options.mode == "inplace":
-            self._finish_running(sync.options, None)
-        sync.options.begin(self._engine)
+        if isinstance(self._engine, SpmdEngine):
+            self._begin_together(self._engine, sync.options)
+        else:
+            self._check_version(sync.options)
+            self.reset("a later sync began")
+            if sync.options.mode == "inplace":
+                self._finish_running(sync.options, None)
+            sync.options.begin(self._engine)
         self.refresh()
         self._open = sync
 
-    def push(self, sync: Sync, name: str, tensor: Any) -> None:
+    def _begin_together(self, engine: SpmdEngine, options: SyncOptions) -> None:
+        self._open_together(engine, PIECES, None, options)
+        try:
+            if options.mode == "inplace":
+                self._finish_running(options, None)
+            engine.settle_sync(PIECES, _fault_of(options.begin, engine))
+        except BaseException as error:
+            self._abort()
+            engine.leave(error)
+            raise
+
+    def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
+        """fault: why there is no tensor."""
         sync.require_open()
-        if name in sync.names and not sync.scoped:
+        if isinstance(name, str) and name in sync.names and not sync.scoped:
             self.finish(sync, None)
             sync.reopen()
             self.begin(sync)
-        self._engine.sync_push(name, tensor)
+        try:
+            if fault is None:
+                fault = _fault_of(self._engine.sync_push, name, tensor)
+            if isinstance(self._engine, SpmdEngine):
+                self._meet_among_pieces(self._engine, sync, "push", fault)
+            elif fault is not None:
+                raise fault
+        except BaseException as error:
+            if isinstance(self._engine, SpmdEngine):
+                self._engine.leave(error)
+            raise
         sync.names.add(name)
+
+    def _meet_among_pieces(self, engine: SpmdEngine, sync: Sync, at: str, fault: Exception | None = None) -> bool:
+        """Hears from every rank; one that cannot go on ends the set on all. Returns whether all are at the same place."""
+        everyone = engine.among_pieces(at, None if fault is None else reason(fault))
+        reasons = [why for _, why in everyone]
+        refused_by_all = all(its_at == "push" and why is not None for its_at, why in everyone)
+        if not refused_by_all and any(reasons):
+            self.reset("it ended on all ranks when one of them failed", only=sync)
+        engine.end_on_all(fault, reasons)
+        return all(its_at == at for its_at, _ in everyone)
+
+    def abort(self, sync: Sync, error: BaseException | None) -> None:
+        """The set of a handle is dropped, if it is open. error: what has ended its block."""
+        if self._open is not sync:
+            return
+        self.reset("it was aborted", only=sync)
+        if isinstance(self._engine, SpmdEngine):
+            if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
+                self._engine.among_pieces("abort", "the set was aborted" if error is None else reason(error))
+            else:
+                self._engine.leave(error)
 
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
         """Commits the open set. Whatever happens, it is closed afterwards."""
         sync.require_open()
         self._open, sync.closed = None, "it failed"
+        voting = False
         try:
+            if isinstance(self._engine, SpmdEngine):
+                while not self._meet_among_pieces(self._engine, sync, "commit"):
+                    pass  # others push on
+                self._await_turn_to_commit(self._engine, sync.options, deadline)
+                deadline = None
+            voting = True
             sync.report = self._commit(sync.options, deadline)
         except BaseException as error:
             self._abort()
             if isinstance(self._engine, SpmdEngine):
-                self._engine.leave(error, voting=True)
+                self._engine.leave(error, voting)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -178,10 +256,15 @@ class Sync:
         self.report: SyncReport | None = None
 
     def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into staging. Raises what is wrong with it; the set stays open."""
-        local = local_tensor(tensor)  # before the turn: gathering a DTensor is a collective of the trainer's
+        """Copies one tensor into staging. Raises what is wrong with it; the set stays open. Where ranks are processes: unless some have
+        taken it, which ends the set on all; SyncAbortedError when it ended because of another rank."""
+        local, fault = None, None
+        try:
+            local = local_tensor(tensor)  # before the turn: gathering a DTensor is a collective of the trainer's
+        except Exception as error:  # noqa: BLE001 (raised by push, when all ranks know)
+            fault = error
         with self._turn(None):
-            self._weights.push(self, name, local)
+            self._weights.push(self, name, local, fault)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
         """Closes the set and swaps versions. IncompleteSyncError when something is missing; then the old version serves."""
@@ -191,9 +274,12 @@ class Sync:
 
     def abort(self) -> None:
         """Drops what was pushed. Nothing happens when the set is closed already."""
+        self._abort(None)
+
+    def _abort(self, error: BaseException | None) -> None:
         if self.closed is None:
             with self._turn(None):
-                self._weights.reset("it was aborted", only=self)
+                self._weights.abort(self, error)
 
     def reopen(self) -> None:
         """A repeated name after a complete set: the next set begins, with the next version."""
@@ -211,6 +297,6 @@ class Sync:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
-            self.abort()
+            self._abort(error)
         elif self.closed is None:
             self.commit()

@@ -3,7 +3,8 @@
 // Input: random degrees (kept when they are legal), a random small spec, all its parameters. Oracles, none of which repeats how
 // placement.c computes: coordinates and ranks are one to one and peers differ in one axis alone; in each replica every row of
 // every parameter is held, once, but for KV heads, which are held by exactly those ranks that have a query head of the group, and
-// what is whole everywhere, and is answered for by one rank of the world; replicas are equal; an expert is whole on one rank of its axis; parts differ by one unit at most.
+// what is whole everywhere, and is answered for by one rank of the world; replicas are equal; an expert is whole on one rank of its
+// axis; parts differ by one unit at most.
 //
 //   placement [--cases 20000] [--seed 1] [--plant 1: the last row of each part is denied]
 #include "model/placement.h"

@@ -107,6 +107,8 @@ size_t rm_dispatch_bytes(const rm_dispatch *dispatch) { return dispatch->block_b
 int64_t rm_dispatch_max_arrive(const rm_dispatch *dispatch) { return dispatch->max_arrive; }
 
 // ---------------------------------------------------------------------------------------------- plans
+static int64_t stride(const rm_dispatch *d) { return d->n_experts + 1 + (int64_t)(sizeof(uint64_t) / sizeof(int32_t)); }
+
 rm_code rm_dispatch_plan_create(const rm_dispatch *d, rm_dispatch_plan **out, rm_error *err) {
   const size_t choices = (size_t)(d->max_rows * d->top_k);
   rm_dispatch_plan parts = {0};
@@ -114,7 +116,7 @@ rm_code rm_dispatch_plan_create(const rm_dispatch *d, rm_dispatch_plan **out, rm
       {&parts.place, choices, sizeof *parts.place},
       {&parts.ids, choices, sizeof *parts.ids},
       {&parts.group_rows, (size_t)d->here.n + 1, sizeof *parts.group_rows},
-      {&parts.starts, (size_t)d->n_ranks, (size_t)(d->n_experts + 1) * sizeof *parts.starts},
+      {&parts.starts, (size_t)d->n_ranks, (size_t)stride(d) * sizeof *parts.starts},
   };
   const size_t n = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n);
   rm_dispatch_plan *plan = bytes ? rm_alloc(1, sizeof *plan + bytes) : NULL;
@@ -130,9 +132,7 @@ rm_code rm_dispatch_plan_create(const rm_dispatch *d, rm_dispatch_plan **out, rm
 
 void rm_dispatch_plan_destroy(rm_dispatch_plan *plan) { rm_free(plan); }
 
-static int32_t *starts_of(const rm_dispatch *d, const rm_dispatch_plan *plan, int rank) {
-  return plan->starts + (int64_t)rank * (d->n_experts + 1);
-}
+static int32_t *starts_of(const rm_dispatch *d, const rm_dispatch_plan *plan, int rank) { return plan->starts + rank * stride(d); }
 
 // Rows of rank r for the experts of rank s.
 static int64_t rows_for(const rm_dispatch *d, const rm_dispatch_plan *plan, int r, int s) {
@@ -166,20 +166,23 @@ static rm_code check_row(const rm_dispatch *d, const int32_t *ids, int64_t row, 
 // The home's own part of the plan: how many rows for which expert, and the place of each.
 static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_t *ids, int64_t n_rows, rm_error *err) {
   int32_t *starts = starts_of(d, plan, d->me);
+  uint64_t digest = 0xCBF29CE484222325u;   // of the ids in their order: with local_allreduce all ranks must have the same
   if (n_rows < 0 || n_rows > d->max_rows)
     return rm_fail(err, RM_E_CAPACITY, "%lld rows, wanted at most max_rows=%lld", (long long)n_rows, (long long)d->max_rows);
   plan->n_rows = n_rows;
   plan->n_choices = 0;
-  memset(starts, 0, (size_t)(d->n_experts + 1) * sizeof *starts);
+  memset(starts, 0, (size_t)stride(d) * sizeof *starts);
   for (int64_t r = 0; r < n_rows; r++, ids += d->top_k) {
     const rm_code code = check_row(d, ids, r, err);
     if (code) return code;
     for (int64_t i = 0; i < d->top_k && ids[i] >= 0; i++) {
       starts[ids[i] + 1]++;
       plan->ids[plan->n_choices++] = ids[i];
+      digest = (digest ^ (uint64_t)ids[i]) * 0x9E3779B97F4A7C15u;
     }
   }
   for (int64_t e = 0; e < d->n_experts; e++) starts[e + 1] += starts[e];
+  memcpy(starts + d->n_experts + 1, &digest, sizeof digest);
   memcpy(d->cursor, starts, (size_t)d->n_experts * sizeof *starts);
   ids -= n_rows * d->top_k;
   for (int64_t i = 0; i < n_rows * d->top_k; i++) plan->place[i] = ids[i] < 0 ? -1 : d->cursor[ids[i]]++;
@@ -198,14 +201,15 @@ static rm_code check_starts(const rm_dispatch *d, const rm_dispatch_plan *plan, 
     if (!fits || rows_for(d, plan, r, d->me) > most_here)
       return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d plans %lld choices, wanted a multiple of top_k=%lld, %lld at most", r, n,
                      (long long)d->top_k, (long long)most);
-    if (!d->travels && memcmp(starts, mine, (size_t)(d->n_experts + 1) * sizeof *starts) != 0)
-      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has other rows than rank %d, where local_allreduce wants the same", r, d->me);
+    if (!d->travels && memcmp(starts, mine, (size_t)stride(d) * sizeof *starts) != 0)
+      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has other rows or ids than rank %d, where local_allreduce wants the same", r,
+                     d->me);
   }
   return RM_OK;
 }
 
 static rm_code exchange_starts(rm_dispatch *d, rm_dispatch_plan *plan, rm_error *err) {
-  const size_t bytes = (size_t)(d->n_experts + 1) * sizeof *plan->starts;
+  const size_t bytes = (size_t)stride(d) * sizeof *plan->starts;
   if (d->n_ranks == 1) return RM_OK;
   for (int r = 0; r < d->n_ranks; r++) {
     d->send[r] = (rm_block){starts_of(d, plan, d->me), 1, bytes, bytes};

@@ -50,7 +50,7 @@ typedef struct rm_dispatch_plan {
   int32_t *place;               // [n_rows][top_k] of a choice in what back gives; −1: padding
   int32_t *ids;                 // [n_choices] of the rows that are no padding
   int32_t *group_rows;          // [experts here + 1] where in what out gives the rows of an expert begin
-  int32_t *starts;              // [ranks][n_experts + 1] where in the choices of a rank those of an expert begin
+  int32_t *starts;              // [ranks][n_experts + 3] where in a rank's choices those of an expert begin; then a digest of its ids
 } rm_dispatch_plan;
 
 rm_code rm_dispatch_plan_create(const rm_dispatch *dispatch, rm_dispatch_plan **out, rm_error *err);

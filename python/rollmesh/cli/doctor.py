@@ -9,6 +9,7 @@ import ctypes
 import ctypes.util
 import importlib.metadata
 import importlib.util
+import mmap
 import os
 import platform
 import shutil
@@ -23,6 +24,7 @@ from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
 
+SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm.c)
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 32,
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         ("rollmesh", _rollmesh()),
         ("processor", _processor()),
         ("kernels", _kernels()),
+        ("mesh", _mesh()),
         ("training", _training()),
         ("GPU", _gpu()),
         ("vLLM", _vllm()),
@@ -97,6 +100,50 @@ def _isa_of(isa: str | None) -> str:
             return str(generator.metrics()["isa"])
     except rm.Error as error:
         return plain(error)
+
+
+def _mesh() -> list[tuple[str, str]]:
+    """How ranks can reach one another here; see rollmesh.comm."""
+    return [
+        ("threads", "works: all ranks in this process, the default"),
+        ("shm", _shared_memory(Path("/dev/shm"))),
+        ("lost ranks", _process_ends()),
+        ("torch", _torch_groups()),
+        ("NCCL, deepep", "not part of this version of rollmesh"),
+    ]
+
+
+def _shared_memory(folder: Path) -> str:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no: {folder} is missing or may not be written, which rm.comm.shm needs"
+    room = os.statvfs(folder)
+    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    text = f"{free / 2**30:.2f} of {whole / 2**30:.2f} GiB free in {folder}; a rank that is a process takes up to {SHM_BYTES >> 20} MiB"
+    fits = min(free // SHM_BYTES, rm.comm.Shm.MAX_WORLD)
+    return f"works for up to {fits} ranks: {text}" if fits >= 2 else f"no: too little room for two ranks: {text}"
+
+
+def _process_ends() -> str:
+    """How the end of another process is noticed."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return f"seen by looking at /proc: this system gives no pidfds ({plain(error)})"
+    return "seen at once, by pidfds"
+
+
+def _torch_groups() -> str:
+    """Of the file that has the backends' classes: to import torch takes seconds."""
+    version, spec = _version("torch"), importlib.util.find_spec("torch")
+    if version is None or spec is None or spec.origin is None:
+        return "missing: rm.comm.torch needs it (ranks on several machines); threads and shm do not"
+    try:
+        library = Path(spec.origin).parent / "lib/libtorch_python.so"
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+            built = [name for name in ("Gloo", "MPI", "UCC", "NCCL", "XCCL") if text.find(f"ProcessGroup{name}\0".encode()) >= 0]
+    except (OSError, ValueError) as error:
+        return f"torch {version}; its backends are unknown: {plain(error)}"
+    return f"torch {version} with {', '.join(built) or 'no backend'}; {'rm.comm.torch works over Gloo' if 'Gloo' in built else 'no Gloo'}"
 
 
 def _training() -> list[tuple[str, str]]:

@@ -125,7 +125,8 @@ def _arrays(source: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[tuple
 class SharedReader(Mapping[str, NDArray[Any]]):
     """The generator's side: the tensors of the version that `refresh` found, by name, as views of the shared memory.
 
-    Each tensor's bytes are summed and compared when it is taken (verify=False leaves that out).
+    Each tensor's bytes are summed and compared when it is first taken (verify=False leaves that out): a version that was mapped
+    is not written to again.
     """
 
     def __init__(self, address: str, *, verify: bool = True):
@@ -134,6 +135,7 @@ class SharedReader(Mapping[str, NDArray[Any]]):
             raise AuthError(f"{shown(address)} is not an address of a SharedWriter")
         self._path = Path(folder) / CURRENT
         self._verify = verify
+        self._verified: set[str] = set()  # names of this version
         self._block: NDArray[np.uint8] | None = None
         self._entries: dict[str, Entry] = {}
         self.version: int | None = None
@@ -159,7 +161,7 @@ class SharedReader(Mapping[str, NDArray[Any]]):
         by_name = {entry.name: entry for entry in entries}
         if len(by_name) != len(entries):
             raise FormatError(f"{self._path}: {len(entries)} tensors have {len(by_name)} names")
-        self._block, self._entries, self.version = block[start:], by_name, version
+        self._block, self._entries, self._verified, self.version = block[start:], by_name, set(), version
         return version
 
     def _map(self, descriptor: int) -> tuple[NDArray[np.uint8], bytes, int]:
@@ -178,7 +180,9 @@ class SharedReader(Mapping[str, NDArray[Any]]):
     def __getitem__(self, name: str) -> NDArray[Any]:
         entry = self._entries[name]
         assert self._block is not None
-        return take(entry, self._block, verify=self._verify)
+        array = take(entry, self._block, verify=self._verify and name not in self._verified)
+        self._verified.add(name)
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -1,0 +1,187 @@
+"""Processes as ranks, called as training scripts call: submit and poll in turns, and what goes wrong on one rank only.
+
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_calls.py. Oracle: one process with the same mesh, whose polls give out the
+same requests in the same call, and one rank, whose outputs are the same. Bound: 0 differing bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from test_mesh_processes import Server, results
+
+MESHES = [(1, 2, 1), (2, 2, 1), (2, 2, 4), (2, 1, 2)]
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    made = {transport: Server(transport, tmp_path_factory.mktemp("rendezvous")) for transport in ("shm", "torch")}
+    yield made
+    for server in made.values():
+        server.end()
+
+
+@pytest.fixture
+def ranks(servers: dict[str, Server]) -> Callable[..., list[dict[str, Any]]]:
+    def ask(do: str, mesh: tuple[int, int, int], transport: str = "shm", **job: Any) -> list[dict[str, Any]]:
+        return servers[transport](do, mesh, of="mesh_calls", **{"model": "moe", "timeout": 30.0, **job})
+
+    return ask
+
+
+@pytest.fixture
+def threads(servers: dict[str, Server]) -> Ask:
+    """One process, whose threads are the ranks."""
+
+    def ask(do: str, mesh: tuple[int, int, int], **job: Any) -> Any:
+        return results(servers["shm"](do, mesh, of="mesh_calls", **{"model": "moe", "transport": "none", "order": [0], **job}))[0]
+
+    return ask
+
+
+# -------------------------------------------------------------------------------------------------- submit and poll
+def by_request(polls: list[list[Any]]) -> dict[str, Any]:
+    """Outputs that were not cut short: how far an aborted request has come depends on what runs beside it."""
+    outputs = [output for outputs in polls for output in outputs if len(output) == 4]
+    return {str(output[0]): output for output in outputs if "abort" not in [sample[0] for sample in output[2]]}
+
+
+@pytest.mark.parametrize("inflight", ["wait", "keep", "restart", "abort"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_submitting_while_others_run(ranks: Ask, threads: Ask, mesh: tuple[int, int, int], inflight: str) -> None:
+    expected = threads("rolling", mesh, inflight=inflight)
+    for number, got in enumerate(results(ranks("rolling", mesh, inflight=inflight))):
+        assert [[o[0] for o in outputs] for outputs in got] == [[o[0] for o in outputs] for outputs in expected], f"rank {number}"
+        assert got == expected, f"rank {number}"
+    if inflight in ("wait", "restart"):  # else it matters how far a request was when the sync came
+        one_rank = by_request(threads("rolling", (1, 1, 1), inflight="wait"))
+        assert len(one_rank) > 20
+        assert inflight == "restart" or by_request(expected) == one_rank
+
+
+def test_submitting_while_others_run_over_torch(ranks: Ask, threads: Ask) -> None:
+    expected = threads("rolling", (1, 2, 1), inflight="wait")
+    assert results(ranks("rolling", (1, 2, 1), "torch", inflight="wait")) == [expected, expected]
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 4)], ids=str)
+def test_one_rank_sees_the_timeout_first(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+    """Then all stop there: as if every rank had that timeout."""
+    expected = threads("late", mesh, victim=0)
+    assert expected[0] == [0] * 10
+    for victim in range(2):
+        assert results(ranks("late", mesh, victim=victim)) == [expected] * (mesh[0] * mesh[1])
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1), (2, 2, 4)], ids=str)
+def test_a_refusal_where_one_replica_is_idle(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+    expected = threads("asleep", mesh)
+    assert [kind for kind, _ in expected[0]] == ["StateError"] * 3
+    assert results(ranks("asleep", mesh)) == [expected] * (mesh[0] * mesh[1])
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int, int]) -> None:
+    """It raises on the ranks of the first replica, which has the request; the other is told in an Error, and the mesh goes on."""
+    for number, (error, polled, scored) in enumerate(results(ranks("broken_tokenizer", mesh))):
+        assert error[0] == ("Error" if number >= mesh[0] else "KeyError")
+        assert "no such letter" in error[1]
+        assert (polled, scored) == ([1], [3])
+
+
+# -------------------------------------------------------------------------------------------------- row 24: sets that go wrong
+@pytest.fixture(scope="module")
+def serves_next(servers: dict[str, Server]) -> Any:
+    """What one rank answers with the weights that the scenarios sync last."""
+    job: dict[str, Any] = {"transport": "none", "order": [0], "model": "moe", "of": "mesh_calls", "bad": [], "rest": True, "how": ""}
+    return results(servers["shm"]("mapping_faults", (1, 1, 1), **job))[0]["after"]
+
+
+def check_ended(ranks: list[dict[str, Any]], serves_next: Any, victims: Sequence[int], kind: str, words: str) -> None:
+    """The victims' own error there, SyncAbortedError with it elsewhere, at once; the old version serves on, and a sync works."""
+    moments = []
+    for number, got in enumerate(results(ranks)):
+        name, text, moment = got["told"]
+        assert name == (kind if number in victims else "SyncAbortedError"), (number, got["told"])
+        assert words in text
+        assert number in victims or text.startswith(f"rank {victims[0]}: {kind}: "), (number, text)
+        assert (got["same"], got["version"], got["after"]) == (True, 3, serves_next)
+        moments.append(moment)
+    assert max(moments) - min(moments) < 10, "known at the deadline of 30 s only"
+
+
+ARGUMENTS = [("version", "VersionError", "version 3"), ("no version", "VersionError", "seven"), ("source", "UnsupportedTensorError", "int")]
+
+
+@pytest.mark.parametrize("how, kind, words", ARGUMENTS)
+@pytest.mark.parametrize("way", ["sync", "pieces"])
+@pytest.mark.parametrize("mesh, victim", [((1, 2, 1), 0), ((2, 2, 4), 3)])
+def test_arguments_that_one_rank_refuses(
+    ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, way: str, how: str, kind: str, words: str
+) -> None:
+    if (way, how) != ("pieces", "source"):
+        check_ended(ranks("arguments", mesh, way=way, how=how, victim=victim), serves_next, [victim], kind, words)
+
+
+WAYS = [
+    ("shape", "ShapeError", "3"),
+    ("gather", "RuntimeError", "a trainer's rank is gone"),
+    ("memory", "MemoryError", "no room"),
+    ("block", "KeyError", "the script's own"),
+]
+
+
+@pytest.mark.parametrize("how, kind, words", WAYS)
+@pytest.mark.parametrize("mesh, victim, at", [((2, 1, 1), 1, 0), ((1, 2, 1), 0, 5), ((2, 2, 4), 2, -1)])
+def test_a_push_that_fails_on_one_rank(
+    ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, at: int, how: str, kind: str, words: str
+) -> None:
+    """At the first, the sixth and the last tensor; there also when the others have one less, and are at their commit."""
+    check_ended(ranks("pieces", mesh, how=how, victim=victim, at=at), serves_next, [victim], kind, words)
+    if at == -1:
+        check_ended(ranks("pieces", mesh, how=how, victim=victim, at=at, others_stop=True), serves_next, [victim], kind, words)
+
+
+def test_a_push_that_fails_on_one_rank_over_torch(ranks: Ask, serves_next: Any) -> None:
+    check_ended(ranks("pieces", (1, 2, 1), "torch", how="shape", victim=1, at=3), serves_next, [1], "ShapeError", "3")
+
+
+@pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 1), ((1, 3, 1), 0)])
+def test_one_rank_drops_its_set(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
+    for number, got in enumerate(results(ranks("pieces", mesh, how="abort", victim=victim, at=2))):
+        assert got["told"][:2] == (
+            ["KeyError", "'aborted'"] if number == victim else ["SyncAbortedError", f"rank {victim}: the set was aborted"]
+        )
+        assert got["same"]
+
+
+def test_ctrl_c_between_two_pushes(ranks: Ask) -> None:
+    told = [got["told"] for got in results(ranks("pieces", (2, 2, 4), how="Ctrl-C", victim=1, at=3))]
+    assert [name for name, _, _ in told] == ["RankLostError", "KeyboardInterrupt", "RankLostError", "RankLostError"]
+    assert all("rank 1" in text for name, text, _ in told if name == "RankLostError")
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 4)], ids=str)
+def test_a_tensor_that_all_ranks_refuse_leaves_the_set_open(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+    expected = threads("refused_by_all", (1, 1, 1))
+    assert {name for name, _ in expected[0]} == {"ShapeError"}
+    assert results(ranks("refused_by_all", mesh)) == [expected] * (mesh[0] * mesh[1])
+
+
+@pytest.mark.parametrize("how", ["names", "missing", "unexpected", "shapes", "values"])
+@pytest.mark.parametrize("bad, rest", [([0, 1, 2, 3], True), ([0], False), ([0], True)], ids=["all", "one source", "one bad"])
+def test_one_error_lists_all_offenders(ranks: Ask, threads: Ask, serves_next: Any, bad: list[int], rest: bool, how: str) -> None:
+    """As in one process, to the letter. The values are of rows that ranks 0 and 1 hold, both or one, each of its own part."""
+    kind, text, _ = threads("mapping_faults", (1, 1, 1), bad=[0], rest=True, how=how)["told"]
+    assert text.count("; ") >= 1
+    got = ranks("mapping_faults", (2, 2, 4), bad=bad, rest=rest, how=how)
+    if how != "values":
+        check_ended(got, serves_next, bad, kind, text)
+        return
+    told = [rank["told"][:2] for rank in results(got)]
+    assert told[0] == [kind, text]
+    assert {name for name, _ in told} <= {kind, "SyncAbortedError"}
+    assert all(text in said for name, said in told if name == "SyncAbortedError")
+    assert all(rank["same"] and rank["after"] == serves_next for rank in results(got))

@@ -1,0 +1,271 @@
+"""csrc/weights/plan.c: which bytes go from whom to whom, and what a mesh wants of each tensor.
+
+Input: random tensors in random pieces of random trainers, wanted in other pieces. Oracle: NumPy, which cuts the tensor, moves what the plan
+says and counts how often each element was written. Bound: gather(shard(x)) = x, every wanted element once, no other ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_native import note, passes, run
+
+import rollmesh as rm
+from rollmesh import _core
+from rollmesh.placement import placements
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+Parts = NDArray[np.int64]
+
+
+def parts(listed: list[tuple[int, Box]]) -> Parts:
+    rows = [[rank, *offsets, *[0] * (4 - len(offsets)), *sizes, *[1] * (4 - len(sizes))] for rank, (offsets, sizes) in listed]
+    return np.array(rows, np.int64).reshape(-1, 9)
+
+
+def slices(box: NDArray[np.int64], n_dims: int) -> tuple[slice, ...]:
+    return tuple(slice(first, first + n) for first, n in zip(box[:n_dims], box[4:], strict=False))
+
+
+def chunk(n: int, parts_: int, index: int) -> tuple[int, int]:
+    """As torch.chunk: ceil(n / parts) each, the last ones less or nothing."""
+    each = -(-n // parts_) if n else 0
+    first = min(n, each * index)
+    return first, min(each, n - first)
+
+
+def trainer(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> list[tuple[int, Box]]:
+    """What DTensor placements make: a mesh of one or two axes, each Shard(dim) or Replicate; a rank may be in no mesh at all."""
+    size = int(rng.integers(1, world + 1))
+    inner = int(rng.choice([n for n in range(1, size + 1) if size % n == 0]))
+    axes = [(size // inner, int(rng.integers(-1, len(shape)))), (inner, int(rng.integers(-1, len(shape))))]
+    first_rank = int(rng.integers(world - size + 1))
+    out = []
+    for index in range(size):
+        offsets, sizes = [0] * len(shape), list(shape)
+        for (n, dim), at in zip(axes, divmod(index, inner), strict=True):
+            if dim >= 0:
+                first, sizes[dim] = chunk(sizes[dim], n, at)
+                offsets[dim] += first
+        out.append((first_rank + index, (tuple(offsets), tuple(sizes))))
+    return out
+
+
+def generator(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> list[tuple[int, Box]]:
+    """Some disjoint boxes for each rank: cells of a random grid."""
+    out = []
+    for rank in range(world):
+        cuts = [sorted({0, n, *rng.integers(0, n + 1, int(rng.integers(3))).tolist()}) for n in shape]
+        for cell in itertools.product(*(list(itertools.pairwise(c)) or [(0, 0)] for c in cuts)):
+            if rng.random() < 0.5:
+                out.append((rank, (tuple(a for a, _ in cell), tuple(b - a for a, b in cell))))
+    return out
+
+
+def carry_out(x: NDArray[Any], held: Parts, wanted: Parts, copies: NDArray[np.int64], world: int) -> None:
+    """Cuts x, does the copies, compares."""
+    got = np.zeros((world, *x.shape), x.dtype)
+    times = np.zeros((world, *x.shape), int)
+    has = np.zeros((world, *x.shape), bool)
+    wants = np.zeros((world, *x.shape), bool)
+    for marks, listed in ((has, held), (wants, wanted)):
+        for row in listed:
+            marks[(row[0], *slices(row[1:], x.ndim))] = True
+    for copy in copies:
+        box = slices(copy[2:], x.ndim)
+        assert has[(copy[0], *box)].all(), "a rank gives what it does not have"
+        assert copy[0] == copy[1] or not has[(copy[1], *box)].any(), "a rank gets what it has"
+        got[(copy[1], *box)] = x[box]
+        times[(copy[1], *box)] += 1
+    assert np.array_equal(times, wants), "not every wanted element was written once"
+    assert np.array_equal(got, np.where(wants, x, 0))
+
+
+def case(rng: np.random.Generator) -> tuple[NDArray[Any], Parts, Parts, int]:
+    shape = tuple(int(n) for n in rng.choice([0, 1, 2, 3, 5, 8], int(rng.integers(1, 5)), p=[0.04, 0.16, 0.2, 0.2, 0.2, 0.2]))
+    world = int(rng.integers(1, 9))
+    held = trainer(rng, shape, world)
+    if rng.random() < 0.3:  # a second trainer's pieces besides, which overlap those of the first in any way
+        held = sorted(held + trainer(rng, shape, world), key=lambda part: part[0])
+    x = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    return x, parts(held), parts(generator(rng, shape, world)), world
+
+
+def test_gather_of_shard_is_the_tensor(rng: np.random.Generator) -> None:
+    copied = Counter[str]()
+    for _ in range(1500):
+        x, held, wanted, world = case(rng)
+        copies = _core.plan_copies("x", x.shape, held, wanted, world)
+        assert np.array_equal(copies, _core.plan_copies("x", x.shape, held, wanted, world))
+        carry_out(x, held, wanted, copies, world)
+        copied["own"] += int((copies[:, 0] == copies[:, 1]).sum())
+        copied["other"] += int((copies[:, 0] != copies[:, 1]).sum())
+    assert min(copied.values()) > 1000
+
+
+def test_plans_of_any_boxes(native: Callable[..., Path], seed: int, pytestconfig: pytest.Config) -> None:
+    """tests/native/plan.c: boxes that overlap anyhow, parts that are none, allocations that fail; after two planted faults were seen."""
+    program = native("plan", sanitize="address,undefined")
+    for fault in ("1", "2"):
+        assert run([program, "--cases", "200", "--plant", fault]).returncode == 1
+    note(pytestconfig, "ASan, UBSan", passes([program, "--cases", "6000", "--seed", str(seed)]))
+
+
+@pytest.mark.parametrize("plant", ["lost", "twice", "shifted", "from another"])
+def test_the_oracle_sees_a_planted_fault(rng: np.random.Generator, plant: str) -> None:
+    """One copy is left out, doubled, moved by one, or taken from a rank that has nothing."""
+    x = np.arange(1, 61).reshape(6, 10)
+    held = parts([(rank, ((2 * rank, 0), (2, 10))) for rank in range(3)])
+    wanted = parts([(rank, ((0, 2 * rank), (6, 2))) for rank in range(4)])
+    copies = _core.plan_copies("x", x.shape, held, wanted, 4)
+    carry_out(x, held, wanted, copies, 4)
+    at = int(rng.integers(len(copies)))
+    if plant == "lost":
+        copies = np.delete(copies, at, 0)
+    elif plant == "twice":
+        copies = np.concatenate([copies, copies[at : at + 1]])
+    elif plant == "shifted":
+        copies[at, 3] += 1 if copies[at, 3] < 8 else -1
+    else:
+        copies[at, 0] = 3
+    with pytest.raises(AssertionError):
+        carry_out(x, held, wanted, copies, 4)
+
+
+def test_an_element_that_nobody_has_is_named(rng: np.random.Generator) -> None:
+    """One random element is taken out of every piece; the piece falls into boxes round it."""
+    seen = 0
+    for _ in range(300):
+        x, _, wanted, world = case(rng)
+        if x.size == 0:
+            continue
+        hole = [int(rng.integers(n)) for n in x.shape]
+        held: list[tuple[int, Box]] = []
+        for d, n in enumerate(x.shape):  # the hyperplanes beside it
+            for first, size in ((0, hole[d]), (hole[d] + 1, n - hole[d] - 1)):
+                offsets, sizes = [0] * x.ndim, list(x.shape)
+                offsets[d], sizes[d] = first, size
+                held.append((int(rng.integers(world)), (tuple(offsets), tuple(sizes))))
+        table = parts(sorted(held, key=lambda part: part[0]))
+        wants = [row for row in wanted if all(f <= h < f + n for f, h, n in zip(row[1:5], hole, row[5:], strict=False))]
+        if not wants:
+            carry_out(x, table, wanted, _core.plan_copies("x", x.shape, table, wanted, world), world)
+            continue
+        seen += 1
+        text = str(hole).replace("[", r"\[").replace("]", r"\]")
+        with pytest.raises(rm.IncompleteSyncError, match=rf"^x: element {text} of .* rank {wants[0][0]} needs it"):
+            _core.plan_copies("x", x.shape, table, wanted, world)
+    assert seen > 50
+
+
+def test_replicas_share_the_work() -> None:
+    """Four ranks that all have a tensor, twelve that want it: each gives three times, and those that have it take their own."""
+    whole = ((0, 0), (4, 4))
+    held = parts([(rank, whole) for rank in (0, 4, 8, 12)])
+    copies = _core.plan_copies("x", (4, 4), held, parts([(rank, whole) for rank in range(16)]), 16)
+    assert Counter(copies[:, 0].tolist()) == {0: 4, 4: 4, 8: 4, 12: 4}
+    assert len(copies) == 16
+    assert all(copies[copies[:, 1] == rank][0, 0] == rank for rank in (0, 4, 8, 12))
+
+
+HUGE = 2**62
+
+
+@pytest.mark.parametrize(
+    "shape, held, error, words",
+    [
+        ((4, 4), (0, (0, 0), (5, 4)), rm.LayoutError, r"held by rank 0 has 5 from 0 on in dim 0, wanted it inside shape \[4, 4\]"),
+        ((4, 4), (0, (0, 1), (4, 4)), rm.LayoutError, "4 from 1 on in dim 1"),
+        ((4, 4), (0, (-1, 0), (1, 4)), rm.LayoutError, "from -1 on"),
+        ((4, 4), (0, (0, 0), (-1, 4)), rm.LayoutError, "has -1"),
+        ((4, 4), (0, (2, 0), (2**63 - 1, 4)), rm.LayoutError, "has 9223372036854775807"),
+        ((4, 4), (2, (0, 0), (4, 4)), rm.LayoutError, "rank 2 of 2 ranks"),
+        ((4, 4), (-1, (0, 0), (4, 4)), rm.LayoutError, "rank -1"),
+        ((HUGE, HUGE), (0, (0, 0), (1, 1)), rm.LayoutError, "cannot be addressed"),
+        ((-4, 4), (0, (0, 0), (0, 0)), rm.LayoutError, "cannot be addressed"),
+        ((1, 1, 1, 1, 1), (0, (0,), (1,)), rm.LayoutError, "5 dims"),
+        ((4,), (0, (0, 1), (4, 1)), rm.LayoutError, "dim 1"),
+    ],
+)
+def test_parts_that_are_none(shape: tuple[int, ...], held: tuple[int, Any, Any], error: type[rm.Error], words: str) -> None:
+    bad = parts([(held[0], held[1:])])  # type: ignore[list-item]
+    with pytest.raises(error, match=words):
+        _core.plan_copies("x", shape, bad, parts([]), 2)
+    with pytest.raises(error, match=words.replace("held", "wanted")):
+        _core.plan_copies("x", shape, parts([]), bad, 2)
+
+
+def test_parts_out_of_order() -> None:
+    two = parts([(1, ((0,), (2,))), (0, ((2,), (2,)))])
+    with pytest.raises(rm.LayoutError, match="in order"):
+        _core.plan_copies("x", (4,), two, parts([]), 2)
+
+
+def test_a_tensor_of_any_size_costs_nothing() -> None:
+    """Numbers near the end of int64 do not run over."""
+    shape = (2**31, 2**31 - 1)
+    halves = parts([(0, ((0, 0), (2**30, shape[1]))), (1, ((2**30, 0), (2**30, shape[1])))])
+    copies = _core.plan_copies("x", shape, halves, parts([(0, ((0, 5), (2**31, 7)))]), 2)
+    assert copies.tolist() == [[0, 0, 0, 5, 0, 0, 2**30, 7, 1, 1], [1, 0, 2**30, 5, 0, 0, 2**30, 7, 1, 1]]
+
+
+# -------------------------------------------------------------------------------------------------- what a mesh wants
+SIZES = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 300, "hidden_size": 96, "head_dim": 8}
+EXPERT = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6), (4, 2, 1), (6, 1, 6)], ids=str)
+def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
+    """Against rollmesh.placement, row by row: fused and single names, experts packed or each by itself, vectors."""
+    config = helpers.tiny_config(True, **SIZES, num_experts=12, attention_bias=True, moe_intermediate_size=80)
+    spec = rm.ModelSpec.from_hf(config)
+    where = placements(spec, *mesh)
+    tp, dp, ep = mesh
+    with rm.Generator(spec, mesh=rm.Mesh(tp=tp, dp=dp, ep=ep), dtype="float32", kv_cache_gib=0.01, max_model_len=64, threads=1) as made:
+        engine = made._engine
+        inner, hidden, d = 80, 96, 8
+        for name, shape, rows in [
+            ("model.embed_tokens.weight", (300, hidden), lambda p: p.vocab),
+            ("model.norm.weight", (hidden,), lambda p: range(hidden)),
+            ("model.layers.0.self_attn.q_proj.bias", (96,), lambda p: range(p.heads.start * d, p.heads.stop * d)),
+            ("model.layers.0.self_attn.k_proj.weight", (16, hidden), lambda p: range(p.kv_heads.start * d, p.kv_heads.stop * d)),
+        ]:
+            check_wanted(engine, name, shape, [[(0, set(rows(p)))] for p in where])
+        for e in (0, 11):
+            check_wanted(engine, f"{EXPERT}.{e}.up_proj.weight", (inner, hidden), [[(0, held(p, e, p.expert_inner))] for p in where])
+        down = [[(e, held(p, e, p.expert_hidden)) for e in range(12)] for p in where]
+        check_wanted(engine, f"{EXPERT}.down_proj", (12, hidden, inner), down)
+        both = [[(e, held(p, e, p.expert_inner) | {inner + row for row in held(p, e, p.expert_inner)}) for e in range(12)] for p in where]
+        table = check_wanted(engine, f"{EXPERT}.gate_up_proj", (12, 2 * inner, hidden), both)
+        assert len(table) <= 2 * tp * dp, "runs of neighbours are one box"
+        with pytest.raises(rm.UnexpectedKeyError):
+            engine.sync_wanted("model.nothing")
+
+
+def held(p: Any, expert: int, rows: range) -> set[int]:
+    return set(rows) if expert in p.experts else set()
+
+
+def check_wanted(engine: Any, name: str, shape: tuple[int, ...], expected: list[list[tuple[int, set[int]]]]) -> Parts:
+    its_shape, table = engine.sync_wanted(name)
+    assert its_shape == shape
+    assert table[:, 0].tolist() == sorted(table[:, 0].tolist())
+    for rank, outers in enumerate(expected):
+        times = np.zeros(shape, int)
+        want = np.zeros(shape, int)
+        for row in table[table[:, 0] == rank]:
+            times[slices(row[1:], len(shape))] += 1
+        for outer, rows in outers:
+            at = want[outer] if len(shape) == 3 else want
+            at[sorted(rows)] = 1
+        assert np.array_equal(times, want), (name, rank)
+    return table  # type: ignore[no-any-return]
