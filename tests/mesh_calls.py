@@ -159,7 +159,7 @@ class Sharded:
 
 
 def arguments(rank: Rank) -> Any:
-    """Arguments of a sync, or of a set in pieces, that one rank refuses."""
+    """Arguments of a sync, or of a set that is pushed, that one rank refuses."""
     how = rank.job["how"] if rank.victim else ""
     version: Any = {"version": 3, "no version": "seven"}.get(how)
     source = 42 if how == "source" else weights(rank.job["model"], 0.5)
@@ -176,7 +176,7 @@ def arguments(rank: Rank) -> Any:
 
 
 def pieces(rank: Rank) -> Any:
-    """A set in pieces that one rank cannot go on with, at its push of number `at`."""
+    """A set that is pushed and that one rank cannot go on with, at its push of number `at`."""
     how, at = rank.job["how"], rank.job["at"]
 
     def fail(generator: rm.Generator, sync: Any, name: str) -> None:

@@ -74,7 +74,7 @@ class LimitError(Error, ValueError):
 
 
 class IncompleteSyncError(MissingKeyError):
-    """A set pushed in pieces was closed before every required parameter had come."""
+    """A set of weights was closed before every required parameter had come."""
 
 
 class CapacityError(Error, ValueError):

@@ -47,7 +47,7 @@ from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
 from rollmesh.spec import ModelSpec
-from rollmesh.spmd import PIECES, AnyEngine, SpmdEngine, join
+from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
 from rollmesh.turn import Turn
@@ -521,10 +521,10 @@ class Generator:
         allow_nonfinite: bool = False,
         allow_bias_removal: bool = False,
     ) -> Sync:
-        """Opens a set that is pushed in pieces, in any order; see Sync. One that is open already is reset.
+        """Opens a set that is pushed tensor by tensor, in any order; see Sync. One that is open already is reset.
 
         Where ranks are processes, each pushes what it has, all tensors of a set: they meet at every push."""
-        with self._refusing(PIECES):
+        with self._refusing(PUSHES):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
         with self._call():
             sync = Sync(self._weights, self._call, options)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError)  # not every rank need have the same of these
-PIECES = "a set of weights in pieces"
+PUSHES = "a set of weights that is pushed"
 MAX_TOLD = 8000  # characters of one rank's error that the others get: a list of offenders fits
 
 
@@ -90,7 +90,7 @@ class SpmdEngine:
         """Every rank's value. Raises CollectiveMismatchError when they are not all in the same call, asked for the same."""
         asked = self._asked.hexdigest()[:16]
         parts = self._control.all_gather(encode([call, asked, value]))
-        everyone = [decode(part) if part else [PIECES, asked, None] for part in parts]
+        everyone = [decode(part) if part else [PUSHES, asked, None] for part in parts]
         for rank, (its_call, its_asked, _) in enumerate(everyone):
             if (its_call, its_asked) != (call, asked):
                 what = f"is in {its_call} and rank {self.rank} in {call}" if its_call != call else f"and rank {self.rank} in {call} differ"
@@ -345,16 +345,16 @@ class SpmdEngine:
             if why is not None:
                 raise SyncAbortedError(f"rank {rank}: {why}")
 
-    def among_pieces(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """A set in pieces: where each rank is, and if so why it goes no further. All ranks come here once for every push ("push"), when
+    def among_pushes(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
+        """A pushed set: where each rank is, and if so why it goes no further. All ranks come here once for every push ("push"), when
         they drop the set ("abort"), and when they are through ("commit"), then as often as others still push. Nothing is said of a
         push that went well."""
-        parts = self._control.all_gather(b"" if (at, why) == ("push", None) else encode([PIECES, at, why]))
+        parts = self._control.all_gather(b"" if (at, why) == ("push", None) else encode([PUSHES, at, why]))
         everyone: list[tuple[str, str | None]] = []
         for rank, part in enumerate(parts):
-            call, its_at, its_why = decode(part) if part else (PIECES, "push", None)
-            if call != PIECES:
-                raise CollectiveMismatchError(f"rank {rank} is in {call} and rank {self.rank} in {PIECES}")
+            call, its_at, its_why = decode(part) if part else (PUSHES, "push", None)
+            if call != PUSHES:
+                raise CollectiveMismatchError(f"rank {rank} is in {call} and rank {self.rank} in {PUSHES}")
             everyone.append((its_at, its_why))
         return everyone
 

@@ -2,7 +2,7 @@
 
 mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
 iterator     checked and copied entry by entry; what is missing shows at the end
-begin_sync   the same in pieces (weights.py)
+begin_sync   the same, tensor by tensor (weights.py)
 """
 
 from __future__ import annotations

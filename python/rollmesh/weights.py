@@ -23,7 +23,7 @@ from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.pieces import local_tensor
 from rollmesh.requests import Requests
-from rollmesh.spmd import ALONE, PIECES, AnyEngine, SpmdEngine, reason
+from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine, reason
 from rollmesh.sync import SyncOptions, check_deadline, check_mapping, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
@@ -113,11 +113,11 @@ class Weights:
         self._open = sync
 
     def _begin_together(self, engine: SpmdEngine, options: SyncOptions) -> None:
-        self._open_together(engine, PIECES, None, options)
+        self._open_together(engine, PUSHES, None, options)
         try:
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            engine.settle_sync(PIECES, _fault_of(options.begin, engine))
+            engine.settle_sync(PUSHES, _fault_of(options.begin, engine))
         except BaseException as error:
             self._abort()
             engine.leave(error)
@@ -134,7 +134,7 @@ class Weights:
             if fault is None:
                 fault = _fault_of(self._engine.sync_push, name, tensor)
             if isinstance(self._engine, SpmdEngine):
-                self._meet_among_pieces(self._engine, sync, "push", fault)
+                self._meet_among_pushes(self._engine, sync, "push", fault)
             elif fault is not None:
                 raise fault
         except BaseException as error:
@@ -143,9 +143,9 @@ class Weights:
             raise
         sync.names.add(name)
 
-    def _meet_among_pieces(self, engine: SpmdEngine, sync: Sync, at: str, fault: Exception | None = None) -> bool:
+    def _meet_among_pushes(self, engine: SpmdEngine, sync: Sync, at: str, fault: Exception | None = None) -> bool:
         """Hears from every rank; one that cannot go on ends the set on all. Returns whether all are at the same place."""
-        everyone = engine.among_pieces(at, None if fault is None else reason(fault))
+        everyone = engine.among_pushes(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
         refused_by_all = all(its_at == "push" and why is not None for its_at, why in everyone)
         if not refused_by_all and any(reasons):
@@ -160,7 +160,7 @@ class Weights:
         self.reset("it was aborted", only=sync)
         if isinstance(self._engine, SpmdEngine):
             if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-                self._engine.among_pieces("abort", "the set was aborted" if error is None else reason(error))
+                self._engine.among_pushes("abort", "the set was aborted" if error is None else reason(error))
             else:
                 self._engine.leave(error)
 
@@ -171,7 +171,7 @@ class Weights:
         voting = False
         try:
             if isinstance(self._engine, SpmdEngine):
-                while not self._meet_among_pieces(self._engine, sync, "commit"):
+                while not self._meet_among_pushes(self._engine, sync, "commit"):
                     pass  # others push on
                 self._await_turn_to_commit(self._engine, sync.options, deadline)
                 deadline = None
@@ -241,7 +241,7 @@ def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
 
 
 class Sync:
-    """One set of weights that is being pushed in pieces; made by Generator.begin_sync.
+    """One set of weights that is being pushed; made by Generator.begin_sync.
 
     As a context manager it commits when the block ends and aborts when the block raises; meanwhile the old version serves.
     Without `with`: push …, then commit() or abort(), or leave closing to the next step or repeated name.
