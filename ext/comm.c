@@ -84,18 +84,19 @@ static int take(const caller *c, PyObject *got, const rm_block recv[]) {
   return 0;
 }
 
-// The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on. A Ctrl-C comes again once
-// this call is over.
+// The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on. A Ctrl-C is kept for rm_raise:
+// raised before the call is over it would be lost, or would cut short what this rank still does for the others to hear of it.
 static rm_code code_of_exception(const caller *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT, RM_E_MESH_MISMATCH, RM_E_MEMORY};
   PyObject *type, *value, *trace;
   rm_code code = RM_E_RANK_LOST;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
     if (PyErr_ExceptionMatches(rm_state(c->module)->errors[known[i]])) code = known[i];
-  if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+  const int interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
+  if (interrupted) rm_state(c->module)->interrupted = PyThread_get_thread_ident();
   PyErr_Fetch(&type, &value, &trace);
   PyObject *text = value ? PyObject_Str(value) : NULL, *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
-  rm_fail(err, code, "%.400s", bytes ? PyBytes_AsString(bytes) : "the exchange failed");
+  rm_fail(err, code, "%.400s", interrupted ? "the exchange was interrupted" : bytes ? PyBytes_AsString(bytes) : "the exchange failed");
   PyErr_Clear();
   Py_XDECREF(bytes);
   Py_XDECREF(text);

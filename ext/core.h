@@ -17,12 +17,14 @@ typedef struct rm_module_state {
   PyObject *comm_type;          // owned _core.Comm
   PyObject *dispatcher_type;    // owned _core.Dispatcher
   PyObject *plan_type;          // owned _core.DispatchPlan
+  unsigned long interrupted;    // thread whose call a Ctrl-C has cut short, until that call is over; 0: none
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
 
 // Sets the exception that belongs to err->code, with its message; clears err; returns NULL, so that a function can
-// `return rm_raise(module, &err)`. An exception that is set already (a callback raised) stays.
+// `return rm_raise(module, &err)`. An exception that is set already (a callback raised) stays; a call that was cut short by Ctrl-C gives
+// KeyboardInterrupt.
 PyObject *rm_raise(PyObject *module, rm_error *err);
 // The same with a sentence of one's own, for what the extension itself refuses. Takes PyErr_Format's formats. Returns NULL.
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);

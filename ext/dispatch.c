@@ -5,6 +5,7 @@
 #include "arrays.h"
 #include "comm.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "base/memory.h"
@@ -18,6 +19,7 @@ typedef struct dispatcher_object {
   rm_dispatch *dispatch;        // owned; NULL: closed
   rm_range here;                // experts
   int64_t n_experts, top_k, max_rows;
+  int64_t n_plans;              // made so far
   int size, rank;
   int busy;                     // a thread is in a call; written with the GIL held
 } dispatcher_object;
@@ -26,6 +28,7 @@ typedef struct plan_object {
   PyObject_HEAD
   PyObject *owner;              // owned: the Dispatcher that it is of
   rm_dispatch_plan *plan;       // owned
+  int64_t number;               // of the owner's plans, from 1
 } plan_object;
 
 static void *new_object(PyObject *type) { return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0); }
@@ -153,6 +156,7 @@ static PyObject *dispatcher_plan(dispatcher_object *self, PyObject *object) {
   plan_object *plan = new_object(rm_state(module)->plan_type);
   if (!plan) return leave(self, RM_OK, &err, NULL);
   plan->owner = Py_NewRef((PyObject *)self);
+  plan->number = ++self->n_plans;
   Py_BEGIN_ALLOW_THREADS
     code = rm_dispatch_plan_create(self->dispatch, &plan->plan, &err);
     if (!code) code = rm_dispatch_plan_fill(self->dispatch, plan->plan, ids, want.shape[0], &err);
@@ -162,14 +166,16 @@ static PyObject *dispatcher_plan(dispatcher_object *self, PyObject *object) {
 
 typedef rm_code (*move_fn)(rm_dispatch *, const rm_ctx *, const rm_dispatch_plan *, const void *, size_t, char **, rm_error *);
 
-// (plan, from, to): `move` of n_from rows into an array of n_to, both members of the plan by their offsets.
+// (what, plan, from, to): `move` of n_from rows into an array of n_to, both members of the plan by their offsets. Ranks must agree on
+// `what`, and on the plan's number: plans of two batches may have the same sizes.
 static PyObject *run_move(dispatcher_object *self, PyObject *args, move_fn move, size_t n_from, size_t n_to) {
   PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self)), *plan_arg, *objects[2];
   rm_error err = RM_ERROR_INIT;
   void *from, *to;
-  char *moved = NULL;
+  char *moved = NULL, said[RM_DISPATCH_SAID];
+  const char *what;
   rm_code code;
-  if (!PyArg_ParseTuple(args, "OOO", &plan_arg, &objects[0], &objects[1])) return NULL;
+  if (!PyArg_ParseTuple(args, "sOOO", &what, &plan_arg, &objects[0], &objects[1])) return NULL;
   const int is_plan = PyObject_IsInstance(plan_arg, rm_state(module)->plan_type);
   if (is_plan < 0) return NULL;
   if (!is_plan || ((plan_object *)plan_arg)->owner != (PyObject *)self)
@@ -182,8 +188,10 @@ static PyObject *run_move(dispatcher_object *self, PyObject *args, move_fn move,
   memcpy(&target.shape[0], (const char *)plan + n_to, sizeof target.shape[0]);
   if (rm_array_data(module, objects[1], &target, &to) || enter(self)) return NULL;
   const size_t bytes = (size_t)source.shape[1];
+  snprintf(said, sizeof said, "plan %lld: %s", (long long)((plan_object *)plan_arg)->number, what);
   Py_BEGIN_ALLOW_THREADS
-    code = move(self->dispatch, NULL, plan, from, bytes, &moved, &err);
+    code = rm_dispatch_agree(self->dispatch, said, bytes, &err);
+    if (!code) code = move(self->dispatch, NULL, plan, from, bytes, &moved, &err);
     if (!code) rm_copy(to, moved, (size_t)target.shape[0] * bytes);
   Py_END_ALLOW_THREADS
   return leave(self, code, &err, Py_NewRef(Py_None));
@@ -273,9 +281,9 @@ static PyObject *plan_group_rows(plan_object *self, void *unused) {
 #define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))dispatcher_##name, flags, PyDoc_STR(doc)}
 static PyMethodDef methods[] = {
     METHOD(plan, METH_O, "plan(ids): where the rows of int32 [rows, top_k] ids go; rows of negative ids are padding. Collective."),
-    METHOD(out, METH_VARARGS, "out(plan, x, rows): rows of the home to their experts. Collective."),
-    METHOD(back, METH_VARARGS, "back(plan, rows, choices): rows of the experts to the home. Collective."),
-    METHOD(out_each, METH_VARARGS, "out_each(plan, choices, rows): a row for each choice to its expert. Collective."),
+    METHOD(out, METH_VARARGS, "out(what, plan, x, rows): rows of the home to their experts. Collective; all ranks say the same `what`."),
+    METHOD(back, METH_VARARGS, "back(what, plan, rows, choices): rows of the experts to the home. Collective."),
+    METHOD(out_each, METH_VARARGS, "out_each(what, plan, choices, rows): a row for each choice to its expert. Collective."),
     METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),
     METHOD(close, METH_NOARGS, "Leaves the group and frees the buffers. Idempotent."),
     {NULL, NULL, 0, NULL},

@@ -17,7 +17,11 @@ static PyObject *class_of(PyObject *module, rm_code code) {
 }
 
 PyObject *rm_raise(PyObject *module, rm_error *err) {
-  if (!PyErr_Occurred()) {
+  rm_module_state *state = rm_state(module);
+  if (state->interrupted == PyThread_get_thread_ident()) {
+    state->interrupted = 0;
+    PyErr_SetNone(PyExc_KeyboardInterrupt);
+  } else if (!PyErr_Occurred()) {
     // The message may quote a state dict's key, which need not be UTF-8.
     const char *text = rm_error_message(err);
     PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");

@@ -53,7 +53,7 @@ def reference(into: Path) -> Path:
     """The reference table alone, the oracle."""
     cpu = ROOT / "kernels" / "cpu"
     objects = []
-    for source in (*sorted(cpu.glob("ref*.c")), cpu / "pack.c", cpu / "fp.c"):
+    for source in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c"):
         objects.append(str(into / f"{source.stem}.o"))
         flags = ["-std=gnu11", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Ikernels"]
         run([os.environ.get("CC", "gcc"), *flags, "-c", str(source), "-o", objects[-1]], dict(os.environ))

@@ -157,3 +157,37 @@ def train(end: TokenDispatcher, batch: Batch, weights: Tensor, layers: int = 1) 
 
 def train_all(ends: list[TokenDispatcher], parts: list[Batch], weights: Tensor, layers: int = 1) -> list[Trained]:
     return together(ends, lambda r, end: train(end, parts[r], weights, layers))
+
+
+# ---------------------------------------------------------------------------------------------- ranks that have come apart
+def dispatch(end: TokenDispatcher, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN, n: int = 4) -> Any:
+    """To expert 0 and the last ones; n = 0: a rank without rows."""
+    return end.dispatch(torch.ones(n, hidden, dtype=dtype), torch.tensor([[0, 6, 7]], dtype=torch.int32).repeat(n, 1))
+
+
+def other_rows(r: int, end: TokenDispatcher, n: int = 4) -> Any:
+    """Of equal bytes, which is all that the transport counts."""
+    return dispatch(end, torch.bfloat16, HIDDEN, n) if r else dispatch(end, torch.float32, HIDDEN // 2)
+
+
+def no_rows(r: int, end: TokenDispatcher) -> Any:
+    return other_rows(r, end, n=0)
+
+
+def other_outputs(r: int, end: TokenDispatcher) -> Any:
+    sent = dispatch(end)
+    y = sent.rows.bfloat16() if r else sent.rows[:, : HIDDEN // 2]
+    return end.combine(y, torch.ones(4, TOP_K), sent.plan)
+
+
+def other_plan(r: int, end: TokenDispatcher) -> Any:
+    """Two batches that look alike; rank 1 takes the plan of the first where rank 0 takes that of the second."""
+    first, second = dispatch(end), dispatch(end)
+    return end.combine(second.rows, torch.ones(4, TOP_K), (first if r else second).plan)
+
+
+def other_gradient(r: int, end: TokenDispatcher) -> Any:
+    """Two layers side by side, whose gradients rank 1 asks for in another order."""
+    layers = [end.dispatch(torch.ones(4, HIDDEN, requires_grad=True), torch.arange(TOP_K).int().repeat(4, 1)) for _ in range(2)]
+    for layer in layers[:: 1 - 2 * r]:
+        layer.rows.sum().backward()

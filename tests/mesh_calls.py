@@ -249,3 +249,53 @@ def mapping_faults(rank: Rank) -> Any:
     else:
         source = weights(model, 0.5) if rank.job["rest"] else None
     return outcome(rank, lambda generator: generator.sync_weights(source, cast=True))
+
+
+def differs(rank: Rank) -> Any:
+    """A set that is not the same on all ranks: the values of one tensor, the options, or just who has a timeout."""
+    how, model = rank.job["how"], rank.job["model"]
+    state = {name: np.array(value) for name, value in weights(model, 0.5).items()}
+    if how == "values" and rank.victim:
+        state[rank.job["name"]].reshape(-1)[0] += 1
+    timeout = 60.0 if how == "timeout" and rank.victim else None
+    options: dict[str, Any] = {"inflight": "keep"} if how == "options" and rank.victim else {}
+
+    def call(generator: rm.Generator) -> None:
+        if rank.job["way"] == "sync":
+            generator.sync_weights(state, cast=True, timeout=timeout)
+            return
+        sync = generator.begin_sync(cast=True, **options)
+        for name, value in state.items():
+            sync.push(name, value)
+        sync.commit(timeout)
+
+    return outcome(rank, call)
+
+
+def stops(rank: Rank) -> Any:
+    """A stop string that one rank alone was given."""
+    with rank.make(tokenizer=Letters()) as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        stop = ["ab"] if rank.victim else ["cd"]
+        return raised(lambda: generator.generate([[1, 2, 3], [4, 5]], params(0, 12, stop=stop)))[:2]
+
+
+def aborted_asleep(rank: Rank) -> Any:
+    """What was aborted comes out of poll though no step can be made; what is not finished is still refused."""
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        polls = []
+        for left in (0, 1):
+            ids = generator.submit([[1, 2, 3], [4, 5], [6]], params(0, 40))
+            generator.poll()
+            generator.abort(ids[left:])
+            generator.sleep("kv")
+            polls.append([told(output)[0] for output in generator.poll()] if not left else raised(generator.poll)[:2])
+            generator.wake()
+            polls.append([told(output)[0] for output in generator.poll(min_outputs=3)])
+        generator.submit([[1, 2, 3], [4, 5]], params(0, 40))
+        generator.poll()
+        generator.pause("abort")
+        report = generator.sync_weights(rank.source(), cast=True)
+        generator.resume()
+        return [polls, report.digest, [told(output)[0] for output in generator.poll()]]

@@ -167,6 +167,9 @@ def spoiled(rank: Rank, state: Named) -> Any:
         state[name] = rm.Piece(old.array[:keep], old.shape, old.offsets if keep else (0,) * len(old.shape))
     if how == "alike":  # every rank says that the whole tensor has one row more
         state[name] = rm.Piece(state[name].array, (state[name].shape[0] + 1, *state[name].shape[1:]), state[name].offsets)
+    if how == "huge":  # every rank says that the whole tensor is larger than can be
+        old = state[name]
+        state[name] = rm.Piece(np.zeros((0,) * len(old.shape), np.float32), (2**62, *[2**70] * (len(old.shape) - 1)), (0,) * len(old.shape))
     if how == "unknown":
         state = {(f"{key}.no" if key == name else key): value for key, value in state.items()}
     if not rank.victim:
@@ -185,6 +188,12 @@ def spoiled(rank: Rank, state: Named) -> Any:
         state[name] = rm.Piece(array, state[name].shape, state[name].offsets)
     elif how == "refused":
         state[name] = [1.0, 2.0]
+    elif how in ("meta", "sparse", "emptied"):
+        array = torch.from_numpy(np.array(state[name].array)).clone()
+        if how == "emptied":
+            array.untyped_storage().resize_(0)
+        array = array.to("meta") if how == "meta" else array.to_sparse() if how == "sparse" else array
+        state[name] = rm.Piece(array, state[name].shape, state[name].offsets)
     elif how == "raises":
 
         def broken() -> Iterator[tuple[str, Any]]:

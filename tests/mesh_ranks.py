@@ -10,6 +10,7 @@ A rank that hangs is killed at LIMIT, and its status says so. Times are of time.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -273,14 +274,24 @@ def lost(rank: Rank) -> Any:
 
 
 def interrupted(rank: Rank) -> Any:
-    """Ctrl-C in the victim, while it generates or syncs."""
+    """Ctrl-C in the victim, while it generates or syncs, or in the midst of an exchange of a step by torch."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     generator = rank.make()
     generator.sync_weights(rank.source(), cast=True)
     rank.job["signal"] = signal.SIGINT
-    rank.after(3, {"generate": "step", "sync": "sync_push"}[rank.job["where"]])
+    check = rm.comm._Exchange._check
+
+    def checked(*args: Any) -> None:
+        rank.end_itself()
+        check(*args)
+
+    def cut_short() -> None:
+        rm.comm._Exchange._check = checked
+
+    method = "sync_push" if rank.job["where"] == "sync" else "step"
+    rank.after(3, method, cut_short if rank.job["where"] == "exchange" else None)
     try:
-        if rank.job["where"] == "generate":
+        if method == "step":
             generator.generate(PROMPTS, ENDLESS, use_tqdm=False)
         else:
             generator.sync_weights(rank.source(0.5), cast=True)
@@ -291,6 +302,34 @@ def interrupted(rank: Rank) -> Any:
     if rank.victim:
         os.read(rank.job["release"], 1)  # it lives on until the others are done: they have to be told, and not by its end
     return {"told": told}
+
+
+def forked(rank: Rank) -> Any:
+    """Every rank forks a child that tries its copies of the ends and lets go of them, by close or with the last reference."""
+    generator = rank.make()
+    generator.sync_weights(rank.source(), cast=True)
+    before = answers(generator)
+    pid = os.fork()
+    if pid == 0:
+        told = []
+        engine = generator._engine
+        for call in (engine._control.look, lambda: engine._control.all_gather(b"child")):
+            try:
+                call()
+            except rm.StateError as error:
+                told.append(str(error))
+        wanted = f"process {os.getppid()}, and this is process {os.getpid()}"
+        engine._control.abort()
+        engine._comm.abort()
+        if rank.job["how"] == "close":
+            engine.close()
+            generator.close()
+        rank.generator = call = None
+        del engine, generator
+        gc.collect()
+        os._exit(0 if [wanted in text for text in told] == [True, True] else 1)
+    refused = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return {"refused": refused, "same": answers(generator) == before, "closed": generator.close()}
 
 
 def timed(rank: Rank) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -37,6 +39,11 @@ from dispatch_cases import (
     Batch,
     Block,
     bits,
+    no_rows,
+    other_gradient,
+    other_outputs,
+    other_plan,
+    other_rows,
     outcomes,
     random_routing,
     random_rows,
@@ -251,6 +258,24 @@ def test_a_mismatch_is_an_error(group: Any, work: Callable[[int, TokenDispatcher
 
 
 @pytest.mark.parametrize(
+    "work, said",
+    [
+        (other_rows, r"plan 1: dispatch of rows of (24 bfloat16|12 float32); rank \d in plan 1: dispatch of rows of (24 b|12 f)"),
+        (no_rows, "plan 1: dispatch of rows of|local_allreduce wants the same"),
+        (other_outputs, r"plan 1: combine of rows of (24 bfloat16|12 float32); rank \d"),
+        (other_plan, r"plan (1|2): combine of rows of 24 float32; rank \d in plan (1|2): combine"),
+        (other_gradient, r"plan (1|2): the gradient of dispatch of rows of 24 float32; rank \d in plan (1|2)"),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_bytes_do_not_tell_apart_is_an_error(group: Any, work: Callable[..., Any], said: str, backend: str) -> None:
+    """Both are told: each has what the other says. One may hear of the other's leaving before it has read that."""
+    errors = outcomes(group(2, backend), work)
+    assert {type(error) for error in errors} <= {rm.CollectiveMismatchError, rm.RankLostError}, errors
+    assert any(isinstance(error, rm.CollectiveMismatchError) and re.search(said, str(error)) for error in errors), errors
+
+
+@pytest.mark.parametrize(
     "wrong, error",
     [
         ({"n": 41}, rm.CapacityError),
@@ -291,6 +316,8 @@ def test_the_core_ends_the_group_itself() -> None:
         (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K).double(), call(end).plan), rm.DTypeError),
         (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(5, TOP_K), call(end).plan), rm.ShapeError),
         (lambda end: end.combine(torch.ones(11, HIDDEN), torch.ones(4, TOP_K), call(end).plan), rm.ShapeError),
+        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K), None), rm.StateError),
+        (lambda end: end.combine(torch.ones(12, HIDDEN), torch.ones(4, TOP_K), call(end)), rm.StateError),
     ],
 )
 def test_wrong_tensors_are_refused(group: Any, wrong: Callable[[TokenDispatcher], Any], error: type[Exception]) -> None:
@@ -318,10 +345,17 @@ def test_a_plan_is_of_its_dispatcher(group: Any) -> None:
         (2, {"backend": "disabled"}, '2 ranks is "disabled"'),
         (3, {}, "ep=3 does not divide num_experts=8"),
         (2, {"top_k": 9}, "top_k=9 of num_experts=8"),
-        (2, {"max_rows": 0}, "max_rows=0"),
-        (2, {"hidden": 0}, "of 0 bytes"),
-        (0, {}, "world=0, wanted 1"),
-        (65, {}, "world=65, wanted 1"),
+        (2, {"max_rows": 0}, "max_rows = 0, wanted"),
+        (2, {"hidden": 0}, "hidden = 0, wanted"),
+        (2, {"hidden": 2**62}, "hidden = 4611686018427387904, wanted"),
+        (2, {"num_experts": 2**70}, "num_experts = "),
+        (2, {"top_k": 2.0}, "top_k = 2.0, wanted an integer"),
+        (2, {"dtype": "float32"}, "dtype = 'float32', wanted a torch.dtype"),
+        (0, {}, r"num_ranks = 0, wanted an integer in \[1, 64\]"),
+        (65, {}, "num_ranks = 65, wanted"),
+        (2**31, {}, "num_ranks = 2147483648, wanted"),
+        *((2, {"timeout": timeout}, f"timeout = {timeout}, wanted seconds above 0") for timeout in (0, -1.0, math.nan, math.inf, True)),
+        (2, {"timeout": "1"}, "timeout = '1', wanted seconds"),
     ],
 )
 def test_wrong_settings_are_refused(ranks: int, changes: dict[str, Any], said: str) -> None:

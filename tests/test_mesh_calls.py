@@ -91,6 +91,19 @@ def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int,
         assert (polled, scored) == ([1], [3])
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_was_aborted_comes_though_no_step_can_be_made(ranks: Ask, threads: Ask, mesh: tuple[int, int, int]) -> None:
+    expected = threads("aborted_asleep", mesh)
+    assert [bool(expected[0][0]), expected[0][2][0], len(expected[2])] == [True, "StateError", 2]
+    assert results(ranks("aborted_asleep", mesh)) == [expected] * (mesh[0] * mesh[1])
+
+
+@pytest.mark.parametrize("mesh, victim", [((1, 2, 1), 0), ((2, 1, 1), 1)])
+def test_row_25_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
+    for kind, words in results(ranks("stops", mesh, victim=victim)):
+        assert (kind, "in the requests that they were given" in words) == ("CollectiveMismatchError", True), words
+
+
 # -------------------------------------------------------------------------------------------------- row 24: sets that go wrong
 @pytest.fixture(scope="module")
 def serves_next(servers: dict[str, Server]) -> Any:
@@ -185,3 +198,38 @@ def test_one_error_lists_all_offenders(ranks: Ask, threads: Ask, serves_next: An
     assert {name for name, _ in told} <= {kind, "SyncAbortedError"}
     assert all(text in said for name, said in told if name == "SyncAbortedError")
     assert all(rank["same"] and rank["after"] == serves_next for rank in results(got))
+
+
+# -------------------------------------------------------------------------------------------------- ranks that say different things
+HELD_BY_MANY = {  # of what several ranks hold the same part of, whatever else is cut: a mesh, the rank that is given other values
+    "model.norm.weight": [((2, 1, 1), 1), ((2, 2, 4), 2)],
+    "model.embed_tokens.weight": [((1, 2, 1), 1), ((2, 2, 4), 2)],
+    "model.layers.0.mlp.experts.0.gate_proj.weight": [((1, 2, 1), 0), ((2, 2, 2), 2)],
+}
+
+
+@pytest.mark.parametrize("way", ["sync", "pieces"])
+@pytest.mark.parametrize("name, mesh, victim", [(name, *where) for name, its in HELD_BY_MANY.items() for where in its])
+def test_row_24_ranks_that_are_given_different_values(
+    ranks: Ask, serves_next: Any, way: str, name: str, mesh: tuple[int, int, int], victim: int
+) -> None:
+    """Replicas of a trainer that have drifted apart: all refuse, whoever is the one that differs."""
+    for got in results(ranks("differs", mesh, how="values", way=way, name=name, victim=victim)):
+        kind, text, _ = got["told"]
+        assert (kind, text.split(":")[0]) == ("MeshMismatchError", name)
+        assert (got["same"], got["version"], got["after"]) == (True, 3, serves_next)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_row_25_a_set_with_other_options_on_one_rank(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int]) -> None:
+    for got in results(ranks("differs", mesh, how="options", way="pieces", victim=1)):
+        kind, text, _ = got["told"]
+        assert (kind, "inflight='keep'" in text, "inflight='wait'" in text) == ("CollectiveMismatchError", True, True)
+        assert (got["same"], got["version"], got["after"]) == (True, 3, serves_next)
+
+
+@pytest.mark.parametrize("way", ["sync", "pieces"])
+@pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 0), ((1, 2, 1), 1)])
+def test_a_timeout_that_one_rank_has(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, way: str) -> None:
+    for got in results(ranks("differs", mesh, how="timeout", way=way, victim=victim)):
+        assert (got["told"][0], got["after"]) == (None, serves_next), got["told"]

@@ -228,6 +228,9 @@ def test_row_22_models_that_a_mesh_does_not_divide(
         (lambda: rm.comm.shm("a", 2, 2), "rank = 2"),
         (lambda: rm.comm.shm("a", -1, 2), "rank = -1"),
         (lambda: rm.comm.shm("a", True, 2), "rank = True"),
+        (lambda: rm.comm.shm("a", np.int64(2), np.int64(2)), "rank = "),
+        (lambda: rm.comm.shm("a", np.True_, 2), "rank = "),
+        (lambda: rm.comm.shm("a", 0.0, 2), "rank = "),
         (lambda: rm.comm.shm("a", 0, 0), "world = 0"),
         (lambda: rm.comm.shm("a", 0, 65), "world = 65"),
         (lambda: rm.comm.shm("a", 0, 2, timeout=0.0), "timeout"),
@@ -242,6 +245,11 @@ def test_row_22_comms_that_break_a_rule(monkeypatch: pytest.MonkeyPatch, make: C
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(rm.ConfigError, match=words):
         make()
+
+
+def test_row_22_numbers_of_numpy() -> None:
+    comm = rm.comm.shm("a", rank=np.int64(1), world=np.uint8(2), timeout=np.float32(3))
+    assert [(type(value), value) for value in (comm.rank, comm.world, comm.timeout)] == [(int, 1), (int, 2), (float, 3.0)]
 
 
 def test_row_22_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +531,14 @@ def test_row_28_a_comm_is_used_once() -> None:
         rm.comm.shm("two", 0, 2).connect(rm.Mesh(tp=3))
 
 
-# -------------------------------------------------------------------------------------------------- close, timeouts and Ctrl-C
+# -------------------------------------------------------------------------------------------------- forks, close, timeouts and Ctrl-C
+@pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (2, 2, 4)), ("torch", (2, 1, 1))])
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_row_20_a_forked_child_lets_go(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], how: str) -> None:
+    for rank in results(servers[transport]("forked", mesh, model="moe", how=how, timeout=20.0)):
+        assert rank == {"refused": True, "same": True, "closed": None}
+
+
 @pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (2, 2, 4)), ("torch", (1, 2, 2))])
 def test_close_gives_everything_back(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int]) -> None:
     """Promise 7: the third generator leaves no more behind than the first, after which libraries have made what they keep."""
@@ -557,7 +572,16 @@ def test_a_timeout_ends_on_all_ranks_alike(
 def test_ctrl_c_in_one_rank(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], victim: int, where: str) -> None:
     """The victim's process lives until all others have been told."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "source": victim ^ 1, "timeout": 20.0}
-    ranks = results(servers[transport]("interrupted", mesh, where=where, victim=victim, **job))
+    check_interrupted(results(servers[transport]("interrupted", mesh, where=where, victim=victim, **job)), victim)
+
+
+def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
+    """Python runs below C there: the exception passes through it."""
+    job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
+    check_interrupted(results(servers["torch"]("interrupted", (2, 1, 1), where="exchange", victim=1, **job)), 1)
+
+
+def check_interrupted(ranks: list[dict[str, Any]], victim: int) -> None:
     for number, rank in enumerate(ranks):
         assert rank["told"][0] == ("KeyboardInterrupt" if number == victim else "RankLostError"), (number, rank)
         assert number == victim or f"rank {victim}" in rank["told"][1], rank

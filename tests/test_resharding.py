@@ -19,6 +19,7 @@ from test_mesh_processes import KILL, Server, results
 
 import rollmesh as rm
 from rollmesh import _core
+from rollmesh.pieces import part_of
 
 pytest.importorskip("torch")
 
@@ -110,6 +111,7 @@ def test_one_rank_that_has_all_gives_each_what_it_wants(server: Server, alone: C
 FAULTS = [
     ("hole", "IncompleteSyncError", None, "is in no rank's piece"),
     ("alike", "ShapeError", None, "wanted"),
+    ("huge", "ShapeError", None, r"4611686018427387904.*wanted fewer than 2\^60 elements"),
     ("unknown", "UnexpectedKeyError", None, r"\.no"),
     ("order", "MeshMismatchError", None, "gives .* where rank 0 gives"),
     ("fewer", "MeshMismatchError", None, "rank 1 has no more weights where rank 0 gives"),
@@ -117,6 +119,9 @@ FAULTS = [
     ("shape", "MeshMismatchError", None, "on rank 1"),
     ("nan", "NonFiniteError", "SyncAbortedError", "NonFiniteError|not finite"),
     ("refused", "UnsupportedTensorError", "SyncAbortedError", "list"),
+    ("meta", "UnsupportedTensorError", "SyncAbortedError", "a meta tensor, which has no data"),
+    ("emptied", "LayoutError", "SyncAbortedError", "storage is empty"),
+    ("sparse", "UnsupportedTensorError", "SyncAbortedError", "sparse"),
     ("raises", "KeyError", "SyncAbortedError", "KeyError|no more"),
 ]
 
@@ -217,6 +222,46 @@ def test_buffers_that_are_none() -> None:
 def test_pieces_that_are_none(array: Any, shape: Any, offsets: Any, error: type[rm.Error], words: str) -> None:
     with pytest.raises(error, match=words):
         rm.Piece(None if array is None else np.zeros(array, np.float32), shape, offsets)
+
+
+def emptied() -> Any:
+    """As sharded trainers leave what they have resharded."""
+    import torch
+
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake() -> Any:
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda torch: torch.ones(3, device="meta"), rm.UnsupportedTensorError, "a meta tensor"),
+        (lambda torch: torch.ones(3).to_sparse(), rm.UnsupportedTensorError, "layout torch.sparse_coo"),
+        (lambda torch: torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged), rm.UnsupportedTensorError, "a nested tensor"),
+        (lambda torch: torch.ones(3).to_mkldnn(), rm.UnsupportedTensorError, "layout torch._mkldnn"),
+        (lambda torch: fake(), rm.UnsupportedTensorError, "a fake tensor"),
+        (lambda torch: torch.ones(3, dtype=torch.complex64), rm.DTypeError, "complex64"),
+        (lambda torch: emptied(), rm.LayoutError, "storage is empty"),
+    ],
+)
+def test_tensors_without_memory_to_read(make: Callable[[Any], Any], error: type[rm.Error], words: str) -> None:
+    with pytest.raises(error, match=f"^a name: .*{words}"):
+        part_of("a name", make(pytest.importorskip("torch")))
+
+
+@pytest.mark.parametrize("shape", [(2**60,), (2**62, 2**62), (2**63 - 1,), (2**70,), (2**30, 0, 2**30)])
+def test_shapes_that_nothing_can_have(shape: tuple[int, ...]) -> None:
+    piece = rm.Piece(np.zeros((0,) * len(shape), np.float64), shape, (0,) * len(shape))
+    with pytest.raises(rm.ShapeError, match=rf"a name: .*{shape[0]}.* wanted fewer than 2\^60"):
+        part_of("a name", piece)
 
 
 def test_one_process_takes_a_piece_that_is_whole() -> None:

@@ -90,7 +90,7 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
     return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)engine->n_live);
   const uint32_t saved = rm_fp_enter();
-  const rm_code code = rm_sync_commit_together(engine->store, engine->options.rank.world, report, err);
+  const rm_code code = rm_sync_commit_together(engine->store, &engine->options.rank, report, err);
   rm_fp_leave(saved);
   if (code) return code;
   set_epoch(engine);

@@ -6,7 +6,9 @@
 #include "mesh/comm.h"
 
 #include <stdatomic.h>
+#include <sys/types.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/memory.h"
 #include "mesh/block.h"
@@ -15,6 +17,7 @@ static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // the sum of a c
 
 struct rm_comm {
   rm_transport transport;       // no exchange: a group of one
+  pid_t owner;                  // process that made it; a forked child has a copy that it may only destroy
   int rank, size;
   uint64_t sequence;            // calls so far
   int64_t epoch;
@@ -41,6 +44,13 @@ static double seconds_now(void) {
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
+
+static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
+  return rm_fail(err, RM_E_STATE, "this end of a group belongs to process %d, and this is process %d; a forked child has to make its own",
+                 (int)comm->owner, (int)getpid());
+}
+
 // ------------------------------------------------------------------------------------------------ making
 rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out, rm_error *err) {
   *out = NULL;
@@ -48,6 +58,7 @@ rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_com
   rm_comm *comm = rm_alloc(1, sizeof *comm + 2 * (size_t)size * sizeof comm->send[0]);
   if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   comm->transport = *transport;
+  comm->owner = getpid();
   comm->rank = rank;
   comm->size = size;
   comm->timeout = DEFAULT_SECONDS;
@@ -61,6 +72,7 @@ rm_code rm_comm_create_alone(rm_comm **out, rm_error *err) { return rm_comm_crea
 
 void rm_comm_destroy(rm_comm *comm) {
   if (!comm) return;
+  if (comm->transport.leave && is_here(comm)) comm->transport.leave(comm->transport.self);
   if (comm->transport.destroy) comm->transport.destroy(comm->transport.self);
   rm_free(comm);
 }
@@ -74,11 +86,13 @@ void rm_comm_set_timeout(rm_comm *comm, double seconds) {
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
 rm_code rm_comm_look(rm_comm *comm, rm_error *err) {
+  if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   return comm->transport.look ? comm->transport.look(comm->transport.self, err) : RM_OK;
 }
 
 void rm_comm_abort(rm_comm *comm, rm_code why) {
+  if (!is_here(comm)) return;
   atomic_store(&comm->given_up, (int)(why ? why : RM_E_STATE));
   if (comm->transport.abort) comm->transport.abort(comm->transport.self, why);
 }
@@ -162,6 +176,7 @@ static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm
 }
 
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (err) return run(comm, op, send, recv, err);
   rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none

@@ -14,6 +14,9 @@
 //
 // One thread at a time may use an end of a group; rm_comm_abort may come from any. Deadlines are per call, counted from when this rank
 // has come to it.
+//
+// An end belongs to the process that made it. The copy in a forked child may be destroyed, which frees it there and tells nobody;
+// rm_comm_abort does nothing on it, and calls are RM_E_STATE.
 #pragma once
 
 #include <stddef.h>
@@ -95,6 +98,7 @@ typedef struct rm_transport {
                       const rm_block recv[], rm_error *err);
   void (*abort)(void *self, rm_code why);
   rm_code (*look)(void *self, rm_error *err);   // rm_comm_look; may be NULL
+  void (*leave)(void *self);    // before destroy, but not in a forked child: the others learn that this rank will not come; may be NULL
   void (*destroy)(void *self);
 } rm_transport;
 

@@ -96,10 +96,14 @@ static void end_abort(void *self, rm_code why) {
 }
 
 // Who waits for this rank has to know that it will not come.
-static void end_destroy(void *self) {
+static void end_leave(void *self) {
   rm_region_end *end = self;
   atomic_store(&end->slots[end->me]->left, 1);
   rm_region_futex_wake(&end->group->bell);
+}
+
+static void end_destroy(void *self) {
+  rm_region_end *end = self;
   rm_region_release(end->region);
   rm_free(end);
 }
@@ -171,6 +175,7 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
                             .exchange = rm_region_exchange,
                             .abort = end_abort,
                             .look = rm_region_look,
+                            .leave = end_leave,
                             .destroy = end_destroy};
   if (!transport.self) code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);
   else code = rm_comm_create(&transport, me, n_members, out, err);

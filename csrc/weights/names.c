@@ -260,7 +260,7 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
     code = fill(params, &spellings[i], numbers, out, err);
     return code == RM_E_UNEXPECTED_KEY ? no_place(params, shown, &spellings[i], numbers, err) : code;
   }
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", shown);
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is no parameter of this model", length ? shown : "''");
 }
 
 void rm_target_clear(rm_target *target) {

@@ -20,7 +20,7 @@ enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been wri
 
 typedef struct version_state {
   char *block;                  // owned; NULL: none
-  uint64_t *sums;               // [n] of the stored values for which this rank answers
+  uint64_t *sums;               // [2][n] of the stored values for which this rank answers, and of all that it holds
   uint8_t *counts;              // [n] the parameter is part of the version: all are but absent biases and a tied lm_head
   uint64_t digest;              // of names and sums, over the whole mesh
 } version_state;
@@ -55,7 +55,7 @@ static double now_seconds(void) {
 
 // ------------------------------------------------------------------------------------------------ the store
 static int create_state(version_state *state, int64_t n) {
-  state->sums = rm_alloc((size_t)n, sizeof *state->sums);
+  state->sums = rm_alloc((size_t)n, 2 * sizeof *state->sums);
   state->counts = rm_alloc((size_t)n, sizeof *state->counts);
   return state->sums && state->counts;
 }
@@ -160,7 +160,7 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
 // Partial: what is not sent keeps its value, so staging starts as a copy of what serves.
 static void copy_serving(rm_store *store) {
   rm_copy_block(store->staging.block, store->serving.block, store->params->bytes, &store->ctx);
-  memcpy(store->staging.sums, store->serving.sums, (size_t)store->params->n * sizeof *store->serving.sums);
+  memcpy(store->staging.sums, store->serving.sums, 2 * (size_t)store->params->n * sizeof *store->serving.sums);
   memcpy(store->staging.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
 }
 
@@ -291,7 +291,7 @@ static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry 
     store->flags[piece->param] |= DIRTY;
     if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
   }
-  store->staging.sums[piece->param] = 0;
+  store->staging.sums[piece->param] = store->staging.sums[store->params->n + piece->param] = 0;
   store->staging.counts[piece->param] = piece->param != store->tied_head;   // a tied matrix counts once
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
@@ -320,6 +320,7 @@ static rm_code judge_units(rm_store *store, rm_error *err) {
     const rm_unit *unit = &units->list[i];
     store->report.bytes += (uint64_t)(unit->args.rows * unit->args.cols) * rm_src_bytes(unit->args.src_dtype);
     if (unit->counted) store->staging.sums[unit->piece.param] += unit->args.digest;
+    store->staging.sums[store->params->n + unit->piece.param] += unit->args.digest;
   }
   return RM_OK;
 }
@@ -456,6 +457,9 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (!store->open) return rm_fail(err, RM_E_STATE, "a sync was to be committed and none is open");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
+  const int64_t n = store->params->n;
+  for (int64_t i = 0; i < n && !code; i++)   // what is not there has no values, whatever another sync has left
+    if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staging.sums[i] = store->staging.sums[n + i] = 0;
   return code;
 }
 

@@ -74,7 +74,8 @@ rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_
 rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err);
 rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
 rm_code rm_sync_prepare(rm_store *store, rm_error *err);  // commit's checks; on failure the sync is closed, old serves
-// The first half of a digest of what is staged, to be added up over all ranks, [params->n]. A view until the sync ends.
+// Sums of what is staged, [2][params->n]: first of what this rank answers for, which are the first half of a digest when they are added
+// up over all ranks; then of all that it holds, which are equal on ranks that hold the same. A view until the sync ends.
 const uint64_t *rm_sync_sums(const rm_store *store);
 void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report);   // after prepare; sums: the whole mesh's
 // As if this name had not been pushed: it failed on another rank. Of a name that is not there nothing happens.

@@ -1,7 +1,8 @@
 """How the ranks of a mesh reach one another. The program is SPMD: every process makes the same calls in the same order.
 
     Generator(spec, mesh=rm.Mesh(tp=2, dp=2))                     all ranks are threads of this process: the default
-    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    a process of one machine is a rank, shared memory between
+    Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: a process is a rank, shared memory between (one machine)
+    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
     Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
 
 A comm is used by one generator. Bytes are moved and never added: what comes out does not depend on which it is.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 import os
 import re
 import select
@@ -44,7 +46,11 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _machine() -> str:
@@ -90,9 +96,9 @@ class Comm:
             raise ConfigError(f"world = {shown(world)}, wanted a number of ranks in [1, {self.MAX_WORLD}]")
         if not _is_int(rank) or not 0 <= rank < world:
             raise ConfigError(f"rank = {shown(rank)}, wanted one of {world} ranks, counted from 0")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
+        if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
             raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
-        self.rank, self.world, self.timeout = rank, world, float(timeout)
+        self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = False
 
     def connect(self, mesh: Mesh) -> Ends:
@@ -239,7 +245,7 @@ class _Exchange:
     """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self._group, self._rank, self._size = comm, group, rank, size
+        self._comm, self._group, self._rank, self._size, self._process = comm, group, rank, size, os.getpid()
 
     def store(self) -> Any:
         """Of the group; None where torch is too old to tell."""
@@ -293,7 +299,7 @@ class _Exchange:
 
     def abort(self) -> None:
         """The others lose the connection, which they notice where they wait, and find out why."""
-        if self._group is not None:
+        if self._group is not None and os.getpid() == self._process:
             self._comm.leave_word()
             self.close()
 
@@ -301,7 +307,7 @@ class _Exchange:
         from torch import distributed
 
         group, self._group = self._group, None  # its connections end with the last that refers to it
-        if group is not None and distributed.is_initialized():
+        if group is not None and os.getpid() == self._process and distributed.is_initialized():  # not the parent's, in a fork
             distributed.destroy_process_group(group)
 
 
@@ -311,7 +317,8 @@ def threads() -> None:
 
 def shm(name: str | None = None, rank: int | None = None, world: int | None = None, timeout: float = 600.0) -> Shm:
     """This process as one rank of a machine. Under torchrun all three are known: name from its run, rank and world from its
-    variables. The name is taken from /dev/shm until all ranks have come, and is nobody else's: make it random."""
+    variables. The name stands in /dev/shm until all ranks have come, and no other mesh may use it meanwhile: a random
+    one. timeout: seconds that a rank waits for another, in any call, until CollectiveTimeoutError."""
     given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if rank is None or world is None:
         if None in given:
@@ -329,7 +336,7 @@ def shm(name: str | None = None, rank: int | None = None, world: int | None = No
 
 
 def torch(group: Any = None, timeout: float = 600.0) -> Torch:
-    """This process as one rank of a torch.distributed group (the default one)."""
+    """This process as one rank of a torch.distributed group (the default one), which the caller has initialised. timeout: as in shm."""
     return Torch(group, timeout)
 
 

@@ -91,7 +91,7 @@ class Generator:
     """Generates with a model whose weights come from its trainer only. Nothing is loaded at creation.
 
     spec                    what the model is
-    mesh                    ranks, threads of this process that share `threads` out; no bit depends on it
+    mesh                    ranks: threads of this process that share `threads` out, or with comm processes; no bit depends on it
     comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them
     device                  "cpu"
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
@@ -476,7 +476,8 @@ class Generator:
         """Takes a whole set of weights: all of it serves afterwards, or the old version does.
 
         source      a state dict, or an iterator of (name, tensor): torch, NumPy, DLPack. DTensors (FSDP2, any mesh) and rm.Piece, where
-                    ranks are processes, go to the ranks that want them and are never whole; in one process a DTensor is gathered
+                    ranks are processes, go to the ranks that want them and are never whole; in one process a DTensor is gathered.
+                    Where ranks are processes: None on those that have none; what several give has to be the same
         version     must exceed the serving one; None: the next number
         cast        convert other float dtypes as torch's .to() does; else DTypeError
         strict      False: unknown names are skipped, missing parameters keep their values
@@ -484,12 +485,18 @@ class Generator:
         inflight    running requests: "wait" finishes them first, "restart" begins them again, "abort" ends them, "keep" keeps
                     their tokens and recomputes their KV under the new version; in place nothing may run, so only "wait" does
         keep_kv     with "keep": stale KV serves on; tokens computed from it carry no contract
+        allow_nonfinite  take NaN and infinities
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
+        timeout     seconds until DeadlineError, the wait for other calls included; None: none
+
+        bytes of the report are those that this process has read.
 
         Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError, DTypeError, LayoutError,
-        UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, StateError, DeadlineError; for a
-        mapping each lists all offenders. An exception of the source passes on. In all cases the old version serves.
-        Where ranks are processes, those on which nothing was wrong raise SyncAbortedError with what was wrong on another.
+        UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, IncompleteSyncError, StateError, DeadlineError;
+        for a mapping each lists all offenders. An exception of the source passes on. In all cases the old version serves.
+        Where ranks are processes, those on which nothing was wrong raise SyncAbortedError with what was wrong on another, and all
+        MeshMismatchError where they were given different weights; RankLostError, CollectiveMismatchError and CollectiveTimeoutError
+        end the mesh.
         """
         with self._refusing(BEGINNING):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)

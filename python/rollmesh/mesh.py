@@ -15,7 +15,15 @@ MAX_RANKS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Degrees of parallelism. A combination that breaks a rule raises ConfigError."""
+    """Degrees of parallelism, of world = dp * tp ranks. What is computed has the same bits on every mesh.
+
+    tp       ranks that share the matrices of one replica, each with columns of them; divides the attention heads
+    dp       replicas; each runs requests of its own
+    ep       ranks that share the experts: 1 (each expert is cut over tp like a dense layer), tp, or dp * tp; divides the experts
+    cp, pp   context and pipeline parallelism: 1, they are not offered
+
+    Raises ConfigError for a combination that breaks a rule; whether a model fits is said where a generator is made.
+    """
 
     tp: int = 1
     dp: int = 1

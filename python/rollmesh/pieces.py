@@ -10,6 +10,7 @@ gathered by full_tensor(), one at a time, which is a collective of the trainer's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import DTypeError, LayoutError, UnexpectedKeyError, UnsupportedTensorError
+from rollmesh.errors import DTypeError, LayoutError, ShapeError, UnexpectedKeyError, UnsupportedTensorError
 from rollmesh.show import shown
 from rollmesh.sources.arrays import DTYPES, as_array, dtype_name
 
 Dims = tuple[int, ...]
 MAX_DIMS = 4
+MAX_ELEMENTS = 2**60  # what NumPy can describe, in float64
 
 
 def _dims(name: str, value: Any) -> Dims:
@@ -98,8 +100,8 @@ class Part:
 
 
 def part_of(name: Any, tensor: Any) -> Part:
-    """Raises UnexpectedKeyError, UnsupportedTensorError, DTypeError or LayoutError. No collective, and nothing is copied that is on the
-    CPU and contiguous."""
+    """Raises UnexpectedKeyError, UnsupportedTensorError, DTypeError, ShapeError or LayoutError. No collective, and nothing is copied that
+    is on the CPU and contiguous."""
     if not isinstance(name, str):
         raise UnexpectedKeyError(f"a weight's name is {shown(name)}, wanted str")
     if isinstance(tensor, Piece):
@@ -118,6 +120,8 @@ def part_of(name: Any, tensor: Any) -> Part:
 def _given(name: str, tensor: Any, shape: Dims | None, offsets: Dims | None) -> Part:
     array = as_array(name, tensor)
     shape = array.shape if shape is None else shape
+    if math.prod(size or 1 for size in shape) >= MAX_ELEMENTS:
+        raise ShapeError(f"{name}: a tensor of shape {list(shape)}, wanted fewer than 2^60 elements")
     sizes = array.shape if array.size and len(array.shape) == len(shape) else (0,) * len(shape)
     return Part(name, dtype_name(array), shape, offsets or (0,) * len(shape), sizes, lambda: array)
 

@@ -33,6 +33,7 @@ GREEDY = SamplingParams(temperature=0.0)
 class _EngineRequest:
     """A request as ext/engine.c reads it; the fields are rm_request's."""
 
+    stop: tuple[str, ...]  # found by this layer; here so that ranks compare them
     n: int
     max_tokens: int
     min_tokens: int
@@ -51,6 +52,7 @@ class _EngineRequest:
     @classmethod
     def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> _EngineRequest:
         return cls(
+            stop=() if score else tuple(params.stop),
             n=1 if score else params.n,
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,

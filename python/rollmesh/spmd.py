@@ -135,8 +135,7 @@ class SpmdEngine:
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
         number = self._engine.add(prompt, stop_token_ids, request, logits)
         self._ids.append(number)
-        for part in (repr(request).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits"):
-            self._asked.update(len(part).to_bytes(8, "little") + part)
+        self._note(repr(request).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits")
         self._announced = False
         if logits is not None:
             self._logits[number] = logits
@@ -144,26 +143,49 @@ class SpmdEngine:
             self._foreign[number] = None
         return number
 
+    def _note(self, *asked: bytes) -> None:
+        """The ranks compare it where they next meet."""
+        for part in asked:
+            self._asked.update(len(part).to_bytes(8, "little") + part)
+
     def step(self) -> tuple[int, bool]:
-        """To the end: a step of this rank's own requests, or when they are finished what the others have to say."""
-        if self._paused:
-            return 0, False
+        """To the end: a step of this rank's own requests, or when they are finished what the others have to say. While paused or asleep
+        only what is finished already (aborted) is heard of."""
         self._announce("a call without a timeout")
+        if self._still():
+            return self._settle_finished(), False
         self._comm.look(self._control)  # replicas that do not step together meet late
-        rows, more = self._engine.step()  # of no requests too: what it refuses (asleep) it refuses on all ranks
+        rows, more = self._engine.step()
         if more or self._engine.unfinished():
             return max(rows, int(more)), more
         return self._settle(), False
 
     def _settle(self) -> int:
-        """Number of requests that finished for everybody."""
+        """Number of requests that finished for everybody, which are all."""
+        settled, lacking = self._settle_some("the end of its requests"), self._waiting()
+        if lacking:
+            raise CollectiveMismatchError(f"no rank answers for request {lacking[0]}; all ranks have to make the same calls")
+        return settled
+
+    def _settle_finished(self) -> int:
+        """The same while no step can be made. StateError when the engine sleeps and something is left to be done."""
+        settled = self._settle_some("a call that makes no step")
+        self._refuse_asleep()
+        return settled
+
+    def _settle_some(self, call: str) -> int:
         waiting = self._waiting()
         if waiting:
-            self._take(self._meet("the end of its requests", self._finished_here(waiting)))
-            lacking = [number for number in waiting if number not in self._settled]
-            if lacking:
-                raise CollectiveMismatchError(f"no rank answers for request {lacking[0]}; all ranks have to make the same calls")
-        return len(waiting)
+            self._take(self._meet(call, self._finished_here(waiting)))
+        return len(waiting) - len(self._waiting())
+
+    def _still(self) -> bool:
+        """No step can be made; all ranks are paused and asleep together."""
+        return self._paused or bool(self._engine.stats()["asleep"])
+
+    def _refuse_asleep(self) -> None:
+        if self._waiting() and not self._paused and self._still():
+            self._engine.step()
 
     def runs_besides(self, numbers: set[int]) -> bool:
         """Requests other than these are unfinished, so that a call for these does not go to the end of all."""
@@ -177,7 +199,7 @@ class SpmdEngine:
         call, rows, fault = "a step with all", 0, None
         self._announce(call)
         try:
-            if not self._paused:
+            if not self._still():
                 rows, _ = self._engine.step()
                 watch()
         except (*ALONE, MemoryError):
@@ -192,6 +214,7 @@ class SpmdEngine:
         if faults:
             self._told = fault or faults[0]
             raise self._told
+        self._refuse_asleep()
         return sum(its["rows"] for its in everyone), any(its["late"] for its in everyone)
 
     def _waiting(self) -> list[int]:
@@ -243,6 +266,7 @@ class SpmdEngine:
 
     def abort(self, number: int) -> None:
         """The ranks that keep it end it; all make this call."""
+        self._note(b"abort", str(number).encode())
         if number not in self._foreign:
             self._engine.abort(number)
 
@@ -335,6 +359,13 @@ class SpmdEngine:
         except BaseException as raised:
             self.leave(raised)
             raise
+
+    def compare(self, what: str, values: list[str]) -> None:
+        """All ranks have heard the same values: CollectiveMismatchError on all, naming two that differ, and the mesh goes on."""
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                self._told = CollectiveMismatchError(f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}")
+                raise self._told
 
     def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
         """All ranks have heard the same reasons for not going on: raises this rank's own error, or SyncAbortedError with another's."""

@@ -82,4 +82,4 @@ class _Step:
             return groups * self.num_moe * away
         out = away if self.backend == "alltoall" else rows * (row + top_k * 4) * (mesh.ep - 1)
         together = 4 * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
-        return groups * (self.num_moe * ((self.spec.num_experts + 1) * 4 * pairs + out + away) + together)
+        return groups * (self.num_moe * ((self.spec.num_experts + 3) * 4 * pairs + out + away) + together)

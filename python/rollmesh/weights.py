@@ -27,6 +27,7 @@ from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine, reason
 from rollmesh.sync import SyncOptions, check_deadline, check_mapping, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
+TIMED = "commit in time"
 
 
 class Weights:
@@ -63,7 +64,8 @@ class Weights:
         """As sync, one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
         the same place when they tell. A deadline is looked at when all are, too."""
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
-        kinds = self._open_together(engine, BEGINNING, kind, options)
+        told = self._open_together(engine, BEGINNING, [kind, deadline is not None], options)
+        kinds, timed = [its for its, _ in told], any(its for _, its in told)
         first = next((rank for rank, its in enumerate(kinds) if its is not None), None)
         voting = False
         try:
@@ -75,7 +77,7 @@ class Weights:
             engine.settle_sync("a sync before its entries", fault)
             listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
             engine.settle_sync("a sync after its entries", push_all(engine, engine.spread(source, options), listing, deadline))
-            self._await_turn_to_commit(engine, options, deadline)
+            self._await_turn_to_commit(engine, options, timed, deadline)
             voting = True
             return self._commit(options, None)
         except BaseException as error:
@@ -93,9 +95,9 @@ class Weights:
         self.reset("a later sync began")
         return everyone
 
-    def _await_turn_to_commit(self, engine: SpmdEngine, options: SyncOptions, deadline: float | None) -> None:
-        """A deadline is looked at when all ranks have finished what runs."""
-        if deadline is not None:
+    def _await_turn_to_commit(self, engine: SpmdEngine, options: SyncOptions, timed: bool, deadline: float | None) -> None:
+        """A deadline is looked at when all ranks have finished what runs. timed: some rank has one."""
+        if timed:
             self._finish_running(options, None)
             engine.settle_sync("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
 
@@ -113,8 +115,10 @@ class Weights:
         self._open = sync
 
     def _begin_together(self, engine: SpmdEngine, options: SyncOptions) -> None:
-        self._open_together(engine, PUSHES, None, options)
+        # Ranks may differ in the version: which one it is, the vote finds out.
+        told = self._open_together(engine, PUSHES, repr(replace(options, version=None)), options)
         try:
+            engine.compare("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
             engine.settle_sync(PUSHES, _fault_of(options.begin, engine))
@@ -143,15 +147,15 @@ class Weights:
             raise
         sync.names.add(name)
 
-    def _meet_among_pushes(self, engine: SpmdEngine, sync: Sync, at: str, fault: Exception | None = None) -> bool:
-        """Hears from every rank; one that cannot go on ends the set on all. Returns whether all are at the same place."""
+    def _meet_among_pushes(self, engine: SpmdEngine, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
+        """Hears from every rank; one that cannot go on ends the set on all. Returns the places where they are."""
         everyone = engine.among_pushes(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
         refused_by_all = all(its_at == "push" and why is not None for its_at, why in everyone)
         if not refused_by_all and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         engine.end_on_all(fault, reasons)
-        return all(its_at == at for its_at, _ in everyone)
+        return {its_at for its_at, _ in everyone}
 
     def abort(self, sync: Sync, error: BaseException | None) -> None:
         """The set of a handle is dropped, if it is open. error: what has ended its block."""
@@ -171,9 +175,10 @@ class Weights:
         voting = False
         try:
             if isinstance(self._engine, SpmdEngine):
-                while not self._meet_among_pushes(self._engine, sync, "commit"):
+                at = "commit" if deadline is None else TIMED
+                while not {"commit", TIMED}.issuperset(places := self._meet_among_pushes(self._engine, sync, at)):
                     pass  # others push on
-                self._await_turn_to_commit(self._engine, sync.options, deadline)
+                self._await_turn_to_commit(self._engine, sync.options, TIMED in places, deadline)
                 deadline = None
             voting = True
             sync.report = self._commit(sync.options, deadline)

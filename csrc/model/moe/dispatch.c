@@ -18,6 +18,7 @@ struct rm_dispatch {
   rm_range *experts;            // [n_ranks]
   rm_block *send, *recv;        // [n_ranks]
   int32_t *cursor;              // [n_experts]
+  char (*said)[RM_DISPATCH_SAID];   // [n_ranks]
   int32_t *all_ids;             // [n_ranks·max_rows][top_k]; sees_all
   char *choices;                // rows [max_rows·top_k] of the home by expert
   char *arrived;                // rows [max_arrive] by rank, then expert; travels
@@ -56,6 +57,7 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
       {&d->send, ranks, sizeof *d->send},
       {&d->recv, ranks, sizeof *d->recv},
       {&d->cursor, (size_t)d->n_experts, sizeof *d->cursor},
+      {&d->said, ranks, sizeof *d->said},
       {&d->all_ids, all, (size_t)d->top_k * sizeof *d->all_ids},
       {&d->choices, choices, row},
       {&d->arrived, arrive, row},
@@ -287,6 +289,24 @@ static void reorder_task(void *arg, int thread, int n_threads) {
 static rm_code check_call(rm_dispatch *d, size_t row_bytes, rm_error *err) {
   if (row_bytes >= 1 && row_bytes <= d->max_row_bytes) return RM_OK;
   return refuse(d, rm_fail(err, RM_E_LAYOUT, "rows of %zu bytes, wanted 1 … %zu", row_bytes, d->max_row_bytes));
+}
+
+rm_code rm_dispatch_agree(rm_dispatch *d, const char *what, size_t row_bytes, rm_error *err) {
+  const size_t n = sizeof *d->said;
+  rm_code code = check_call(d, row_bytes, err);
+  if (code || d->n_ranks == 1) return code;
+  memset(d->said[d->me], 0, n);
+  memcpy(d->said[d->me], what, strnlen(what, n - 1));
+  for (int r = 0; r < d->n_ranks; r++) {
+    d->send[r] = (rm_block){d->said[d->me], 1, n, n};
+    d->recv[r] = (rm_block){d->said[r], 1, n, n};
+  }
+  if ((code = rm_comm_exchange(d->ep, RM_COMM_STEP, d->send, d->recv, err))) return code;
+  for (int r = 0; r < d->n_ranks; r++)
+    if (memcmp(d->said[r], d->said[d->me], n) != 0)
+      return refuse(
+          d, rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d is in %.*s; rank %d in %s", r, (int)n - 1, d->said[r], d->me, d->said[d->me]));
+  return RM_OK;
 }
 
 // Between the homes' choices, by expert, and `arrived` at the experts, by rank.

@@ -58,6 +58,11 @@ void rm_dispatch_plan_destroy(rm_dispatch_plan *plan);   // safe on NULL
 // ids: [n_rows][top_k], those of a row distinct, or all negative. RM_E_REQUEST where they are not.
 rm_code rm_dispatch_plan_fill(rm_dispatch *dispatch, rm_dispatch_plan *plan, const int32_t *ids, int64_t n_rows, rm_error *err);
 
+// For a caller that knows more of a move than its sizes, before it: all ranks say the same of it, at most RM_DISPATCH_SAID − 1 bytes, or
+// RM_E_COLLECTIVE_MISMATCH quotes two that do not. row_bytes is checked first.
+enum { RM_DISPATCH_SAID = 128 };
+rm_code rm_dispatch_agree(rm_dispatch *dispatch, const char *what, size_t row_bytes, rm_error *err);
+
 // The three moves. row_bytes is the same on all ranks, up to max_row_bytes. `ctx` lends its threads; NULL: the caller alone. What they
 // give is the dispatch's, a view until the next call on it; it may be written to, and out's may be what back takes.
 rm_code rm_dispatch_out(rm_dispatch *dispatch, const rm_ctx *ctx, const rm_dispatch_plan *plan, const void *x, size_t row_bytes,

@@ -16,7 +16,7 @@ GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mesh", "where the generator runs; what is not built is refused with the reason")
+    group = parser.add_argument_group("mesh", "where the generator runs; default: of a run's TOML its own, else one rank")
     group.add_argument("--device", help="cpu (default)")
     group.add_argument("--tp", type=int, help="tensor-parallel ranks")
     group.add_argument("--dp", type=int, help="data-parallel ranks")
@@ -57,6 +57,11 @@ def take_run_settings(args: argparse.Namespace) -> None:
         table = run_config.load(args.model).generator
         args.dtype = table.dtype if args.dtype is None else args.dtype
         args.kv_cache_gib = table.kv_cache_gib if args.kv_cache_gib is None else args.kv_cache_gib
+        if (args.tp, args.dp, args.ep) == (None, None, None):
+            args.tp, args.dp, args.ep = table.tp, table.dp, table.ep
+        args.ep_backend = table.ep_backend if args.ep_backend is None else args.ep_backend
+        if getattr(args, "sequence_parallel", None) is False:
+            args.sequence_parallel = table.sequence_parallel
     args.kv_cache_gib = 1.0 if args.kv_cache_gib is None else args.kv_cache_gib
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import DTypeError, FormatError, LimitError, UnsupportedTensorError
+from rollmesh.errors import DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
 
 BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -50,14 +50,29 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
         raise UnsupportedTensorError(f"{name}: {type(tensor).__name__} is neither a NumPy array nor a torch tensor")
     import torch
 
+    if (what := _objection(tensor)) is not None:
+        raise UnsupportedTensorError(f"{name}: {what}; wanted a dense tensor")
     if callable(getattr(tensor, "full_tensor", None)):
         tensor = tensor.full_tensor()
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:  # resized, as sharded trainers do; NumPy would make up values
+        raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(BF16)  # type: ignore[no-any-return]
     if str(tensor.dtype).removeprefix("torch.") in DTYPES:
         return tensor.numpy()  # type: ignore[no-any-return]
     raise DTypeError(f"{name}: {tensor.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+
+
+def _objection(tensor: Any) -> str | None:
+    """Why a torch tensor has no plain memory to read, whatever its device; in the words of ext/tensor.c."""
+    if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+        return "a fake tensor, which has no data"
+    if tensor.is_meta:
+        return "a meta tensor, which has no data"
+    if tensor.is_nested:
+        return "a nested tensor"
+    return None if str(tensor.layout) == "torch.strided" else f"a tensor of layout {tensor.layout}"
 
 
 def dtype_name(array: NDArray[Any]) -> str:

@@ -28,9 +28,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollmesh import _core, ops
-from rollmesh.arguments import check_backend
-from rollmesh.errors import DTypeError, LayoutError, ShapeError, UnsupportedTensorError
+from rollmesh.arguments import REAL, check_backend, integer
+from rollmesh.comm import MAX_TIMEOUT_S
+from rollmesh.errors import ConfigError, DTypeError, LayoutError, ShapeError, StateError, UnsupportedTensorError
+from rollmesh.show import shown
 
+MAX_RANKS = 64  # that are threads
 GATE_DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
 
@@ -59,7 +62,7 @@ class TokenDispatcher:
         nowhere, combine gives zeros for it and its gradient is zero.
 
         RequestError: an id out of range or twice in a row. CapacityError: more rows than max_rows. CollectiveMismatchError: ranks
-        that are in different calls, or disagree on sizes."""
+        that are in different calls, or disagree on sizes or dtype."""
         with _all_or_none(self._core):
             _check("x", x, 2, None)
             _check("ids", ids, 2, torch.int32)
@@ -72,8 +75,12 @@ class TokenDispatcher:
 
     def combine(self, y: Tensor, gates: Tensor, plan: _core.DispatchPlan) -> Tensor:
         """Σ gate · y of each row of the home, [rows, hidden], rounded once. y: what the experts made of the rows of `plan`, in their
-        order; gates [rows, top_k], float32, of float64 rows float64."""
+        order; gates [rows, top_k], float32, of float64 rows float64.
+
+        StateError: a plan of another dispatcher. CollectiveMismatchError: plans of different dispatch calls, and as dispatch."""
         with _all_or_none(self._core):
+            if not isinstance(plan, _core.DispatchPlan):
+                raise StateError(f"plan is {shown(plan)}, wanted a plan of this dispatcher")
             _check("y", y, 2, None)
             if y.dtype not in GATE_DTYPES:
                 raise DTypeError(f"y has dtype {y.dtype}, wanted one of {', '.join(map(str, GATE_DTYPES))}")
@@ -106,8 +113,7 @@ def token_dispatcher(
     None for one rank. Buffers are made here, for rows of up to `hidden` elements of `dtype`, `max_rows` of them on any rank.
 
     ConfigError: ranks that do not divide num_experts, a backend that this build lacks or that does not fit, "disabled" on several."""
-    settings = (num_experts, top_k, max_rows, hidden * dtype.itemsize, check_backend(backend))
-    return TokenDispatcher(_core.Dispatcher(comm, *settings))
+    return TokenDispatcher(_core.Dispatcher(comm, *_settings(num_experts, top_k, hidden, max_rows, dtype, backend)))
 
 
 def token_dispatchers(
@@ -122,8 +128,20 @@ def token_dispatchers(
     timeout: float = 60.0,
 ) -> list[TokenDispatcher]:
     """The ends of ranks that are threads of this process; as token_dispatcher. timeout: seconds that a call waits for the others."""
-    settings = (num_experts, top_k, max_rows, hidden * dtype.itemsize, check_backend(backend))
-    return [TokenDispatcher(core) for core in _core.dispatchers(num_ranks, *settings, timeout)]
+    integer("num_ranks", num_ranks, 1, MAX_RANKS)
+    if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+    settings = _settings(num_experts, top_k, hidden, max_rows, dtype, backend)
+    return [TokenDispatcher(core) for core in _core.dispatchers(num_ranks, *settings, float(timeout))]
+
+
+def _settings(num_experts: int, top_k: int, hidden: int, max_rows: int, dtype: torch.dtype, backend: str) -> tuple[int, int, int, int, str]:
+    """As _core wants them; what it does not check itself is whether they are numbers that it can count with."""
+    sizes = {"num_experts": num_experts, "top_k": top_k, "max_rows": max_rows, "hidden": hidden}
+    experts, k, rows, width = (integer(name, value, 1, 2**31 - 1) for name, value in sizes.items())
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype = {shown(dtype)}, wanted a torch.dtype")
+    return experts, k, rows, width * dtype.itemsize, check_backend(backend)
 
 
 # ---------------------------------------------------------------------------------------------- moves
@@ -153,12 +171,14 @@ def _bytes(rows: Tensor) -> NDArray[np.uint8]:
     return rows.view(-1).view(torch.uint8).numpy().reshape(len(rows), rows.shape[1] * rows.itemsize)
 
 
-Move = Callable[[_core.DispatchPlan, NDArray[np.uint8], NDArray[np.uint8]], None]
+Move = Callable[[str, _core.DispatchPlan, NDArray[np.uint8], NDArray[np.uint8]], None]
 
 
-def _move(move: Move, plan: _core.DispatchPlan, rows: Tensor, num_out: int) -> Tensor:
+def _move(move: Move, call: str, plan: _core.DispatchPlan, rows: Tensor, num_out: int) -> Tensor:
+    """All ranks move rows of one kind in the same call: the bytes alone do not tell 8 bfloat16 from 4 float32."""
     out = torch.empty(num_out, rows.shape[1], dtype=rows.dtype)
-    move(plan, _bytes(rows.detach().contiguous()), _bytes(out))
+    what = f"{call} of rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
+    move(what, plan, _bytes(rows.detach().contiguous()), _bytes(out))
     return out
 
 
@@ -167,14 +187,14 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, core: _core.Dispatcher, plan: _core.DispatchPlan) -> Tensor:
         ctx.core, ctx.plan = core, plan
         with _all_or_none(core):
-            return _move(core.out, plan, x, plan.num_arrive)
+            return _move(core.out, "dispatch", plan, x, plan.num_arrive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         core, plan = ctx.core, ctx.plan
         with _all_or_none(core):
-            choices = _move(core.back, plan, grad, plan.num_choices)
+            choices = _move(core.back, "the gradient of dispatch", plan, grad, plan.num_choices)
             ones = torch.ones(plan.num_rows, core.top_k, dtype=GATE_DTYPES.get(grad.dtype, torch.float32))
             return _add_up(choices, ones, core, plan), None, None
 
@@ -184,7 +204,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, gates: Tensor, core: _core.Dispatcher, plan: _core.DispatchPlan) -> Tensor:
         ctx.core, ctx.plan = core, plan
         with _all_or_none(core):
-            choices = _move(core.back, plan, y, plan.num_choices)
+            choices = _move(core.back, "combine", plan, y, plan.num_choices)
             ctx.save_for_backward(choices, gates)
             return _add_up(choices, gates, core, plan)
 
@@ -203,7 +223,7 @@ class _Combine(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 grad_choices = torch.empty_like(choices)
                 grad_choices[place] = (gates[real][:, :, None] * each).to(choices.dtype)
-                grad_y = _move(core.out_each, plan, grad_choices, plan.num_arrive)
+                grad_y = _move(core.out_each, "the gradient of combine", plan, grad_choices, plan.num_arrive)
         return grad_y, grad_gates, None, None
 
 
