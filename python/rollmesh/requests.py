@@ -33,7 +33,6 @@ GREEDY = SamplingParams(temperature=0.0)
 class _EngineRequest:
     """A request as ext/engine.c reads it; the fields are rm_request's."""
 
-    stop: tuple[str, ...]  # found by this layer; here so that ranks compare them
     n: int
     max_tokens: int
     min_tokens: int
@@ -48,11 +47,11 @@ class _EngineRequest:
     prompt_logprobs: int
     score: bool
     score_sampling: bool
+    stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod
     def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> _EngineRequest:
         return cls(
-            stop=() if score else tuple(params.stop),
             n=1 if score else params.n,
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
@@ -67,6 +66,7 @@ class _EngineRequest:
             prompt_logprobs=0 if score else -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             score=score,
             score_sampling=score_sampling,
+            stop=() if score else tuple(params.stop),
         )
 
 
