@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh.errors import Error, MeshMismatchError, UnsupportedTensorError
 from rollmesh.pieces import Dims, Part, is_sharded, part_of
+from rollmesh.show import reason
 from rollmesh.sources.arrays import DTYPES, bytes_of
 
 Array = NDArray[Any]
 Told = list[Any]  # name, dtype, shape, offsets, sizes; or why the source goes no further
 AHEAD = 16  # entries of a mapping that are told at a time; of an iterator one, whose tensor may be gone after
 MAX_PLANS = 256
-MAX_TOLD = 8000  # characters of one rank's error
 BOX_DIMS = 4
 ALIKE = "all ranks with a source give the same names in the same order"
 
@@ -72,7 +72,7 @@ class Source:
 
 def _told(part: Part | Exception) -> Told:
     if isinstance(part, Exception):
-        return [f"{type(part).__name__}: {part}"[:MAX_TOLD]]
+        return [reason(part)]
     return [part.name, part.dtype, list(part.shape), list(part.offsets), list(part.sizes)]
 
 

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
+MAX_TOLD = 8000  # characters of one rank's error that the others get: a list of offenders fits
 MOST = 200  # characters of a value
 MOST_LISTED = 20  # keys that a message names
 
@@ -42,3 +43,8 @@ def listed(items: Iterable[tuple[Any, ...]]) -> str:
 
 def _shown_key(key: Any) -> str:
     return key if isinstance(key, str) and len(key) <= 100 and key.isprintable() else shown(key)
+
+
+def reason(error: BaseException) -> str:
+    """An error of one rank as the others are told of it: its class and its words."""
+    return f"{type(error).__name__}: {error}"[:MAX_TOLD]

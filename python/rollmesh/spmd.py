@@ -40,6 +40,7 @@ from rollmesh.errors import (
 )
 from rollmesh.mesh import Mesh
 from rollmesh.resharding import AHEAD, Resharding, Source
+from rollmesh.show import reason
 from rollmesh.views import Finish, RequestView, SampleView, Stats
 from rollmesh.wire import decode, encode
 
@@ -49,11 +50,6 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError)  # not every rank need have the same of these
 PUSHES = "a set of weights that is pushed"
-MAX_TOLD = 8000  # characters of one rank's error that the others get: a list of offenders fits
-
-
-def reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_TOLD]
 
 
 class SpmdEngine:

@@ -23,7 +23,8 @@ from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.pieces import local_tensor
 from rollmesh.requests import Requests
-from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine, reason
+from rollmesh.show import reason
+from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
 from rollmesh.sync import SyncOptions, check_deadline, check_mapping, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
