@@ -38,6 +38,7 @@ static const rm_attribute option_fields[] = {
     OPTION("max_num_batched_tokens", RM_ATTR_I64, engine.max_num_batched_tokens),
     OPTION("block_size", RM_ATTR_I64, engine.page_size),
     OPTION("kv_bytes", RM_ATTR_U64, engine.kv_bytes),
+    OPTION("host_pages", RM_ATTR_I64, engine.host_pages),
     OPTION("seed", RM_ATTR_U64, engine.seed),
     OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
     OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
@@ -231,6 +232,8 @@ static const rm_attribute request_fields[] = {
     REQUEST("prompt_logprobs", RM_ATTR_I32, prompt_logprobs),
     REQUEST("score", RM_ATTR_BOOL, kind),
     REQUEST("score_sampling", RM_ATTR_BOOL, score_sampling),
+    REQUEST("ranks", RM_ATTR_BOOL, ranks),
+    REQUEST("host_draws", RM_ATTR_BOOL, host_draws),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int), "`score` is read as the kind");
 
@@ -424,6 +427,16 @@ static PyMethodDef methods[] = {
     METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
     METHOD("step", engine_step, METH_NOARGS,
            "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
+    METHOD("host_step", rm_engine_py_host_step, METH_VARARGS,
+           "host_step(ids, computed, rows, replace, page_counts, pages, logits, stats): a step as the host wants it. Returns (tokens, "
+           "logprobs, sampling_logprobs, ranks, rows fed)."),
+    METHOD(
+        "host_draw", rm_engine_py_host_draw, METH_VARARGS,
+        "host_draw(ids, raw, stats, edited): draws from rows that the host has edited. Returns (tokens, logprobs, sampling_logprobs, ranks)."),
+    METHOD("host_top", rm_engine_py_host_top, METH_VARARGS,
+           "host_top(ids, k): the k likeliest at each request's last token, (ids, logprobs)."),
+    METHOD("host_preempt", rm_engine_py_host_preempt, METH_O, "The host has taken the request's pages back."),
+    METHOD("host_tokens", rm_engine_py_host_tokens, METH_VARARGS, "host_tokens(id, tokens): what it has generated, as the host knows it."),
     METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),
     METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
     METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
@@ -438,6 +451,7 @@ static PyMethodDef methods[] = {
     METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),
     METHOD("stats", rm_engine_py_stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
     METHOD("manifest", rm_engine_py_manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
+    METHOD("weights", rm_engine_py_weights, METH_NOARGS, "Views of the serving weights, until the next commit; None before the first."),
     METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
     METHOD("sync_resolve", rm_engine_py_sync_resolve, METH_O, "Indices into the manifest that a name stands for."),
     METHOD("sync_wanted", rm_engine_py_sync_wanted, METH_O,

@@ -1,5 +1,5 @@
 // engine.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps), engine_views.c
-// (results, copied out as arrays) and engine_sync.c (weights).
+// (results, copied out as arrays), engine_hosted.c (steps that a host schedules) and engine_sync.c (weights).
 //
 // One writer: every method that touches them stands between rm_engine_enter and rm_engine_leave. A second thread
 // inside, a closed engine, and an engine of the parent process after fork are refused with StateError. The lock that makes
@@ -33,6 +33,14 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
+// engine_hosted.c
+PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id);
+PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args);
+// engine_weights.c
+PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);
 // engine_sync.c
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name);

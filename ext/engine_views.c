@@ -54,6 +54,7 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_v
   const int64_t one[1] = {n - 1}, ranked[2] = {n - 1, top}, routed[3] = {n, spec->n_moe_layers, spec->top_k};
   if (put(dict, "prompt_logprobs", array_or_none(view->prompt_logprobs, NPY_FLOAT32, 1, one))) return -1;
   if (put(dict, "prompt_sampling_logprobs", array_or_none(view->prompt_sampling_logprobs, NPY_FLOAT32, 1, one))) return -1;
+  if (put(dict, "prompt_ranks", array_or_none(view->prompt_ranks, NPY_INT32, 1, one))) return -1;
   if (put(dict, "prompt_top_ids", array_or_none(top > 0 ? view->prompt_top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
   if (put(dict, "prompt_top_logprobs", array_or_none(top > 0 ? view->prompt_top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
   return put(dict, "prompt_routed", array_or_none(view->prompt_routed, NPY_INT16, 3, routed));
@@ -94,6 +95,7 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_vi
   if (put(dict, "sampling_logprobs", rm_array_new(NPY_FLOAT32, 1, one, view->sampling_logprobs))) return -1;
   if (put(dict, "versions", rm_array_new(NPY_INT64, 1, one, view->versions))) return -1;
   if (put(dict, "no_contract", rm_array_new(NPY_UINT8, 1, one, view->no_contract))) return -1;
+  if (put(dict, "ranks", array_or_none(view->ranks, NPY_INT32, 1, one))) return -1;
   if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
   if (put(dict, "top_logprobs", array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
   if (!spec->n_moe_layers) return put(dict, "routed", Py_NewRef(Py_None));

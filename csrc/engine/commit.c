@@ -33,11 +33,12 @@ void rm_finish_group(rm_engine *engine, rm_group *group, rm_finish finish) {
   finish_if_all_done(engine, group);
 }
 
-static void fail_group(rm_engine *engine, const rm_sequence *seq, long long position, const char *what) {
+void rm_fail_group(rm_engine *engine, const rm_sequence *seq, long long position, const char *what) {
   rm_group *group = seq->group;
   group->error = RM_E_NUMERICS;
   snprintf(group->message, sizeof group->message, "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
            seq->index, position, what);
+  if (rm_is_hosted(engine)) rm_host_distrust(engine, seq);
   rm_finish_group(engine, group, RM_FINISH_ERROR);
 }
 
@@ -45,7 +46,7 @@ static void fail_flagged(rm_engine *engine, const rm_sequence *seq) {
   const rm_plan *plan = &engine->plan;
   for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
     if (plan->row_flags[r]) {
-      fail_group(engine, seq, plan->positions[r], plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
+      rm_fail_group(engine, seq, plan->positions[r], plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
       return;
     }
 }
@@ -107,18 +108,18 @@ static void advance(rm_engine *engine, rm_sequence *seq) {
 }
 
 // ---------------------------------------------------------------------------------------------- what was drawn
-static void append(rm_engine *engine, int64_t d) {
-  const rm_plan *plan = &engine->plan;
-  rm_sequence *seq = plan->draws[d].seq;
+void rm_append(rm_engine *engine, rm_sequence *seq, const rm_drawn *drawn) {
   const rm_group *group = seq->group;
   const int64_t at = seq->n_tokens++;
-  const int32_t token = plan->tokens[d];
+  const int32_t token = drawn->token;
   seq->ids[group->n_prompt + at] = token;
-  seq->logprobs[at] = plan->logprobs[d];
-  seq->sampling_logprobs[at] = plan->sampling_logprobs[d];
+  seq->logprobs[at] = drawn->logprob;
+  seq->sampling_logprobs[at] = drawn->sampling_logprob;
+  if (group->want_ranks) seq->ranks[at] = drawn->rank;
   seq->versions[at] = rm_store_version(engine->store);
   seq->no_contract[at] = seq->stale != 0;
   engine->stats.generated_tokens++;
+  if (rm_is_hosted(engine)) return;   // which says when it has enough
   if (rm_group_stops_at(group, token)) {
     seq->stop_token = token;
     rm_finish_sequence(engine, seq, RM_FINISH_STOP);
@@ -133,7 +134,7 @@ void rm_commit(rm_engine *engine) {
     if (plan->scheduled[i]->status != RM_DONE) fail_flagged(engine, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE && plan->tokens[d] < 0)
-      fail_group(engine, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
+      rm_fail_group(engine, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE) advance(engine, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++) {
@@ -142,5 +143,8 @@ void rm_commit(rm_engine *engine) {
     else if (seq->group->leader == seq) seq->group->leader = NULL;
   }
   for (int64_t d = 0; d < plan->n_draws; d++)
-    if (plan->draws[d].seq->status != RM_DONE) append(engine, d);
+    if (plan->draws[d].seq->status != RM_DONE) {
+      const rm_drawn drawn = {plan->tokens[d], plan->ranks[d], plan->logprobs[d], plan->sampling_logprobs[d]};
+      rm_append(engine, plan->draws[d].seq, &drawn);
+    }
 }

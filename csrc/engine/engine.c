@@ -34,6 +34,7 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if ((code = check_range("max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES, err))) return code;
   if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED, err))) return code;
   if ((code = check_range("page_size", options->page_size, 16, MAX_PAGE, err))) return code;
+  if ((code = check_range("host_pages", options->host_pages, 0, INT32_MAX / 2, err))) return code;
   if ((code = check_range("n_threads", options->n_threads, 0, 256, err))) return code;
   if ((code = check_range("num_experts", spec->n_experts, 0, INT16_MAX, err))) return code;
   if (options->page_size % 16) return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16", (long long)options->page_size);
@@ -54,10 +55,14 @@ static void zero_page(void *owner, int32_t page) {
 
 static rm_code create_cache(rm_engine *engine, rm_error *err) {
   const uint64_t page_bytes = rm_model_page_bytes(engine->model), wanted = engine->options.kv_bytes;
-  if (wanted < page_bytes)
+  const int64_t host_pages = engine->options.host_pages;
+  if (host_pages > 0 && (uint64_t)host_pages > SIZE_MAX / 2 / page_bytes)
+    return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes are more than there is", (long long)host_pages,
+                   (unsigned long long)page_bytes);
+  if (!host_pages && wanted < page_bytes)
     return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: %llu bytes of KV cache, wanted a page or more: one takes %llu",
                    (unsigned long long)wanted, (unsigned long long)page_bytes);
-  engine->n_pages = (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
+  engine->n_pages = host_pages ? host_pages : (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
   engine->kv_bytes = (size_t)engine->n_pages * page_bytes;
   const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};
   const rm_code code = rm_kv_create(&options, &engine->cache, err);
@@ -74,6 +79,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   const rm_field fields[] = {
       {&engine->block_tables, seqs, (size_t)engine->max_pages * sizeof(int32_t)},
       {&engine->places, seqs, sizeof(int32_t)},
+      {&engine->page_versions, (size_t)engine->options.host_pages, sizeof(int64_t)},
       {&plan->ids, rows, sizeof(int32_t)},
       {&plan->positions, rows, sizeof(int32_t)},
       {&plan->seq_of_row, rows, sizeof(int32_t)},
@@ -89,6 +95,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
       {&plan->tokens, seqs, sizeof(int32_t)},
       {&plan->logprobs, seqs, sizeof(float)},
       {&plan->sampling_logprobs, seqs, sizeof(float)},
+      {&plan->ranks, seqs, sizeof(int32_t)},
       {&plan->logits, outs, (size_t)engine->ld_logits * sizeof(float)},
       {&plan->stats, outs, 2 * sizeof(float)},
       {&plan->target_logprobs, outs, sizeof(float)},
@@ -108,6 +115,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
                    rows, seqs);
   for (engine->n_places = 0; engine->n_places < engine->options.max_num_seqs; engine->n_places++)
     engine->places[engine->n_places] = (int32_t)(engine->options.max_num_seqs - 1 - engine->n_places);
+  if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
   return RM_OK;
 }
 
@@ -190,27 +198,13 @@ void rm_engine_destroy(rm_engine *engine) {
 }
 
 // ---------------------------------------------------------------------------------------------- a step
-static double now(void) {
+double rm_now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static int has_work(const rm_engine *engine) { return !engine->paused && engine->n_live > 0; }
-
-// Where experts span replicas all of them step together, those without requests with an empty batch.
-static rm_code someone_has_work(rm_engine *engine, int *anyone, rm_error *err) {
-  const rm_rank *rank = &engine->options.rank;
-  int32_t has[RM_MAX_WORLD] = {has_work(engine)};
-  *anyone = has[0];
-  if (!rm_rank_spans_dp(rank)) return RM_OK;
-  const int32_t mine = has[0];
-  size_t bytes[RM_MAX_WORLD];
-  for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof mine;
-  const rm_code code = rm_comm_all_gather(rank->ep, &mine, has, bytes, err);
-  for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) *anyone |= has[r];
-  return code;
-}
 
 // What was moved by a step that broke off is undefined, and so is what would follow. A rank that waits for this one in another group
 // has to hear of it too.
@@ -223,35 +217,56 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
   return code;
 }
 
+// Where experts span replicas all of them step together, those without requests with an empty batch.
+rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err) {
+  const rm_rank *rank = &engine->options.rank;
+  const int32_t word = mine;
+  int32_t words[RM_MAX_WORLD];
+  size_t bytes[RM_MAX_WORLD];
+  *most = mine;
+  if (!rm_rank_spans_dp(rank)) return RM_OK;
+  for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof word;
+  const rm_code code = rm_comm_all_gather(rank->ep, &word, words, bytes, err);
+  for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) *most = words[r] > *most ? words[r] : *most;
+  return code ? lose(engine, code, err) : RM_OK;
+}
+
 int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
-  *n_work = 0;
-  engine->had_work = 0;
+rm_code rm_engine_ready(const rm_engine *engine, rm_error *err) {
   if (engine->asleep)
     return rm_fail(err, RM_E_STATE, "a step while %s asleep", engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a step before any weights were synced");
   if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
-  rm_code code = someone_has_work(engine, &engine->had_work, err);
-  if (code) return lose(engine, code, err);
-  if (!engine->had_work) return RM_OK;
+  return RM_OK;
+}
+
+rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err) {
   const uint32_t saved = rm_fp_enter();
-  const double start = now();
-  rm_schedule(engine);
-  assert(engine->plan.n_rows > 0 || !has_work(engine));   // the oldest can always go on
-  const double scheduled = now();
-  if ((code = rm_forward(engine, err))) {
-    rm_fp_leave(saved);
-    return lose(engine, code, err);
-  }
-  const double forwarded = now();
-  rm_commit(engine);
-  engine->stats.schedule_seconds += scheduled - start;
+  const rm_code code = rm_forward(engine, err);
+  const double forwarded = rm_now();
+  if (!code) rm_commit(engine);
+  rm_fp_leave(saved);
+  if (code) return lose(engine, code, err);
   engine->stats.forward_seconds += forwarded - scheduled;
-  engine->stats.commit_seconds += now() - forwarded;
+  engine->stats.commit_seconds += rm_now() - forwarded;
   engine->stats.rows += engine->plan.n_rows;
   engine->stats.steps++;
-  rm_fp_leave(saved);
+  return RM_OK;
+}
+
+rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
+  *n_work = 0;
+  engine->had_work = 0;
+  if (rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a step of its own in an engine that a host schedules");
+  rm_code code = rm_engine_ready(engine, err);
+  if (code || (code = rm_engine_ask_all(engine, has_work(engine), &engine->had_work, err)) || !engine->had_work) return code;
+  const double start = rm_now();
+  rm_schedule(engine);
+  assert(engine->plan.n_rows > 0 || !has_work(engine));   // the oldest can always go on
+  const double scheduled = rm_now();
+  if ((code = rm_engine_run(engine, scheduled, err))) return code;
+  engine->stats.schedule_seconds += scheduled - start;
   *n_work = engine->plan.n_rows;
   return RM_OK;
 }

@@ -29,6 +29,7 @@ typedef struct rm_engine_options {
   uint64_t kv_bytes;            // of KV cache; at least one page
   uint64_t seed;                // seeds of requests that bring none
   int prefix_caching;
+  int64_t host_pages;           // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (hosted.h)
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
   rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
@@ -56,6 +57,8 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int wants_logits;             // RM_SCORE without logits_out: logits are made, and given to nobody, since another rank wants them
   uint64_t id;                  // 0: the engine numbers it; else its number, above that of every request before
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
+  int ranks;                    // also how many tokens are as likely as each sampled one, and as each of the prompt if that has logprobs
+  int host_draws;               // its tokens are drawn by rm_engine_host_draw; hosted engines only
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;
@@ -68,7 +71,9 @@ typedef struct rm_sample_view { // of one sample; valid until the next step or r
   const float *logprobs, *sampling_logprobs;   // [n_tokens]
   const int64_t *versions;      // [n_tokens]
   const uint8_t *no_contract;   // [n_tokens] 1 where stale KV was used (keep_kv)
-  const int32_t *top_ids;       // [n_tokens][logprobs]
+  const int32_t *ranks;         // [n_tokens] with ranks: tokens at least as likely, itself included; else NULL
+  int32_t n_top;                // logprobs of the request
+  const int32_t *top_ids;       // [n_tokens][n_top]
   const float *top_logprobs;
   const int16_t *routed;        // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
 } rm_sample_view;
@@ -82,6 +87,7 @@ typedef struct rm_request_view {
   int64_t n_scored;             // leading entries of the next four that were computed; all, unless it was aborted or failed
   const float *prompt_logprobs; // [n_prompt − 1]; NULL when not asked for
   const float *prompt_sampling_logprobs;       // [n_prompt − 1] with score_sampling
+  const int32_t *prompt_ranks;  // [n_prompt − 1] with ranks
   const int32_t *prompt_top_ids;               // [n_prompt − 1][k]
   const float *prompt_top_logprobs;
   const int16_t *prompt_routed; // [n_prompt][moe_layers][k]; NULL in a dense model

@@ -50,9 +50,11 @@ static rm_code check_lengths(const rm_request *request, const rm_request_rules *
   return RM_OK;
 }
 
-// Tokens that each sample may generate. Of lengths that were checked: others overflow here.
+// Tokens that each sample may generate. Of lengths that were checked: others overflow here. A host may be one step late in saying that
+// a request has ended.
 static int64_t capacity_of(const rm_request *request, const rm_request_rules *rules) {
-  return request->kind == RM_SCORE ? 0 : rm_min64(request->max_tokens, rules->max_model_len - request->n_prompt);
+  const int64_t left = rules->max_model_len - request->n_prompt;
+  return request->kind == RM_SCORE ? 0 : request->max_tokens < left ? request->max_tokens + (rules->hosted != 0) : left;
 }
 
 // Positions that get KV: the last token generated is never fed back.
@@ -74,7 +76,10 @@ rm_code rm_group_check(const rm_request *request, const rm_request_rules *rules,
   if ((code = check_logprobs(request, rules->vocab, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
   if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, rules->vocab, err))) return code;
-  return check_capacity(request, rules, err);
+  REFUSE_UNLESS(rules->hosted || !request->host_draws, "host_draws without a host: the engine's pages are its own");
+  REFUSE_UNLESS(!rules->hosted || (request->kind == RM_GENERATE && request->n == 1),
+                "a host's request has one sample and is generated, not %d, nor scored", request->n);
+  return rules->hosted ? RM_OK : check_capacity(request, rules, err);
 }
 
 // ---------------------------------------------------------------------------------------------- token sets
@@ -102,7 +107,7 @@ int rm_group_stops_at(const rm_group *group, int32_t token) {
 }
 
 // ---------------------------------------------------------------------------------------------- the block
-enum { GROUP_FIELDS = 8, SEQUENCE_FIELDS = 8 };
+enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 9 };
 
 static void group_fields(rm_group *group, const rm_request *request, const rm_request_rules *rules, rm_field fields[GROUP_FIELDS]) {
   const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;   // one too many, so that none is not NULL
@@ -113,6 +118,7 @@ static void group_fields(rm_group *group, const rm_request *request, const rm_re
       {&group->banned, set, sizeof *group->banned},
       {&group->prompt_logprobs, targets, sizeof *group->prompt_logprobs},
       {&group->prompt_sampling, group->score_sampling ? targets : 0, sizeof *group->prompt_sampling},
+      {&group->prompt_ranks, group->want_ranks ? targets : 0, sizeof *group->prompt_ranks},
       {&group->prompt_top_ids, top, (size_t)group->prompt_top * sizeof *group->prompt_top_ids},
       {&group->prompt_top_logprobs, top, (size_t)group->prompt_top * sizeof *group->prompt_top_logprobs},
       {&group->prompt_routed, rules->routed_per_token ? (size_t)group->n_prompt : 0, (size_t)rules->routed_per_token * sizeof(int16_t)},
@@ -129,6 +135,7 @@ static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_re
       {&seq->versions, capacity, sizeof *seq->versions},
       {&seq->no_contract, capacity, sizeof *seq->no_contract},
       {&seq->routed, rules->routed_per_token ? capacity : 0, (size_t)rules->routed_per_token * sizeof *seq->routed},
+      {&seq->ranks, group->want_ranks ? capacity : 0, sizeof *seq->ranks},
       {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
       {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
   };
@@ -184,6 +191,8 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
       .prompt_top = rm_max64(request->prompt_logprobs, 0),
       .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
       .score_sampling = score && request->score_sampling,
+      .want_ranks = request->ranks,
+      .host_draws = request->host_draws,
       .logits_out = score ? request->logits_out : NULL,
       .wants_logits = score && (request->logits_out || request->wants_logits),
   };
@@ -233,7 +242,7 @@ void rm_group_rewind(rm_group *group) {
     rm_sequence *seq = &group->sequences[i];
     seq->status = RM_WAITING;
     seq->finish = RM_RUNNING;
-    seq->stop_token = seq->place = -1;
+    seq->stop_token = seq->place = seq->host_row = -1;
     seq->n_tokens = seq->n_routed = 0;
   }
 }

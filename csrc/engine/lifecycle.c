@@ -31,6 +31,10 @@ static void keep(rm_engine *engine, rm_group *group, int keep_kv) {
 
 // Newest first: each is then older than those already put back, and finds its place in the queue at once.
 static void apply(rm_engine *engine, rm_inflight inflight) {
+  if (rm_is_hosted(engine)) {   // what becomes of requests is the host's; KV of the old version is found by its number
+    rm_host_renew(engine, 0);
+    return;
+  }
   for (rm_link *at = engine->live.prev, *before; at != &engine->live; at = before) {
     rm_group *group = (rm_group *)at;
     before = at->prev;
@@ -115,7 +119,8 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   if (parts & RM_PART_WEIGHTS && rm_store_is_open(engine->store))
     return rm_fail(err, RM_E_STATE, "the weights cannot sleep while a sync is open");
   if (!parts) return RM_OK;
-  preempt_all(engine);   // without the weights the KV is of no version, without the pages there is none
+  if (rm_is_hosted(engine)) rm_host_renew(engine, 1);   // the host's requests keep their pages
+  else preempt_all(engine);   // without the weights the KV is of no version, without the pages there is none
   rm_kv_reset(engine->cache);
   if (parts & RM_PART_WEIGHTS) rm_store_discard(engine->store);
   if (parts & RM_PART_KV) {

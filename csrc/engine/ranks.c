@@ -39,6 +39,7 @@ struct rm_ranks {
   int64_t *asked;               // [dp] tokens asked of each replica so far
   rm_beginning *beginnings;     // [PREFIX_SLOTS]
   int64_t page_size;
+  int hosted;
   uint64_t next_id;
 };
 
@@ -151,6 +152,8 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   if (code) return code;
   if (options->ends && (options->ends->index < 0 || options->ends->index >= world))
     return rm_fail(err, RM_E_CONFIG, "rank %d is not in a world of %d", options->ends->index, world);
+  if (options->engine.host_pages > 0 && !options->ends && world > 1)
+    return rm_fail(err, RM_E_CONFIG, "a mesh of %d ranks in a process that a host schedules, wanted one rank a process", world);
   rm_ranks *ranks = rm_alloc(1, sizeof *ranks);
   if (!ranks) return rm_fail(err, RM_E_MEMORY, "no memory for the ranks");
   ranks->mesh = options->mesh;
@@ -160,6 +163,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   ranks->per_replica = options->ends ? 1 : ranks->mesh.tp;
   ranks->own = rm_mesh_coords(&ranks->mesh, ranks->first).dp;
   ranks->page_size = options->engine.page_size;
+  ranks->hosted = options->engine.host_pages > 0;
   ranks->next_id = 1;
   code = create_parts(ranks, spec, options, err);
   if (code) {
@@ -217,6 +221,7 @@ static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginni
   *place = NULL;
   for (int d = 1; d < ranks->mesh.dp; d++)
     if (ranks->asked[d] < ranks->asked[least]) least = d;
+  if (ranks->hosted) return ranks->own;
   if (ranks->mesh.dp == 1 || request->n_prompt < ranks->page_size) return least;
   const uint64_t hash = hash_beginning(request, ranks->page_size);
   *place = &ranks->beginnings[hash % PREFIX_SLOTS];
@@ -347,6 +352,23 @@ void rm_ranks_pause(rm_ranks *ranks, int paused) {
 
 void rm_ranks_reset_prefix_cache(rm_ranks *ranks) {
   for (int r = 0; r < ranks->n; r++) rm_engine_reset_prefix_cache(ranks->members[r].engine);
+}
+
+// ---------------------------------------------------------------------------------------------- a host's
+rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
+  return rm_engine_host_step(ranks->members[0].engine, step, results, n_work, err);
+}
+
+rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err) {
+  return rm_engine_host_draw(ranks->members[0].engine, draws, n, results, err);
+}
+
+rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err) {
+  return rm_engine_host_preempt(ranks->members[0].engine, id, err);
+}
+
+rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
+  return rm_engine_host_tokens(ranks->members[0].engine, id, tokens, n, err);
 }
 
 // ---------------------------------------------------------------------------------------------- weights

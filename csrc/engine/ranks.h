@@ -12,7 +12,7 @@
 // When ranks fail differently the error is that of the first rank that did not merely hear of another's.
 #pragma once
 
-#include "engine/engine.h"
+#include "engine/hosted.h"
 
 typedef struct rm_ranks rm_ranks;
 
@@ -62,6 +62,12 @@ rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_repo
 void rm_ranks_sync_abort(rm_ranks *ranks);
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
+
+// hosted.h's calls, of the one rank that a hosted process has. Requests that are added are its own, whatever the mesh.
+rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err);
+rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err);
+rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err);
+rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);
 
 // Counts of requests and tokens are of all replicas, sizes of all ranks, times of the rank that took longest.
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);

@@ -22,7 +22,7 @@ static int grow_buckets(rm_engine *engine) {
   return 1;
 }
 
-static rm_group *find(const rm_engine *engine, uint64_t id, rm_error *err) {
+rm_group *rm_find_group(const rm_engine *engine, uint64_t id, rm_error *err) {
   rm_group *group = engine->n_buckets ? *bucket(engine, id) : NULL;
   while (group && group->id != id) group = group->next_in_bucket;
   if (!group) rm_fail(err, RM_E_REQUEST, "there is no request %llu", (unsigned long long)id);
@@ -30,7 +30,7 @@ static rm_group *find(const rm_engine *engine, uint64_t id, rm_error *err) {
 }
 
 static rm_sequence *find_sample(const rm_engine *engine, uint64_t id, int32_t sample, rm_error *err) {
-  rm_group *group = find(engine, id, err);
+  rm_group *group = rm_find_group(engine, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
   rm_fail(err, RM_E_REQUEST, "request %llu has no sample %d, only 0 … %d", (unsigned long long)id, sample, group->n - 1);
@@ -45,6 +45,7 @@ static rm_request_rules rules_of(const rm_engine *engine) {
       .page_size = engine->options.page_size,
       .n_pages = engine->n_pages,
       .routed_per_token = engine->routed_per_token,
+      .hosted = rm_is_hosted(engine),
       .eos_ids = engine->options.eos_ids,
       .n_eos = engine->options.n_eos,
       .engine_seed = engine->options.seed,
@@ -112,7 +113,7 @@ int rm_engine_has(const rm_engine *engine, uint64_t id) {
 }
 
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {
-  const rm_group *group = find(engine, id, err);
+  const rm_group *group = rm_find_group(engine, id, err);
   if (!group) return RM_E_REQUEST;
   *out = (rm_request_view){
       .id = id,
@@ -124,6 +125,7 @@ rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *ou
       .n_scored = group->n_scored,
       .prompt_logprobs = group->prompt_logprobs,
       .prompt_sampling_logprobs = group->prompt_sampling,
+      .prompt_ranks = group->want_ranks ? group->prompt_ranks : NULL,
       .prompt_top_ids = group->prompt_top_ids,
       .prompt_top_logprobs = group->prompt_top_logprobs,
       .prompt_routed = group->prompt_routed,
@@ -144,6 +146,8 @@ rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t samp
       .sampling_logprobs = seq->sampling_logprobs,
       .versions = seq->versions,
       .no_contract = seq->no_contract,
+      .ranks = seq->group->want_ranks ? seq->ranks : NULL,
+      .n_top = seq->group->top_logprobs,
       .top_ids = seq->top_ids,
       .top_logprobs = seq->top_logprobs,
       .routed = seq->routed,
@@ -152,7 +156,7 @@ rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t samp
 }
 
 rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_group *group = find(engine, id, err);
+  rm_group *group = rm_find_group(engine, id, err);
   if (!group) return RM_E_REQUEST;
   if (group->n_done < group->n) return rm_fail(err, RM_E_STATE, "request %llu is not finished; abort it first", (unsigned long long)id);
   rm_group **at = bucket(engine, id);
@@ -166,7 +170,7 @@ rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) {
 
 // ---------------------------------------------------------------------------------------------- ends from outside
 rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_group *group = find(engine, id, err);
+  rm_group *group = rm_find_group(engine, id, err);
   if (!group) return RM_E_REQUEST;
   rm_finish_group(engine, group, RM_FINISH_ABORT);
   return RM_OK;

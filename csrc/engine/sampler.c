@@ -17,14 +17,15 @@ static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int
 
 static int needs_logits(const rm_out_row *out) {
   const rm_group *group = out->seq->group;
-  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top;
+  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top || group->want_ranks;
 }
 
 // Whether one rank of a tp group can do for all what is wanted of the row: draw from it. Whatever is recorded of logits is recorded
 // by every rank.
 static int one_rank_does(const rm_out_row *out) {
   const rm_group *group = out->seq->group;
-  return !group->top_logprobs && !group->wants_logits && !group->score_sampling && !group->prompt_top;
+  if (group->top_logprobs || group->wants_logits || group->score_sampling || group->prompt_top || group->host_draws) return 0;
+  return out->draws || !group->want_ranks;
 }
 
 static rm_code run_lm_head(rm_engine *engine, const char *hidden, int64_t first, rm_chunk *chunk, rm_error *err) {
@@ -79,7 +80,7 @@ static void run_sample(rm_engine *engine, int64_t row, int64_t n, int64_t ld_log
   engine->kernels->sample(rm_model_ctx(engine->model), &args);
 }
 
-static rm_sample_params params_of(const rm_group *group) {
+static rm_sample_params plain_params(const rm_group *group) {
   return (rm_sample_params){
       .temperature = group->temperature,
       .top_p = group->top_p,
@@ -89,12 +90,31 @@ static rm_sample_params params_of(const rm_group *group) {
   };
 }
 
+// For the next token of a sequence.
+rm_sample_params rm_params_of(const rm_sequence *seq) {
+  const rm_group *group = seq->group;
+  rm_sample_params params = plain_params(group);
+  params.seed = seq->seed;
+  params.counter = (uint64_t)rm_sequence_length(seq);
+  if (seq->n_tokens < group->min_tokens) {
+    params.banned = group->banned;
+    params.n_banned = (int32_t)group->n_banned;
+  }
+  return params;
+}
+
+int32_t rm_rank_of(const float *logits, int64_t vocab, int32_t token) {
+  int32_t rank = 0;
+  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= logits[token];
+  return rank;
+}
+
 // Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
 static void score_sampling(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n) {
   rm_plan *plan = &engine->plan;
   const rm_out_row *out = out_row(plan, chunk, row);
   for (int64_t i = 0; i < n; i++) {
-    plan->params[i] = params_of(out->seq->group);
+    plan->params[i] = plain_params(out->seq->group);
     plan->params[i].forced = out[i].target;
   }
   run_sample(engine, row, n, engine->ld_logits, plan->stats + 2 * row, plan->out_flags + row, plan->unused_tokens, plan->unused_logprobs,
@@ -122,6 +142,8 @@ static void record_prompt_run(rm_engine *engine, const rm_chunk *chunk, int64_t 
   const int64_t n = end - row, k = group->prompt_top, at = out->position;
   memcpy(group->prompt_logprobs + at, plan->target_logprobs + row, (size_t)n * sizeof(float));
   if (k) top_logprobs(engine, row, n, (int32_t)k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k);
+  for (int64_t i = row; i < end && group->want_ranks; i++)
+    group->prompt_ranks[at + i - row] = rm_rank_of(plan->logits + i * engine->ld_logits, engine->spec->vocab_size, plan->targets[i]);
   if (!group->score_sampling) return;
   for (int64_t i = row; i < end; i += engine->max_draws) score_sampling(engine, chunk, i, rm_min64(end - i, engine->max_draws));
 }
@@ -156,22 +178,18 @@ static void run_draws(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64
   rm_plan *plan = &engine->plan;
   const int64_t first = plan->draws[d].out - chunk->first;
   for (int64_t i = 0; i < end - d; i++) {
-    const rm_sequence *seq = plan->draws[d + i].seq;
-    const rm_group *group = seq->group;
     const int64_t row = first + i * step;
-    rm_sample_params *params = &plan->params[i];
-    *params = params_of(group);
-    params->seed = seq->seed;
-    params->counter = (uint64_t)rm_sequence_length(seq);
-    if (seq->n_tokens < group->min_tokens) {
-      params->banned = group->banned;
-      params->n_banned = (int32_t)group->n_banned;
-    }
+    plan->params[i] = rm_params_of(plan->draws[d + i].seq);
     memcpy(plan->draw_stats + 2 * i, plan->stats + 2 * row, 2 * sizeof(float));
     plan->draw_flags[i] = plan->out_flags[row];
   }
   run_sample(engine, first, end - d, step ? engine->ld_logits : 0, plan->draw_stats, plan->draw_flags, plan->tokens + d, plan->logprobs + d,
              plan->sampling_logprobs + d);
+  for (int64_t i = d; i < end; i++) {
+    const float *logits = plan->logits + (first + (i - d) * step) * engine->ld_logits;
+    const int wanted = plan->draws[i].seq->group->want_ranks && plan->tokens[i] >= 0;
+    plan->ranks[i] = wanted ? rm_rank_of(logits, engine->spec->vocab_size, plan->tokens[i]) : 0;
+  }
 }
 
 // Top-k of the row that a draw came from, straight into the record of the token that will be appended.
@@ -212,12 +230,13 @@ static rm_code draw_own(rm_engine *engine, const rm_chunk *chunk, int64_t d, int
     counts[r] = to - from;
     if (r == rm_comm_rank(tp)) draw(engine, chunk, from, to);
     for (int64_t i = from; r == rm_comm_rank(tp) && i < to; i++)
-      plan->drawn[i - d] = (rm_drawn){plan->tokens[i], plan->logprobs[i], plan->sampling_logprobs[i]};
+      plan->drawn[i - d] = (rm_drawn){plan->tokens[i], plan->ranks[i], plan->logprobs[i], plan->sampling_logprobs[i]};
     from = to;
   }
   const rm_code code = rm_model_share(engine->model, plan->drawn, counts, sizeof *plan->drawn, err);
   for (int64_t i = d; i < end && !code; i++) {
     plan->tokens[i] = plan->drawn[i - d].token;
+    plan->ranks[i] = plan->drawn[i - d].rank;
     plan->logprobs[i] = plan->drawn[i - d].logprob;
     plan->sampling_logprobs[i] = plan->drawn[i - d].sampling_logprob;
   }
@@ -232,6 +251,21 @@ static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d,
   draw(engine, chunk, first, end);
   for (int64_t at = first; at < end; at++) record_top(engine, chunk, at);
   return RM_OK;
+}
+
+// Rows that a host draws from: their logits as they are.
+static void hand_out(rm_engine *engine, const rm_chunk *chunk) {
+  const rm_plan *plan = &engine->plan;
+  const int64_t vocab = engine->spec->vocab_size;
+  for (int64_t i = 0; i < chunk->n; i++) {
+    const rm_out_row *out = out_row(plan, chunk, i);
+    const rm_group *group = out->seq->group;
+    const int64_t to = out->seq->host_row, k = group->top_logprobs, at = out->seq->n_tokens * k;
+    if (!out->draws || !group->host_draws) continue;
+    memcpy(plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, (size_t)vocab * sizeof(float));
+    memcpy(plan->host_stats + 2 * to, plan->stats + 2 * i, 2 * sizeof(float));
+    if (k) top_logprobs(engine, i, 1, (int32_t)k, out->seq->top_ids + at, out->seq->top_logprobs + at);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
@@ -292,6 +326,7 @@ rm_code rm_forward(rm_engine *engine, rm_error *err) {
     rm_chunk chunk;
     if ((code = run_lm_head(engine, hidden, first, &chunk, err))) break;
     record_prompts(engine, &chunk);
+    hand_out(engine, &chunk);
     code = draw_tokens(engine, &chunk, &d, err);
   }
   return code;

@@ -30,7 +30,7 @@ void rm_enqueue(rm_engine *engine, rm_sequence *seq) {
   engine->n_waiting++;
 }
 
-static void activate(rm_engine *engine, rm_sequence *seq) {
+void rm_activate(rm_engine *engine, rm_sequence *seq) {
   assert(engine->n_places > 0);
   seq->place = engine->places[--engine->n_places];
   seq->status = RM_ACTIVE;
@@ -44,7 +44,8 @@ void rm_release_places(rm_engine *engine, rm_sequence *seq) {
   if (seq->status == RM_JOINING) engine->n_joining--;
   if (seq->status == RM_ACTIVE) {
     const int32_t *table = rm_block_table(engine, seq);
-    while (seq->n_pages > 0) rm_kv_release(engine->cache, table[--seq->n_pages]);
+    while (!rm_is_hosted(engine) && seq->n_pages > 0) rm_kv_release(engine->cache, table[--seq->n_pages]);
+    seq->n_pages = 0;
     engine->places[engine->n_places++] = seq->place;
     engine->n_active--;
   }
@@ -62,7 +63,7 @@ void rm_preempt(rm_engine *engine, rm_sequence *seq) {
 
 void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *leader) {
   engine->n_joining--;
-  activate(engine, seq);
+  rm_activate(engine, seq);
   int32_t *table = rm_block_table(engine, seq);
   const int32_t *from = rm_block_table(engine, leader);
   for (seq->n_pages = 0; seq->n_pages < leader->n_pages; seq->n_pages++) {
@@ -169,7 +170,7 @@ static int start(rm_engine *engine, rm_sequence *seq) {
   if (engine->blocked == seq && engine->n_active && rm_kv_free_pages(engine->cache) <= engine->blocked_free) return 0;
   rm_link *next = seq->link.next;
   rm_list_remove(&seq->link);
-  activate(engine, seq);
+  rm_activate(engine, seq);
   match_prefix(engine, seq);
   if (pages_for(engine, length) - seq->n_pages > rm_kv_free_pages(engine->cache)) {
     rm_release_places(engine, seq);
@@ -217,7 +218,7 @@ static void join_siblings(rm_engine *engine, rm_group *group) {
   }
 }
 
-static void add_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows) {
+void rm_plan_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows) {
   rm_plan *plan = &engine->plan;
   const rm_group *group = seq->group;
   const int64_t end = seq->next + n_rows, size = engine->options.page_size;
@@ -235,7 +236,8 @@ static void add_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows) {
     add_out(plan, seq, p, p + 1 < group->n_prompt ? seq->ids[p + 1] : -1, 0);
   if (group->kind != RM_GENERATE || end < rm_sequence_length(seq)) return;
   add_out(plan, seq, end - 1, -1, 1);
-  add_draw(plan, seq);
+  if (group->host_draws) seq->host_row = (int32_t)plan->n_host++;
+  else add_draw(plan, seq);
   if (group->leader == seq) join_siblings(engine, seq->group);
 }
 
@@ -253,7 +255,7 @@ static void admit(rm_engine *engine) {
     }
     rm_link *before = at->prev;
     if (!start(engine, seq)) return;
-    add_rows(engine, seq, rm_min64(rm_sequence_length(seq) - seq->next, max_rows - engine->plan.n_rows));
+    rm_plan_rows(engine, seq, rm_min64(rm_sequence_length(seq) - seq->next, max_rows - engine->plan.n_rows));
     at = before->next;   // siblings that joined are gone from the list; what stood before was passed over and is still there
   }
 }
@@ -267,7 +269,7 @@ void rm_schedule(rm_engine *engine) {
     const int64_t n_rows = rm_min64(rm_sequence_length(seq) - seq->next, max_rows - plan->n_rows);
     if (!reserve(engine, seq, seq->next + n_rows)) break;
     at = seq->link.next;
-    add_rows(engine, seq, n_rows);
+    rm_plan_rows(engine, seq, n_rows);
   }
   if (engine->stats.preemptions == preemptions) admit(engine);
 }

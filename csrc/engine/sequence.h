@@ -38,6 +38,12 @@ typedef struct rm_sequence {
   int64_t *versions;            // [capacity]
   uint8_t *no_contract;         // [capacity]
   int16_t *routed;              // [capacity][routed_per_token]
+  int32_t *ranks;               // [capacity] with ranks
+  // hosted.c
+  int64_t host_computed, host_end;   // of the step at hand: positions before it, and where it ends; host_end 0: not in it
+  int host_last;                // it ends with the last token known, so that another follows
+  int32_t host_row;             // of its logits on their way to the host, −1: none
+  int host_begun;               // its first row is known
   // sampler.c
   int32_t *top_ids;             // [capacity][logprobs]
   float *top_logprobs;
@@ -60,7 +66,7 @@ struct rm_group {
   int64_t min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k, top_logprobs, prompt_top;
-  int want_prompt_logprobs, score_sampling;
+  int want_prompt_logprobs, score_sampling, want_ranks, host_draws;
   float *logits_out;
   int wants_logits;             // they are made, whether or not this rank gives them out
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence
@@ -74,8 +80,9 @@ struct rm_group {
   // sampler.c and commit.c: records of the prompt
   int64_t n_scored;             // target rows that are recorded
   int64_t n_prompt_routed;      // positions whose routing is recorded
-  float *prompt_logprobs;       // [n_prompt − 1], as are the next three
+  float *prompt_logprobs;       // [n_prompt − 1], as are the next four
   float *prompt_sampling;
+  int32_t *prompt_ranks;
   int32_t *prompt_top_ids;      // × prompt_top
   float *prompt_top_logprobs;
   int16_t *prompt_routed;       // [n_prompt][routed_per_token]
@@ -92,6 +99,7 @@ static inline int64_t rm_sequence_length(const rm_sequence *seq) { return seq->g
 typedef struct rm_request_rules {
   int64_t vocab, max_model_len, page_size, n_pages;
   int64_t routed_per_token;
+  int hosted;
   const int32_t *eos_ids;       // [n_eos]
   int64_t n_eos;
   uint64_t engine_seed;

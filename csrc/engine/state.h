@@ -1,6 +1,7 @@
 // state.h: the inside of an engine, shared by the files of this folder and nobody else. A step is three calls:
 //
 //   rm_schedule   (scheduler.c)   which rows of which sequences; fills the plan's inputs, hands out pages
+//                 (hosted.c)      the same where a host decides
 //   rm_forward    (sampler.c)     model, lm_head, draws, logprobs of prompts; fills the plan's results
 //   rm_commit     (commit.c)      results into the records; pages indexed, prompts shared, the finished put away
 //
@@ -27,7 +28,7 @@ typedef struct rm_draw {
 
 // What a draw gave, for the other ranks of the tp group.
 typedef struct rm_drawn {
-  int32_t token;
+  int32_t token, rank;
   float logprob, sampling_logprob;
 } rm_drawn;
 
@@ -47,6 +48,9 @@ typedef struct rm_plan {
   rm_drawn *drawn;              // [max_num_seqs]
   int32_t *tokens;              // [max_num_seqs] of the draws
   float *logprobs, *sampling_logprobs;
+  int32_t *ranks;               // 0: not asked for
+  float *host_logits, *host_stats;   // the host's, or NULL: [n_host][vocab] raw logits of what it draws from, [n_host][2]
+  int64_t n_host;
   // scratch of sampler.c
   float *logits;                // [max_out_rows][ld_logits]
   float *stats;                 // [max_out_rows][2]
@@ -77,6 +81,7 @@ struct rm_engine {
   rm_store *store;
   rm_kv_cache *cache;
   void *kv;                     // NULL while asleep
+  int64_t *page_versions;       // [n_pages] hosted: of the weights that made a page's KV, −1: none
   int32_t *block_tables;        // [max_num_seqs][max_pages]
   int32_t *places;              // stack of free rows of block_tables
   int64_t n_places;
@@ -109,11 +114,32 @@ void rm_enqueue(rm_engine *engine, rm_sequence *seq);              // into `wait
 void rm_release_places(rm_engine *engine, rm_sequence *seq);       // leaves its list; pages and place given back
 void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *leader);   // JOINING → ACTIVE on the leader's prompt
 
+void rm_activate(rm_engine *engine, rm_sequence *seq);             // → ACTIVE, with a place; it is in no list
+void rm_plan_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows);            // from seq->next on, and what is drawn from the last
+
+// engine.c
+double rm_now(void);              // seconds
+rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
+rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);  // the largest word of those who step together
+rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);         // forward and commit of the plan
+
+// hosted.c
+int rm_is_hosted(const rm_engine *engine);
+void rm_host_distrust(rm_engine *engine, const rm_sequence *seq);  // what its pages hold is not to be used
+void rm_host_renew(rm_engine *engine, int pages);                  // records of prompts begin again; with `pages` no page's KV counts
+
 // sampler.c
+rm_sample_params rm_params_of(const rm_sequence *seq);
+int32_t rm_rank_of(const float *logits, int64_t vocab, int32_t token);
 rm_code rm_forward(rm_engine *engine, rm_error *err);
+
+// requests.c
+rm_group *rm_find_group(const rm_engine *engine, uint64_t id, rm_error *err);   // NULL: RM_E_REQUEST
 
 // commit.c
 void rm_commit(rm_engine *engine);
+void rm_append(rm_engine *engine, rm_sequence *seq, const rm_drawn *drawn);       // a token
+void rm_fail_group(rm_engine *engine, const rm_sequence *seq, long long position, const char *what);   // by RM_E_NUMERICS
 void rm_finish_sequence(rm_engine *engine, rm_sequence *seq, rm_finish finish);   // → DONE; the group too when it was the last
 void rm_finish_group(rm_engine *engine, rm_group *group, rm_finish finish);       // all that are not DONE
 

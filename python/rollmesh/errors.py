@@ -117,9 +117,13 @@ class RankLostError(Error):
     """A rank's process has ended or the rank has given up; the message names it. The group is dead."""
 
 
+class PluginError(Error):
+    """vLLM was asked to run on rollmesh and cannot: a version that was not tried, or settings that contradict each other."""
+
+
 __all__ = [
     "AuthError", "CapacityError", "CollectiveMismatchError", "CollectiveTimeoutError", "ConfigError", "DTypeError", "DeadlineError",
     "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError", "MeshMismatchError",
-    "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "RankLostError", "RequestError", "ShapeError",
+    "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "PluginError", "RankLostError", "RequestError", "ShapeError",
     "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError", "UnsupportedTensorError", "VersionError",
 ]  # fmt: skip

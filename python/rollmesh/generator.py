@@ -66,7 +66,7 @@ class ParameterInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _EngineOptions:
+class EngineOptions:
     """Options as ext/engine.c reads them; the fields are rm_ranks_options'."""
 
     dtype: str
@@ -85,6 +85,7 @@ class _EngineOptions:
     ep: int
     ep_backend: str
     sequence_parallel: bool
+    host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
 
 
 class Generator:
@@ -145,7 +146,7 @@ class Generator:
         self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
         self.max_model_len = integer("max_model_len", max_model_len, 1, 2**31 - 1)
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
-        options = _EngineOptions(
+        options = EngineOptions(
             dtype=dtype,
             isa=None if isa is None else choice("isa", isa, _core.available_isas()),
             threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),

@@ -47,6 +47,8 @@ class _EngineRequest:
     prompt_logprobs: int
     score: bool
     score_sampling: bool
+    ranks: bool = False
+    host_draws: bool = False
     stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod

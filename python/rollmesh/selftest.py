@@ -6,7 +6,7 @@ a stale copy shows as a difference of order 1; rounding stays far below (float32
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,28 @@ from rollmesh.errors import ConfigError, NumericsError
 from rollmesh.outputs import RequestOutput, SelfTestReport
 from rollmesh.sampling import SamplingParams
 from rollmesh.show import shown
-
-if TYPE_CHECKING:
-    from rollmesh.generator import Generator
+from rollmesh.spec import ModelSpec
 
 Scorer = Callable[[list[NDArray[np.int32]]], Sequence[Any]] | Any
 THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class Generates(Protocol):
+    """What a self-test needs of a generator."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def version(self) -> int | None: ...
+
+    def generate(self, prompts: Sequence[Any], params: Any, use_tqdm: bool) -> list[RequestOutput]: ...
 
 
 def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -44,7 +60,7 @@ def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDA
     return scores
 
 
-def generate_for_test(generator: Generator, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
+def generate_for_test(generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
     """The tokens of a self-test; also what ranks without a scorer have to take part in."""
     if prompts is None:
         length = min(8, max(1, generator.max_model_len - max_tokens))
@@ -54,7 +70,7 @@ def generate_for_test(generator: Generator, prompts: Sequence[Any] | None, max_t
 
 
 def run_self_test(
-    generator: Generator, scorer: Scorer, prompts: Sequence[Any] | None, threshold: float | None, max_tokens: int, seed: int
+    generator: Generates, scorer: Scorer, prompts: Sequence[Any] | None, threshold: float | None, max_tokens: int, seed: int
 ) -> SelfTestReport:
     """See Generator.self_test."""
     if threshold is None:

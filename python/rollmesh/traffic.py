@@ -68,7 +68,7 @@ class _Step:
         last = self.gathered(self.hidden) if self.sp else 0
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
         kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
-        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 12) * (tp - 1) + self.rows * 4 * pairs
+        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1) + self.rows * 4 * pairs
         return self.gathered(self.hidden) + layers + routed + last + head + (8 + self.rows) * pairs
 
     def ep_bytes(self) -> float:

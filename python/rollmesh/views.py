@@ -19,6 +19,7 @@ class RequestView(TypedDict):
     n: int
     prompt_logprobs: NDArray[np.float32] | None  # [p - 1]
     prompt_sampling_logprobs: NDArray[np.float32] | None  # [p - 1]
+    prompt_ranks: NDArray[np.int32] | None  # [p - 1]
     prompt_top_ids: NDArray[np.int32] | None  # [p - 1, k]
     prompt_top_logprobs: NDArray[np.float32] | None  # [p - 1, k]
     prompt_routed: NDArray[np.int16] | None  # [p, moe_layers, k]
@@ -32,6 +33,7 @@ class SampleView(TypedDict):
     sampling_logprobs: NDArray[np.float32]  # [n]
     versions: NDArray[np.int64]  # [n]
     no_contract: NDArray[np.uint8]  # [n]
+    ranks: NDArray[np.int32] | None  # [n]
     top_ids: NDArray[np.int32] | None  # [n, k]
     top_logprobs: NDArray[np.float32] | None  # [n, k]
     routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=Path, metavar="DIR", help="a run folder or one of its checkpoints; goes on bit for bit")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replaces a key, such as train.lr=1e-3")
     parser.add_argument("--seed", type=int, help="the same as --set seed=N")
+    parser.add_argument("--generator", choices=("rollmesh", "vllm"), help="which engine generates; the numbers are the same (docs/vllm.md)")
     add_mesh(parser)
 
 
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     overrides = list(args.set)
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
+    if args.generator is not None:
+        overrides.append(f"generator.engine={args.generator}")
     overrides += [f"generator.{k}={v}" for k in GENERATOR_KEYS if (v := getattr(args, k, None)) is not None]
     from rollmesh.grpo import config as run_config
 
@@ -41,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in TRAIN if importlib.util.find_spec(name) is None]
     if missing:
         raise rm.ConfigError(f"training needs {', '.join(missing)}: {INSTALL_TRAIN}")
+    if config.generator.engine == "vllm":
+        _ask_for_vllm()
     comm, overridden = _comm(config.generator), [text.partition("=")[0].strip() for text in overrides]
     if comm is not None and comm.rank > 0:
         return _follow(config, args.resume, overridden, comm)
@@ -64,9 +70,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ask_for_vllm() -> None:
+    from rollmesh.grpo.vllm import ask_for_plugin
+
+    if ask_for_plugin():
+        print(f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']}: set for this run, so that vLLM runs on rollmesh", file=sys.stderr)
+
+
 def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
     """This process's place among those that torchrun started; None: all ranks are threads of this process."""
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if started and table.engine == "vllm":
+        raise rm.ConfigError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: wanted no torchrun around vLLM, which starts its ranks itself")
     if table.comm == "threads" or (table.comm == "auto" and not started):
         return None
     if table.comm != "torch":

@@ -24,7 +24,7 @@ from rollmesh.grpo.trainer import Trainer
 
 FORMAT = 1
 STATE = "trainer/state.json"
-MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads")  # keys that a resumed run may change
+MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
 
 
 def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int) -> Path:

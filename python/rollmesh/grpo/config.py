@@ -87,8 +87,9 @@ class RolloutTable:
 
 @dataclass(frozen=True)
 class GeneratorTable:
-    """Arguments of rm.Generator and rm.Mesh."""
+    """Arguments of rm.Generator and rm.Mesh, and which engine runs them: the numbers are the same."""
 
+    engine: Literal["rollmesh", "vllm"] = "rollmesh"  # vllm: its AsyncLLM schedules, rollmesh computes (docs/vllm.md)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = "cpu"
     threads: int = number(0, at_least=0)  # 0: one per core this process may use
@@ -251,3 +252,13 @@ def _check_together(c: Config) -> None:
         raise rm.ConfigError(
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
         )
+    if c.generator.engine == "vllm":
+        _check_vllm(c.generator)
+
+
+def _check_vllm(g: GeneratorTable) -> None:
+    """What vLLM, which starts the ranks of its mesh itself, cannot be told."""
+    if g.comm not in ("auto", "threads"):
+        raise rm.ConfigError(f'[generator] comm: expected "auto" or "threads" where engine is "vllm", got "{g.comm}"')
+    if g.ep not in (1, g.dp * g.tp):
+        raise rm.ConfigError(f'[generator] ep: expected 1 or dp*tp={g.dp * g.tp} where engine is "vllm", got {g.ep}')

@@ -31,14 +31,15 @@ import rollmesh as rm
 from rollmesh.grpo import checkpoint
 from rollmesh.grpo.advantages import advantages
 from rollmesh.grpo.config import Config
-from rollmesh.grpo.data import Dataset, Prompt, eos_ids, load_dataset, load_tokenizer
+from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
+from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
 from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
-from rollmesh.selftest import generate_for_test
+from rollmesh.selftest import generate_for_test, run_self_test
 
 SELF_TEST_SEED = 0
 
@@ -55,7 +56,7 @@ class Run:
     data: Dataset
     rewards: Rewards
     trainer: Trainer | None
-    generator: rm.Generator
+    generator: RolloutGenerator
     first_step: int = 0
 
     def close(self) -> None:
@@ -65,8 +66,6 @@ class Run:
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
     """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
     process is one rank of the generator's mesh."""
-    g = config.generator
-    mesh = rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep)
     folder = checkpoint.find(resume) if resume else None
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
     source = config.tokenizer.path or config.model.path
@@ -77,30 +76,11 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
     if comm is not None and comm.rank > 0:
         hf_config = model_config(config, tokenizer, folder)
-        return Run(config, tokenizer, data, rewards, None, make_generator(config, mesh, hf_config, tokenizer, comm), first_step)
+        return Run(config, tokenizer, data, rewards, None, make_generator(config, hf_config, tokenizer, comm), first_step)
     trainer = Trainer(config, tokenizer, folder)
     if folder:
         checkpoint.load_optimizer(folder, trainer)
-    return Run(config, tokenizer, data, rewards, trainer, make_generator(config, mesh, trainer.model.config, tokenizer, comm), first_step)
-
-
-def make_generator(config: Config, mesh: rm.Mesh, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None) -> rm.Generator:
-    g = config.generator
-    return rm.Generator(
-        rm.ModelSpec.from_hf(hf_config),
-        mesh=mesh,
-        comm=comm,
-        sequence_parallel=g.sequence_parallel,
-        device=g.device,
-        dtype=g.dtype,
-        ep_backend=g.ep_backend,
-        eos_token_ids=eos_ids(tokenizer, hf_config),
-        max_model_len=g.max_model_len,
-        max_num_seqs=g.max_num_seqs,
-        kv_cache_gib=g.kv_cache_gib,
-        threads=g.threads or None,
-        seed=config.seed,
-    )
+    return Run(config, tokenizer, data, rewards, trainer, make_generator(config, trainer.model.config, tokenizer, comm), first_step)
 
 
 def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
@@ -154,7 +134,7 @@ def run_step(run: Run, step: int) -> Metrics:
     sync_s = time.perf_counter() - start
     if _is_tested(run, step):
         threshold, max_tokens = config.sync.self_test, config.rollout.max_tokens
-        run.generator.self_test(run.trainer.score, _test_prompts(run), threshold, max_tokens, SELF_TEST_SEED)
+        run_self_test(run.generator, run.trainer.score, _test_prompts(run), threshold, max_tokens, SELF_TEST_SEED)
 
     began = time.perf_counter()
     rollout = _roll_out(run, step)

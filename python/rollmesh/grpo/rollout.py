@@ -20,6 +20,8 @@ from rollmesh.grpo.seeds import seed_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rollmesh.grpo.generator import RolloutGenerator
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -47,7 +49,7 @@ class Batch:
 
 
 def generate(
-    generator: rm.Generator,
+    generator: RolloutGenerator,
     tokenizer: Any,
     prompts: list[Prompt],
     *,

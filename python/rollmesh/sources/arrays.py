@@ -108,14 +108,15 @@ class Entry:
     sum: str
 
 
-def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
-    """Places and sums of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
+def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) -> tuple[list[Entry], int]:
+    """Places and sums (or "") of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
     entries, at = [], 0
     if len(arrays) > MAX_ENTRIES:
         raise LimitError(f"{len(arrays)} weights in one set; the limit is {MAX_ENTRIES}")
     for name, array in arrays:
         check_name(name)
-        entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, checksum(bytes_of(array))))
+        total = checksum(bytes_of(array)) if sums else ""
+        entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, total))
         at = (at + array.nbytes + ALIGN - 1) // ALIGN * ALIGN
     return entries, at
 

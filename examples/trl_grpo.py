@@ -1,0 +1,112 @@
+"""TRL's GRPOTrainer trains a small Qwen3-MoE on the CPU, on rollouts of vLLM in the same process, whose forward pass is rollmesh's.
+
+    VLLM_PLUGINS=rollmesh python examples/trl_grpo.py
+
+What rollmesh asks of TRL's user is that variable: model, trainer and its configuration are TRL's own. The task is that of
+configs/qwen3_moe_debug.toml: upper-case four letters, from random weights, a token a character. Each step TRL pushes the weights
+one parameter a call and asks vLLM for 512 completions with the logprob of each token; it then computes those logprobs itself,
+and how far the two are apart is its metric sampling_logp_difference. Both sides compute in float32, so it is that of rounding,
+and the importance sampling ratio that TRL corrects its loss with is 1 to as many digits.
+
+Needs vllm and trl (docs/vllm.md says which). DIR/trl_metrics.jsonl has TRL's log, one object a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # TRL reaches for the model in its own process
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads sleep between operators: the generator has work for the cores
+
+import torch
+from datasets import load_dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from rollmesh.grpo.rewards import char_match
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+SAMPLES = 16  # of each prompt
+PROMPTS = 32  # a step
+ROUNDING = 1e-4  # largest difference of two float32 logprobs that is called rounding; about 1e-5 is seen
+
+
+def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
+    """Random weights. vLLM is given the folder, for its config.json; the weights come from the trainer."""
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=64, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        dtype="float32", experts_implementation="grouped_mm",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = str(folder)
+    return model
+
+
+def train(out: Path, steps: int) -> list[dict[str, Any]]:
+    """TRL's log: one dict a step."""
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "chars")
+    model = new_model(out / "model", tokenizer)
+    args = GRPOConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        num_iterations=2,
+        max_completion_length=6,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        epsilon_high=0.5,
+        entropy_coef=0.05,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.05,
+        vllm_max_model_length=64,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        gradient_checkpointing=False,
+    )
+    dataset = load_dataset("json", data_files=str(DATA / "upper_train.jsonl"), split="train", cache_dir=str(out / "datasets"))
+    trainer = GRPOTrainer(model=model, reward_funcs=char_match, args=args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    return [line for line in trainer.state.log_history if "reward" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="TRL's GRPOTrainer on vLLM on rollmesh, on the CPU.")
+    parser.add_argument("--out", type=Path, help="default: a new temporary folder")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps; each two of them share their completions")
+    given = parser.parse_args()
+    out = given.out or Path(tempfile.mkdtemp(prefix="trl-"))
+    out.mkdir(parents=True, exist_ok=True)
+    lines = train(out, given.steps)
+    (out / "trl_metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rewards = [line["reward"] for line in lines]
+    apart = [line["sampling/sampling_logp_difference/max"] for line in lines if "sampling/sampling_logp_difference/max" in line]
+    ratios = [abs(line[f"sampling/importance_sampling_ratio/{end}"] - 1.0) for line in lines for end in ("min", "max")]
+    print(
+        f"reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(lines)} steps; sampling_logp_difference at most {max(apart):.1e}, "
+        f"importance sampling ratio within {max(ratios):.1e} of 1; {out}/trl_metrics.jsonl"
+    )
+    if max(apart) > ROUNDING:
+        raise SystemExit(f"sampling_logp_difference/max is {max(apart):.3g}, expected at most {ROUNDING:g}: more than rounding")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What the loop needs of a generator, and the two there are: rollmesh's own, and vLLM with rollmesh inside.
+
+The loop pushes weights, generates, and closes; everything else is the generator's own business. `RolloutGenerator` is those few
+calls with rm.Generator's names and records, so rm.Generator is one as it stands. For one configuration both give the same
+tokens and the same logprobs, bit for bit: a run may even be resumed with the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import rollmesh as rm
+from rollmesh.grpo.config import Config
+from rollmesh.grpo.data import eos_ids
+from rollmesh.selftest import Generates
+
+
+class Pushed(Protocol):
+    """What a push returns."""
+
+    @property
+    def gb_per_s(self) -> float: ...
+
+
+class RolloutGenerator(Generates, Protocol):
+    """Created empty, from a model's configuration."""
+
+    def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
+        """Takes a whole state dict as `version`, or raises and serves the old one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None) -> RolloutGenerator:
+    """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of the generator's mesh."""
+    g, eos = config.generator, eos_ids(tokenizer, hf_config)
+    if g.engine == "vllm":
+        from rollmesh.grpo.vllm import VllmGenerator
+
+        return VllmGenerator(g, hf_config, eos)
+    return rm.Generator(
+        rm.ModelSpec.from_hf(hf_config),
+        mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
+        comm=comm,
+        sequence_parallel=g.sequence_parallel,
+        device=g.device,
+        dtype=g.dtype,
+        ep_backend=g.ep_backend,
+        eos_token_ids=eos,
+        max_model_len=g.max_model_len,
+        max_num_seqs=g.max_num_seqs,
+        kv_cache_gib=g.kv_cache_gib,
+        threads=g.threads or None,
+        seed=config.seed,
+    )

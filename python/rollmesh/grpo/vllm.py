@@ -1,0 +1,293 @@
+"""vLLM as the loop's generator: its AsyncLLM schedules, its workers run rollmesh, and the weights go through its weight API.
+
+The trainer's thread is not asyncio's, so the engine lives on an event loop in a thread of its own, and each call here hands that
+loop one coroutine and waits. vLLM gets a folder with a config.json and nothing else; the tokenizer stays with the trainer. Every
+request brings its seed (vLLM gives sample i of a request seed + i, as rm.Generator does), so what is drawn does not depend on
+which engine draws it, nor on the order in which requests come.
+
+The alternative that lost is vllm.LLM in this process: its step loop would hold the trainer's thread between two tokens, and the
+engine, torch's threads and the trainer would share one interpreter lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rollmesh as rm
+from rollmesh.grpo.config import GeneratorTable
+from rollmesh.vllm import NAME, asked_for
+from rollmesh.vllm.trainer import AsyncWeightSender
+
+T = TypeVar("T")
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """Of a push that was committed."""
+
+    version: int
+    bytes: int  # of tensor data
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+class VllmGenerator:
+    """A RolloutGenerator (see generator.py) over vllm's AsyncLLM.
+
+    `.logprobs` of its outputs are nan at temperatures other than 1: the engine is asked for those of the distribution drawn from,
+    `.sampling_logprobs`, and at temperature 1 without filters the two are one.
+    """
+
+    def __init__(self, table: GeneratorTable, hf_config: Any, eos_token_ids: Sequence[int]) -> None:
+        ask_for_plugin()
+        self.spec, self.dtype, self.max_model_len = rm.ModelSpec.from_hf(hf_config), table.dtype, table.max_model_len
+        self.version: int | None = None
+        self._eos = tuple(eos_token_ids)
+        self._numbers = itertools.count()
+        self._folder = tempfile.TemporaryDirectory(prefix="rollmesh-vllm-")
+        write_config(hf_config, Path(self._folder.name))
+        self._senders: dict[bool, AsyncWeightSender] = {}
+        self._llm: Any = None
+        self._loop = LoopThread()
+        try:
+            self._llm = self._loop.run(start(table, self._folder.name))
+        except BaseException:
+            self.close()
+            raise
+
+    def sync_weights(self, source: Mapping[str, Any], version: int, cast: bool = False) -> PushReport:
+        """A state dict as `version`, through vLLM's weight API and shared memory. Where it raises, the old version serves."""
+        began = time.perf_counter()
+        self._loop.run(self._sync(source, version, cast))
+        self.version = version
+        return PushReport(version, sum(tensor.nbytes for tensor in source.values()), time.perf_counter() - began)
+
+    async def _sync(self, source: Mapping[str, Any], version: int, cast: bool) -> None:
+        if cast not in self._senders:
+            self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
+        await self._senders[cast].send(source, version)
+        await self._llm.reset_prefix_cache()  # KV of the old version would be found, and computed anew
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: rm.SamplingParams | Sequence[rm.SamplingParams], use_tqdm: bool = False
+    ) -> list[rm.RequestOutput]:
+        """As rm.Generator.generate with token ids; `use_tqdm` must be False. Raises the first request's error and aborts the others."""
+        chosen = [params] * len(prompts) if isinstance(params, rm.SamplingParams) else list(params)
+        if use_tqdm:
+            raise rm.RequestError("use_tqdm = True, wanted False: vLLM's progress is not shown here")
+        return self._loop.run(self._generate(prompts, chosen))
+
+    async def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[rm.SamplingParams]) -> list[rm.RequestOutput]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._complete(list(ids), p)) for ids, p in zip(prompts, params, strict=True)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _complete(self, prompt: list[int], params: rm.SamplingParams) -> rm.RequestOutput:
+        number, last = next(self._numbers), None
+        prompt_input = {"type": "token", "prompt_token_ids": prompt}
+        async for output in self._llm.generate(prompt_input, vllm_params(params, self._eos), f"rollout-{number}"):
+            last = output
+        return output_of(last, number, params, frozenset(self._eos))
+
+    def close(self) -> None:
+        """Ends vLLM's processes. Nothing else may be called afterwards."""
+        for sender in self._senders.values():
+            sender.close()
+        llm, self._llm, self._senders = self._llm, None, {}
+        if llm is not None:
+            self._loop.call(llm.shutdown)
+        self._loop.close()
+        self._folder.cleanup()
+
+
+# -------------------------------------------------------------------------------------------------- starting
+def ask_for_plugin() -> bool:
+    """Before vLLM is imported: puts rollmesh into VLLM_PLUGINS, for this process and those that vLLM starts. True: it was not there.
+
+    Raises rm.ConfigError where vLLM is missing, or was imported too early to be told.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise rm.ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
+    # A forked engine would inherit the locks of torch's threads without the threads.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if asked_for():
+        return False
+    named = os.environ.get("VLLM_PLUGINS", "")
+    if "vllm" in sys.modules:
+        raise rm.ConfigError(f'VLLM_PLUGINS="{named}", and vllm is imported already: wanted {NAME} among its names before that')
+    os.environ["VLLM_PLUGINS"] = f"{named},{NAME}" if named else NAME
+    return True
+
+
+def write_config(hf_config: Any, folder: Path) -> None:
+    """config.json, all that vLLM is told of the model."""
+    fields = json.loads(hf_config.to_json_string(use_diff=False))
+    fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+async def start(table: GeneratorTable, folder: str) -> Any:
+    """The engine, in processes of its own."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if not type(current_platform).__module__.startswith("rollmesh."):
+        raise rm.ConfigError(f"vLLM runs on {type(current_platform).__qualname__}, wanted rollmesh's platform: is rollmesh installed?")
+    threads = max(1, table.threads // (table.tp * table.dp)) if table.threads else None  # of one worker
+    options = {"threads": threads, "ep_backend": table.ep_backend, "sequence_parallel": table.sequence_parallel}
+    args = AsyncEngineArgs(
+        model=folder,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=table.dtype,
+        max_model_len=table.max_model_len,
+        max_num_seqs=table.max_num_seqs,
+        kv_cache_memory_bytes=int(table.kv_cache_gib * 2**30),
+        tensor_parallel_size=table.tp,
+        data_parallel_size=table.dp,
+        enable_expert_parallel=table.ep > 1,
+        logprobs_mode="processed_logprobs",
+        additional_config={"rollmesh": options},
+        weight_transfer_config=WeightTransferConfig(backend=NAME),
+        enable_log_requests=False,
+        disable_log_stats=True,
+    )
+    return AsyncLLM.from_engine_args(args)
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for its result. What interrupts the wait (Ctrl-C) cancels it: requests that it made are aborted."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[[], T]) -> T:
+        async def work() -> T:
+            return function()
+
+        return self.run(work())
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+# -------------------------------------------------------------------------------------------------- records
+def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
+    """vLLM's form. Its engine has no tokenizer and so no eos: those ids go as stop_token_ids."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if params.seed is None:
+        raise rm.RequestError("seed = None, wanted a seed: without one a sample would depend on the engine that draws it")
+    if params.stop:
+        raise rm.RequestError(f"stop = {list(params.stop)}, wanted none: the engine has no tokenizer")
+    return SamplingParams(
+        n=params.n,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=[*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids],
+        ignore_eos=True,
+        seed=params.seed,
+        logprobs=0,
+        prompt_logprobs=params.prompt_logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def output_of(output: Any, number: int, params: rm.SamplingParams, eos: frozenset[int]) -> rm.RequestOutput:
+    """Ours from vLLM's finished one. Raises rm.Error for a request that the engine ended."""
+    completions = []
+    for sample in output.outputs:
+        if sample.finish_reason not in ("stop", "length"):
+            raise rm.Error(f"request {number}, sample {sample.index}: ended with {sample.finish_reason}: {sample.stop_reason}")
+        tokens = np.array(sample.token_ids, np.int32)
+        drawn = np.array(sample.logprobs.logprobs, np.float32)
+        if drawn.shape != tokens.shape:
+            raise rm.Error(f"request {number}, sample {sample.index}: {drawn.size} logprobs for {tokens.size} tokens")
+        is_plain = params.temperature == 1.0 and params.top_p == 1.0 and params.top_k == -1 and params.min_p == 0.0
+        logprobs = drawn.copy() if is_plain else np.full_like(drawn, np.nan)
+        completions.append(
+            rm.CompletionOutput(
+                index=sample.index,
+                text="",
+                token_ids=tokens,
+                finish_reason=sample.finish_reason,
+                stop_reason=None if sample.stop_reason in eos else sample.stop_reason,
+                cumulative_logprob=float(np.sum(logprobs, dtype=np.float64)),
+                logprobs=logprobs,
+                sampling_logprobs=drawn,
+                versions=versions_of(sample, len(tokens)),
+                contract=None,
+            )
+        )
+    return rm.RequestOutput(
+        request_id=number,
+        prompt=None,
+        prompt_token_ids=np.array(output.prompt_token_ids, np.int32),
+        outputs=completions,
+        finished=True,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        prompt_logprobs=prompt_logprobs_of(output.prompt_logprobs),
+    )
+
+
+def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
+    """Weight version of each token, from vLLM's spans; -1 where it names none."""
+    versions = np.full(count, -1, np.int64)
+    for span in sample.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    return versions
+
+
+def prompt_logprobs_of(flat: Any) -> NDArray[np.float32] | None:
+    """[len - 1] of the prompt's own tokens: the first entry of each position but the first, which has none."""
+    if flat is None:
+        return None
+    return np.array([flat.logprobs[first] for first in flat.start_indices[1:]], np.float32)

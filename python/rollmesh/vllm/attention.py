@@ -1,0 +1,185 @@
+"""rollmesh's attention as a backend of vLLM's own model runner: vLLM allocates the KV cache, hands out its blocks and says which rows of
+a step belong to which sequence; norms, rotation, the write to the cache and attention itself are two ops of the contract.
+
+The cache is read where it lies. vLLM's tensor of one layer is [blocks, kv heads, block positions, 2 · head_dim], contiguous. A block of
+it has the bytes of one page of K and one of V, and that is how they are put there: seen as pages, block b has its K in page 2b and
+its V in page 2b + 1. So the K cache of the op is the tensor without its last page, the V cache the tensor without its first, and both
+are addressed by 2b. Whatever vLLM does to a whole block (zero it, copy it) stays right, which two halves of the tensor would
+not give. It takes a head_dim without padding, a multiple of 32.
+
+The layer's q, k and v come as the projection gave them: the op norms and rotates them on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from rollmesh import ops
+from rollmesh.errors import ConfigError, LayoutError
+
+Array = NDArray[Any]
+BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # multiples that a block and a head have to be
+
+
+def words_of(tensor: torch.Tensor) -> Array:
+    """A CPU tensor's numbers as the ops take them, without a copy where it is contiguous."""
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def tensor_of(words: Array) -> torch.Tensor:
+    """The way back."""
+    return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16) if words.dtype == np.uint16 else torch.from_numpy(words)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What every layer's norms and rotation share. threads and isa are the ops'."""
+
+    cos: torch.Tensor  # float32 [positions, head_dim / 2]
+    sin: torch.Tensor
+    eps: float
+    how: Mapping[str, Any]
+
+
+@dataclass
+class PagedRows:
+    """A step as the ops want it, the same for all layers."""
+
+    num_rows: int
+    positions: NDArray[np.int32]  # [rows]
+    slots: NDArray[np.int64]  # [rows] in pages as above, −1: no KV is kept
+    seq_of_row: NDArray[np.int32]  # [rows]
+    block_tables: NDArray[np.int32]  # [sequences, pages] as above
+    flags: NDArray[np.uint8]  # [rows] bit 0: a k or v was not finite; or-ed over the layers
+
+
+class RollmeshMetadataBuilder(AttentionMetadataBuilder[PagedRows]):  # type: ignore[misc]
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._block_positions = kv_cache_spec.block_size
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedRows:
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        lengths, rows = np.diff(starts), int(starts[-1])
+        seq_of_row = np.repeat(np.arange(common.num_reqs, dtype=np.int32), lengths)
+        ends = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
+        positions = np.arange(rows) + (ends - starts[1:])[seq_of_row]
+        slots = common.slot_mapping[:rows].numpy().astype(np.int64)
+        slots += np.where(slots < 0, 0, slots // self._block_positions * self._block_positions)
+        tables = common.block_table_tensor[: common.num_reqs].numpy().astype(np.int32) * np.int32(2)
+        return PagedRows(rows, positions.astype(np.int32), slots, seq_of_row, tables, np.zeros(rows, np.uint8))
+
+
+class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
+    """Of one layer. weights: the layer's arrays that serve now, of which "q_norm" and "k_norm" are used. group, head0: as ops.attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        rope: Rope,
+        weights: Callable[[], Mapping[str, Array]],
+        group: int,
+        head0: int,
+    ) -> None:
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("sliding_window", sliding_window),
+            ("logits_soft_cap", logits_soft_cap),
+            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
+        ):
+            if value:
+                raise ConfigError(f"{name} = {value!r}, wanted none: this attention does not have it")
+        if head_size % HEAD_DIMS:
+            raise ConfigError(f"head_dim = {head_size}, wanted a multiple of {HEAD_DIMS}: vLLM's blocks have no room for padding")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._rope, self._weights, self._group, self._head0 = rope, weights, group, head0
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedRows | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [rows, heads, head_dim], key and value [rows, kv heads, head_dim] of the projection; output is query's shape.
+
+        Without metadata (vLLM sizes its memory) there is no cache, and the output is zeros."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigError("output_scale is set, wanted none: the output is not quantized")
+        output.zero_()
+        if attn_metadata is None:
+            return output
+        step, weights, rope = attn_metadata, self._weights(), self._rope
+        if not kv_cache.is_contiguous():
+            raise LayoutError(f"the KV cache of a layer has strides {kv_cache.stride()}, wanted it contiguous (layout LBHNC)")
+        n, (blocks, kv_heads, positions, _) = step.num_rows, kv_cache.shape
+        qkv = words_of(torch.cat([part[:n].flatten(1) for part in (query, key, value)], 1))
+        pages = words_of(kv_cache).reshape(2 * blocks, kv_heads, positions * self.head_size)
+        caches = (pages[:-1], pages[1:])
+        q = ops.qk_rope_kv(
+            qkv, weights["q_norm"], weights["k_norm"], rope.cos.numpy(), rope.sin.numpy(), step.positions, step.slots, *caches,
+            num_heads=self.num_heads, page_size=positions, eps=rope.eps, row_flags=step.flags, **rope.how,
+        )  # fmt: skip
+        attended = ops.attention(
+            q, *caches, step.positions, step.seq_of_row, step.block_tables,
+            page_size=positions, scale=self.scale, group=self._group, head0=self._head0, **rope.how,
+        )  # fmt: skip
+        output[:n] = tensor_of(attended)
+        return output
+
+
+class RollmeshAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    forward_includes_kv_cache_update = True
+    supported_dtypes = [torch.bfloat16, torch.float32]  # noqa: RUF012 (vLLM's own attribute)
+    supported_kv_cache_dtypes = ["auto", "bfloat16"]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM's word for a backend that is not one of its own
+
+    @staticmethod
+    def get_impl_cls() -> type[RollmeshAttention]:
+        return RollmeshAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[RollmeshMetadataBuilder]:
+        return RollmeshMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(BLOCK_POSITIONS)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % HEAD_DIMS == 0
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return (KVCacheLayout.LBHNC,)

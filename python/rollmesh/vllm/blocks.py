@@ -1,0 +1,198 @@
+"""How the bytes of weights come from a trainer to vLLM's workers. What vLLM itself carries is small and of plain values: names, shapes,
+types and places in a block of bytes. The block comes by one of two ways:
+
+    shm           a file in /dev/shm that the trainer makes and all workers of the machine read in place. Its name is random, its mode
+                  0600, and it is gone as soon as all have opened it; a foreign owner, another mode or another nonce is AuthError
+    distributed   a broadcast of the trainer, rank 0 of a Gloo group of its own; the trainer listens on a port only then
+
+The trainer's process needs no vLLM, and with shm no torch either.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import AuthError, CapacityError, FormatError, StateError, SyncAbortedError
+from rollmesh.show import shown
+
+Bytes = NDArray[np.uint8]
+
+FOLDER = Path("/dev/shm")
+NAME = re.compile(r"rollmesh-[0-9a-f]{32}")
+NONCE = re.compile(r"[0-9a-f]{32}")
+MAGIC = b"rollmesh weights"
+HEAD = 64  # bytes before the block: the magic, the nonce
+POLL_S = 0.0005
+
+
+class SharedBlock:
+    """The trainer's end of shm. Owned by one sender; `unlink` once the workers have it open, `close` when it is not needed."""
+
+    def __init__(self, size: int):
+        self.name, self.nonce, self.size = f"rollmesh-{secrets.token_hex(16)}", secrets.token_hex(16), size
+        self._linked = False
+        descriptor = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._linked = True
+        try:
+            os.fchmod(descriptor, 0o600)  # whatever the umask took away
+            os.posix_fallocate(descriptor, 0, HEAD + size)  # now, and not as a SIGBUS in the middle
+            memory = mmap.mmap(descriptor, HEAD + size)
+        except OSError as error:
+            self.unlink()
+            raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        memory[: len(MAGIC) + len(self.nonce)] = MAGIC + self.nonce.encode()
+        self.data: Bytes | None = np.frombuffer(memory, np.uint8)[HEAD:]
+
+    def unlink(self) -> None:
+        if self._linked:
+            self._linked = False
+            (FOLDER / self.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.unlink()
+        self.data = None
+
+
+class SharedReader:
+    """A worker's end: the block that was opened last stays open, so that its name may go."""
+
+    def __init__(self) -> None:
+        self._name, self._descriptor = "", -1
+        self._memory: Bytes | None = None
+
+    def block(self, name: Any, nonce: Any, size: int) -> Bytes:
+        """The first `size` bytes, as a view that is valid until the next block is asked for."""
+        if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(nonce, str) or not NONCE.fullmatch(nonce):
+            raise FormatError(f"a block of weights with segment {shown(name)} and nonce {shown(nonce)}, wanted those of a WeightSender")
+        if name != self._name:
+            self._open(name, nonce)
+        held = os.fstat(self._descriptor).st_size - HEAD
+        if self._memory is None or size > min(held, self._memory.size):
+            raise FormatError(f"{FOLDER / name} holds {max(held, 0)} bytes of weights, wanted {size}")
+        return self._memory[:size]
+
+    def _open(self, name: str, nonce: str) -> None:
+        self.close()
+        path = FOLDER / name
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise AuthError(f"{path} is not there; over shm the trainer and the workers must be on one machine") from error
+        except OSError as error:
+            raise AuthError(f"{path}: {error.strerror}") from error
+        try:
+            self._memory = self._mapped(path, nonce)
+        except BaseException:
+            self.close()
+            raise
+        self._name = name
+
+    def _mapped(self, path: Path, nonce: str) -> Bytes:
+        status = os.fstat(self._descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600 or not stat.S_ISREG(status.st_mode):
+            raise AuthError(f"{path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}, wanted our own with 0600")
+        if status.st_size < HEAD:
+            raise FormatError(f"{path} has {status.st_size} bytes, wanted {HEAD} at least")
+        memory = mmap.mmap(self._descriptor, status.st_size, prot=mmap.PROT_READ)
+        if not secrets.compare_digest(memory[: len(MAGIC) + len(nonce)], MAGIC + nonce.encode()):
+            raise AuthError(f"{path} was not written by the sender of this update")
+        return np.frombuffer(memory, np.uint8)[HEAD:]
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        self._name, self._memory = "", None
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class Group:
+    """The trainer, rank 0, and all workers. It is no group of torch.distributed's registry: neither side's own groups are touched."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout: float):
+        self._store, self.rank, self.world, self._timeout = store, rank, world, timeout
+        self._group: Any = None
+
+    @classmethod
+    def listening(cls, address: str, port: int, world: int, timeout: float) -> Group:
+        """The trainer's end, bound to `address` alone; port 0: a free one."""
+        from torch.distributed import TCPStore
+
+        listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = listener.getsockname()[1]
+        store = TCPStore(address, port, world, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener.detach())
+        return cls(store, 0, world, timeout)
+
+    @classmethod
+    def joining(cls, address: str, port: int, rank: int, world: int, timeout: float) -> Group:
+        """A worker's end; returns when all have come."""
+        from torch.distributed import TCPStore
+
+        try:
+            group = cls(TCPStore(address, port, world, False, timedelta(seconds=timeout), wait_for_workers=False), rank, world, timeout)
+            group._store.set(f"rank {rank}", "here")
+            group._connect()
+        except RuntimeError as error:
+            raise SyncAbortedError(f"rank {rank} did not reach the trainer at {address}:{port}: {_line(error)}") from error
+        return group
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    def gather(self, given_up: Callable[[], bool]) -> None:
+        """The trainer waits for the workers, unless they have given up."""
+        names = [f"rank {rank}" for rank in range(1, self.world)]
+        deadline = time.monotonic() + self._timeout
+        while not self._store.check(names):
+            if given_up() or time.monotonic() > deadline:
+                raise SyncAbortedError(f"not all of {self.world - 1} workers came to the trainer's group")
+            time.sleep(0.01)
+        self._connect()
+
+    def _connect(self) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        self._group = ProcessGroupGloo(PrefixStore("weights", self._store), self.rank, self.world, timedelta(seconds=self._timeout))
+
+    def broadcast(self, block: Bytes, given_up: Callable[[], bool] = lambda: False) -> None:
+        """From rank 0, in place."""
+        import torch
+
+        if self._group is None:
+            raise StateError("the group of trainer and workers is closed")
+        if block.size == 0:
+            return
+        try:
+            work = self._group.broadcast(torch.from_numpy(block), 0)
+            while self.rank == 0 and not work.is_completed() and not given_up():
+                time.sleep(POLL_S)
+            if self.rank != 0 or work.is_completed():
+                work.wait()
+                return
+        except RuntimeError as error:
+            self.close()
+            raise SyncAbortedError(f"rank {self.rank} lost the group of trainer and workers: {_line(error)}") from error
+        self.close()
+        raise SyncAbortedError("the workers gave up a chunk of weights")
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,169 @@
+"""The controls that the C engine does not have, applied to rows of logits on the host before the engine draws from them.
+
+What is done, and in what order, is vLLM's Sampler (vllm/v1/sample/sampler.py), by vLLM's own functions: grammar, allowed ids, bad
+words, processors (min_tokens, logit_bias, the user's own), penalties. Temperature, min_p, top_k and top_p come after and are the
+engine's, so a processor of the user's own that vLLM would apply after temperature (`is_argmax_invariant`) is refused.
+
+vLLM's processors keep state by row of a batch that they are told the changes of. `Batch` is that: a request has a slot for as long
+as each call of `edit` brings a row of it, and the slots in use are the first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    BatchUpdate,
+    MinPLogitsProcessor,
+    MoveDirectionality,
+    build_logitsprocs,
+)
+from vllm.v1.sample.ops.bad_words import apply_bad_words
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+
+from rollmesh.errors import ConfigError
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int32]
+GONE = ""  # in the slot of a request that has gone
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A row of logits: the request whose next token they are of."""
+
+    name: str
+    params: Any  # vllm.SamplingParams
+    prompt_ids: Ids
+    output_ids: list[int]  # so far
+    bitmask: Ids | None = None  # [ceil(vocab / 32)] of its grammar: bit v of the row is set where token v may come
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a slot's processors were given. They hold on to the list."""
+
+    params: Any
+    output_ids: list[int]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The slots of vLLM's processors."""
+
+    slots: list[str] = field(default_factory=list)  # slot → name
+    known: dict[str, _Known] = field(default_factory=dict)
+
+    def update(self, rows: Sequence[HostRow]) -> BatchUpdate | None:
+        """The slots become those of `rows`: new requests take the places of those that have gone, then the last ones fill the gaps."""
+        wanted = {row.name: row for row in rows}
+        for name, known in list(self.known.items()):
+            if name in wanted and known.params is wanted[name].params:
+                known.output_ids[:] = wanted[name].output_ids
+            else:  # gone, or gone with another of the same name behind it
+                del self.known[name]
+                self.slots[self.slots.index(name)] = GONE
+        gaps = [slot for slot, name in enumerate(self.slots) if name == GONE]
+        added, moved = [], []
+        for name, row in wanted.items():
+            if name in self.known:
+                continue
+            slot = gaps.pop(0) if gaps else len(self.slots)
+            self.slots[slot : slot + 1] = [name]
+            self.known[name] = _Known(row.params, list(row.output_ids))
+            added.append((slot, row.params, row.prompt_ids.tolist(), self.known[name].output_ids))
+        removed = gaps[::-1]
+        for slot in gaps:
+            while self.slots and self.slots[-1] == GONE:
+                self.slots.pop()
+            if slot < len(self.slots):
+                self.slots[slot] = self.slots.pop()
+                moved.append((len(self.slots), slot, MoveDirectionality.UNIDIRECTIONAL))
+        if not (added or removed or moved):
+            return None
+        return BatchUpdate(batch_size=len(self.slots), removed=removed, added=added, moved=moved)
+
+
+class HostLogits:
+    """Edits rows as vLLM's Sampler would. One a worker; all ranks that draw make the same calls."""
+
+    def __init__(self, vllm_config: Any):
+        custom = vllm_config.model_config.logits_processors or ()
+        self._vocab = vllm_config.model_config.get_vocab_size()
+        processors = build_logitsprocs(vllm_config, torch.device("cpu"), False, False, custom)
+        self._processors = [one for one in processors.all if not isinstance(one, MinPLogitsProcessor)]
+        self.custom = [one for one in self._processors if type(one) not in BUILTIN_LOGITS_PROCESSORS]  # these may edit any row
+        for processor in self.custom:
+            if processor.is_argmax_invariant():
+                raise ConfigError(
+                    f"logits processor {type(processor).__qualname__} says is_argmax_invariant() = True, wanted False: such a one runs "
+                    "after temperature, which the engine applies when it draws"
+                )
+        self._batch = Batch()
+
+    def edit(self, raw: Logits, rows: Sequence[HostRow]) -> Logits:
+        """raw [n, vocab] with all that its n ≥ 1 rows ask for done to it, as a new array; −inf is what may not be drawn."""
+        update = self._batch.update(rows)
+        for processor in self._processors:
+            processor.update_state(update)
+        place = {row.name: index for index, row in enumerate(rows)}
+        order = [place[name] for name in self._batch.slots]
+        in_slots, edited = raw[order], np.empty_like(raw)
+        self._edit([rows[index] for index in order], in_slots)
+        edited[order] = in_slots
+        return edited
+
+    def _edit(self, rows: Sequence[HostRow], logits: Logits) -> None:
+        for row, line in zip(rows, logits):
+            if row.bitmask is not None:
+                line[~_allowed(row.bitmask, self._vocab)] = -np.inf
+            if row.params.allowed_token_ids is not None:
+                ids = list(row.params.allowed_token_ids)
+                kept = line[ids]
+                line.fill(-np.inf)
+                line[ids] = kept
+        tensor = torch.from_numpy(logits)
+        outputs = [self._batch.known[row.name].output_ids for row in rows]
+        bad_words = {slot: row.params.bad_words_token_ids for slot, row in enumerate(rows) if row.params.bad_words_token_ids}
+        apply_bad_words(tensor, bad_words, outputs)
+        for processor in self._processors:
+            done = processor.apply(tensor)
+            if done is not tensor:
+                tensor.copy_(done)
+        self._penalize(rows, tensor, outputs)
+
+    def _penalize(self, rows: Sequence[HostRow], logits: torch.Tensor, outputs: list[list[int]]) -> None:
+        """Rows without penalties would keep their bits; they are left out to save the work."""
+        chosen = [slot for slot, row in enumerate(rows) if _has_penalties(row.params)]
+        if not chosen:
+            return
+        longest = max(len(rows[slot].prompt_ids) for slot in chosen)
+        prompts = torch.full((len(chosen), longest), self._vocab, dtype=torch.int64)  # an id that is none pads
+        for line, slot in zip(prompts, chosen):
+            line[: len(rows[slot].prompt_ids)] = torch.from_numpy(rows[slot].prompt_ids)
+        values = [
+            torch.tensor([getattr(rows[slot].params, f"{name}_penalty") for slot in chosen], dtype=torch.float32)
+            for name in ("presence", "frequency", "repetition")
+        ]
+        logits[chosen] = apply_all_penalties(logits[chosen], prompts, *values, [outputs[slot] for slot in chosen])
+
+
+def bitmask_rows(grammar: Any) -> dict[str, Ids]:
+    """Of vLLM's GrammarOutput of a step: each request's row. There is one each, since nothing is speculated."""
+    return {} if grammar is None else dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
+
+
+def _allowed(bitmask: Ids, vocab: int) -> NDArray[np.bool_]:
+    """bool [vocab]"""
+    little_endian = np.ascontiguousarray(bitmask, dtype="<i4")
+    return np.unpackbits(little_endian.view(np.uint8), count=vocab, bitorder="little").astype(np.bool_)
+
+
+def _has_penalties(params: Any) -> bool:
+    return bool(params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0)

@@ -1,0 +1,246 @@
+"""From a SchedulerOutput of vLLM to a ModelRunnerOutput: one step of a hosted engine (csrc/engine/hosted.h) between.
+
+vLLM sends what has changed: new requests whole, of the others the pages that they got, of those that ended the names. The engine
+keeps tokens, draws, records and block tables, and so everything that a request needs again; what is kept here of one is its number
+and what it asked for. A request that was preempted comes back either as one of the cached (its pages replaced, all its tokens
+sent) or as a new one (with the tokens that it has): both are told by its name being known.
+
+What fails is the request's own end and not the engine's: its name and the reason go back with the step's output (scheduler.py).
+Without weights, or while weights or KV are asleep, that is every request of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+
+from rollmesh.errors import CapacityError, IncompleteSyncError, NotSyncedError, RequestError, StateError
+from rollmesh.show import reason
+from rollmesh.spmd import AnyEngine
+from rollmesh.vllm import sampling
+from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
+from rollmesh.vllm.scheduler import FAILED
+from rollmesh.vllm.weights import WeightUpdates
+
+HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/engine/hosted.h
+NO_STEP = (NotSyncedError, StateError, IncompleteSyncError)  # none can be made, on no rank, and nothing has been done
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request of vLLM's that the engine keeps under a number."""
+
+    number: int
+    params: Any
+    prompt: NDArray[np.int32]
+    logprobs: int | None  # likeliest tokens beside the drawn one; None: no logprobs are wanted
+    prompt_logprobs: int | None  # the same of the prompt, until they have been given
+    host_draws: bool
+
+
+class _Part(NamedTuple):
+    """What a step feeds of one request."""
+
+    name: str
+    request: _Request
+    computed: int
+    rows: int
+    pages: Sequence[int]
+    replace: bool
+
+
+class _Drawn(NamedTuple):
+    """Of the parts of a step, in their order."""
+
+    tokens: NDArray[np.int32]  # −1: none
+    logprobs: NDArray[np.float32]
+    sampling_logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+
+
+class Runner:
+    """The requests of one worker."""
+
+    def __init__(self, engine: AnyEngine, updates: WeightUpdates, host: HostLogits, vocab_size: int, max_model_len: int, processed: bool):
+        """processed: the logprob of a drawn token is that of the distribution it was drawn from, and not the model's."""
+        self._engine, self._updates, self._host = engine, updates, host
+        self._vocab_size, self._max_model_len, self._processed = vocab_size, max_model_len, processed
+        self.model = updates.model  # where TRL and verl push weights
+        self._requests: dict[str, _Request] = {}
+        self._accepted = 0  # requests so far: those without a seed get one by it
+        self._scheduled: Any = None
+
+    # ---------------------------------------------------------------------------------------- a step
+    def execute_model(self, scheduled: Any) -> ModelRunnerOutput | None:
+        """The step is made in sample_tokens, which brings the grammars. One without rows only says what has ended."""
+        if scheduled.total_num_scheduled_tokens:
+            self._scheduled = scheduled
+            return None
+        self._let_go(scheduled)
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+    def sample_tokens(self, grammar: Any) -> ModelRunnerOutput:
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        names, failed = list(scheduled.num_scheduled_tokens), dict[str, str]()
+        self._let_go(scheduled)
+        try:
+            self._updates.close_unscoped()
+            parts = self._take(scheduled, failed)
+            drawn = self._step(parts, grammar)
+        except NO_STEP as error:
+            return _output(names, {}, dict.fromkeys(names, reason(error)))
+        tokens = dict(zip((part.name for part in parts), drawn.tokens.tolist(), strict=True))
+        failed |= {part.name: self._why(part.request) for part in parts if tokens[part.name] == HAS_FAILED}
+        output = _output(names, tokens, failed)
+        output.logprobs = self._logprobs(output.req_id_to_index, parts, drawn)
+        for part in parts:
+            if part.request.prompt_logprobs is not None and tokens[part.name] >= 0:
+                output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
+        return output
+
+    def idle_step(self) -> None:
+        """No rows of this rank's, in a step that others may make."""
+        try:
+            self._updates.close_unscoped()
+            self._step([], None)
+        except NO_STEP:
+            pass  # nor do the others make it
+
+    def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
+        most = sum(part.request.host_draws for part in parts)
+        logits, stats = (np.empty((most, self._vocab_size), np.float32), np.empty((most, 2), np.float32)) if most else (None, None)
+        *columns, _ = self._engine.host_step(
+            np.array([part.request.number for part in parts], np.uint64),
+            np.array([part.computed for part in parts], np.int64),
+            np.array([part.rows for part in parts], np.int64),
+            np.array([part.replace for part in parts], np.uint8),
+            np.array([len(part.pages) for part in parts], np.int64),
+            np.array([page for part in parts for page in part.pages], np.int32),
+            logits,
+            stats,
+        )
+        drawn = _Drawn(*columns)
+        waiting = np.flatnonzero(drawn.tokens == HOST_DRAWS) if most else ()
+        if len(waiting):
+            assert logits is not None and stats is not None
+            self._draw([parts[i] for i in waiting], logits[: len(waiting)], stats[: len(waiting)], grammar, drawn, waiting)
+        return drawn
+
+    def _draw(self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any, drawn: _Drawn, places: Any) -> None:
+        """The engine draws as ever, from logits that have been edited here. Their rows are in the order of the parts."""
+        masks = bitmask_rows(grammar)
+        rows = [HostRow(p.name, p.request.params, p.request.prompt, self._generated(p.request), masks.get(p.name)) for p in parts]
+        edited = self._host.edit(raw, rows)
+        columns = self._engine.host_draw(np.array([part.request.number for part in parts], np.uint64), raw, stats, edited)
+        for column, values in zip(drawn, columns, strict=True):
+            column[places] = values
+
+    # ---------------------------------------------------------------------------------------- what vLLM says
+    def _let_go(self, scheduled: Any) -> None:
+        for name in scheduled.finished_req_ids:
+            request = self._requests.pop(name, None)
+            if request is not None:
+                self._engine.abort(request.number)
+                self._engine.release(request.number)
+        for name in scheduled.preempted_req_ids or ():
+            if name in self._requests:
+                self._engine.host_preempt(self._requests[name].number)
+
+    def _take(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
+        """The parts in the order in which vLLM decided on them. What the engine does not take goes into `failed`."""
+        rows, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
+        parts: dict[str, _Part] = {}
+        for new in scheduled.scheduled_new_reqs:
+            try:
+                request = self._known_again(new) or self._add(new)
+            except (RequestError, CapacityError) as error:
+                failed[new.req_id] = reason(error)
+            else:
+                parts[new.req_id] = _Part(new.req_id, request, new.num_computed_tokens, rows[new.req_id], new.block_ids[0], True)
+        for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            request, replace = self._requests.get(name), name in cached.resumed_req_ids
+            if request is None:
+                failed[name] = "it has failed in an earlier step"
+                continue
+            if replace and name in cached.all_token_ids:
+                self._knows(request, cached.all_token_ids[name])
+            parts[name] = _Part(name, request, computed, rows[name], pages[0] if pages else (), replace)
+        return [parts[name] for name in rows if name in parts]
+
+    def _add(self, new: Any) -> _Request:
+        params, prompt = new.sampling_params, np.array(new.prompt_token_ids, np.int32)
+        sampling.refuse(params)
+        most = min(params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1))
+        asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom))
+        number = self._engine.add(prompt, sampling.banned_ids(params), asked, None)
+        self._accepted += 1
+        prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
+        request = _Request(
+            number, params, prompt, None if params.logprobs is None else asked.logprobs, prompt_logprobs, asked.host_draws
+        )
+        self._requests[new.req_id] = request
+        return request
+
+    def _known_again(self, new: Any) -> _Request | None:
+        """A request that was preempted, where vLLM sends such as new ones."""
+        request = self._requests.get(new.req_id)
+        if request is not None:
+            self._knows(request, new.prefill_token_ids or new.prompt_token_ids)
+        return request
+
+    def _knows(self, request: _Request, tokens: Iterable[int]) -> None:
+        """All tokens that vLLM has of it. Those drawn since and dropped by vLLM will be drawn again."""
+        self._engine.host_tokens(request.number, np.array(list(tokens)[len(request.prompt) :], np.int32))
+
+    # ---------------------------------------------------------------------------------------- what vLLM gets
+    def _generated(self, request: _Request) -> NDArray[np.int32]:
+        return self._engine.tokens(request.number, 0, 0)[1]
+
+    def _why(self, request: _Request) -> str:
+        return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
+
+    def _logprobs(self, index: dict[str, int], parts: list[_Part], drawn: _Drawn) -> LogprobsLists | None:
+        """A row for each request of the step: the drawn token's first, then the likeliest."""
+        wanted = [(i, part) for i, part in enumerate(parts) if part.request.logprobs is not None and drawn.tokens[i] >= 0]
+        if not wanted:
+            return None
+        most = max(part.request.logprobs or 0 for _, part in wanted)
+        ids, values = np.zeros((len(index), most + 1), np.int32), np.zeros((len(index), most + 1), np.float32)
+        ranks = np.zeros(len(index), np.int32)
+        here, there = [i for i, _ in wanted], [index[part.name] for _, part in wanted]
+        ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
+        values[there, 0] = (drawn.sampling_logprobs if self._processed else drawn.logprobs)[here]
+        for k in {part.request.logprobs for _, part in wanted} - {0, None}:
+            same = [part for _, part in wanted if part.request.logprobs == k]
+            rows = [index[part.name] for part in same]
+            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(np.array([p.request.number for p in same], np.uint64), k)
+        return LogprobsLists(ids, values, ranks)
+
+    def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
+        """Of all tokens of the prompt but the first, in the step that draws the first token after it."""
+        view, k = self._engine.request(request.number), request.prompt_logprobs or 0
+        request.prompt_logprobs = None
+        ids, values = np.empty((len(request.prompt) - 1, k + 1), np.int32), np.empty((len(request.prompt) - 1, k + 1), np.float32)
+        ids[:, 0], values[:, 0] = request.prompt[1:], view["prompt_logprobs"]
+        if k:
+            ids[:, 1:], values[:, 1:] = view["prompt_top_ids"], view["prompt_top_logprobs"]
+        return LogprobsTensors(*(torch.from_numpy(array) for array in (ids, values, view["prompt_ranks"])))
+
+
+def _output(names: list[str], tokens: dict[str, int], failed: dict[str, str]) -> ModelRunnerOutput:
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=[[token] if (token := tokens.get(name, -1)) >= 0 else [] for name in names],
+    )
+    if failed:
+        setattr(output, FAILED, failed)
+    return output

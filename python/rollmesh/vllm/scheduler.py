@@ -1,0 +1,63 @@
+"""vLLM's schedulers, with one thing more: a request that the worker says has failed ends, alone, and says why.
+
+A worker cannot raise for one request: what execute_model raises ends the engine. So a ModelRunnerOutput may carry, as an attribute
+that is there only when some have failed,
+
+    rollmesh_failed: dict[request id, message]
+
+and these requests end with finish_reason "error" and the message as stop_reason. Their KV pages leave the prefix cache: vLLM puts
+a page in when it hands it out, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched import async_scheduler, scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+FAILED = "rollmesh_failed"
+
+
+class _EndsFailed:
+    """In front of a scheduler of vLLM's."""
+
+    if TYPE_CHECKING:
+        requests: dict[str, Any]
+        kv_cache_manager: Any
+
+        def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]: ...
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        failed: dict[str, str] = getattr(model_runner_output, FAILED, {})
+        ended = self._end(failed) if failed else []
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        for request in ended:
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=failed[request.request_id],
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+    def _end(self, failed: dict[str, str]) -> list[Any]:
+        """Before vLLM looks at the step's tokens: it passes over requests that are gone, as it does over aborted ones."""
+        for request_id in failed:
+            if request_id in self.requests:
+                pages = self.kv_cache_manager.get_block_ids(request_id)
+                self.kv_cache_manager.evict_blocks({page for group in pages for page in group})
+        return self.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+
+
+class Scheduler(_EndsFailed, scheduler.Scheduler):  # type: ignore[misc]
+    """Of synchronous scheduling."""
+
+
+class AsyncScheduler(_EndsFailed, async_scheduler.AsyncScheduler):  # type: ignore[misc]
+    """Of asynchronous scheduling."""

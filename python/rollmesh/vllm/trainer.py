@@ -1,0 +1,335 @@
+"""The trainer's side of vLLM's weight updates, for workers that run on rollmesh (weights.py). It needs no vLLM in its process.
+
+    sender = WeightSender(client)               client: vllm.LLM, the URL of a vLLM server, or any object with vLLM's four calls
+    sender.send(model, version=7)               whole or not at all; an error of any worker is raised here, by its class where it is ours
+
+    sender = AsyncWeightSender(async_llm)       the same for vllm.AsyncLLM:  await sender.send(…)
+
+The tensors go in blocks of bounded size: one file in shared memory that is filled again and again, or, for workers on other machines,
+a broadcast from here over a Gloo group (transport="distributed").
+
+An update of several data parallel ranks whose experts span them is a collective, as their steps are: pause the engine for it
+(pause_generation(mode="keep")), or be sure that nothing runs. vLLM itself asks for no less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import errors
+from rollmesh.arguments import boolean, choice, integer
+from rollmesh.errors import ConfigError, Error, StateError, SyncAbortedError, UnsupportedTensorError
+from rollmesh.pieces import is_sharded
+from rollmesh.show import reason, shown
+from rollmesh.sources.arrays import ALIGN, as_array, bucketed
+from rollmesh.vllm.blocks import Bytes, Group, SharedBlock
+from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, put
+
+OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
+BLOCK_BYTES = 256 << 20
+GivenUp = Callable[[], bool]
+
+
+class Call(NamedTuple):
+    """One of vLLM's calls, and what this process does while it runs."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    meanwhile: Callable[[GivenUp], None] | None = None
+
+
+Calls = Generator[Call, None, None]
+
+
+class _Sending:
+    """What to call and when, for both kinds of client."""
+
+    def __init__(
+        self,
+        transport: str = "shm",
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        cast: bool = False,
+        allow_bias_removal: bool = False,
+        verify: bool = False,
+        master_address: str | None = None,
+        master_port: int = 0,
+        num_workers: int | None = None,
+        timeout: float = 300.0,
+    ):
+        """transport           "shm": the workers are on this machine; "distributed": on any
+        block_bytes         of tensors in one block; a larger tensor gets a block of its size
+        cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
+        allow_bias_removal  a router bias that the serving version has may be absent (then zero)
+        verify              the workers compare a sum of each tensor's bytes
+        master_address, master_port, num_workers, timeout
+                            distributed: where this process listens (port 0: a free one) once the first send asks the workers to
+                            join, how many they are in all data parallel ranks, and seconds that one waits for another
+        """
+        self._transport = choice("transport", transport, TRANSPORTS)
+        self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
+        self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
+        self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
+        if transport == "distributed" and (master_address is None or num_workers is None):
+            raise ConfigError("transport='distributed' without master_address and num_workers, wanted both")
+        self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
+        self._shared: SharedBlock | None = None
+        self._group: Group | None = None
+        self._closed = False
+
+    def _send(self, source: Any, version: int, label: str | None) -> Calls:
+        version = integer("version", version, 0, 2**63 - 1)
+        entries = _entries(source)
+        if self._closed:
+            raise StateError("the sender is closed")
+        try:
+            yield from self._begin()
+            yield Call("start_weight_update")
+            yield from self._blocks(entries, version)
+            yield Call("finish_weight_update", (str(version) if label is None else label,))
+        except BaseException:
+            self._release()  # the two sides may not be at the same place: the next send begins anew
+            raise
+
+    def _begin(self) -> Calls:
+        """Before every set over shm: an update that a trainer has left open ends by it. A group is made once."""
+        if self._transport == "shm":
+            yield Call("init_weight_transfer_engine", (asdict(self._info()),))
+        elif self._group is None:
+            assert self._address is not None
+            assert self._num_workers is not None
+            self._group = Group.listening(self._address, self._port, self._num_workers + 1, self._timeout)
+            yield Call("init_weight_transfer_engine", (asdict(self._info(self._group)),), self._group.gather)
+
+    def _info(self, group: Group | None = None) -> InitInfo:
+        options = {"cast": self._cast, "allow_bias_removal": self._allow_bias_removal}
+        if group is None:
+            return InitInfo("shm", **options)
+        return InitInfo("distributed", **options, master_address=self._address, master_port=group.port, world_size=group.world,
+                        timeout=self._timeout)  # fmt: skip
+
+    def _blocks(self, entries: Iterator[tuple[str, Any]], version: int) -> Calls:
+        """A source that fails on the way ends the update on the workers too."""
+        buckets = bucketed(((name, as_array(name, tensor)) for name, tensor in entries), self._block_bytes)
+        while True:
+            try:
+                bucket = next(buckets, None)
+                call = None if bucket is None else self._block(bucket, version)
+            except BaseException as error:
+                yield Call("update_weights", (asdict(UpdateInfo(abort=reason(error))),))
+                raise
+            if call is None:
+                return
+            yield call
+            if self._shared is not None:
+                self._shared.unlink()  # all workers have it open
+
+    def _block(self, arrays: list[tuple[str, NDArray[Any]]], version: int) -> Call:
+        needed = sum(-(-array.nbytes // ALIGN) * ALIGN for _, array in arrays)
+        if (group := self._group) is None:
+            shared = self._shared_block(needed)
+            assert shared.data is not None
+            description, size = put(arrays, shared.data, sums=self._verify)
+            return Call("update_weights", (asdict(UpdateInfo(description, size, shared.name, shared.nonce, version)),))
+        block: Bytes = np.empty(needed, np.uint8)
+        description, size = put(arrays, block, sums=self._verify)
+        info = UpdateInfo(description, size, version=version)
+        return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block[:size], given_up))
+
+    def _shared_block(self, needed: int) -> SharedBlock:
+        if self._shared is None or self._shared.size < needed:
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = SharedBlock(max(needed, min(self._block_bytes, 1 << 30)))
+        return self._shared
+
+    def _release(self) -> None:
+        shared, self._shared = self._shared, None
+        group, self._group = self._group, None
+        for held in (shared, group):
+            if held is not None:
+                held.close()
+
+    def close(self) -> None:
+        """Gives the shared memory, or the group and its port, back. What the workers serve stays."""
+        self._closed = True
+        self._release()
+
+
+class WeightSender(_Sending):
+    """For vllm.LLM, a server's URL (started with VLLM_SERVER_DEV_MODE=1), or an object with init_weight_transfer_engine(info),
+    start_weight_update(), update_weights(info) and finish_weight_update(weight_version). None: another rank of the same trainer has the
+    client, and this one takes part in gathering DTensors."""
+
+    def __init__(self, client: Any, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._client = _Server(client, self._timeout) if isinstance(client, str) else _four_calls(client)
+        if self._client is not None and inspect.iscoroutinefunction(self._client.start_weight_update):
+            raise ConfigError(f"client is a {type(client).__name__}, whose calls are awaited, wanted an AsyncWeightSender for it")
+
+    def send(self, source: Any, version: int, label: str | None = None) -> None:
+        """A set of weights: a module, a state dict, or an iterable of (name, tensor), all of them under their Hugging Face names.
+
+        version  must exceed the last one; tokens name it
+        label    what vLLM calls it (get_weight_version, weight_versions of its outputs); None: the number as text
+
+        Raises what a worker raised, if that is of ours (ShapeError, IncompleteSyncError, VersionError, …), else the client's own
+        exception; SyncAbortedError where workers went away. In all cases the version before serves.
+        """
+        if self._client is None:
+            _gather(source)
+            return
+        calls = self._send(source, version, label)
+        with ThreadPoolExecutor(1) as pool:
+            while (call := next(calls, None)) is not None:
+                try:
+                    self._make(call, pool)
+                except BaseException as error:
+                    calls.throw(_understood(error))
+                    raise
+
+    def _make(self, call: Call, pool: ThreadPoolExecutor) -> None:
+        method = getattr(self._client, call.method)
+        if call.meanwhile is None:
+            method(*call.args)
+            return
+        made = pool.submit(method, *call.args)
+        try:
+            call.meanwhile(lambda: made.done() and made.exception() is not None)
+        except SyncAbortedError:
+            made.result()  # its reason is the better one
+            raise
+        made.result()
+
+
+class AsyncWeightSender(_Sending):
+    """The same for vllm.AsyncLLM, or an object whose four calls are awaited."""
+
+    def __init__(self, client: Any, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._client = _four_calls(client)
+        if self._client is None or not inspect.iscoroutinefunction(self._client.start_weight_update):
+            raise ConfigError(f"client is a {type(client).__name__}, whose calls are not awaited, wanted a WeightSender for it")
+
+    async def send(self, source: Any, version: int, label: str | None = None) -> None:
+        """As WeightSender.send. The source is read and copied in the event loop's thread."""
+        calls = self._send(source, version, label)
+        while (call := next(calls, None)) is not None:
+            try:
+                await self._make(call)
+            except BaseException as error:
+                calls.throw(_understood(error))
+                raise
+
+    async def _make(self, call: Call) -> None:
+        made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
+        try:
+            if call.meanwhile is not None:
+                await asyncio.to_thread(call.meanwhile, lambda: made.done() and not made.cancelled() and made.exception() is not None)
+        except SyncAbortedError:
+            await made  # its reason is the better one
+            raise
+        await made
+
+
+# -------------------------------------------------------------------------------------------------- sources
+def _entries(source: Any) -> Iterator[tuple[str, Any]]:
+    if callable(getattr(source, "state_dict", None)):
+        source = source.state_dict()
+    if isinstance(source, Mapping):
+        return iter(source.items())
+    if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
+        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted a module, a mapping or an iterable of (name, tensor)")
+    return iter(source)
+
+
+def _gather(source: Any) -> None:
+    """The part of a rank without a client: full_tensor() is a collective of the trainer's."""
+    for _, tensor in _entries(source):
+        if is_sharded(tensor):
+            tensor.full_tensor()
+
+
+# -------------------------------------------------------------------------------------------------- clients
+def _four_calls(client: Any) -> Any:
+    """An object whose calls take plain dicts. vLLM's own LLM and AsyncLLM take them inside of a request."""
+    if client is None:
+        return None
+    names = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+    if lacking := [name for name in names if not callable(getattr(client, name, None))]:
+        raise ConfigError(f"client is a {type(client).__name__} without {', '.join(lacking)}, wanted vLLM's LLM or its four calls")
+    return _Requests(client) if "request" in inspect.signature(client.init_weight_transfer_engine).parameters else client
+
+
+class _Requests:
+    """vllm.LLM or vllm.AsyncLLM; what they return is passed on, to be awaited or not."""
+
+    def __init__(self, engine: Any):
+        self.start_weight_update, self.finish_weight_update = engine.start_weight_update, engine.finish_weight_update
+        self._engine = engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        return self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+
+    def update_weights(self, update_info: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        return self._engine.update_weights(WeightTransferUpdateRequest(update_info))
+
+
+class _Server:
+    """A vLLM server's endpoints for trainers, which it has only under VLLM_SERVER_DEV_MODE=1 and which ask for no password."""
+
+    def __init__(self, url: str, timeout: float):
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"client = {shown(url)}, wanted the URL of a vLLM server")
+        self._url, self._timeout = url.rstrip("/"), timeout
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update", {})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                response.read()
+        except urllib.error.HTTPError as error:
+            hint = "; VLLM_SERVER_DEV_MODE=1 makes the server take weights" if error.code == 404 else ""
+            raise SyncAbortedError(f"{self._url}/{path}: {error.code} {error.read()[:4000].decode(errors='replace')}{hint}") from error
+        except OSError as error:
+            raise SyncAbortedError(f"{self._url}/{path}: {error}") from error
+
+
+def _understood(error: BaseException) -> BaseException:
+    """vLLM's calls give the words of what a worker raised. Where they name a class of ours, an exception of it; the last name is
+    what another rank was stopped by."""
+    names = OURS.findall(str(error)) if isinstance(error, Exception) else []
+    if not names or (isinstance(error, Error) and type(error) is not SyncAbortedError):
+        return error
+    known: Error = getattr(errors, names[-1])(str(error))
+    known.__cause__ = error
+    return known

@@ -1,0 +1,94 @@
+"""The weight transfer engine that vLLM knows as backend "rollmesh": it takes the blocks of a trainer, over shared memory of the machine or
+a Gloo group, and stages what is in them. weights.py has the order of the calls, and the commit; this is made by vLLM's factory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from rollmesh.errors import StateError
+from rollmesh.vllm.blocks import Bytes, Group, SharedReader
+from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of
+
+
+class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Of one worker."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any):
+        super().__init__(config, vllm_config, device, model)
+        self._updates = model.updates
+        self._info: InitInfo | None = None
+        self._shared = SharedReader()
+        self._group: Group | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Over "distributed" it returns when the trainer and all workers have met. A block that is open stays so: its name is gone."""
+        self._leave()
+        if init_info.transport == "distributed":
+            self._group = self._updates.together("joining the trainer", self._join, init_info)
+        self._info = init_info
+
+    def _join(self, info: InitInfo) -> Group:
+        rank = info.rank_offset + self._updates.number
+        if info.world_size is None or info.rank_offset + self._updates.total > info.world_size:
+            raise StateError(f"world_size = {info.world_size} for ranks up to {info.rank_offset + self._updates.total - 1}")
+        assert info.master_address is not None
+        assert info.master_port is not None
+        return Group.joining(info.master_address, info.master_port, rank, info.world_size, info.timeout)
+
+    def start_weight_update(self) -> None:
+        self._initialised()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """vLLM's own waits for an accelerator at the end; these are on the CPU."""
+        self.receive_weights(update_info)
+
+    def receive_weights(self, update_info: UpdateInfo | dict[str, Any]) -> None:
+        together = self._updates.together
+        info = together("a block's info", self._parsed, update_info)
+        if info.abort is not None:
+            self._updates.drop(f"the trainer gave it up: {info.abort}")
+            return
+        entries = together("a block's coming", lambda: entries_of(info, self._block(info)))
+        self._updates.stage(entries, info.version, self._options())
+
+    def _parsed(self, info: UpdateInfo | dict[str, Any]) -> UpdateInfo:
+        return info if isinstance(info, UpdateInfo) else self.parse_update_info(info)
+
+    def _block(self, info: UpdateInfo) -> Bytes:
+        if self._initialised().transport == "shm":
+            return self._shared.block(info.segment, info.nonce, info.size)
+        if self._group is None:
+            raise StateError("the group of trainer and workers is closed: init_weight_transfer_engine again")
+        block = np.empty(info.size, np.uint8)
+        self._group.broadcast(block)
+        return block
+
+    def finish_weight_update(self) -> None:
+        self._updates.commit(self._options())
+
+    def shutdown(self) -> None:
+        self._shared.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._info = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _initialised(self) -> InitInfo:
+        if self._info is None:
+            raise StateError("no trainer has begun: init_weight_transfer_engine first")
+        return self._info
+
+    def _options(self) -> dict[str, bool]:
+        info = self._initialised()
+        return {"cast": info.cast, "allow_bias_removal": info.allow_bias_removal}

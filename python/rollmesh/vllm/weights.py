@@ -1,0 +1,337 @@
+"""The worker's side of new weights: what vLLM calls on every worker, in front of rollmesh's own syncs (rollmesh/weights.py). A set is
+staged and committed by one swap on all ranks, so while it comes, and when any part of it is bad, the version before serves.
+
+    init_weight_transfer_engine ─► start_weight_update ─► update_weights … ─► finish_weight_update
+                                       ▲                        │ an error closes the update, on all ranks
+                                       └────────────────────────┘
+    model.load_weights(pairs), any number of times; the set closes at the next step or at a repeated name
+
+The number of a version is ours, an integer that increases: the trainer gives it, or it is the next. The label of a version
+("step-1") is vLLM's: the engine core keeps it, and finish_weight_update(weight_version) sets it once all workers have committed.
+
+All ranks make the same calls, and what one refuses all refuse. Only one worker of an executor raises: vLLM's multiprocess
+executor stops reading replies at the first failure, and would take those that it has left for the replies to its next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from rollmesh.arguments import PARTS
+from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
+from rollmesh.show import reason, shown
+from rollmesh.spmd import AnyEngine, SpmdEngine
+from rollmesh.sync import SyncOptions, push_mapping
+from rollmesh.weights import Sync, Weights
+
+BACKEND = "rollmesh"
+LEVELS = {1: PARTS["kv"], 2: PARTS["kv"] | PARTS["weights"]}  # vLLM's 1 offloads the weights to the CPU, where ours are already
+TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
+
+Entries = list[tuple[str, Any]]
+T = TypeVar("T")
+
+
+def register_engine() -> None:
+    """Tells vLLM of the backend; again does nothing."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "rollmesh.vllm.transfer", "TransferEngine")
+
+
+class _Hosted:
+    """In place of a generator's requests: vLLM has them, and what runs is kept."""
+
+    def step(self) -> int:
+        raise StateError("vLLM steps its requests, wanted inflight='keep'")
+
+    def rewind(self) -> None:
+        self.step()
+
+
+class WeightUpdates:
+    """Of one worker. `engine` is this rank's; `rank` counts the workers of one executor."""
+
+    def __init__(self, engine: AnyEngine, vllm_config: Any, rank: int):
+        self._engine, self._config = engine, vllm_config
+        parallel = vllm_config.parallel_config
+        self.rank, self.workers = rank, parallel.world_size
+        self.number = parallel.data_parallel_index * self.workers + rank  # among the workers of all data parallel ranks
+        self.total = parallel.data_parallel_size * self.workers
+        # Under an external launcher each process is an executor of its own.
+        self._answers = parallel.distributed_executor_backend == "external_launcher" or rank == self.workers - 1
+        self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
+        self.model = ServedModel(self)
+        self._set: Sync | None = None  # of the open update, once its first block has come
+        self._loaded: Sync | None = None  # of load_weights
+        self._updating = False
+        self._transfer: Any = None
+        if vllm_config.weight_transfer_config is not None:
+            self._transfer = self._make_transfer(vllm_config.weight_transfer_config)
+
+    def _make_transfer(self, config: Any) -> Any:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+        if config.backend != BACKEND:
+            raise ConfigError(f"weight_transfer_config.backend = {shown(config.backend)}, wanted {BACKEND!r}")
+        register_engine()
+        return WeightTransferEngineFactory.create_engine(config, self._config, torch.device("cpu"), self.model)
+
+    # ---------------------------------------------------------------------------------------- what vLLM calls
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """A trainer begins; an update that another has left open is dropped."""
+        self._reply(self._init, init_info)
+
+    def start_weight_update(self) -> None:
+        self._reply(self._start)
+
+    def start_draft_weight_update(self) -> None:
+        self._reply(self._refuse, "there is no draft model to update; rollmesh does not speculate")
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """One block. Of a list each worker takes its own, in the order of data parallel ranks and workers."""
+        self._reply(self._update, update_info)
+
+    def finish_weight_update(self) -> None:
+        """Commits on all ranks, or on none."""
+        self._reply(self._finish)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._reply(self._shutdown_transfer)
+
+    def weight_version(self) -> int | None:
+        """Number of the serving version; None before the first, and while the weights are asleep."""
+        return self.weights.version
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """Over names and values of all weights, whatever the mesh: from one worker of each data parallel rank."""
+        version, digest, *_ = self._engine.sync_state()
+        number = self._config.parallel_config.data_parallel_index
+        return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
+
+    def reset_weights(self) -> None:
+        self._reply(self._refuse, "weights are never zeroed: push others, or sleep(2)")
+
+    def sleep(self, level: int = 1) -> None:
+        """1: the KV cache goes. 2: the weights too, which then have to be pushed anew. A set that is open stays so at level 1."""
+        self._reply(self._sleep, level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._reply(self._wake, tags)
+
+    def discard(self, tags: Iterable[str]) -> None:
+        """Sleep by tag."""
+        self._reply(self._discard, tags)
+
+    def close_unscoped(self) -> None:
+        """Before a step: a set that load_weights has pushed is committed. IncompleteSyncError when some of it is missing; then it is
+        dropped, and the version before serves."""
+        self.weights.close_unscoped()
+
+    def shutdown(self) -> None:
+        """The worker ends."""
+        if self._transfer is not None:
+            self._transfer.shutdown()
+
+    # ---------------------------------------------------------------------------------------- the transfer engine's means
+    def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
+        """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with
+        the rank and its reason elsewhere."""
+        fault: Exception | None = None
+        try:
+            result = action(*args)
+        except Exception as error:  # noqa: BLE001 (raised when all ranks know)
+            fault = error
+        except BaseException as error:
+            self._leave(error)
+            raise
+        if isinstance(self._engine, SpmdEngine):
+            try:
+                self._engine.settle_sync(where, fault)
+            except BaseException as error:
+                self._leave(error)
+                raise
+        elif fault is not None:
+            raise fault
+        return result
+
+    def _leave(self, error: BaseException) -> None:
+        if isinstance(self._engine, SpmdEngine):
+            self._engine.leave(error)
+
+    def stage(self, entries: Entries, version: int | None, options: dict[str, bool]) -> None:
+        """A block into the set of the open update, which begins with its first."""
+        if self._set is None:
+            self._begin(version, options)
+        assert self._set is not None
+        if (begun := self._set.options.version) != version:
+            self._refuse(f"a block of version {version} in an update of version {begun}")
+        self._set.require_open()
+        self.together("a block of weights", push_mapping, self._engine, dict(entries), None)
+
+    def commit(self, options: dict[str, bool]) -> None:
+        if self._set is None:
+            self._begin(None, options)  # nothing has come, which the commit says
+        assert self._set is not None
+        self.weights.finish(self._set, None)
+
+    def drop(self, why: str) -> None:
+        """The open update, if there is one, ends."""
+        if self._set is not None:
+            self.weights.reset(why, only=self._set)
+        self._updating, self._set = False, None
+
+    def _begin(self, version: int | None, options: dict[str, bool]) -> None:
+        begun = Sync(self.weights, lambda _: nullcontext(), SyncOptions(version=version, inflight="keep", **options))
+        begun.scoped = True  # no step closes it
+        self.weights.begin(begun)
+        self._set = begun
+
+    # ---------------------------------------------------------------------------------------- inside a reply
+    def _reply(self, call: Callable[..., None], *args: Any) -> None:
+        """vLLM gives its caller the words of an exception and not its class, so the class stands in them."""
+        try:
+            call(*args)
+        except Exception as error:
+            if self._answers:
+                raise (type(error) if isinstance(error, Error) else Error)(reason(error)) from error
+
+    def _configured(self) -> Any:
+        if self._transfer is None:
+            self._refuse(
+                f"no weight transfer: wanted weight_transfer_config=WeightTransferConfig(backend={BACKEND!r}) when the engine is made"
+            )
+        return self._transfer
+
+    def _init(self, init_info: Any) -> None:
+        transfer = self._configured()
+        self.drop("a trainer began anew")
+        transfer.init_transfer_engine(self.together("the info of a trainer", transfer.parse_init_info, init_info))
+
+    def _start(self) -> None:
+        transfer = self._configured()
+        if self._updating:
+            self.drop("another update was started")
+            self._refuse("start_weight_update within an update: that one is dropped now, wanted finish_weight_update before the next")
+        if self._engine.stats()["asleep"] & PARTS["weights"]:
+            self._refuse("start_weight_update while the weights are asleep: wake_up(tags=['weights']) first")
+        transfer.start_weight_update()
+        self._updating = True
+
+    def _update(self, update_info: Any) -> None:
+        transfer = self._configured()
+        if not self._updating:
+            self._refuse("update_weights without an open update: start_weight_update first; an error in one closes it")
+        try:
+            transfer.update_weights(self.together("the info of a block", self._own, update_info))
+        except BaseException:
+            self.drop("a block of it was refused")
+            raise
+
+    def _own(self, update_info: Any) -> Any:
+        if not isinstance(update_info, list):
+            return update_info
+        if len(update_info) != self.total:
+            raise FormatError(f"update_info is a list of {len(update_info)}, wanted one for each of {self.total} workers")
+        return update_info[self.number]
+
+    def _finish(self) -> None:
+        transfer = self._configured()
+        if not self._updating:
+            self._refuse("finish_weight_update without an open update: start_weight_update first; an error in one closes it")
+        try:
+            transfer.finish_weight_update()
+        finally:
+            self._updating, self._set = False, None
+
+    def _shutdown_transfer(self) -> None:
+        if self._updating:
+            self._refuse("shutdown_weight_transfer_engine within an update: finish_weight_update first")
+        if self._transfer is not None:
+            self._transfer.shutdown()
+
+    def _sleep(self, level: Any) -> None:
+        if level not in LEVELS:
+            raise ConfigError(f"sleep level {shown(level)}, wanted 1 (the KV cache goes) or 2 (the weights too)")
+        self._rest(LEVELS[level])
+
+    def _discard(self, tags: Any) -> None:
+        self._rest(_mask(tags))
+
+    def _rest(self, parts: int) -> None:
+        if parts & PARTS["weights"]:
+            self.drop("the weights were put to sleep")
+            self.weights.reset("the weights were put to sleep")
+        self.together("sleep", self._engine.sleep, parts)
+        self.weights.refresh()
+
+    def _wake(self, tags: Any) -> None:
+        parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
+        self.together("wake_up", self._engine.wake, parts)
+
+    @staticmethod
+    def _refuse(why: str) -> None:
+        raise StateError(why)
+
+    # ---------------------------------------------------------------------------------------- model.load_weights
+    def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
+        """As vLLM's loaders: other float dtypes are converted. Returns the names that were taken."""
+        taken: set[str] = set()
+        self._reply(self._load, pairs, taken)
+        return taken
+
+    def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
+        if self._updating:
+            self._refuse("load_weights within an update: finish_weight_update first")
+        for entry in self._each(pairs):
+            if self._loaded is None or self._loaded.closed is not None:
+                self._loaded = Sync(self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep"))
+                self.weights.begin(self._loaded)
+            self._loaded.push(*entry)
+            taken.add(entry[0])
+
+    def _each(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """An exception of the trainer's iterator ends the set on all ranks, which wait for its next tensor."""
+        try:
+            for entry in pairs:
+                if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+                    raise UnsupportedTensorError(f"load_weights was given a {type(entry).__name__}, wanted pairs (name, tensor)")
+                yield entry[0], entry[1]
+        except Exception as error:
+            if self._loaded is not None:
+                self.weights.abort(self._loaded, error)
+            raise
+
+
+def _mask(tags: Any) -> int:
+    mask = 0
+    for tag in [tags] if isinstance(tags, str) else tags:
+        if tag not in TAGS:
+            raise ConfigError(f"tag {shown(tag)}, wanted {' or '.join(map(repr, TAGS))}")
+        mask |= TAGS[tag]
+    return mask
+
+
+class ServedModel(torch.nn.Module):
+    """What vLLM and trainers reach as `worker.model_runner.model`. It has no parameters: the engine has them, each rank its own part."""
+
+    def __init__(self, updates: WeightUpdates):
+        super().__init__()
+        self._updates = updates
+
+    @property
+    def updates(self) -> WeightUpdates:
+        return self._updates
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        """Stages tensors by their Hugging Face names, one or many a call. The set is committed at the next step, or when a name comes
+        again; if something is missing then, IncompleteSyncError, and the version before serves."""
+        return self._updates.load(weights)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateError("the forward pass is the engine's; this module is for load_weights")

@@ -1,0 +1,258 @@
+"""A worker of vLLM, one process (or the engine's own, with one rank), as vLLM makes and drives it:
+
+    __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─► initialize_from_config ─► steps …
+
+Nothing is loaded: weights come from a trainer, by any of the ways in weights.py. The engine is made when the number of KV pages is
+known, in initialize_from_config. Ranks meet over shared memory where all are on one machine, else over vLLM's own Gloo group.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import distributed
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from rollmesh import _core, comm
+from rollmesh.cli.plan import matrices, rank_bytes
+from rollmesh.errors import CapacityError, ConfigError, StateError
+from rollmesh.generator import EngineOptions
+from rollmesh.outputs import CONTRACT_VERSION
+from rollmesh.placement import placements
+from rollmesh.spmd import AnyEngine, join
+from rollmesh.vllm import config
+from rollmesh.vllm.host import HostLogits
+from rollmesh.vllm.runner import Runner
+from rollmesh.vllm.weights import WeightUpdates
+
+LAYOUT = "LBNHC"  # a name for vLLM's books; the pages lie as csrc/model wants them
+NAME_BYTES = 32
+
+
+class Worker(WorkerBase):  # type: ignore[misc]
+    """One rank. Between steps vLLM calls anything of it by name (collective_rpc)."""
+
+    def init_device(self) -> None:
+        """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
+        from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+
+        parallel = self.parallel_config
+        self.device = torch.device("cpu")
+        self.spec = config.model_spec(self.vllm_config)
+        self.mesh = config.mesh_of(parallel, self.model_config.is_moe)
+        self._engine: AnyEngine | None = None
+        self._updates: WeightUpdates | None = None
+        init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo")
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """The weights come later, from the trainer."""
+        if load_dummy_weights:
+            raise ConfigError("load_dummy_weights=True, wanted False: weights come from a trainer only")
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    # ---------------------------------------------------------------------------------------- the KV cache
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """All layers alike, so that one table of pages serves them. Windows are attention's own business; no page is given back early."""
+        heads = max(len(rank.kv_heads) for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep))
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=heads,
+            head_size=self.spec.head_dim,
+            dtype=self.model_config.dtype,
+        )
+        return {f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [LAYOUT]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for KV: what was asked for, or this worker's share of the memory that is free, less two copies of its weights."""
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return int(self.cache_config.kv_cache_memory_bytes)
+        mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
+        weights = sum(rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize) for matrix in matrices(self.spec))
+        share = psutil.virtual_memory().available * self.cache_config.gpu_memory_utilization / config.local_workers(self.parallel_config)
+        if share <= 2 * weights:
+            raise CapacityError(
+                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
+                f"wanted more than two copies of its weights, {2 * weights}"
+            )
+        return int(share - 2 * weights)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Makes the engine, together with the other ranks."""
+        options = config.options(self.vllm_config)
+        engine_options = EngineOptions(
+            dtype=config.dtype_name(self.model_config.dtype),
+            isa=options.isa,
+            threads=config.num_threads(self.vllm_config),
+            max_model_len=self.model_config.max_model_len,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            block_size=self.cache_config.block_size,
+            kv_bytes=0,
+            seed=config.engine_seed(self.vllm_config),
+            enable_prefix_caching=False,
+            eos_token_ids=np.zeros(0, np.int32),
+            tp=self.mesh.tp,
+            dp=self.mesh.dp,
+            ep=self.mesh.ep,
+            ep_backend=options.ep_backend,
+            sequence_parallel=options.sequence_parallel,
+            host_pages=kv_cache_config.num_blocks,
+        )
+        self._engine = self._make_engine(engine_options)
+        self._updates = WeightUpdates(self._engine, self.vllm_config, self.rank)
+        self.model_runner = Runner(
+            self._engine,
+            self._updates,
+            HostLogits(self.vllm_config),
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self.model_config.max_model_len,
+            processed=self.model_config.logprobs_mode == "processed_logprobs",
+        )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def _index(self) -> int:
+        """This rank's number on the mesh: vLLM counts data parallel ranks first, as rm.Mesh does."""
+        return int(self._group().rank_in_group)
+
+    def _group(self) -> Any:
+        from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+        return get_world_group() if self.mesh.dp > 1 else get_tp_group()
+
+    def _make_engine(self, options: EngineOptions) -> AnyEngine:
+        values = self.spec.engine_values(options.max_model_len)
+        if self.mesh.world == 1:
+            return _core.Engine(values, options)
+        may_differ = {"threads": 0, "isa": None, "seed": 0}
+        facts = {**asdict(options), **may_differ, "spec": asdict(values), "contract": CONTRACT_VERSION}
+        return join(values, options, self._comm(), self.mesh, facts)
+
+    def _comm(self) -> comm.Comm:
+        from vllm.distributed.parallel_state import in_the_same_node_as
+
+        group = self._group()
+        if not all(in_the_same_node_as(group.cpu_group, 0)) or self.mesh.world > comm.Shm.MAX_WORLD:
+            return comm.torch(group.cpu_group)
+        name = torch.frombuffer(bytearray(secrets.token_hex(NAME_BYTES // 2).encode()), dtype=torch.uint8)
+        distributed.broadcast(name, group.ranks[0], group=group.cpu_group)
+        return comm.shm(f"rollmesh-{bytes(name.tolist()).decode()}", group.rank_in_group, group.world_size)
+
+    # ---------------------------------------------------------------------------------------- steps
+    @property
+    def runner(self) -> Runner:
+        if self.model_runner is None:
+            raise StateError("the worker has no engine yet, wanted initialize_from_config first")
+        return self.model_runner
+
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        return self.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        return self.runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Others step: this rank takes part where experts are spread over all."""
+        self.runner.idle_step()
+
+    def take_draft_token_ids(self) -> None:
+        """There are none."""
+
+    def synchronize_device(self) -> None:
+        """A step is over when it returns."""
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
+
+    def get_model(self) -> torch.nn.Module:
+        return self.updates.model
+
+    def check_health(self) -> None:
+        """A mesh that has ended says so."""
+        self.engine.stats()
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any) -> None:
+        raise ConfigError(f"profile(is_start={is_start}), wanted perf or py-spy on pid {os.getpid()}: the work is in C threads")
+
+    def metrics(self) -> dict[str, Any]:
+        """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
+        return {**self.engine.stats(), "version": self.updates.weight_version()}
+
+    # ---------------------------------------------------------------------------------------- weights, see weights.py
+    @property
+    def engine(self) -> AnyEngine:
+        if self._engine is None:
+            raise StateError("the worker has no engine yet, wanted initialize_from_config first")
+        return self._engine
+
+    @property
+    def updates(self) -> WeightUpdates:
+        if self._updates is None:
+            raise StateError("the worker has no engine yet, wanted initialize_from_config first")
+        return self._updates
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.updates.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.updates.start_weight_update()
+
+    def start_draft_weight_update(self) -> None:
+        self.updates.start_draft_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self.updates.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        self.updates.finish_weight_update()
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self.updates.shutdown_weight_transfer_engine()
+
+    def weight_version(self) -> int | None:
+        return self.updates.weight_version()
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        return self.updates.compute_weight_checksums()
+
+    def reset_weights(self) -> None:
+        self.updates.reset_weights()
+
+    def sleep(self, level: int = 1) -> None:
+        self.updates.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.updates.wake_up(tags)
+
+    def discard(self, tags: Iterable[str]) -> None:
+        self.updates.discard(tags)
+
+    def shutdown(self) -> None:
+        """Gives everything back. Idempotent."""
+        updates, engine, self._updates, self._engine, self.model_runner = self._updates, self._engine, None, None, None
+        if updates is not None:
+            updates.shutdown()
+        if engine is not None:
+            engine.close()

@@ -1,0 +1,205 @@
+"""One rank of rollmesh under vllm.LLM gives the bits of rm.Generator: tokens, logprobs, top logprobs, prompt logprobs.
+
+Input: tiny models, requests of every kind (vllm_support.mixed) that vLLM cuts into steps of at most 32 tokens and 6 sequences.
+Oracle: rm.Generator with the same weights, which schedules by itself. Bound: 0 differing bits, ranks and ends the same. What vLLM did
+(chunks, prefix hits, preemptions) is seen in what its scheduler sent, so that a test cannot pass by never meeting its case.
+Settings go through both dtypes, models, resume protocols and ways to schedule; each has one engine for all its tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import vllm_support as support
+from conftest import SUMMARY
+
+pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    model: str
+    dtype: str
+    v2: bool  # how a preempted request comes back: as a new one, with all its tokens
+    asynchronous: bool  # a step is scheduled before the tokens of the last one are known
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.dtype}-{'v2' if self.v2 else 'v1'}-{'async' if self.asynchronous else 'sync'}"
+
+
+SETTINGS = (
+    Setting("dense", "float32", False, True),
+    Setting("dense", "bfloat16", True, False),
+    Setting("moe", "float32", True, True),
+    Setting("moe", "bfloat16", False, False),
+    Setting("moe", "bfloat16", True, True),
+    Setting("dense", "float32", False, False),
+)
+FEW_BLOCKS = 16  # of 16 tokens, one of them vLLM's null block: less than two of the longest requests need
+
+
+class Served:
+    """An engine, the oracle, and the weights that both have last been given."""
+
+    def __init__(self, setting: Setting, llm: Any):
+        self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
+        self.oracle = support.Oracle(setting.model, setting.dtype)
+
+    def push(self) -> None:
+        self.version += 1
+        weights = support.weights_of(self.setting.model, self.setting.dtype, self.version)
+        support.load(self.llm, weights)
+        self.oracle.serve(weights)
+
+    def hold(self, requests: list[support.Request]) -> support.Trace:
+        """The engine's answers against the oracle's; returns what vLLM scheduled for them."""
+        with support.Trace(self.llm) as trace:
+            got = support.generate(self.llm, requests)
+        self.compared += support.agree(got, self.oracle.answers(requests))
+        return trace
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=str)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Served]:
+    setting = request.param
+    if setting.v2 and not support.HAS_TRITON:
+        pytest.skip("vLLM speaks its second protocol only where triton is installed")
+    at = tmp_path_factory.mktemp("vllm")
+    options = {"async_scheduling": setting.asynchronous, "num_gpu_blocks_override": FEW_BLOCKS}
+    with support.engine(at, setting.model, setting.dtype, setting.v2, **options) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == setting.asynchronous
+        served = Served(setting, llm)
+        served.push()
+        try:
+            yield served
+        finally:
+            served.oracle.close()
+    pytestconfig.stash[SUMMARY].append(f"vllm, {setting}: {served.compared:,} tokens and logprobs compared, 0 differ")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_of_every_kind(served: Served, seed: int) -> None:
+    """All at once: chunks of long prompts beside decodes, filters and counts of logprobs mixed in one step."""
+    trace = served.hold(support.mixed(served.setting.model, seed, 16))
+    assert trace.chunks > 0
+
+
+def test_one_after_another(served: Served) -> None:
+    """What stands in a batch does not show: the same requests alone, in other order."""
+    for request in reversed(support.mixed(served.setting.model, 3, 8)):
+        served.hold([request])
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 97, support.MAX_MODEL_LEN - 1])
+def test_prompts_of_lengths_around_pages_and_chunks(served: Served, length: int) -> None:
+    prompt = [(7 * i + length) % 300 for i in range(length)]
+    end = support.MAX_MODEL_LEN - length
+    served.hold([support.request(prompt, temperature=0.0, logprobs=2, prompt_logprobs=2, max_tokens=min(3, end))])
+    served.hold([support.request(prompt, seed=length, logprobs=2, max_tokens=min(20, end))])
+
+
+def test_prefix_hits(served: Served) -> None:
+    """A prompt that has been there: vLLM starts beyond its cached blocks."""
+    prompt = list(range(60, 130))
+    served.hold([support.request(prompt, temperature=0.0, logprobs=3)])
+    trace = served.hold([support.request([*prompt[:64], i], seed=i, logprobs=3) for i in range(4)])
+    assert trace.hits >= 3
+    assert served.hold([support.request(prompt[:48] + [299] * 20, temperature=0.0, logprobs=1)]).hits == 1
+
+
+def test_preemption(served: Served) -> None:
+    """Six requests that together need three times the blocks there are."""
+    requests = [
+        support.request([i * 11 + j for j in range(12)], seed=i, temperature=[0.0, 1.0][i % 2], logprobs=2, max_tokens=90) for i in range(6)
+    ]
+    trace = served.hold(requests)
+    assert trace.preempted > 0
+    assert trace.resumed >= trace.preempted  # none was given up
+
+
+def test_preemption_of_chunks(served: Served) -> None:
+    """Long prompts that are thrown out before they are whole, prompt logprobs asked for."""
+    requests = [
+        support.request([(i * 31 + j * j) % 300 for j in range(60)], seed=i, logprobs=1, prompt_logprobs=2, max_tokens=40) for i in range(6)
+    ]
+    assert served.hold(requests).preempted > 0
+
+
+def test_an_update_without_a_cache_reset(served: Served) -> None:
+    """vLLM believes in its cached blocks, which hold the KV of other weights: no bit of them may be seen."""
+    prompt = list(range(200, 270))
+    requests = [support.request([*prompt, i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2]) for i in range(3)]
+    served.hold(requests)
+    for _ in range(3):
+        served.push()
+        trace = served.hold(requests)
+        assert trace.hits >= 2
+        assert served.hold(requests).hits >= 2  # blocks that the new weights have filled
+
+
+def test_cached_tokens_are_counted(served: Served) -> None:
+    """vLLM's own figure stands, update or not."""
+    prompt = {"prompt_token_ids": [5, 250] * 20}
+    params = support.request([], max_tokens=2).theirs
+    served.llm.generate([prompt], [params], use_tqdm=False)
+    assert served.llm.generate([prompt], [params], use_tqdm=False)[0].num_cached_tokens == 32
+
+
+def test_an_update_while_requests_run(served: Served) -> None:
+    """Tokens of before stand; those after are what the new weights say to the whole text, as if it had been the prompt."""
+    engine, old = served.llm.llm_engine, served.version
+    requests = [support.request([i + 1] * (5 + 20 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=40) for i in range(3)]
+    before = served.oracle.answers(requests)
+    for i, request in enumerate(requests):
+        engine.add_request(str(i), {"prompt_token_ids": list(request.prompt)}, request.theirs)
+    seen, done = {}, {}
+
+    def step() -> None:
+        for output in engine.step():
+            seen[int(output.request_id)] = len(output.outputs[0].token_ids)
+            if output.finished:
+                done[int(output.request_id)] = support.vllm_answers(output)
+
+    while min((seen.get(i, 0) for i in range(3)), default=0) < 8:
+        step()
+    held = dict(seen)
+    served.push()
+    while len(done) < 3:
+        step()
+    assert served.version == old + 1
+    for i, request in enumerate(requests):
+        (got,), (first,) = done[i], before[i]
+        ahead = range(held[i], held[i] + (3 if served.setting.asynchronous else 1))  # a step or two may have been under way
+        wanted = [support.continued(served.oracle, request, first, cut) for cut in ahead]
+        assert any(got.tokens == w.tokens and got.positions == w.positions for w in wanted), f"request {i}, cut at one of {list(ahead)}"
+        assert first.tokens != got.tokens
+        served.compared += len(got)
+
+
+def test_aborted_requests_leave_nothing(served: Served) -> None:
+    engine = served.llm.llm_engine
+    for i in range(6):
+        request = support.request([i] * 20, seed=i, max_tokens=90)
+        engine.add_request(f"gone-{i}", {"prompt_token_ids": list(request.prompt)}, request.theirs)
+    for _ in range(4):
+        engine.step()
+    engine.abort_request([f"gone-{i}" for i in range(0, 6, 2)])
+    for _ in range(4):
+        engine.step()
+    engine.abort_request([f"gone-{i}" for i in range(1, 6, 2)])
+    served.hold(support.mixed(served.setting.model, 5))
+
+
+def test_sequences_that_reach_the_longest_length(served: Served) -> None:
+    served.hold([support.request([9] * n, seed=n, logprobs=1, max_tokens=500) for n in (1, 64, support.MAX_MODEL_LEN - 1)])
+
+
+def test_the_whole_vocabulary_as_logprobs(served: Served) -> None:
+    """-1 is vLLM's word for it."""
+    request = support.request([3, 1, 4], logprobs=300, max_tokens=3)
+    (answer,) = support.generate(served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})])
+    support.agree([answer], served.oracle.answers([request]))

@@ -1,0 +1,249 @@
+"""New weights for a running vLLM engine: whichever version should serve, its bits are those of rm.Generator with the same weights.
+
+Input: small models; pushes by vLLM's official calls (through rollmesh.vllm's sender, over shared memory) and by load_weights. Oracle:
+rm.Generator. Bound: 0 differing bits. Every scenario ends by holding a full set of requests against the version that should serve
+then: the new one after a good push, the old one after a bad.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vllm_support as support
+
+from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender
+
+pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+MODEL, DTYPE = "moe", "bfloat16"
+ENGINES = {"uniproc": {}, "tp2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp"}}
+
+
+class Served:
+    """An engine, the sender of its trainer, and the oracle, which always holds the version that should serve."""
+
+    def __init__(self, llm: Any):
+        self.llm, self.version = llm, 0
+        self.oracle = support.Oracle(MODEL, DTYPE)
+        self.sender = WeightSender(llm)
+
+    def weights(self, version: int) -> support.Weights:
+        return support.weights_of(MODEL, DTYPE, version)
+
+    def push(self) -> None:
+        self.version += 1
+        weights = self.weights(self.version)
+        self.sender.send(weights, self.version)
+        self.oracle.serve(weights)
+
+    def hold(self) -> None:
+        """In these requests nothing of a former answer is left to chance: prompts repeat over versions, and caches are not reset."""
+        requests = support.mixed(MODEL, 0)
+        support.agree(support.generate(self.llm, requests), self.oracle.answers(requests))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with support.engine(tmp_path_factory.mktemp("vllm"), MODEL, DTYPE, **ENGINES[request.param]) as llm:
+        served = Served(llm)
+        unsynced = support.ended(llm, support.request([1, 2, 3]))
+        assert unsynced[0] == "error"
+        assert "NotSyncedError" in unsynced[1]
+        served.push()
+        try:
+            yield served
+        finally:
+            served.oracle.close()
+
+
+def test_ten_versions_in_a_row(served: Served) -> None:
+    for _ in range(10):
+        served.push()
+        served.hold()
+        assert served.llm.get_weight_version() == str(served.version)
+
+
+def spoiled(how: str, weights: support.Weights) -> support.Weights:
+    bad = dict(weights)
+    name = "model.layers.1.mlp.experts.17.down_proj.weight"
+    if how == "not finite":
+        bad[name] = weights[name].copy()
+        bad[name][-1, 3] = np.nan
+    elif how == "shape":
+        bad[name] = weights[name].T.copy()
+    elif how == "dtype":
+        bad[name] = weights[name].astype(np.float64)
+    elif how == "missing":
+        del bad[name]
+    elif how == "unexpected":
+        bad[name + "s"] = weights[name]
+    return bad
+
+
+@pytest.mark.parametrize(
+    "how, error",
+    [
+        ("not finite", "NonFiniteError"),
+        ("shape", "ShapeError"),
+        ("dtype", "DTypeError"),
+        ("missing", "MissingKeyError|IncompleteSyncError"),
+        ("unexpected", "UnexpectedKeyError"),
+    ],
+)
+def test_a_bad_push_leaves_the_old_version(served: Served, how: str, error: str) -> None:
+    """The bad tensor comes late, when most of the set is staged."""
+    with pytest.raises(Exception, match=error):
+        served.sender.send(spoiled(how, served.weights(99)), served.version + 1)
+    served.hold()
+    served.push()
+    served.hold()
+
+
+def test_a_trainer_that_ends_midway(served: Served) -> None:
+    """start_weight_update and no more; then a whole push."""
+    served.llm.start_weight_update()
+    served.hold()
+    served.push()
+    served.hold()
+
+
+def test_sleep_and_reload(served: Served) -> None:
+    served.llm.sleep(1)
+    served.llm.wake_up()
+    served.hold()
+    served.llm.sleep(2)
+    served.llm.wake_up(["weights"])
+    served.push()
+    served.llm.wake_up(["kv_cache"])
+    served.hold()
+
+
+def test_an_update_while_the_weights_sleep(served: Served) -> None:
+    served.llm.sleep(2)
+    with pytest.raises(Exception, match="asleep"):
+        served.sender.send(served.weights(98), served.version + 1)
+    served.llm.wake_up()
+    finish, why = support.ended(served.llm, support.request([1, 2, 3]))  # level 2 has dropped them
+    assert finish == "error"
+    assert "NotSyncedError" in why
+    served.push()
+    served.hold()
+
+
+def test_load_weights(served: Served) -> None:
+    """One parameter a call, by TRL's road or by collective_rpc's; a set that breaks off fails the requests that would need it, and
+    leaves the old version to the next."""
+    if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        pytest.skip("TRL reaches into a worker of this process")
+    served.version += 1
+    weights = served.weights(served.version)
+    support.load(served.llm, weights)
+    served.oracle.serve(weights)
+    served.hold()
+    part = dict(list(served.weights(97).items())[:-3])
+    support.load(served.llm, part)
+    finish, why = support.ended(served.llm, support.request([1, 2, 3]))
+    assert finish == "error"
+    assert "IncompleteSyncError" in why
+    served.hold()
+    served.push()
+    served.hold()
+
+
+# -------------------------------------------------------------------------------------------------- in the middle of generation
+def long_requests() -> list[support.Request]:
+    return [support.request([50 + i] * (4 + 9 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=60) for i in range(4)]
+
+
+class Running:
+    """Requests of an AsyncLLM that are under way, and what they have said so far."""
+
+    def __init__(self, llm: Any, requests: list[support.Request], name: str):
+        self.requests, self.answers = requests, [support.Answer(0, [], (None, None), []) for _ in requests]
+        self.tasks = [asyncio.create_task(self._follow(llm, i, r, f"{name}-{i}")) for i, r in enumerate(requests)]
+
+    async def _follow(self, llm: Any, i: int, request: support.Request, name: str) -> None:
+        async for output in llm.generate({"prompt_token_ids": list(request.prompt)}, request.theirs, name):
+            (self.answers[i],) = support.vllm_answers(output)
+
+    async def until(self, tokens: int) -> None:
+        while min(len(answer.tokens) for answer in self.answers) < tokens:
+            assert not all(task.done() for task in self.tasks)
+            await asyncio.sleep(0.001)
+
+
+async def keep(llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_cache: bool, name: str) -> None:
+    """Pause, push, resume: each request goes on as if its text so far had been a prompt of the new version."""
+    before = oracle.answers(long_requests())
+    running = Running(llm, long_requests(), name)
+    await running.until(6)
+    await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+    held = [len(answer.tokens) for answer in running.answers]
+    await push()
+    await llm.resume_generation()
+    await asyncio.gather(*running.tasks)
+    for i, request in enumerate(running.requests):
+        got, (first,) = running.answers[i], before[i]
+        cuts = range(held[i], min(held[i] + 3, len(first.tokens)))  # a token may have been drawn and not yet told
+        wanted = [support.continued(oracle, request, first, cut) for cut in cuts]
+        assert got in wanted, f"request {i}: {got} is not {first} up to a cut in {cuts}, and the new version's from there"
+        assert got.tokens != first.tokens
+
+
+async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str) -> None:
+    """abort: what came is the beginning of the answer; wait: the whole answer."""
+    want = oracle.answers(long_requests())
+    running = Running(llm, long_requests(), name)
+    await running.until(6)
+    await llm.pause_generation(mode=mode)
+    await asyncio.gather(*running.tasks)
+    await llm.resume_generation()
+    for got, (whole,) in zip(running.answers, want, strict=True):
+        assert got.end == (("abort", None) if mode == "abort" else whole.end)
+        assert got.tokens == whole.tokens[: len(got.tokens)]
+        assert got.positions == whole.positions[: len(got.positions)]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}], ids=["one", "dp2-tp2"]
+)
+def test_a_push_during_generation(mesh: dict[str, Any], tmp_path: Path) -> None:
+    oracle = support.Oracle(MODEL, DTYPE)
+
+    async def run() -> None:
+        async with support.async_engine(tmp_path, MODEL, DTYPE, **mesh) as llm:
+            sender = AsyncWeightSender(llm)
+
+            async def push(version: int) -> None:
+                weights = support.weights_of(MODEL, DTYPE, version)
+                await sender.send(weights, version)
+                oracle.serve(weights)
+
+            async def hold(name: str) -> None:
+                requests = support.mixed(MODEL, 0)
+                support.agree(await support.async_generate(llm, requests, name), oracle.answers(requests))
+
+            await push(1)
+            await hold("first")
+            for version in range(2, 6):
+                await keep(llm, lambda version=version: push(version), oracle, version % 2 == 0, f"kept-{version}")
+                await hold(f"after-{version}")
+            for mode in ("abort", "wait"):
+                await ended_by_pause(llm, oracle, mode, mode)
+                await hold(f"after-{mode}")
+            with pytest.raises(Exception, match="NonFiniteError"):
+                await sender.send(spoiled("not finite", support.weights_of(MODEL, DTYPE, 9)), 6)
+            await hold("after-bad")
+            await push(7)
+            await hold("last")
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 180))
+    finally:
+        oracle.close()
