@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # TRL reaches for the model in its own process
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads sleep between operators: the generator has work for the cores
 
 import torch
@@ -91,7 +90,7 @@ def train(out: Path, steps: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="TRL's GRPOTrainer on vLLM on rollmesh, on the CPU.")
     parser.add_argument("--out", type=Path, help="default: a new temporary folder")
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps; each two of them share their completions")
+    parser.add_argument("--steps", type=int, default=240, help="optimizer steps; each two of them share their completions")
     given = parser.parse_args()
     out = given.out or Path(tempfile.mkdtemp(prefix="trl-"))
     out.mkdir(parents=True, exist_ok=True)

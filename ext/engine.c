@@ -435,6 +435,8 @@ static PyMethodDef methods[] = {
         "host_draw(ids, raw, stats, edited): draws from rows that the host has edited. Returns (tokens, logprobs, sampling_logprobs, ranks)."),
     METHOD("host_top", rm_engine_py_host_top, METH_VARARGS,
            "host_top(ids, k): the k likeliest at each request's last token, (ids, logprobs)."),
+    METHOD("host_routed", rm_engine_py_host_routed, METH_VARARGS,
+           "host_routed(id, start): routing of the positions that were fed, from start on."),
     METHOD("host_preempt", rm_engine_py_host_preempt, METH_O, "The host has taken the request's pages back."),
     METHOD("host_tokens", rm_engine_py_host_tokens, METH_VARARGS, "host_tokens(id, tokens): what it has generated, as the host knows it."),
     METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),

@@ -37,6 +37,7 @@ PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id);
 PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args);
 // engine_weights.c

@@ -172,6 +172,33 @@ out:
   return result;
 }
 
+// int16 [n][moe layers][k]: the routing of positions from `start` on, prompt and generated, up to the last that was fed.
+PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args) {
+  unsigned long long id;
+  long long start;
+  if (!PyArg_ParseTuple(args, "KL:host_routed", &id, &start) || rm_engine_enter(self)) return NULL;
+  const rm_spec *spec = self->spec;
+  const size_t row = (size_t)(spec->n_moe_layers * spec->top_k) * sizeof(int16_t);
+  rm_request_view prompt;
+  rm_sample_view sample;
+  rm_error err = RM_ERROR_INIT;
+  PyObject *result = NULL;
+  if (rm_ranks_view(self->engine, id, &prompt, &err) || rm_ranks_sample_view(self->engine, id, 0, &sample, &err)) {
+    rm_raise(rm_engine_module(self), &err);
+    goto out;
+  }
+  const int64_t fed = prompt.n_prompt + rm_max64(sample.n_tokens - 1, 0), from = rm_min64(rm_max64(start, 0), fed);
+  const int64_t of_prompt = rm_max64(prompt.n_prompt - from, 0), shape[3] = {fed - from, spec->n_moe_layers, spec->top_k};
+  if (!(result = rm_array_new(NPY_INT16, 3, shape, NULL)) || !row) goto out;
+  char *at = PyArray_DATA((PyArrayObject *)result);
+  if (of_prompt) memcpy(at, (const char *)prompt.prompt_routed + (size_t)from * row, (size_t)of_prompt * row);
+  const int64_t first = rm_max64(from - prompt.n_prompt, 0), n = fed - prompt.n_prompt - first;
+  if (n > 0) memcpy(at + (size_t)of_prompt * row, (const char *)sample.routed + (size_t)first * row, (size_t)n * row);
+out:
+  rm_engine_leave(self);
+  return result;
+}
+
 PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *argument) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;

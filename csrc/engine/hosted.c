@@ -111,7 +111,7 @@ static int64_t first_row(const rm_engine *engine, const rm_sequence *seq) {
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
 }
 
-// Routing of a prompt that other requests have computed.
+// After a batch, when the pages have it: the routing of a prompt whose beginning others have computed, perhaps in this batch.
 static void take_routed(rm_engine *engine, rm_sequence *seq) {
   const int64_t size = engine->options.page_size, per_token = engine->routed_per_token;
   rm_group *group = seq->group;
@@ -124,7 +124,6 @@ static void begin(rm_engine *engine, rm_sequence *seq) {
   rm_group *group = seq->group;
   seq->host_begun = 1;
   seq->next = seq->kv_len = first_row(engine, seq);
-  take_routed(engine, seq);
   if (group->started) return;
   group->started = 1;
   group->n_cached = rm_min64(seq->next, group->n_prompt);
@@ -195,6 +194,8 @@ rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host
     engine->stats.schedule_seconds += rm_now() - start;
     code = rm_engine_ask_all(engine, mine, &most, err);
     if (!code && most) code = rm_engine_run(engine, rm_now(), err);
+    for (int64_t i = 0; i < engine->plan.n_scheduled && !code; i++)
+      if (engine->plan.scheduled[i]->status != RM_DONE) take_routed(engine, engine->plan.scheduled[i]);
     *n_work += code || !most ? 0 : engine->plan.n_rows;
   }
   for (int64_t i = 0; i < step->n_parts && !code; i++) results[i] = result_of(sequence_of(engine, step->parts[i].id, NULL));

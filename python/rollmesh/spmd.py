@@ -55,10 +55,13 @@ PUSHES = "a set of weights that is pushed"
 class SpmdEngine:
     """A _core.Engine that is one rank of several processes."""
 
-    def __init__(self, engine: _core.Engine, comm: Comm, control: _core.Comm, lockstep: _core.Comm | None, leads: bool, spans: bool):
-        """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together."""
+    def __init__(
+        self, engine: _core.Engine, comm: Comm, control: _core.Comm, lockstep: _core.Comm | None, leads: bool, spans: bool, apart: bool = False
+    ):
+        """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together. apart: replicas are
+        given requests of their own (by vLLM), which are not compared."""
         self._engine, self._comm, self._control, self._lockstep = engine, comm, control, lockstep
-        self.rank, self._leads, self._spans = comm.rank, leads, spans
+        self.rank, self._leads, self._spans, self._apart = comm.rank, leads, spans, apart
         self._asked = hashlib.sha256()  # of all requests so far
         self._announced = True  # nothing was asked since the ranks last compared that
         self._ids: list[int] = []  # added and not released, oldest first
@@ -141,7 +144,7 @@ class SpmdEngine:
 
     def _note(self, *asked: bytes) -> None:
         """The ranks compare it where they next meet."""
-        for part in asked:
+        for part in () if self._apart else asked:
             self._asked.update(len(part).to_bytes(8, "little") + part)
 
     def step(self) -> tuple[int, bool]:
@@ -402,7 +405,8 @@ def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, 
         comm.close()
         raise
     spans = mesh.dp > 1 and mesh.ep > mesh.tp
-    spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, leads=comm.rank % mesh.tp == 0, spans=spans)
+    leads, apart = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.host_pages > 0
+    spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, leads, spans, apart)
     try:
         spmd.handshake({**facts, "family": engine.stats()["family"]})
     except BaseException:

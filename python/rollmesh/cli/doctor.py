@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
+from rollmesh import vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
@@ -191,11 +192,24 @@ def _device_answer(device: str) -> str:
 
 
 def _vllm() -> list[tuple[str, str]]:
-    version = _version("vllm")
-    plugin = importlib.util.find_spec("rollmesh.vllm") is not None
+    """Of packages and the environment: to import vLLM takes seconds."""
+    version, asked = vllm.installed_version(), os.environ.get("VLLM_PLUGINS")
+    if version is None:
+        return [
+            ("vllm", f"missing: only needed to run inside vLLM's engine (pip install 'rollmesh[vllm]', which is vllm {vllm.TRIED[-1]})")
+        ]
+    fits = "which rollmesh was tried with" if version in vllm.TRIED else f"wanted {' or '.join(vllm.TRIED)}: no other was tried"
+    named = "unset" if asked is None else f"VLLM_PLUGINS={plain(asked)}"
+    chosen = [name for name in (vllm.NAME, vllm.MODEL_NAME) if vllm.asked_for(name)]
+    found = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     return [
-        ("vllm", version or "missing: only needed to run inside vLLM's engine"),
-        ("plugin", "built in" if plugin else "not part of this version of rollmesh"),
+        ("vllm", f"{version}, {fits}"),
+        ("plugin", "installed" if vllm.NAME in found else "vLLM does not find it: rollmesh is on the path, but not installed"),
+        (
+            "asked for",
+            f"{' and '.join(chosen)} ({named})" if chosen else f"no: {named}; not asked for, vLLM runs as if rollmesh were not there",
+        ),
+        ("triton", _version("triton") or "missing: vLLM speaks the protocol of its V1 model runner then, which works as well"),
     ]
 
 

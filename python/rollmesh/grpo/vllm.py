@@ -132,9 +132,9 @@ def ask_for_plugin() -> bool:
     if importlib.util.find_spec("vllm") is None:
         raise rm.ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
     # A forked engine would inherit the locks of torch's threads without the threads.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if asked_for():
         return False
     named = os.environ.get("VLLM_PLUGINS", "")

@@ -18,7 +18,8 @@ from rollmesh.errors import PluginError
 
 TRIED = ("0.32.0",)
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
-CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.platform.RollmeshCpuPlatform", "rollmesh.vllm.cuda.RollmeshCudaPlatform"
+CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.cpu.RollmeshCpuPlatform", "rollmesh.vllm.cuda.RollmeshCudaPlatform"
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # what stock configs name
 DEVICE_SWITCH = "ROLLMESH_VLLM_DEVICE"
 
 
@@ -86,9 +87,10 @@ def register_model() -> None:
     check_version()
     if asked_for():
         raise PluginError(f"VLLM_PLUGINS names {NAME} and {MODEL_NAME}: one runs rollmesh's worker, the other vLLM's; wanted one of them")
-    from rollmesh.vllm.model import register_models
+    from vllm import ModelRegistry
 
-    register_models()
+    for name in ARCHITECTURES:  # by name: nothing is imported before one is used
+        ModelRegistry.register_model(name, f"{__name__}.model:{name}")
 
 
 def _device() -> str:

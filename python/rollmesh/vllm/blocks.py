@@ -2,7 +2,8 @@
 types and places in a block of bytes. The block comes by one of two ways:
 
     shm           a file in /dev/shm that the trainer makes and all workers of the machine read in place. Its name is random, its mode
-                  0600, and it is gone as soon as all have opened it; a foreign owner, another mode or another nonce is AuthError
+                  0600, and it is gone as soon as all have opened it; a foreign owner, another mode or another nonce is AuthError.
+                  The trainer holds a lock on it: one that was killed before leaves a file that the next sender takes away
     distributed   a broadcast of the trainer, rank 0 of a Gloo group of its own; the trainer listens on a port only then
 
 The trainer's process needs no vLLM, and with shm no torch either.
@@ -10,6 +11,7 @@ The trainer's process needs no vLLM, and with shm no torch either.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -18,6 +20,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,32 +34,34 @@ from rollmesh.show import shown
 Bytes = NDArray[np.uint8]
 
 FOLDER = Path("/dev/shm")
-NAME = re.compile(r"rollmesh-[0-9a-f]{32}")
+PREFIX = "rollmesh-weights-"
+NAME = re.compile(PREFIX + "[0-9a-f]{32}")
 NONCE = re.compile(r"[0-9a-f]{32}")
 MAGIC = b"rollmesh weights"
 HEAD = 64  # bytes before the block: the magic, the nonce
 POLL_S = 0.0005
+STALE_S = 60.0  # a younger one may not have been locked yet
 
 
 class SharedBlock:
     """The trainer's end of shm. Owned by one sender; `unlink` once the workers have it open, `close` when it is not needed."""
 
     def __init__(self, size: int):
-        self.name, self.nonce, self.size = f"rollmesh-{secrets.token_hex(16)}", secrets.token_hex(16), size
-        self._linked = False
-        descriptor = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _sweep()
+        self.name, self.nonce, self.size = PREFIX + secrets.token_hex(16), secrets.token_hex(16), size
+        self._descriptor = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._linked = True
+        self.data: Bytes | None = None
         try:
-            os.fchmod(descriptor, 0o600)  # whatever the umask took away
-            os.posix_fallocate(descriptor, 0, HEAD + size)  # now, and not as a SIGBUS in the middle
-            memory = mmap.mmap(descriptor, HEAD + size)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(self._descriptor, 0o600)  # whatever the umask took away
+            os.posix_fallocate(self._descriptor, 0, HEAD + size)  # now, and not as a SIGBUS in the middle
+            memory = mmap.mmap(self._descriptor, HEAD + size)
         except OSError as error:
-            self.unlink()
+            self.close()
             raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
         memory[: len(MAGIC) + len(self.nonce)] = MAGIC + self.nonce.encode()
-        self.data: Bytes | None = np.frombuffer(memory, np.uint8)[HEAD:]
+        self.data = np.frombuffer(memory, np.uint8)[HEAD:]
 
     def unlink(self) -> None:
         if self._linked:
@@ -65,7 +70,22 @@ class SharedBlock:
 
     def close(self) -> None:
         self.unlink()
-        self.data = None
+        descriptor, self._descriptor, self.data = self._descriptor, -1, None
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _sweep() -> None:
+    """Files of this user whose sender has ended without taking them away."""
+    for path in FOLDER.glob(PREFIX + "*"):
+        with suppress(OSError):  # another's, in use, or gone by now
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime > STALE_S:
+                    path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 class SharedReader:
@@ -130,21 +150,21 @@ class Group:
     @classmethod
     def listening(cls, address: str, port: int, world: int, timeout: float) -> Group:
         """The trainer's end, bound to `address` alone; port 0: a free one."""
-        from torch.distributed import TCPStore
-
         listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = listener.getsockname()[1]
-        store = TCPStore(address, port, world, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener.detach())
+        store = _distributed().TCPStore(
+            address, port, world, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         return cls(store, 0, world, timeout)
 
     @classmethod
     def joining(cls, address: str, port: int, rank: int, world: int, timeout: float) -> Group:
         """A worker's end; returns when all have come."""
-        from torch.distributed import TCPStore
-
+        seconds = timedelta(seconds=timeout)
         try:
-            group = cls(TCPStore(address, port, world, False, timedelta(seconds=timeout), wait_for_workers=False), rank, world, timeout)
-            group._store.set(f"rank {rank}", "here")
+            store = _distributed().TCPStore(address, port, world, False, seconds, wait_for_workers=False)
+            store.set(f"rank {rank}", "here")
+            group = cls(store, rank, world, timeout)
             group._connect()
         except RuntimeError as error:
             raise SyncAbortedError(f"rank {rank} did not reach the trainer at {address}:{port}: {_line(error)}") from error
@@ -165,9 +185,10 @@ class Group:
         self._connect()
 
     def _connect(self) -> None:
-        from torch.distributed import PrefixStore, ProcessGroupGloo
-
-        self._group = ProcessGroupGloo(PrefixStore("weights", self._store), self.rank, self.world, timedelta(seconds=self._timeout))
+        torch = _distributed()
+        self._group = torch.ProcessGroupGloo(
+            torch.PrefixStore("weights", self._store), self.rank, self.world, timedelta(seconds=self._timeout)
+        )
 
     def broadcast(self, block: Bytes, given_up: Callable[[], bool] = lambda: False) -> None:
         """From rank 0, in place."""
@@ -192,6 +213,12 @@ class Group:
 
     def close(self) -> None:
         self._group = self._store = None
+
+
+def _distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
 
 
 def _line(error: Exception) -> str:

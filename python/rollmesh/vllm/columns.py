@@ -43,6 +43,6 @@ class Columns:
         mine[(slice(None),) * axis + (slice(sizes[self.rank]),)] = part
         sent = torch.from_numpy(mine.reshape(-1).view(np.uint8))
         received = torch.empty(self.size * len(sent), dtype=torch.uint8)
-        distributed.all_gather_into_tensor(received, sent, group=self._group)
+        distributed.all_gather(list(received.split(len(sent))), sent, group=self._group)
         parts = received.numpy().view(part.dtype).reshape(self.size, *shape)
         return np.concatenate([each.take(range(n), axis) for each, n in zip(parts, sizes, strict=True)], axis)

@@ -20,6 +20,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.mesh import Mesh
 from rollmesh.show import listed, shown
 from rollmesh.spec import ModelSpec
+from rollmesh.vllm import DEVICE_SWITCH
 
 WORKER = "rollmesh.vllm.worker.Worker"
 SCHEDULER, ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.Scheduler", "rollmesh.vllm.scheduler.AsyncScheduler"
@@ -76,7 +77,6 @@ _RULES = (
     _Rule("parallel_config.enable_batch_sharded_sampling", (None, False), "all ranks have every draw"),
     _Rule("parallel_config.enable_fault_tolerance", (False,), "a mesh ends with its first lost rank"),
     _Rule("attention_config.backend", (None,), "attention is rollmesh's own"),
-    _Rule("aux_output_config.enable_return_routed_experts", (False,), "routed experts do not leave the worker"),
     _Rule("weight_transfer_config.backend", (BACKEND,), "weights come through rollmesh's engine"),
     _Rule("offload_config.uva.cpu_offload_gb", (0,), "weights are not offloaded"),
     _Rule("offload_config.prefetch.offload_group_size", (0,), "weights are not offloaded"),
@@ -94,6 +94,14 @@ _ABSENT = {
 
 
 # ---------------------------------------------------------------------------------------------------------------- refuse
+def check_device(device: str) -> None:
+    """ConfigError unless there is an engine for it."""
+    if device != "cpu":
+        raise ConfigError(
+            f"device = {shown(device)}, wanted 'cpu': its engine is not built yet; {DEVICE_SWITCH}=cpu serves from the CPU here"
+        )
+
+
 def check(vllm_config: Any) -> None:
     """ConfigError for the first thing that is asked for and not done. Without a model (as vLLM's own tests have it): nothing."""
     if vllm_config.model_config is None:
@@ -110,8 +118,6 @@ def check(vllm_config: Any) -> None:
     options(vllm_config)
     spec = model_spec(vllm_config)
     mesh = mesh_of(vllm_config.parallel_config, vllm_config.model_config.is_moe)
-    if spec.num_attention_heads % mesh.tp:
-        raise ConfigError(f"tensor_parallel_size = {mesh.tp} does not divide num_attention_heads = {spec.num_attention_heads}")
     if mesh.ep > 1 and spec.num_experts % mesh.ep:
         raise ConfigError(f"enable_expert_parallel over {mesh.ep} ranks, which does not divide num_experts = {spec.num_experts}")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from vllm.platforms.cuda import CudaPlatform
 
-from rollmesh.vllm.platform import RollmeshPlatform
+from rollmesh.vllm.cpu import RollmeshPlatform
 
 
 class RollmeshCudaPlatform(RollmeshPlatform, CudaPlatform):  # type: ignore[misc]

@@ -52,6 +52,10 @@ class _Known:
     params: Any
     output_ids: list[int]
 
+    def goes_on_as(self, row: HostRow) -> bool:
+        """Or else it has gone: its name is another's now, or tokens of it were dropped, which state made of them does not know."""
+        return self.params is row.params and len(self.output_ids) <= len(row.output_ids)
+
 
 @dataclass(slots=True)
 class Batch:
@@ -64,9 +68,9 @@ class Batch:
         """The slots become those of `rows`: new requests take the places of those that have gone, then the last ones fill the gaps."""
         wanted = {row.name: row for row in rows}
         for name, known in list(self.known.items()):
-            if name in wanted and known.params is wanted[name].params:
+            if name in wanted and known.goes_on_as(wanted[name]):
                 known.output_ids[:] = wanted[name].output_ids
-            else:  # gone, or gone with another of the same name behind it
+            else:
                 del self.known[name]
                 self.slots[self.slots.index(name)] = GONE
         gaps = [slot for slot, name in enumerate(self.slots) if name == GONE]

@@ -263,14 +263,6 @@ class Qwen3MoeForCausalLM(Model):
     model_type = "qwen3_moe"
 
 
-def register_models() -> None:
-    """Gives vLLM these classes for the architectures that stock configs name; nothing is imported before one is used."""
-    from vllm import ModelRegistry
-
-    for name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-        ModelRegistry.register_model(name, f"{__name__}:{name}")
-
-
 def _step_of(layer_name: str) -> Any:
     """The step that vLLM's runner has announced; None in a pass that it makes for its own purposes."""
     if not is_forward_context_available():

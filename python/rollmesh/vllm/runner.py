@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from rollmesh.errors import CapacityError, IncompleteSyncError, NotSyncedError, RequestError, StateError
 from rollmesh.show import reason
+from rollmesh.spec import ModelSpec
 from rollmesh.spmd import AnyEngine
 from rollmesh.vllm import sampling
 from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
@@ -42,6 +44,7 @@ class _Request:
     logprobs: int | None  # likeliest tokens beside the drawn one; None: no logprobs are wanted
     prompt_logprobs: int | None  # the same of the prompt, until they have been given
     host_draws: bool
+    routed: int  # positions whose routing is not wanted any more
 
 
 class _Part(NamedTuple):
@@ -67,10 +70,12 @@ class _Drawn(NamedTuple):
 class Runner:
     """The requests of one worker."""
 
-    def __init__(self, engine: AnyEngine, updates: WeightUpdates, host: HostLogits, vocab_size: int, max_model_len: int, processed: bool):
-        """processed: the logprob of a drawn token is that of the distribution it was drawn from, and not the model's."""
+    def __init__(self, engine: AnyEngine, updates: WeightUpdates, host: HostLogits, spec: ModelSpec, max_model_len: int, processed: bool, routed: bool):
+        """processed: the logprob of a drawn token is that of the distribution it was drawn from, and not the model's. routed: experts that
+        tokens went to are given out."""
         self._engine, self._updates, self._host = engine, updates, host
-        self._vocab_size, self._max_model_len, self._processed = vocab_size, max_model_len, processed
+        self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
+        self._processed, self._routed = processed, routed
         self.model = updates.model  # where TRL and verl push weights
         self._requests: dict[str, _Request] = {}
         self._accepted = 0  # requests so far: those without a seed get one by it
@@ -104,6 +109,8 @@ class Runner:
         for part in parts:
             if part.request.prompt_logprobs is not None and tokens[part.name] >= 0:
                 output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
+        if self._routed:
+            output.aux_output_connector_output = {part.name: self._experts(part.request) for part in parts if tokens[part.name] >= 0}
         return output
 
     def idle_step(self) -> None:
@@ -145,11 +152,11 @@ class Runner:
 
     # ---------------------------------------------------------------------------------------- what vLLM says
     def _let_go(self, scheduled: Any) -> None:
-        for name in scheduled.finished_req_ids:
-            request = self._requests.pop(name, None)
-            if request is not None:
-                self._engine.abort(request.number)
-                self._engine.release(request.number)
+        """vLLM's sets have another order in each process; ranks that share the work do it in the order of numbers."""
+        ended = [self._requests.pop(name) for name in scheduled.finished_req_ids if name in self._requests]
+        for number in sorted(request.number for request in ended):
+            self._engine.abort(number)
+            self._engine.release(number)
         for name in scheduled.preempted_req_ids or ():
             if name in self._requests:
                 self._engine.host_preempt(self._requests[name].number)
@@ -184,7 +191,13 @@ class Runner:
         self._accepted += 1
         prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
         request = _Request(
-            number, params, prompt, None if params.logprobs is None else asked.logprobs, prompt_logprobs, asked.host_draws
+            number,
+            params,
+            prompt,
+            None if params.logprobs is None else asked.logprobs,
+            prompt_logprobs,
+            asked.host_draws,
+            params.routed_experts_prompt_start,
         )
         self._requests[new.req_id] = request
         return request
@@ -198,7 +211,9 @@ class Runner:
 
     def _knows(self, request: _Request, tokens: Iterable[int]) -> None:
         """All tokens that vLLM has of it. Those drawn since and dropped by vLLM will be drawn again."""
-        self._engine.host_tokens(request.number, np.array(list(tokens)[len(request.prompt) :], np.int32))
+        known = np.array(list(tokens)[len(request.prompt) :], np.int32)
+        self._engine.host_tokens(request.number, known)
+        request.routed = min(request.routed, len(request.prompt) + max(len(known) - 1, 0))
 
     # ---------------------------------------------------------------------------------------- what vLLM gets
     def _generated(self, request: _Request) -> NDArray[np.int32]:
@@ -224,6 +239,16 @@ class Runner:
             ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(np.array([p.request.number for p in same], np.uint64), k)
         return LogprobsLists(ids, values, ranks)
 
+    def _experts(self, request: _Request) -> AuxRequestOutput:
+        """Of the positions fed since the last token: [n, layers, k], a layer without experts all 0."""
+        start = request.routed
+        rows = self._engine.host_routed(request.number, start)
+        request.routed += len(rows)
+        layers = np.flatnonzero(self._spec.is_moe_layer)
+        all_layers = np.zeros((len(rows), self._spec.num_hidden_layers, rows.shape[2]), np.uint8 if self._spec.num_experts <= 256 else np.uint16)
+        all_layers[:, layers] = rows
+        return AuxRequestOutput(start, all_layers)
+
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
         """Of all tokens of the prompt but the first, in the step that draws the first token after it."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
@@ -232,7 +257,13 @@ class Runner:
         ids[:, 0], values[:, 0] = request.prompt[1:], view["prompt_logprobs"]
         if k:
             ids[:, 1:], values[:, 1:] = view["prompt_top_ids"], view["prompt_top_logprobs"]
-        return LogprobsTensors(*(torch.from_numpy(array) for array in (ids, values, view["prompt_ranks"])))
+        return LogprobsTensors(*map(_tensor, (ids, values, view["prompt_ranks"])))
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    """An empty array (of a prompt of one token) has strides of 0, which vLLM's messages between processes do not take."""
+    tensor = torch.from_numpy(array)
+    return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
 
 
 def _output(names: list[str], tokens: dict[str, int], failed: dict[str, str]) -> ModelRunnerOutput:

@@ -71,7 +71,7 @@ WHO = {
     "skip_reading_prefix_cache": By.VLLM,
     "thinking_token_budget": By.REFUSED,
     "repetition_detection": By.VLLM,
-    "routed_experts_prompt_start": By.REFUSED,
+    "routed_experts_prompt_start": By.ENGINE,
     "trace_decode_token_ids": By.REFUSED,
 }
 
@@ -82,7 +82,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprob_start": ((None,), "prompt_logprobs gives those of the whole prompt"),
     "logprob_token_ids": ((None,), "logprobs=k gives the k likeliest tokens, -1 all"),
     "thinking_token_budget": ((None,), "thinking is not limited apart from the rest"),
-    "routed_experts_prompt_start": ((0,), "routed experts do not leave the worker"),
     "trace_decode_token_ids": ((None,), "tokens are drawn, not replayed"),
 }
 

@@ -5,21 +5,13 @@
 
     sender = AsyncWeightSender(async_llm)       the same for vllm.AsyncLLM:  await sender.send(…)
 
-The tensors go in blocks of bounded size: one file in shared memory that is filled again and again, or, for workers on other machines,
-a broadcast from here over a Gloo group (transport="distributed").
-
-An update of several data parallel ranks whose experts span them is a collective, as their steps are: pause the engine for it
-(pause_generation(mode="keep")), or be sure that nothing runs. vLLM itself asks for no less.
+The tensors go in blocks of bounded size: a file in shared memory that is filled again and again, or, for workers on other machines,
+broadcasts from here over a Gloo group (transport="distributed").
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import json
-import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -28,17 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import errors
 from rollmesh.arguments import boolean, choice, integer
-from rollmesh.errors import ConfigError, Error, StateError, SyncAbortedError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, StateError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.pieces import is_sharded
-from rollmesh.show import reason, shown
+from rollmesh.show import reason
 from rollmesh.sources.arrays import ALIGN, as_array, bucketed
 from rollmesh.vllm.blocks import Bytes, Group, SharedBlock
 from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, put
+from rollmesh.vllm.clients import client_of, is_awaited, understood
 
-OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
-BLOCK_BYTES = 256 << 20
+BLOCK_BYTES = 128 << 20
 GivenUp = Callable[[], bool]
 
 
@@ -64,6 +55,7 @@ class _Sending:
         cast: bool = False,
         allow_bias_removal: bool = False,
         verify: bool = False,
+        pause: bool | None = None,
         master_address: str | None = None,
         master_port: int = 0,
         num_workers: int | None = None,
@@ -74,6 +66,8 @@ class _Sending:
         cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
         verify              the workers compare a sum of each tensor's bytes
+        pause               generation pauses during a send, unless it is paused already; running requests are kept. None: where it has to
+                            (vLLM's LLM or AsyncLLM with several data parallel ranks) or may have to (a server)
         master_address, master_port, num_workers, timeout
                             distributed: where this process listens (port 0: a free one) once the first send asks the workers to
                             join, how many they are in all data parallel ranks, and seconds that one waits for another
@@ -82,12 +76,19 @@ class _Sending:
         self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
+        self._pause = None if pause is None else boolean("pause", pause)
         if transport == "distributed" and (master_address is None or num_workers is None):
             raise ConfigError("transport='distributed' without master_address and num_workers, wanted both")
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
         self._shared: SharedBlock | None = None
         self._group: Group | None = None
         self._closed = False
+
+    def _pauses(self, client: Any) -> bool:
+        wanted = client.spans if self._pause is None else self._pause
+        if wanted and not hasattr(client, "hold"):
+            raise ConfigError("pause=True for a client of four calls, wanted pause=None: pausing is the caller's")
+        return bool(wanted)
 
     def _send(self, source: Any, version: int, label: str | None) -> Calls:
         version = integer("version", version, 0, 2**63 - 1)
@@ -100,8 +101,10 @@ class _Sending:
             yield from self._blocks(entries, version)
             yield Call("finish_weight_update", (str(version) if label is None else label,))
         except BaseException:
-            self._release()  # the two sides may not be at the same place: the next send begins anew
+            self._leave_group()  # the two sides may not be at the same place: the next send begins anew
             raise
+        finally:
+            self._leave_block()
 
     def _begin(self) -> Calls:
         """Before every set over shm: an update that a trainer has left open ends by it. A group is made once."""
@@ -114,7 +117,7 @@ class _Sending:
             yield Call("init_weight_transfer_engine", (asdict(self._info(self._group)),), self._group.gather)
 
     def _info(self, group: Group | None = None) -> InitInfo:
-        options = {"cast": self._cast, "allow_bias_removal": self._allow_bias_removal}
+        options: dict[str, Any] = {"cast": self._cast, "allow_bias_removal": self._allow_bias_removal}
         if group is None:
             return InitInfo("shm", **options)
         return InitInfo("distributed", **options, master_address=self._address, master_port=group.port, world_size=group.world,
@@ -149,23 +152,27 @@ class _Sending:
         return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block[:size], given_up))
 
     def _shared_block(self, needed: int) -> SharedBlock:
+        """Of the size of the first one, when that is all; the second time the largest that is wanted as a rule."""
         if self._shared is None or self._shared.size < needed:
-            if self._shared is not None:
-                self._shared.close()
-            self._shared = SharedBlock(max(needed, min(self._block_bytes, 1 << 30)))
+            size = needed if self._shared is None else max(needed, self._block_bytes)
+            self._leave_block()
+            self._shared = SharedBlock(size)
         return self._shared
 
-    def _release(self) -> None:
+    def _leave_block(self) -> None:
         shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
+
+    def _leave_group(self) -> None:
         group, self._group = self._group, None
-        for held in (shared, group):
-            if held is not None:
-                held.close()
+        if group is not None:
+            group.close()
 
     def close(self) -> None:
-        """Gives the shared memory, or the group and its port, back. What the workers serve stays."""
+        """Gives the group and its port back; shared memory is held during a send only. What the workers serve stays."""
         self._closed = True
-        self._release()
+        self._leave_group()
 
 
 class WeightSender(_Sending):
@@ -175,8 +182,8 @@ class WeightSender(_Sending):
 
     def __init__(self, client: Any, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._client = _Server(client, self._timeout) if isinstance(client, str) else _four_calls(client)
-        if self._client is not None and inspect.iscoroutinefunction(self._client.start_weight_update):
+        self._client = None if client is None else client_of(client, self._timeout)
+        if client is not None and is_awaited(self._client):
             raise ConfigError(f"client is a {type(client).__name__}, whose calls are awaited, wanted an AsyncWeightSender for it")
 
     def send(self, source: Any, version: int, label: str | None = None) -> None:
@@ -191,14 +198,21 @@ class WeightSender(_Sending):
         if self._client is None:
             _gather(source)
             return
-        calls = self._send(source, version, label)
-        with ThreadPoolExecutor(1) as pool:
-            while (call := next(calls, None)) is not None:
-                try:
-                    self._make(call, pool)
-                except BaseException as error:
-                    calls.throw(_understood(error))
-                    raise
+        held = self._pauses(self._client) and self._client.hold()
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                self._drive(self._send(source, version, label), pool)
+        finally:
+            if held:
+                self._client.release()
+
+    def _drive(self, calls: Calls, pool: ThreadPoolExecutor) -> None:
+        while (call := next(calls, None)) is not None:
+            try:
+                self._make(call, pool)
+            except BaseException as error:
+                calls.throw(understood(error))
+                raise
 
     def _make(self, call: Call, pool: ThreadPoolExecutor) -> None:
         method = getattr(self._client, call.method)
@@ -219,18 +233,25 @@ class AsyncWeightSender(_Sending):
 
     def __init__(self, client: Any, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._client = _four_calls(client)
-        if self._client is None or not inspect.iscoroutinefunction(self._client.start_weight_update):
+        self._client = client_of(client, self._timeout)
+        if not is_awaited(self._client):
             raise ConfigError(f"client is a {type(client).__name__}, whose calls are not awaited, wanted a WeightSender for it")
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
         """As WeightSender.send. The source is read and copied in the event loop's thread."""
-        calls = self._send(source, version, label)
+        held = self._pauses(self._client) and await self._client.hold()
+        try:
+            await self._drive(self._send(source, version, label))
+        finally:
+            if held:
+                await self._client.release()
+
+    async def _drive(self, calls: Calls) -> None:
         while (call := next(calls, None)) is not None:
             try:
                 await self._make(call)
             except BaseException as error:
-                calls.throw(_understood(error))
+                calls.throw(understood(error))
                 raise
 
     async def _make(self, call: Call) -> None:
@@ -260,76 +281,3 @@ def _gather(source: Any) -> None:
     for _, tensor in _entries(source):
         if is_sharded(tensor):
             tensor.full_tensor()
-
-
-# -------------------------------------------------------------------------------------------------- clients
-def _four_calls(client: Any) -> Any:
-    """An object whose calls take plain dicts. vLLM's own LLM and AsyncLLM take them inside of a request."""
-    if client is None:
-        return None
-    names = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-    if lacking := [name for name in names if not callable(getattr(client, name, None))]:
-        raise ConfigError(f"client is a {type(client).__name__} without {', '.join(lacking)}, wanted vLLM's LLM or its four calls")
-    return _Requests(client) if "request" in inspect.signature(client.init_weight_transfer_engine).parameters else client
-
-
-class _Requests:
-    """vllm.LLM or vllm.AsyncLLM; what they return is passed on, to be awaited or not."""
-
-    def __init__(self, engine: Any):
-        self.start_weight_update, self.finish_weight_update = engine.start_weight_update, engine.finish_weight_update
-        self._engine = engine
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Any:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        return self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
-
-    def update_weights(self, update_info: dict[str, Any]) -> Any:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        return self._engine.update_weights(WeightTransferUpdateRequest(update_info))
-
-
-class _Server:
-    """A vLLM server's endpoints for trainers, which it has only under VLLM_SERVER_DEV_MODE=1 and which ask for no password."""
-
-    def __init__(self, url: str, timeout: float):
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"client = {shown(url)}, wanted the URL of a vLLM server")
-        self._url, self._timeout = url.rstrip("/"), timeout
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._post("start_weight_update", {})
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("finish_weight_update", {"weight_version": weight_version})
-
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                response.read()
-        except urllib.error.HTTPError as error:
-            hint = "; VLLM_SERVER_DEV_MODE=1 makes the server take weights" if error.code == 404 else ""
-            raise SyncAbortedError(f"{self._url}/{path}: {error.code} {error.read()[:4000].decode(errors='replace')}{hint}") from error
-        except OSError as error:
-            raise SyncAbortedError(f"{self._url}/{path}: {error}") from error
-
-
-def _understood(error: BaseException) -> BaseException:
-    """vLLM's calls give the words of what a worker raised. Where they name a class of ours, an exception of it; the last name is
-    what another rank was stopped by."""
-    names = OURS.findall(str(error)) if isinstance(error, Exception) else []
-    if not names or (isinstance(error, Error) and type(error) is not SyncAbortedError):
-        return error
-    known: Error = getattr(errors, names[-1])(str(error))
-    known.__cause__ = error
-    return known

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from rollmesh.errors import StateError
+from rollmesh.errors import ConfigError, StateError
 from rollmesh.vllm.blocks import Bytes, Group, SharedReader
 from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of
 
@@ -29,18 +29,19 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._group: Group | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Over "distributed" it returns when the trainer and all workers have met. A block that is open stays so: its name is gone."""
-        self._leave()
+        """Over "distributed" it returns when the trainer and all workers have met."""
+        self.shutdown()
         if init_info.transport == "distributed":
             self._group = self._updates.together("joining the trainer", self._join, init_info)
         self._info = init_info
 
     def _join(self, info: InitInfo) -> Group:
         rank = info.rank_offset + self._updates.number
-        if info.world_size is None or info.rank_offset + self._updates.total > info.world_size:
-            raise StateError(f"world_size = {info.world_size} for ranks up to {info.rank_offset + self._updates.total - 1}")
         assert info.master_address is not None
         assert info.master_port is not None
+        assert info.world_size is not None
+        if rank >= info.world_size:
+            raise ConfigError(f"world_size = {info.world_size}, wanted the trainer and all workers: this one is rank {rank}")
         return Group.joining(info.master_address, info.master_port, rank, info.world_size, info.timeout)
 
     def start_weight_update(self) -> None:
@@ -59,6 +60,10 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         entries = together("a block's coming", lambda: entries_of(info, self._block(info)))
         self._updates.stage(entries, info.version, self._options())
 
+    def end_weight_update(self) -> None:
+        """After its commit, or without one: shared memory is the trainer's again."""
+        self._shared.close()
+
     def _parsed(self, info: UpdateInfo | dict[str, Any]) -> UpdateInfo:
         return info if isinstance(info, UpdateInfo) else self.parse_update_info(info)
 
@@ -75,11 +80,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._updates.commit(self._options())
 
     def shutdown(self) -> None:
-        self._shared.close()
-        self._leave()
-
-    def _leave(self) -> None:
         self._info = None
+        self._shared.close()
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -89,6 +91,6 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise StateError("no trainer has begun: init_weight_transfer_engine first")
         return self._info
 
-    def _options(self) -> dict[str, bool]:
+    def _options(self) -> dict[str, Any]:
         info = self._initialised()
         return {"cast": info.cast, "allow_bias_removal": info.allow_bias_removal}

@@ -60,11 +60,10 @@ class WeightUpdates:
     def __init__(self, engine: AnyEngine, vllm_config: Any, rank: int):
         self._engine, self._config = engine, vllm_config
         parallel = vllm_config.parallel_config
-        self.rank, self.workers = rank, parallel.world_size
-        self.number = parallel.data_parallel_index * self.workers + rank  # among the workers of all data parallel ranks
-        self.total = parallel.data_parallel_size * self.workers
+        self.rank = rank
+        self.number = parallel.data_parallel_index * parallel.world_size + rank  # among the workers of all data parallel ranks
         # Under an external launcher each process is an executor of its own.
-        self._answers = parallel.distributed_executor_backend == "external_launcher" or rank == self.workers - 1
+        self._answers = parallel.distributed_executor_backend == "external_launcher" or rank == parallel.world_size - 1
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
         self.model = ServedModel(self)
         self._set: Sync | None = None  # of the open update, once its first block has come
@@ -164,7 +163,7 @@ class WeightUpdates:
         if isinstance(self._engine, SpmdEngine):
             self._engine.leave(error)
 
-    def stage(self, entries: Entries, version: int | None, options: dict[str, bool]) -> None:
+    def stage(self, entries: Entries, version: int | None, options: dict[str, Any]) -> None:
         """A block into the set of the open update, which begins with its first."""
         if self._set is None:
             self._begin(version, options)
@@ -174,7 +173,7 @@ class WeightUpdates:
         self._set.require_open()
         self.together("a block of weights", push_mapping, self._engine, dict(entries), None)
 
-    def commit(self, options: dict[str, bool]) -> None:
+    def commit(self, options: dict[str, Any]) -> None:
         if self._set is None:
             self._begin(None, options)  # nothing has come, which the commit says
         assert self._set is not None
@@ -184,9 +183,14 @@ class WeightUpdates:
         """The open update, if there is one, ends."""
         if self._set is not None:
             self.weights.reset(why, only=self._set)
-        self._updating, self._set = False, None
+        self._close()
 
-    def _begin(self, version: int | None, options: dict[str, bool]) -> None:
+    def _close(self) -> None:
+        self._updating, self._set = False, None
+        if self._transfer is not None:
+            self._transfer.end_weight_update()
+
+    def _begin(self, version: int | None, options: dict[str, Any]) -> None:
         begun = Sync(self.weights, lambda _: nullcontext(), SyncOptions(version=version, inflight="keep", **options))
         begun.scoped = True  # no step closes it
         self.weights.begin(begun)
@@ -236,8 +240,8 @@ class WeightUpdates:
     def _own(self, update_info: Any) -> Any:
         if not isinstance(update_info, list):
             return update_info
-        if len(update_info) != self.total:
-            raise FormatError(f"update_info is a list of {len(update_info)}, wanted one for each of {self.total} workers")
+        if self.number >= len(update_info):
+            raise FormatError(f"update_info is a list of {len(update_info)}, wanted one for each worker: this one is number {self.number}")
         return update_info[self.number]
 
     def _finish(self) -> None:
@@ -247,7 +251,7 @@ class WeightUpdates:
         try:
             transfer.finish_weight_update()
         finally:
-            self._updating, self._set = False, None
+            self._close()
 
     def _shutdown_transfer(self) -> None:
         if self._updating:

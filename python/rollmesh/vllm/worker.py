@@ -122,9 +122,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
             self._engine,
             self._updates,
             HostLogits(self.vllm_config),
-            vocab_size=self.spec.vocab_size,
+            spec=self.spec,
             max_model_len=self.model_config.max_model_len,
             processed=self.model_config.logprobs_mode == "processed_logprobs",
+            routed=self.vllm_config.aux_output_config.enabled,
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -28,6 +28,7 @@ class RollmeshPlatform:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
+        config.check_device(cls.device_type)  # type: ignore[attr-defined]
         config.check(vllm_config)
         config.update(vllm_config)
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
@@ -46,6 +47,8 @@ class RollmeshCpuPlatform(RollmeshPlatform, Platform):  # type: ignore[misc]
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
+    ray_device_key = "GPU"  # a worker takes one of what Ray counts under this name: ray start --num-gpus=N says how many fit
+    simple_compile_backend = "eager"  # of small functions of vLLM's: a compiler would cost seconds
     device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; nothing reads it
 
     def __init__(self) -> None:
@@ -55,8 +58,8 @@ class RollmeshCpuPlatform(RollmeshPlatform, Platform):  # type: ignore[misc]
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The first is what dtype="auto" makes of a float16 model."""
-        return [torch.bfloat16, torch.float32]
+        """The first is what dtype="auto" makes of a float16 model, and of a float32 one: so nothing is rounded that was not asked for."""
+        return [torch.float32, torch.bfloat16]
 
     def is_sleep_mode_available(self) -> bool:
         return True

@@ -1,0 +1,400 @@
+"""An engine that a host schedules (csrc/engine/hosted.h), without vLLM: the host here decides by dice.
+
+Oracle: rm.Generator with the same weights, one for each version. A token is what it draws after the same tokens, and its logprob
+what its score gives, bit for bit: whatever the chunks, the pages (shared, replaced, taken again), the preemptions, the tokens that
+the host drops, and the versions that come meanwhile without a word about the prefix cache. Bound: equality of bits.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+
+import rollmesh as rm
+from rollmesh import _core
+from rollmesh.generator import EngineOptions
+
+PAGE, PAGES, MAX_LEN = 16, 24, 128
+CONFIG = helpers.tiny_config(moe=True)
+VERSIONS = 3
+NOTHING = (None, None)
+
+
+def asked(**changes: Any) -> Any:
+    """A request as ext/engine.c reads it."""
+    plain = {
+        "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "has_seed": True, "seed": 7,
+        "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False, "score_sampling": False, "ranks": False,
+        "host_draws": False,
+    }  # fmt: skip
+    return types.SimpleNamespace(**{**plain, **changes})
+
+
+def make_engine(**changes: Any) -> Any:
+    options = {
+        "dtype": "bfloat16", "isa": None, "threads": 2, "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 32,
+        "block_size": PAGE, "kv_bytes": 0, "seed": 0, "enable_prefix_caching": False, "eos_token_ids": np.zeros(0, np.int32), "tp": 1,
+        "dp": 1, "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False, "host_pages": PAGES,
+    }  # fmt: skip
+    return _core.Engine(helpers.tiny_spec(moe=True).engine_values(MAX_LEN), EngineOptions(**{**options, **changes}))
+
+
+def weights(version: int) -> dict[str, np.ndarray]:
+    return helpers.numpy_state_dict(CONFIG, seed=version, dtype="bfloat16")
+
+
+def push(engine: Any, version: int) -> None:
+    engine.sync_begin(version)
+    for name, tensor in weights(version).items():
+        engine.sync_push(name, tensor)
+    engine.sync_commit("keep")
+
+
+def add(engine: Any, prompt: Any, **changes: Any) -> int:
+    return int(engine.add(np.asarray(prompt, np.int32), np.zeros(0, np.int32), asked(**changes), None))
+
+
+def step(engine: Any, *parts: tuple[int, int, int, list[int], bool], logits: Any = NOTHING) -> Any:
+    """parts: (number, computed, rows, pages, replace)."""
+    ids, computed, rows, pages, replace = zip(*parts, strict=True) if parts else ((),) * 5
+    return engine.host_step(
+        np.array(ids, np.uint64),
+        np.array(computed, np.int64),
+        np.array(rows, np.int64),
+        np.array(replace, np.uint8),
+        np.array([len(each) for each in pages], np.int64),
+        np.array([page for each in pages for page in each], np.int32),
+        *logits,
+    )
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    made = make_engine()
+    push(made, 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def oracles(module_generator: Callable[..., Any]) -> list[Any]:
+    """A generator of each version."""
+    return [module_generator(CONFIG, weights=weights(version), dtype="bfloat16", max_model_len=MAX_LEN) for version in range(VERSIONS)]
+
+
+class Host:
+    """Requests, pages and a prefix cache, and a step of some of them at a time."""
+
+    def __init__(self, engine: Any, rng: np.random.Generator):
+        self.engine, self.rng = engine, rng
+        self.free, self.held = list(range(PAGES)), dict[int, list[int]]()  # request → pages
+        self.users = dict.fromkeys(range(PAGES), 0)
+        self.cached: dict[tuple[int, ...], int] = {}  # all tokens up to a full page's end → the page
+        self.tokens, self.computed, self.prompts = dict[int, list[int]](), dict[int, int](), dict[int, int]()
+        self.drawn: dict[int, list[tuple[int, float, int]]] = {}  # request → (token, logprob, version) of each
+        self.resumed: set[int] = set()
+        self.version = 0
+
+    def add(self, prompt: list[int], **changes: Any) -> None:
+        number = add(self.engine, prompt, **changes)
+        self.tokens[number], self.prompts[number], self.drawn[number] = list(prompt), len(prompt), []
+
+    def release(self, number: int) -> None:
+        """Its pages; those in the cache stay there until they are needed."""
+        for page in self.held.pop(number, []):
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+
+    def take(self) -> int | None:
+        if not self.free:
+            return None
+        page = self.free.pop(0)
+        self.cached = {key: kept for key, kept in self.cached.items() if kept != page}
+        return page
+
+    def start(self, number: int) -> list[int]:
+        """The cached pages that its tokens begin with; the last token is always fed."""
+        tokens, pages = self.tokens[number], list[int]()
+        while (len(pages) + 1) * PAGE < len(tokens) and tuple(tokens[: (len(pages) + 1) * PAGE]) in self.cached:
+            pages.append(self.cached[tuple(tokens[: (len(pages) + 1) * PAGE])])
+        for page in pages:
+            if not self.users[page]:
+                self.free.remove(page)
+            self.users[page] += 1
+        self.held[number], self.computed[number] = list(pages), len(pages) * PAGE
+        return pages
+
+    def preempt(self, number: int) -> None:
+        self.release(number)
+        self.engine.host_preempt(number)
+        self.resumed.add(number)
+        if self.rng.random() < 0.3 and self.drawn[number]:  # a token that the host drops is drawn again
+            self.drawn[number].pop()
+            self.tokens[number].pop()
+            self.engine.host_tokens(number, np.array(self.tokens[number][self.prompts[number] :], np.int32))
+
+    def part(self, number: int) -> tuple[int, int, int, list[int], bool] | None:
+        replace = number not in self.held
+        pages = self.start(number) if replace else []
+        left = len(self.tokens[number]) - self.computed[number]
+        rows = left if self.rng.random() < 0.6 else int(self.rng.integers(1, left + 1))
+        while len(self.held[number]) * PAGE < self.computed[number] + rows:
+            if (page := self.take()) is None:
+                self.preempt(number)
+                return None
+            self.users[page] += 1
+            self.held[number].append(page)
+            pages.append(page)
+        part = number, self.computed[number], rows, pages, replace or number in self.resumed
+        self.resumed.discard(number)
+        self.computed[number] += rows
+        for end in range(PAGE, self.computed[number] + 1, PAGE):  # at once, as vLLM does: a later part of this step may hit it
+            self.cached.setdefault(tuple(self.tokens[number][:end]), self.held[number][end // PAGE - 1])
+        return part
+
+    def step(self) -> None:
+        order = [number for number in self.tokens if self.rng.random() < 0.8][:6]
+        for number in [number for number in self.held if number not in order and self.rng.random() < 0.2]:
+            self.preempt(number)
+        for number in [number for number in self.held if number not in order]:
+            if len(set(self.held) | set(order)) > 6:
+                self.preempt(number)
+        parts = [part for number in order if (part := self.part(number)) is not None]
+        tokens, logprobs, *_ = step(self.engine, *parts)
+        for (number, *_), token, logprob in zip(parts, tokens.tolist(), logprobs.tolist(), strict=True):
+            assert (token >= 0) == (self.computed[number] == len(self.tokens[number]))
+            if token >= 0:
+                self.tokens[number].append(token)
+                self.drawn[number].append((token, logprob, self.version))
+        for number in [number for number, drawn in self.drawn.items() if len(drawn) == 24 and number in self.tokens]:
+            self.release(number)
+            self.engine.abort(number)
+            self.engine.release(number)
+            del self.tokens[number]
+
+
+def prompts_of(rng: np.random.Generator) -> list[list[int]]:
+    """Some with the same beginnings."""
+    stem = rng.integers(2, 150, size=40).tolist()
+    return [stem[: int(rng.integers(0, 41))] + rng.integers(2, 150, size=int(rng.integers(1, 40))).tolist() for _ in range(10)]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_a_host_by_dice_gets_the_tokens_of_a_generator(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
+    host, prompts, steps = Host(engine, rng), prompts_of(rng), 0
+    for seed, prompt in enumerate(prompts):
+        host.add(prompt, seed=seed)
+    while host.tokens:
+        host.step()
+        steps += 1
+        assert steps < 4000
+    for seed, (prompt, drawn) in enumerate(zip(prompts, host.drawn.values(), strict=True)):
+        wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=24, seed=seed), use_tqdm=False)[0].outputs[0]
+        assert [token for token, _, _ in drawn] == list(wanted.token_ids)
+        assert np.array([logprob for _, logprob, _ in drawn], np.float32).tobytes() == wanted.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_new_versions_need_no_word_about_the_prefix_cache(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
+    host, prompts, steps = Host(engine, rng), prompts_of(rng), 0
+    for seed, prompt in enumerate(prompts):
+        host.add(prompt, seed=seed)
+    while host.tokens:
+        host.step()
+        steps += 1
+        if steps in (15, 40):
+            host.version += 1
+            push(engine, host.version)
+        assert steps < 4000
+    seen = set()
+    for prompt, drawn in zip(prompts, host.drawn.values(), strict=True):
+        tokens = prompt + [token for token, _, _ in drawn]
+        scores = [oracle.score([tokens])[0][len(prompt) - 1 :] for oracle in oracles]
+        for at, (_, logprob, version) in enumerate(drawn):
+            assert np.float32(logprob).tobytes() == scores[version][at].tobytes(), f"token {at} of version {version}"
+        seen |= {version for _, _, version in drawn}
+    assert seen == {0, 1, 2}
+
+
+def test_kv_that_slept_is_made_again(engine: Any, oracles: list[Any]) -> None:
+    prompt = list(range(2, 42))
+    number = add(engine, prompt, seed=3)
+    tokens = step(engine, (number, 0, 40, [1, 2, 3], True))[0].tolist()
+    engine.sleep(2)
+    with pytest.raises(rm.StateError, match="KV cache is asleep"):
+        step(engine, (number, 40, 1, [], False))
+    engine.wake(2)
+    tokens += step(engine, (number, 40, 1, [], False))[0].tolist()
+    assert step(engine, (number, 41, 1, [], False))[4] == 1, "what was made again counts"
+    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=2, seed=3), use_tqdm=False)[0].outputs[0]
+    assert tokens == list(wanted.token_ids)
+
+
+def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any]) -> None:
+    """A version comes in the middle of a prompt whose logprobs, their likeliest tokens and ranks are wanted."""
+    prompt = np.random.default_rng(0).integers(2, 150, size=70).tolist()
+    number = add(engine, prompt, prompt_logprobs=2, logprobs=2, ranks=True)
+    step(engine, (number, 0, 40, [4, 9, 2], True))
+    push(engine, 1)
+    tokens, _, _, ranks, rows = step(engine, (number, 40, 30, [7, 8], False))
+    assert rows == 70
+    params = rm.SamplingParams(max_tokens=1, seed=7, prompt_logprobs=2, logprobs=2)
+    wanted = oracles[1].generate([prompt], params, use_tqdm=False)[0]
+    view, logits = engine.request(number), oracles[1].logits([prompt + tokens.tolist()])[0]
+    assert tokens.tolist() == list(wanted.outputs[0].token_ids)
+    assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
+    assert view["prompt_top_ids"].tolist() == wanted.prompt_top_logprobs.ids.tolist()
+    assert view["prompt_routed"].tolist() == wanted.outputs[0].routed_experts[:70].tolist()
+    counts = [int((row >= row[token]).sum()) for row, token in zip(logits, [*prompt[1:], *tokens.tolist()])]
+    assert view["prompt_ranks"].tolist() == counts[: len(prompt) - 1]
+    assert ranks.tolist() == counts[len(prompt) - 1 : len(prompt)]
+    assert engine.host_top(np.array([number], np.uint64), 2)[0].tolist() == wanted.outputs[0].top_logprobs.ids[:1].tolist()
+
+
+def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(engine: Any, oracles: list[Any]) -> None:
+    prompt = np.random.default_rng(1).integers(2, 150, size=40).tolist()
+    first, second, third = (add(engine, prompt) for _ in range(3))
+    step(engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True))  # a hit within the batch
+    step(engine, (first, 20, 20, [3], False), (second, 24, 16, [5], False), (third, 32, 8, [1, 2, 6], True))
+    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].routed_experts
+    for number, cached in ((first, 0), (second, 16), (third, 32)):
+        assert engine.request(number)["prompt_routed"].tolist() == wanted.tolist()
+        assert engine.host_routed(number, 7).tolist() == wanted[7:].tolist()
+        assert engine.request(number)["num_cached_tokens"] == cached
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows that the host edits
+def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) -> None:
+    """Left as they are, the logits give the engine's own draw; with tokens forbidden, the draw of the rest; the logprob is the model's."""
+    prompt = list(range(5, 25))
+    plain, edited = (
+        add(engine, prompt, seed=11, temperature=0.8),
+        add(engine, prompt, seed=11, temperature=0.8, host_draws=True, ranks=True),
+    )
+    logits, stats = np.empty((1, 151), np.float32), np.empty((1, 2), np.float32)
+    drawn = step(engine, (plain, 0, 20, [1, 2], True), (edited, 0, 20, [3, 4], True), logits=(logits, stats))
+    assert drawn[0].tolist()[1] == -3
+    assert logits.tobytes() == oracles[0].logits([prompt])[0][-1:].tobytes()
+    same = engine.host_draw(np.array([edited], np.uint64), logits, stats, logits.copy())
+    assert [column.tolist() for column in same[:3]] == [column[:1].tolist() for column in drawn[:3]]
+    with pytest.raises(rm.StateError, match="no logits that wait"):
+        engine.host_draw(np.array([edited], np.uint64), logits, stats, logits.copy())
+    step(engine, (edited, 20, 1, [], False), logits=(logits, stats))
+    only = np.full_like(logits, -np.inf)
+    only[0, [17, 90]] = 1.5
+    token, logprob, sampling, rank = (column[0] for column in engine.host_draw(np.array([edited], np.uint64), logits, stats, only))
+    assert token in (17, 90)
+    assert np.isclose(sampling, np.log(0.5), atol=1e-6)
+    tokens = engine.sample(edited, 0)["token_ids"].tolist()
+    assert np.float32(logprob).tobytes() == oracles[0].score([prompt + tokens])[0][-1:].tobytes()
+    assert rank == (logits[0] >= logits[0, token]).sum()
+
+
+def test_a_row_with_nothing_left_ends_its_request(engine: Any) -> None:
+    number, other = add(engine, [5, 6, 7], host_draws=True), add(engine, [5, 6, 7], host_draws=True)
+    logits, stats = np.empty((2, 151), np.float32), np.empty((2, 2), np.float32)
+    step(engine, (number, 0, 3, [1], True), (other, 0, 3, [2], True), logits=(logits, stats))
+    edited = logits.copy()
+    edited[0] = np.nan
+    tokens = engine.host_draw(np.array([number, other], np.uint64), logits, stats, edited)[0].tolist()
+    assert tokens[0] == -2
+    assert tokens[1] >= 0
+    assert isinstance(engine.request(number)["error"], rm.NumericsError)
+    assert step(engine, (number, 3, 1, [], False), (other, 3, 1, [], False), logits=(logits, stats))[0].tolist() == [-2, -3]
+
+
+# ---------------------------------------------------------------------------------------------------------------- refused
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ((1, 0, 6, [1], True), "wanted at most the 5 tokens"),
+        ((1, -1, 2, [1], True), "-1 computed"),
+        ((1, 0, 0, [1], True), "0 rows"),
+        ((1, 0, 5, [], True), "0 pages"),
+        ((1, 0, 5, [PAGES], True), f"page {PAGES} is not in"),
+        ((1, 0, 5, [-1], True), "page -1 is not in"),
+        ((1, 0, 5, list(range(9)), True), "9 pages"),
+        ((77, 0, 5, [1], True), "no request 77"),
+    ],
+)
+def test_a_part_that_breaks_a_rule(part: Any, words: str, engine: Any) -> None:
+    """Nothing is done, also not for a part before it."""
+    number, other = add(engine, [5, 6, 7, 8, 9]), add(engine, [5, 6, 7, 8, 9])
+    assert number == 1
+    with pytest.raises(rm.RequestError, match=words):
+        step(engine, (other, 0, 5, [3], True), part)
+    assert engine.stats()["rows"] == 0
+    tokens = step(engine, (number, 0, 5, [1], True), (other, 0, 5, [3], True))[0].tolist()
+    assert tokens[0] == tokens[1] >= 0
+
+
+def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None:
+    number = add(engine, [5, 6, 7], max_tokens=1)
+    with pytest.raises(rm.RequestError, match="twice"):
+        step(engine, (number, 0, 3, [1], True), (number, 0, 3, [2], True))
+    with pytest.raises(rm.RequestError, match="at once, wanted at most max_num_seqs=6"):
+        step(engine, *((add(engine, [5]), 0, 1, [page], True) for page in range(7)))
+    drawing = add(engine, [5], host_draws=True)
+    with pytest.raises(rm.RequestError, match="draws for 1 requests"):
+        step(engine, (drawing, 0, 1, [1], True))
+    with pytest.raises(rm.StateError, match="host schedules"):
+        engine.step()
+    with pytest.raises(rm.RequestError, match="one sample"):
+        add(engine, [5], n=2)
+    with pytest.raises(rm.RequestError, match="one sample"):
+        add(engine, [5], score=True)
+    with pytest.raises(rm.RequestError, match="wanted at most the 0"):
+        engine.host_tokens(number, np.array([3], np.int32))
+    columns = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.uint8), np.array([2]), np.zeros(1, np.int32)
+    with pytest.raises(rm.ShapeError, match="page_counts"):
+        engine.host_step(np.array([number], np.uint64), *columns, *NOTHING)
+    first = step(engine, (number, 0, 3, [1], True))[0]
+    assert first[0] >= 0
+    step(engine, (number, 3, 1, [], False))  # one more than asked for: a host may know a step later
+    with pytest.raises(rm.RequestError, match="after the last of 2"):
+        step(engine, (number, 4, 1, [], False))
+    with pytest.raises(rm.RequestError, match="to the host, wanted"):
+        engine.host_tokens(number, np.array([int(first[0]) + 1], np.int32))
+    own = tiny_generator(CONFIG)._engine
+    with pytest.raises(rm.StateError, match="schedules for itself"):
+        step(own)
+    with pytest.raises(rm.RequestError, match="without a host"):
+        add(own, [5], host_draws=True)
+    with pytest.raises(rm.ConfigError, match="one rank a process"):
+        make_engine(tp=2)
+
+
+def test_without_weights_nothing_is_taken() -> None:
+    engine = make_engine()
+    with pytest.raises(rm.NotSyncedError):
+        add(engine, [5])
+    with pytest.raises(rm.NotSyncedError):
+        step(engine)
+    engine.close()
+
+
+def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[Any]) -> None:
+    """Its weights make NaN of one token's row; who shares its pages and does not have that token is not touched."""
+    poisoned = weights(1)
+    embed = poisoned["model.embed_tokens.weight"].copy()
+    embed[77] = np.nan
+    engine.sync_begin(1, allow_nonfinite=True)
+    for name, tensor in {**poisoned, "model.embed_tokens.weight": embed}.items():
+        engine.sync_push(name, tensor)
+    engine.sync_commit("keep")
+    stem = list(range(80, 112))
+    bad, good = add(engine, [*stem, 77, 5]), add(engine, [*stem, 6, 5])
+    tokens = step(engine, (bad, 0, 34, [1, 2, 3], True), (good, 32, 2, [1, 2, 4], True))[0].tolist()
+    assert tokens[0] == -2
+    assert isinstance(engine.request(bad)["error"], rm.NumericsError)
+    wanted = oracles[1].generate([[*stem, 6, 5]], rm.SamplingParams(max_tokens=2, seed=7), use_tqdm=False)[0].outputs[0]
+    tokens = tokens[1:] + step(engine, (good, 34, 1, [], False))[0].tolist()
+    assert tokens == list(wanted.token_ids)
+    third = add(engine, [*stem, 6, 5])
+    assert step(engine, (third, 32, 2, [1, 2, 5], True))[0].tolist() == tokens[:1]

@@ -1,0 +1,220 @@
+"""Logits edited on the host are those of vLLM's Sampler before temperature.
+
+Input: random logits and requests with random controls, several at once, that come and go over steps in any order, as they do in a
+batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors, with everything about it made anew in each step, behind
+xgrammar's own bitmask kernel; and for each control alone, its definition in plain Python. Bound: 0 differing bits.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
+pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+with warnings.catch_warnings():  # which are errors here, and vLLM's own
+    warnings.simplefilter("ignore")
+    import torch
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.sample.logits_processor import LogitsProcessor, build_logitsprocs, process_dict_updates
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+    import rollmesh as rm
+    from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
+
+VOCAB = 77  # not a multiple of 32
+MAX_SEQS = 16
+
+
+class Counting(LogitsProcessor):
+    """A processor of a user's own, with state: it adds, to token 0, the number of tokens so far."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
+        self.rows: dict[int, list[int]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.rows, batch_update, lambda params, prompt, output: output if params.extra_args else None)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        added = torch.zeros_like(logits)
+        for row, output in self.rows.items():
+            added[row, 0] = len(output)
+        return logits + added  # another tensor
+
+
+class AfterTemperature(Counting):
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+
+def config(*processors: Any) -> Any:
+    """What of a VllmConfig is read."""
+    model = SimpleNamespace(logits_processors=list(processors), get_vocab_size=lambda: VOCAB)
+    scheduler = SimpleNamespace(max_num_seqs=MAX_SEQS)
+    return SimpleNamespace(model_config=model, scheduler_config=scheduler, speculative_config=None)
+
+
+def random_params(rng: np.random.Generator) -> SamplingParams:
+    def ids(most: int) -> list[int]:
+        return rng.integers(0, VOCAB, rng.integers(1, most)).tolist()
+
+    controls: list[dict[str, Any]] = [
+        {"presence_penalty": float(rng.uniform(-2, 2))},
+        {"frequency_penalty": float(rng.uniform(-2, 2))},
+        {"repetition_penalty": float(rng.uniform(0.1, 2))},
+        {"logit_bias": {token: float(rng.uniform(-100, 100)) for token in ids(9)}},
+        {"allowed_token_ids": ids(40)},
+        {"_bad_words_token_ids": [ids(3) for _ in range(6)]},
+        {"min_tokens": int(rng.integers(1, 6)), "stop_token_ids": ids(5)},
+        {"structured_outputs": StructuredOutputsParams(json_object=True)},
+        {"extra_args": {"count": True}},
+        {"min_p": 0.3},  # the engine's: nothing may be done to it here
+    ]
+    chosen = rng.random(len(controls)) < 0.35
+    return SamplingParams(**{key: value for control, on in zip(controls, chosen) if on for key, value in control.items()})
+
+
+def random_row(rng: np.random.Generator, name: str) -> HostRow:
+    params = random_params(rng)
+    prompt = rng.integers(0, VOCAB, rng.integers(1, 20)).astype(np.int32)
+    return HostRow(name, params, prompt, rng.integers(0, VOCAB, rng.integers(0, 4)).tolist())
+
+
+def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
+    """One token later, or one before when vLLM drops what was drawn; under a grammar with a bitmask of this step."""
+    output = row.output_ids[:-1] if rng.random() < 0.1 else [*row.output_ids, int(rng.integers(0, VOCAB))]
+    mask = rng.integers(-(2**31), 2**31, -(-VOCAB // 32)).astype(np.int32) if row.params.structured_outputs else None
+    return HostRow(row.name, row.params, row.prompt_ids, output, mask)
+
+
+def of_vllm(raw: np.ndarray, rows: list[HostRow], *processors: Any) -> np.ndarray:
+    """The oracle."""
+    import xgrammar
+
+    logits = torch.from_numpy(raw.copy())
+    masked = [i for i, row in enumerate(rows) if row.bitmask is not None]
+    if masked:
+        masks = np.full((len(rows), -(-VOCAB // 32)), -1, np.int32)
+        for i in masked:
+            masks[i] = rows[i].bitmask
+        xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(masks), indices=masked)
+    made = build_logitsprocs(config(), torch.device("cpu"), False, False, list(processors))
+    added = [(i, row.params, row.prompt_ids.tolist(), list(row.output_ids)) for i, row in enumerate(rows)]
+    for processor in made.all:
+        processor.update_state(BatchUpdate(batch_size=len(rows), removed=[], added=added, moved=[]))
+    allowed = torch.zeros(len(rows), VOCAB, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        if row.params.allowed_token_ids is not None:
+            allowed[i] = True
+            allowed[i, row.params.allowed_token_ids] = False
+    longest = max(len(row.prompt_ids) for row in rows)
+    prompts = torch.full((len(rows), longest), VOCAB, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        prompts[i, : len(row.prompt_ids)] = torch.from_numpy(row.prompt_ids)
+    metadata = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=False,
+        prompt_token_ids=prompts,
+        frequency_penalties=torch.tensor([row.params.frequency_penalty for row in rows]),
+        presence_penalties=torch.tensor([row.params.presence_penalty for row in rows]),
+        repetition_penalties=torch.tensor([row.params.repetition_penalty for row in rows]),
+        output_token_ids=[list(row.output_ids) for row in rows],
+        allowed_token_ids_mask=allowed,
+        bad_words_token_ids={i: row.params.bad_words_token_ids for i, row in enumerate(rows) if row.params.bad_words_token_ids},
+        logitsprocs=made,
+    )
+    return Sampler().apply_logits_processors(logits, metadata, False).numpy()
+
+
+def random_logits(rng: np.random.Generator, rows: int) -> np.ndarray:
+    return rng.normal(0, 5, (rows, VOCAB)).astype(np.float32)
+
+
+@pytest.mark.parametrize("round_", range(20))
+def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
+    host = HostLogits(config(Counting))
+    assert [type(processor) for processor in host.custom] == [Counting]
+    running: dict[str, HostRow] = {}
+    for step in range(25):
+        for name in [name for name in running if rng.random() < 0.15]:
+            del running[name]
+        while (len(running) < MAX_SEQS and rng.random() < 0.5) or not running:
+            name = f"request {rng.integers(0, 40)}"  # a name may come again, for another request
+            running[name] = random_row(rng, name)
+        running = {name: stepped(rng, row) for name, row in running.items()}
+        rows = [running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9]  # some sit a step out
+        if not rows:
+            continue
+        raw = random_logits(rng, len(rows))
+        before = raw.copy()
+        got, want = host.edit(raw, rows), of_vllm(raw, rows, Counting)
+        assert np.array_equal(raw, before)
+        assert np.array_equal(got.view(np.uint32), want.view(np.uint32)), f"step {step}, rows {np.flatnonzero((got != want).any(1))}"
+
+
+@pytest.mark.parametrize(
+    "words, output, change",
+    [
+        ({"presence_penalty": 0.5}, [3, 3, 5], {3: -0.5, 5: -0.5}),
+        ({"frequency_penalty": 0.5}, [3, 3, 5], {3: -1.0, 5: -0.5}),
+        ({"logit_bias": {7: 2.5, 8: -1.0}}, [], {7: 2.5, 8: -1.0}),
+        ({"min_tokens": 3, "stop_token_ids": [9, 4]}, [1, 2], {9: -np.inf, 4: -np.inf}),
+        ({"min_tokens": 3, "stop_token_ids": [9, 4]}, [1, 2, 3], {}),
+        ({"_bad_words_token_ids": [[6], [1, 2, 10], [2, 1, 11]]}, [1, 2], {6: -np.inf, 10: -np.inf}),
+        ({"allowed_token_ids": [3, 4]}, [], {token: -np.inf for token in range(VOCAB) if token not in (3, 4)}),
+        ({}, [1], {}),
+    ],
+)
+def test_each_by_its_definition(rng: np.random.Generator, words: dict[str, Any], output: list[int], change: dict[int, float]) -> None:
+    raw = random_logits(rng, 1)
+    want = raw.copy()
+    for token, value in change.items():
+        want[0, token] += np.float32(value)
+    got = HostLogits(config()).edit(raw, [HostRow("a", SamplingParams(**words), np.array([5], np.int32), output)])
+    assert np.array_equal(got, want)
+
+
+def test_repetition_by_its_definition(rng: np.random.Generator) -> None:
+    """Tokens of the prompt and the output: positive logits are divided (times 1/p in float32), others multiplied."""
+    raw, p = random_logits(rng, 1), np.float32(1.3)
+    want = raw.copy()
+    for token in (5, 8, 3):
+        want[0, token] *= np.float32(1) / p if raw[0, token] > 0 else p
+    got = HostLogits(config()).edit(raw, [HostRow("a", SamplingParams(repetition_penalty=1.3), np.array([5, 8], np.int32), [3])])
+    assert np.array_equal(got, want)
+
+
+def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
+    """Where a grammar leaves the end only, min_tokens does not take that away too."""
+    mask = np.zeros(3, np.int32)
+    mask[9 // 32] = 1 << (9 % 32)
+    params = SamplingParams(min_tokens=5, stop_token_ids=[9], structured_outputs=StructuredOutputsParams(json_object=True))
+    raw = random_logits(rng, 1)
+    rows = bitmask_rows(SimpleNamespace(structured_output_request_ids=["a"], grammar_bitmask=mask[None]))
+    got = HostLogits(config()).edit(raw, [HostRow("a", params, np.array([5], np.int32), [], rows["a"])])
+    assert np.flatnonzero(np.isfinite(got[0])).tolist() == [9]
+    assert got[0, 9] == raw[0, 9]
+
+
+def test_a_processor_after_temperature_is_refused() -> None:
+    with pytest.raises(rm.ConfigError, match=r"AfterTemperature says is_argmax_invariant\(\) = True, wanted False"):
+        HostLogits(config(AfterTemperature))

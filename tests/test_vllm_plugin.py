@@ -1,0 +1,522 @@
+"""Being installed changes nothing for vLLM; being asked for by VLLM_PLUGINS hands it the platform, or an error that says why not.
+
+The first half needs no vLLM: rollmesh alone still works, and what the entry points answer is checked against the words of the
+environment. The second half asks vLLM itself, which platform it takes, what its configuration becomes, and that every option on
+the list of what is not done is refused by name (the option is set to a value that vLLM would take, and the message has both).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny_config
+
+import rollmesh as rm
+import rollmesh.vllm as plugin
+from rollmesh.cli import doctor
+
+os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+ROOT = Path(__file__).parent.parent
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, asked: str | None = "rollmesh") -> None:
+    """A machine where vLLM has this version (None: is absent), and VLLM_PLUGINS these words."""
+
+    def found(package: str) -> str:
+        if version is None or package != "vllm":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", asked)
+
+
+# ------------------------------------------------------------------------------------------------------------- entry points
+@pytest.mark.parametrize("words", [None, "", "other", "rollmesh2", "rollmesh_model", "Rollmesh", " rollmesh", "my_rollmesh,other"])
+def test_installed_but_not_asked_for(monkeypatch: pytest.MonkeyPatch, words: str | None) -> None:
+    """Also with a version that would be refused: nobody asked."""
+    for version in (*plugin.TRIED, "9.9.9", None):
+        pretend(monkeypatch, version, words)
+        assert plugin.platform() is None
+        assert plugin.register() is None
+
+
+@pytest.mark.parametrize("words", ["rollmesh", "other,rollmesh", "rollmesh,other"])
+def test_asked_for(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "cpu")
+    for version in (*plugin.TRIED, f"{plugin.TRIED[0]}+cu129"):
+        pretend(monkeypatch, version, words)
+        assert [plugin.platform() for _ in range(3)] == [plugin.CPU_PLATFORM] * 3
+    monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "cuda")
+    assert plugin.platform() == plugin.CUDA_PLATFORM
+
+
+@pytest.mark.parametrize("version, words", [(None, "no package vllm is installed"), ("0.31.0", "vllm 0.31.0"), ("0.32.0rc1", "0.32.0rc1")])
+def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch, version: str | None, words: str) -> None:
+    """The platform's entry point may not raise, since vLLM would go on without it: it names a function that does."""
+    pretend(monkeypatch, version)
+    assert plugin.platform() == "rollmesh.vllm.refuse"
+    for call in (plugin.refuse, plugin.register):
+        with pytest.raises(rm.PluginError, match=r"0\.32\.0") as caught:
+            call()
+        assert words in str(caught.value)
+    pretend(monkeypatch, version, plugin.MODEL_NAME)
+    with pytest.raises(rm.PluginError, match=r"0\.32\.0"):
+        plugin.register_model()
+
+
+def test_settings_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, plugin.TRIED[0])
+    monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "tpu")
+    assert plugin.platform() == "rollmesh.vllm.refuse"
+    with pytest.raises(rm.PluginError, match="ROLLMESH_VLLM_DEVICE='tpu', wanted cpu, cuda"):
+        plugin.refuse()
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    with pytest.raises(rm.PluginError, match="VLLM_TARGET_DEVICE='cpu'"):
+        plugin.register()
+    monkeypatch.setenv("VLLM_PLUGINS", "rollmesh,rollmesh_model")
+    with pytest.raises(rm.PluginError, match="wanted one of them"):
+        plugin.register_model()
+
+
+def test_light_to_import() -> None:
+    """vLLM loads the entry points of every user; neither torch nor vLLM nor transformers comes with them."""
+    code = "import sys, rollmesh.vllm as p; p.platform(); p.register(); print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "[]"
+
+
+def test_entry_points_are_callable() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    assert set(groups) == {"vllm.platform_plugins", "vllm.general_plugins"}
+    assert set(groups["vllm.platform_plugins"]) == {plugin.NAME}
+    assert set(groups["vllm.general_plugins"]) == {plugin.NAME, plugin.MODEL_NAME}
+    for group, points in groups.items():
+        for name, value in points.items():
+            assert callable(importlib.metadata.EntryPoint(name, value, group).load())
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        return "\n".join(": ".join(row) for row in doctor._vllm())
+
+    pretend(monkeypatch, None, None)
+    assert "missing" in said()
+    pretend(monkeypatch, "0.31.0", "rollmesh")
+    assert "0.31.0" in said()
+    assert "wanted 0.32.0" in said()
+    pretend(monkeypatch, "0.32.0", "other")
+    assert "VLLM_PLUGINS=other" in said()
+    assert "not asked for" in said()
+    pretend(monkeypatch, "0.32.0", "rollmesh")
+    assert "asked for" in said()
+
+
+# ------------------------------------------------------------------------------------------------------------- vLLM's choice
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with nothing but a stock config.json."""
+    folders = {}
+    for name, moe, changes in (("dense", False, {}), ("moe", True, {}), ("half", False, {"dtype": "float16"})):
+        folder = tmp_path_factory.mktemp(name)
+        architecture = "Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"
+        config = {"architectures": [architecture], "dtype": "bfloat16", **tiny_config(moe), **changes}
+        (folder / "config.json").write_text(json.dumps(config))
+        folders[name] = str(folder)
+    return folders
+
+
+Configure = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def configure(models: dict[str, str]) -> Configure:
+    """A VllmConfig, as LLM(…) makes it."""
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+
+    def make(model: str = "dense", **options: Any) -> Any:
+        return EngineArgs(model=models[model], **{"skip_tokenizer_init": True, "max_model_len": 128, **options}).create_engine_config()
+
+    return make
+
+
+@needs_vllm
+def test_vllm_takes_the_platform_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import resolve_current_platform_cls_qualname as chosen
+
+    monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "cpu")
+    monkeypatch.setenv("VLLM_PLUGINS", "rollmesh")
+    assert chosen() == plugin.CPU_PLATFORM
+    monkeypatch.setenv("VLLM_PLUGINS", "rollmesh_model")
+    without = chosen()
+    assert "rollmesh" not in without
+    monkeypatch.delenv("VLLM_PLUGINS")
+    assert chosen() == without
+
+
+@needs_vllm
+def test_a_version_that_was_not_tried_is_told_by_vllm(tmp_path: Path) -> None:
+    """vLLM swallows what a platform plugin raises; the user sees the PluginError all the same, from the first import."""
+    (tmp_path / "sitecustomize.py").write_text("import rollmesh.vllm\nrollmesh.vllm.TRIED = ('0.1.0',)\n")
+    path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)])
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm import LLM"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": "rollmesh", "ROLLMESH_VLLM_DEVICE": "cpu"},
+        check=False,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("rollmesh.errors.PluginError: vllm 0.32.0 is installed"), done.stderr[-2000:]
+    assert "tried with 0.1.0" in last
+
+
+@needs_vllm
+def test_loaded_again(configure: Configure) -> None:
+    """As vLLM does in each of its processes, and once for each engine in one of them: the entry points stay what they are."""
+    import vllm.plugins
+    from vllm.platforms import resolve_current_platform_cls_qualname as chosen
+
+    configure()
+    for _ in range(3):
+        vllm.plugins.plugins_loaded = False
+        vllm.plugins.load_general_plugins()
+        assert chosen() == plugin.CPU_PLATFORM
+    configure()
+
+
+@needs_vllm
+def test_what_a_configuration_becomes(configure: Configure) -> None:
+    from vllm.config.compilation import CompilationMode, CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    from rollmesh.vllm import config
+
+    assert current_platform.is_out_of_tree()
+    assert not current_platform.is_cpu()
+    assert (current_platform.device_type, current_platform.dist_backend) == ("cpu", "gloo")
+    for asynchronous, name in ((True, config.ASYNC_SCHEDULER), (False, config.SCHEDULER)):
+        made = configure(async_scheduling=asynchronous)
+        assert made.parallel_config.worker_cls == config.WORKER
+        assert made.scheduler_config.scheduler_cls == name
+        assert made.scheduler_config.get_scheduler_cls().__module__ == "rollmesh.vllm.scheduler"
+        assert made.scheduler_config.async_scheduling is asynchronous
+        assert made.compilation_config.mode == CompilationMode.NONE
+        assert made.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+        assert made.cache_config.block_size == 16
+        config.check(made)
+        before = pickle.dumps(made)
+        config.update(made)  # vLLM does it again when it changes a config
+        assert pickle.dumps(made) == before
+    assert str(configure("half").model_config.dtype) == "torch.float32"  # dtype="auto" of a float16 model: nothing is rounded
+    assert configure(enable_sleep_mode=True).model_config.enable_sleep_mode
+
+
+@needs_vllm
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_the_model_is_the_files(configure: Configure, models: dict[str, str], model: str) -> None:
+    """Through vLLM's own reading of config.json."""
+    from rollmesh.vllm import config
+
+    assert config.model_spec(configure(model)) == rm.ModelSpec.from_hf(models[model])
+    changed = config.model_spec(configure(model, hf_overrides={"rms_norm_eps": 1e-5}))
+    assert changed.rms_norm_eps == 1e-5
+
+
+@needs_vllm
+def test_degrees_and_shares(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollmesh.vllm import config
+
+    def mesh(model: str, **options: Any) -> rm.Mesh:
+        made = configure(model, **options)
+        return config.mesh_of(made.parallel_config, made.model_config.is_moe)
+
+    assert mesh("dense") == rm.Mesh()
+    assert mesh("dense", tensor_parallel_size=2) == rm.Mesh(tp=2)
+    assert mesh("dense", tensor_parallel_size=2, data_parallel_size=2) == rm.Mesh(tp=2)
+    assert mesh("moe", tensor_parallel_size=2) == rm.Mesh(tp=2, ep=1)
+    assert mesh("moe", tensor_parallel_size=2, enable_expert_parallel=True) == rm.Mesh(tp=2, ep=2)
+    assert mesh("moe", tensor_parallel_size=2, data_parallel_size=2) == rm.Mesh(tp=2, dp=2, ep=1)
+    assert mesh("moe", tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True) == rm.Mesh(tp=2, dp=2, ep=4)
+
+    cores = len(os.sched_getaffinity(0))
+    for name in ("OMP_NUM_THREADS", config.OMP_SET_BY_VLLM):
+        monkeypatch.delenv(name, raising=False)
+    assert config.num_threads(configure()) == min(cores, 256)
+    assert config.num_threads(configure("moe", tensor_parallel_size=4)) == max(1, cores // 4)
+    assert config.num_threads(configure(additional_config={"rollmesh": {"threads": 7}})) == 7
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun has it
+    assert config.num_threads(configure()) == min(cores, 256)
+    monkeypatch.setenv(config.OMP_SET_BY_VLLM, "1")
+    assert config.num_threads(configure()) == 1
+    assert config.engine_seed(configure(seed=5)) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+def refused(configure: Configure, *args: Any, **options: Any) -> str:
+    """What the user's own call raises: vLLM's configuration is pydantic's, which puts the ConfigError into an error of its own."""
+    with pytest.raises(ValueError) as caught:
+        configure(*args, **options)
+    inner = [entry["ctx"]["error"] for entry in caught.value.errors()]  # type: ignore[attr-defined]
+    assert len(inner) == 1
+    assert isinstance(inner[0], rm.ConfigError)
+    assert str(inner[0]) in str(caught.value)
+    return str(inner[0])
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2, wanted 1"),
+        ({"dtype": "float16"}, "dtype = 'float16', wanted bfloat16 or float32"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype = 'fp8', wanted 'auto' or the model's dtype 'bfloat16'"),
+        ({"block_size": 24}, "block_size = 24"),
+        ({"block_size": 8}, "block_size = 8, wanted an integer in [16"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode = 'raw_logits', wanted 'raw_logprobs' or 'processed_logprobs'"),
+        ({"logprobs_mode": "processed_logits"}, "logprobs_mode = 'processed_logits', wanted"),
+        ({"enable_lora": True}, "lora_config is set, wanted None"),
+        ({"all2all_backend": "deepep_low_latency"}, "all2all_backend = 'deepep_low_latency', wanted 'allgather_reducescatter'"),
+        ({"additional_config": {"rollmesh": {"thread": 2}}}, "thread=2, wanted some of threads"),
+        ({"additional_config": {"rollmesh": {"threads": 0}}}, "threads = 0, wanted an integer in [1, 256]"),
+        ({"additional_config": {"rollmesh": {"ep_backend": "magic"}}}, "ep_backend = 'magic', wanted one of"),
+        ({"additional_config": {"rollmesh": 3}}, "= 3, wanted a dict"),
+        ({"hf_overrides": {"attention_sinks": 4}}, "attention_sinks=4"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention_config.backend = <AttentionBackendEnum.FLASH_ATTN"),
+        (
+            {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+            "scheduler_cls = 'vllm.v1.core.sched.scheduler.Scheduler', wanted a class",
+        ),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config is set, wanted None"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_in_the_users_own_call(configure: Configure, options: dict[str, Any], words: str) -> None:
+    assert words in refused(configure, **options)
+
+
+@needs_vllm
+def test_refused_with_experts(configure: Configure) -> None:
+    """8 experts; what vLLM itself refuses first (experts without parallelism) is not asked for."""
+    words = refused(configure, "moe", hf_overrides={"num_experts": 6}, tensor_parallel_size=4, enable_expert_parallel=True)
+    assert "4 ranks, which does not divide num_experts = 6" in words
+
+
+@needs_vllm
+def test_every_rule_names_an_option_of_vllms(configure: Configure) -> None:
+    """Each is put to a value that is not wanted, past vLLM's own checks; a path that vLLM lacks is an AttributeError."""
+    from vllm.config import WeightTransferConfig
+
+    from rollmesh.vllm import config
+
+    made = configure("moe", weight_transfer_config=WeightTransferConfig(backend="rollmesh"))
+    config.check(made)
+    for rule in config._RULES:
+        *way, last = rule.path.split(".")
+        changed = copy.deepcopy(made)
+        holder = changed
+        for name in way:
+            holder = getattr(holder, name)
+        if isinstance(getattr(type(holder), last, None), property):
+            continue  # derived from the model: nothing to set
+        assert getattr(holder, last) in rule.wanted, rule.path
+        object.__setattr__(holder, last, "other")
+        with pytest.raises(rm.ConfigError) as caught:
+            config.check(changed)
+        assert str(caught.value).startswith(f"{rule.path} = 'other', wanted ")
+    for name in config._ABSENT:
+        assert hasattr(made, name)
+        changed = copy.deepcopy(made)
+        object.__setattr__(changed, name, object())
+        with pytest.raises(rm.ConfigError, match=f"^{name} is set, wanted None"):
+            config.check(changed)
+
+
+@needs_vllm
+def test_torch_accelerator_where_there_is_none(configure: Configure) -> None:
+    """vLLM calls these without asking; each would raise."""
+    import torch
+
+    configure()
+    if torch.accelerator.is_available():
+        pytest.skip("has an accelerator")
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+
+
+@needs_vllm
+def test_the_platform_of_a_gpu(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a stand-in for vLLM's CUDA platform, which only loads where CUDA is: ours comes first, then vLLM's; until the engine is
+    built for it, a configuration is refused with the way out."""
+    from types import ModuleType
+
+    from rollmesh.vllm import config
+
+    seen = []
+
+    class CudaPlatform:
+        device_type = "cuda"
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            seen.append(vllm_config.parallel_config.worker_cls)
+
+        @classmethod
+        def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+            raise AssertionError
+
+    stand_in = ModuleType("vllm.platforms.cuda")
+    stand_in.CudaPlatform = CudaPlatform  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.platforms.cuda", stand_in)
+    monkeypatch.delitem(sys.modules, "rollmesh.vllm.cuda", raising=False)
+    ours = importlib.import_module("rollmesh.vllm.cuda").RollmeshCudaPlatform
+    made = configure()
+    made.parallel_config.worker_cls = "auto"
+    with pytest.raises(rm.ConfigError, match=r"device = 'cuda', wanted 'cpu'.*ROLLMESH_VLLM_DEVICE=cpu"):
+        ours.check_and_update_config(made)
+    monkeypatch.setattr(config, "check_device", lambda device: None)
+    ours.check_and_update_config(made)
+    assert seen == [config.WORKER]
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+@needs_vllm
+def test_every_field_of_sampling_params_has_somebody() -> None:
+    """A field that a later vLLM adds fails here until somebody has looked at it."""
+    from vllm import SamplingParams
+
+    from rollmesh.vllm import sampling
+
+    assert set(sampling.WHO) == set(SamplingParams.__struct_fields__)
+    assert {name for name, by in sampling.WHO.items() if by is sampling.By.REFUSED} == set(sampling._REFUSED)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("watermarking", True),
+        ("prompt_logprob_token_ids", [[1]]),
+        ("prompt_logprob_start", 0),
+        ("logprob_token_ids", [3]),
+        ("thinking_token_budget", 5),
+        ("thinking_token_budget", 0),
+        ("routed_experts_prompt_start", 1),
+        ("trace_decode_token_ids", [1]),
+        ("seed", -5),
+        ("seed", 2**64),
+    ],
+)
+def test_refused_by_name_and_as_http_400(configure: Configure, field: str, value: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.platforms import current_platform
+
+    configure()
+    inputs = {"type": "token", "prompt_token_ids": [1, 2]}
+    current_platform.validate_request(inputs, SamplingParams())
+    with pytest.raises(rm.RequestError, match=f"^{field} = ") as caught:
+        current_platform.validate_request(inputs, SamplingParams(**{field: value}))
+    answer = create_error_response(caught.value).error
+    assert (answer.code, answer.param) == (400, field)
+
+
+@needs_vllm
+def test_refused_inputs(configure: Configure) -> None:
+    from vllm import PoolingParams, SamplingParams
+    from vllm.platforms import current_platform
+
+    from rollmesh.vllm import sampling
+
+    configure()
+    with pytest.raises(rm.RequestError, match="prompt of type 'embeds'"):
+        current_platform.validate_request({"type": "embeds"}, SamplingParams())
+    with pytest.raises(rm.RequestError, match="pooling"):
+        current_platform.validate_request({"type": "token"}, PoolingParams())
+    with pytest.raises(rm.RequestError, match=r"seed \+ n"):
+        sampling.refuse(SamplingParams(n=2, seed=2**64 - 1))
+    sampling.refuse(SamplingParams(n=1, seed=2**64 - 1))
+    with pytest.raises(rm.RequestError, match="logprobs = 3 under logprobs_mode"):
+        sampling.refuse_mode(SamplingParams(logprobs=3), "processed_logprobs")
+    for params, mode in ((SamplingParams(logprobs=0), "processed_logprobs"), (SamplingParams(logprobs=3), "raw_logprobs")):
+        sampling.refuse_mode(params, mode)
+
+
+@needs_vllm
+def test_what_the_engine_is_given() -> None:
+    """Against rollmesh's own SamplingParams of the same words."""
+    from vllm import SamplingParams
+
+    from rollmesh.requests import _EngineRequest
+    from rollmesh.vllm import sampling
+
+    for words in (
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 9, "min_tokens": 2},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 0},
+        {"top_k": 10**6, "seed": 2**64 - 1, "logprobs": 0, "prompt_logprobs": 2},
+    ):
+        theirs, ours = SamplingParams(**words), rm.SamplingParams(**words)
+        got, want = sampling.engine_request(theirs, 11, theirs.max_tokens, 100), _EngineRequest.of(ours, 11)
+        for name in want.__slots__:
+            if name == "top_k":
+                assert got.top_k == min(want.top_k, 100)
+            elif name not in ("ignore_eos", "ranks"):  # vLLM's scheduler ends requests; a Generator gives no ranks
+                assert getattr(got, name) == getattr(want, name), name
+        assert not got.host_draws
+        assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)
+    every = sampling.engine_request(SamplingParams(logprobs=-1, prompt_logprobs=-1), 0, 16, 100)
+    assert (every.logprobs, every.prompt_logprobs) == (100, 100)
+    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4], min_tokens=3)).tolist() == [4, 9]
+    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4])).tolist() == []
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"_bad_words_token_ids": [[3]]},
+        {"structured_outputs": {"json_object": True}},
+    ],
+    ids=lambda words: next(iter(words)),
+)
+def test_what_needs_logits_on_the_host(words: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from rollmesh.vllm import sampling
+
+    if "structured_outputs" in words:
+        words = {"structured_outputs": StructuredOutputsParams(**words["structured_outputs"])}
+    params = SamplingParams(**words, min_tokens=4)
+    assert sampling.needs_host_logits(params)
+    request = sampling.engine_request(params, 0, 16, 100)
+    assert request.host_draws
+    assert request.min_tokens == 0  # the host's, so that a grammar may end before it
+    plain = SamplingParams(min_tokens=4)
+    assert not sampling.needs_host_logits(plain)
+    assert sampling.needs_host_logits(plain, custom_processors=True)

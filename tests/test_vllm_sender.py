@@ -1,0 +1,322 @@
+"""The trainer's side of vLLM's weight updates: sources, blocks, the group of torch.distributed, and each kind of client. The workers are
+real, without an engine of vLLM's round them.
+
+Input: a small MoE model. Oracle: the logits of a Generator that was given the same weights. Bound: 0 differing bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollmesh as rm
+
+pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+import vllm_ranks as ranks  # noqa: E402
+from vllm_served import SHM, SPOILED, Served, alone, served, state, two  # noqa: E402, F401
+
+from rollmesh.vllm import blocks  # noqa: E402
+from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender  # noqa: E402
+
+
+# -------------------------------------------------------------------------------------------------- blocks and sources
+@pytest.mark.parametrize("block_bytes", [1, 4096, 30_000, 1 << 30])
+@pytest.mark.parametrize("verify", [False, True])
+def test_blocks_of_any_size(served: Served, block_bytes: int, verify: bool) -> None:
+    """From a tensor a block to all in one; the largest tensor is larger than some blocks."""
+    served.sender.close()
+    served.sender = WeightSender(served.client, block_bytes=block_bytes, verify=verify)
+    served.push()
+    assert not list(SHM.glob("rollmesh-*")), "the block's name is still there"
+    served.push()
+
+
+def test_versions(served: Served) -> None:
+    for version in (served.version, 0):
+        with pytest.raises(rm.VersionError, match=f"version {version} does not exceed {served.version}"):
+            served.sender.send(state(0), version)
+        served.hold()
+    served.sender.send(state(served.version + 10), served.version + 10, label="step-ten")
+    served.version += 10
+    served.hold()
+    assert served.client.label == "step-ten"
+    served.push()
+
+
+def test_a_source_that_fails(served: Served) -> None:
+    """The trainer's own exception comes out, the workers' set is dropped, and steps in between serve the old version."""
+
+    def source() -> Iterator[tuple[str, np.ndarray]]:
+        for i, item in enumerate(state(served.version + 1).items()):
+            if i == 40:
+                served.hold()
+                raise KeyboardInterrupt
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        served.sender.send(source(), served.version + 1)
+    assert not list(SHM.glob("rollmesh-*"))
+    with pytest.raises(rm.StateError if isinstance(served.client, ranks.Alone) else RuntimeError, match="without an open update"):
+        served.client.finish_weight_update()
+    served.still_works()
+
+
+def test_no_memory_for_a_block(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(rm.CapacityError, match=r"no room for .* bytes of weights: No space left"):
+            served.sender.send(state(served.version + 1), served.version + 1)
+    assert not list(SHM.glob("rollmesh-weights-*"))
+    served.still_works()
+
+
+def test_a_block_whose_sender_was_killed() -> None:
+    """Its name stays until the next sender makes one; a block in use is left alone."""
+    program = "import os\nfrom rollmesh.vllm import blocks\nprint(blocks.SharedBlock(64).name, flush=True)\nos.kill(os.getpid(), 9)"
+    made = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert made.returncode == -9
+    left = SHM / made.stdout.strip()
+    blocks.SharedBlock(64).close()
+    assert left.exists()  # it may have been made this instant
+    os.utime(left, (0, 0))
+    mine = blocks.SharedBlock(64)
+    assert not left.exists()
+    os.utime(SHM / mine.name, (0, 0))
+    another = blocks.SharedBlock(64)
+    assert (SHM / mine.name).exists()
+    mine.close()
+    another.close()
+
+
+# -------------------------------------------------------------------------------------------------- a group of torch.distributed
+def test_distributed(served: Served) -> None:
+    workers = len(served.client.rpc("weight_version"))
+    served.sender = WeightSender(
+        served.client, "distributed", master_address="127.0.0.1", num_workers=workers, block_bytes=30_000, verify=True, timeout=30
+    )
+    served.push()
+    served.push()
+    with pytest.raises(rm.NonFiniteError):
+        served.sender.send(SPOILED["not finite"][0](state(served.version + 1)), served.version + 1)
+    served.still_works()
+    served.sender.close()
+    served.sender = WeightSender(served.client, block_bytes=30_000)
+    served.still_works()
+
+
+def test_a_trainer_of_a_group_that_goes_away(served: Served) -> None:
+    """Between two blocks its connections end: the workers, which wait for the second, say so."""
+    sender = WeightSender(
+        served.client, "distributed", master_address="127.0.0.1", num_workers=len(served.client.rpc("weight_version")), timeout=5
+    )
+    calls = sender._send(state(served.version + 1), served.version + 1, None)
+    for call in calls:
+        if call.method == "update_weights":
+            assert sender._group is not None
+            sender._group.close()
+            with pytest.raises((rm.SyncAbortedError, RuntimeError), match="SyncAbortedError"):
+                served.client.update_weights(*call.args)
+            break
+        made = threading.Thread(target=getattr(served.client, call.method), args=call.args)
+        made.start()
+        if call.meanwhile is not None:
+            call.meanwhile(lambda: False)
+        made.join()
+    calls.close()
+    served.still_works()
+
+
+def test_workers_that_do_not_come() -> None:
+    """The reason is the worker's, and the trainer does not wait for its own deadline."""
+
+    class Refusing(ranks.Client):
+        def rpc(self, method: str, *args: Any) -> Any:
+            raise RuntimeError("Worker failed with error 'AuthError: not from here'")
+
+    sender = WeightSender(Refusing(), "distributed", master_address="127.0.0.1", num_workers=1, timeout=60)
+    with pytest.raises(rm.AuthError, match="not from here"):
+        sender.send({}, 1)
+
+
+# -------------------------------------------------------------------------------------------------- clients
+class Awaited:
+    def __init__(self, client: ranks.Client):
+        self._client = client
+
+    async def init_weight_transfer_engine(self, init_info: Any) -> None:
+        await asyncio.to_thread(self._client.init_weight_transfer_engine, init_info)
+
+    async def start_weight_update(self) -> None:
+        self._client.start_weight_update()
+
+    async def update_weights(self, update_info: Any) -> None:
+        await asyncio.to_thread(self._client.update_weights, update_info)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._client.finish_weight_update(weight_version)
+
+
+@pytest.mark.parametrize("transport", ["shm", "distributed"])
+def test_an_awaited_client(alone: Served, transport: str) -> None:
+    group = {"master_address": "127.0.0.1", "num_workers": 1} if transport == "distributed" else {}
+    sender = AsyncWeightSender(Awaited(alone.client), transport, **group)
+    alone.version += 1
+    asyncio.run(sender.send(state(alone.version), alone.version))
+    alone.hold()
+    with pytest.raises(rm.ShapeError):
+        asyncio.run(sender.send(SPOILED["transposed"][0](state(alone.version + 1)), alone.version + 1))
+    sender.close()
+    alone.still_works()
+
+
+class Vllm:
+    """LLM's shape: requests instead of dicts; and it can pause."""
+
+    def __init__(self, client: ranks.Client, data_parallel_size: int = 1, paused: bool = False):
+        self._client, self.llm_engine, self.paused, self.heard = client, self, paused, list[Any]()
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=data_parallel_size))
+        self.start_weight_update, self.finish_weight_update = client.start_weight_update, client.finish_weight_update
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        self._client.init_weight_transfer_engine(request.init_info)
+
+    def update_weights(self, request: Any) -> None:
+        self.heard.append(self.paused)
+        self._client.update_weights(request.update_info)
+
+    def is_sleeping(self) -> bool:
+        return self.paused
+
+    def sleep(self, level: int, mode: str) -> None:
+        assert (level, mode) == (0, "keep")
+        self.paused = True
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert tags == ["scheduling"]
+        self.paused = False
+
+
+@pytest.mark.parametrize(
+    "data_parallel_size, pause, paused, during",
+    [(1, None, False, False), (2, None, False, True), (2, None, True, True), (1, True, False, True), (2, False, False, False)],
+)
+def test_a_pause(alone: Served, data_parallel_size: int, pause: bool | None, paused: bool, during: bool) -> None:
+    """Data parallel ranks take weights in a pause; who has paused already resumes himself. A refusal ends the pause too."""
+    client = Vllm(alone.client, data_parallel_size, paused)
+    sender = WeightSender(client, pause=pause)
+    alone.version += 1
+    sender.send(state(alone.version), alone.version)
+    with pytest.raises(rm.ShapeError):
+        sender.send(SPOILED["transposed"][0](state(alone.version + 1)), alone.version + 1)
+    assert client.heard == [during, during]
+    assert client.paused == paused
+    alone.still_works()
+
+
+def test_a_closed_sender(alone: Served) -> None:
+    sender = WeightSender(Vllm(alone.client))
+    sender.close()
+    with pytest.raises(rm.StateError, match="closed"):
+        sender.send({}, alone.version + 1)
+
+
+@pytest.fixture
+def server(alone: Served) -> Iterator[str]:
+    """vLLM's endpoints for trainers, as far as they go."""
+    paused = [False]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/is_paused"
+            self.answer(200, json.dumps({"is_paused": paused[-1]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            code, told = 200, "done"
+            if self.path in ("/pause?mode=keep&clear_cache=false", "/resume"):
+                paused.append(self.path != "/resume")
+                return self.answer(code, told)
+            try:
+                getattr(alone.client, self.path.removeprefix("/"))(*body.values())
+            except Exception as error:  # noqa: BLE001
+                code, told = 500, json.dumps({"error": {"message": f"Call to collective_rpc method failed: {error}"}})
+            return self.answer(code, told)
+
+        def answer(self, code: int, told: str) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(told.encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.server_address[1]}"
+    listening.shutdown()
+    thread.join()
+    listening.server_close()
+    assert paused == [False, True, False, True, False]
+
+
+def test_a_server(alone: Served, server: str) -> None:
+    sender = WeightSender(server + "/")
+    alone.version += 1
+    sender.send(state(alone.version), alone.version, label="a label")
+    alone.hold()
+    assert alone.client.label == "a label"
+    with pytest.raises(rm.UnexpectedKeyError, match=r"500 .*Call to collective_rpc"):
+        sender.send(SPOILED["unexpected"][0](state(alone.version + 1)), alone.version + 1)
+    alone.still_works()
+    with pytest.raises(rm.SyncAbortedError, match="refused"):
+        WeightSender("http://127.0.0.1:9").send({}, 1)
+
+
+def test_clients_that_are_none(alone: Served) -> None:
+    with pytest.raises(rm.ConfigError, match=r"without .*update_weights"):
+        WeightSender(object())
+    with pytest.raises(rm.ConfigError, match="URL"):
+        WeightSender("localhost:8000")
+    with pytest.raises(rm.ConfigError, match="AsyncWeightSender"):
+        WeightSender(Awaited(alone.client))
+    with pytest.raises(rm.ConfigError, match="wanted a WeightSender"):
+        AsyncWeightSender(alone.client)
+    with pytest.raises(rm.ConfigError, match="num_workers"):
+        WeightSender(alone.client, "distributed")
+    with pytest.raises(rm.UnsupportedTensorError):
+        WeightSender(alone.client).send(17, alone.version + 1)
+
+
+def test_sources(alone: Served) -> None:
+    """A module, its state dict, or pairs; another rank of the trainer has no client and only takes part in gathering."""
+    import torch
+
+    class Module(torch.nn.Module):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            words = state(alone.version)
+            return {name: torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) for name, x in words.items()}
+
+    for source in (Module(), Module().state_dict, lambda: iter(state(alone.version).items())):
+        alone.version += 1
+        given = source if isinstance(source, Module) else source()
+        WeightSender(None).send(state(alone.version), alone.version)
+        alone.sender.send(given, alone.version)
+        alone.hold()

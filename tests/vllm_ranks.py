@@ -1,0 +1,150 @@
+"""Workers of a vLLM engine without vLLM round them: for tests of what vLLM calls on a worker (rollmesh/vllm/weights.py).
+
+    Alone       one worker in this process: an exception is raised to the caller, as by vLLM's executor of one process
+    Processes   ranks that are processes, called as vLLM's multiprocess executor does: the call goes to all, then replies are read rank
+                by rank, and the first failure is raised at once, by its words alone; replies behind it stay where they are
+
+The engine is that of a Generator, whose logits are what serves.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import rollmesh as rm
+import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
+from rollmesh.vllm.weights import WeightUpdates
+
+PROMPTS = [[1, 2, 3, 4, 5], [140, 7]]
+WAIT_S = 60
+
+
+def config_of(world: int, executor: str, backend: str | None = "rollmesh") -> Any:
+    parallel = {"world_size": world, "data_parallel_index": 0, "data_parallel_size": 1, "distributed_executor_backend": executor}
+    transfer = None if backend is None else SimpleNamespace(backend=backend)
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(), weight_transfer_config=transfer)
+
+
+class _Worker:
+    def __init__(self, model: Any, dtype: str, world: int, rank: int, name: str, executor: str, backend: str | None = "rollmesh"):
+        comm = rm.comm.shm(name, rank, world, timeout=WAIT_S) if world > 1 else None
+        mesh = rm.Mesh(tp=world, ep=world) if world > 1 else None
+        spec = rm.ModelSpec.from_hf(model)
+        self.generator = rm.Generator(spec, mesh=mesh, comm=comm, dtype=dtype, max_model_len=32, kv_cache_gib=0.002, threads=1)
+        self.updates = WeightUpdates(self.generator._engine, config_of(world, executor, backend), rank)
+        self.generator._weights = self.updates.weights  # its steps close what load_weights has left open
+
+    def bits(self) -> bytes:
+        return b"".join(logits.tobytes() for logits in self.generator.logits(PROMPTS))
+
+    def load(self, pairs: Any) -> set[str]:
+        return self.updates.model.load_weights(pairs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.updates, name)
+
+
+class Client:
+    """vLLM's calls, over `rpc` to all workers. `label` is the engine core's."""
+
+    label = "default"
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self.rpc("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self.rpc("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.rpc("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.rpc("finish_weight_update")
+        self.label = weight_version or self.label
+
+    def bits(self) -> bytes:
+        every = self.rpc("bits")
+        assert len(set(every)) == 1, "ranks differ"
+        return bytes(every[0])
+
+
+class Alone(Client):
+    def __init__(self, model: Any, dtype: str, backend: str | None = "rollmesh"):
+        self.worker = _Worker(model, dtype, 1, 0, "", "uni", backend)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.worker.generator.close()
+
+
+def _serve(pipe: Any, *made: Any) -> None:
+    worker = _Worker(*made)
+    while (call := pipe.recv()) is not None:
+        method, args = call
+        try:
+            reply = (True, getattr(worker, method)(*args))
+        except Exception as error:  # noqa: BLE001
+            reply = (False, str(error))
+        pipe.send(reply)
+    worker.shutdown()
+    worker.generator.close()
+
+
+class Processes(Client):
+    def __init__(self, model: Any, dtype: str, world: int, name: str, executor: str = "mp"):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["vllm_ranks"])
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, model, dtype, world, rank, name, executor), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((method, args))
+        replies = []
+        for pipe in self._pipes:
+            assert pipe.poll(WAIT_S), f"no reply to {method}"
+            done, reply = pipe.recv()
+            if not done:
+                raise RuntimeError(f"Worker failed with error '{reply}'")
+            replies.append(reply)
+        return replies
+
+    def left_over(self) -> int:
+        """Replies that nobody has read."""
+        return sum(pipe.poll(0.2) for pipe in self._pipes)
+
+    def skip(self, replies: int) -> None:
+        assert self.left_over() == replies
+        for pipe in self._pipes:
+            if pipe.poll():
+                pipe.recv()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(WAIT_S)
+            if process.is_alive():
+                os.kill(process.pid, 9)
+
+
+def float_words(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Float32 copies of bfloat16 weights: casting them back gives the same bits."""
+    return {name: (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(x.shape) for name, x in state.items()}
