@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import SHAPES, Shape
@@ -35,10 +35,11 @@ TINY = replace(
 MODELS = {shape.name: shape for shape in (SMALL, TINY, SHAPES["moe-1b"])}
 MAX_MODEL_LEN = 512
 Generate = Callable[[int, int], list[list[int]]]  # sequences, tokens of each → what was generated
+Close = Callable[[], None]
 
 
 # -------------------------------------------------------------------------------------------------- engines, each in its process
-def rollmesh_generator(folder: str, threads: int, sequences: int) -> Generate:
+def rollmesh_generator(folder: str, threads: int, sequences: int) -> tuple[Generate, Close]:
     import rollmesh as rm
 
     generator = rm.Generator(
@@ -51,7 +52,7 @@ def rollmesh_generator(folder: str, threads: int, sequences: int) -> Generate:
         params = rm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         return [output.outputs[0].token_ids.tolist() for output in generator.generate(prompts(n), params, use_tqdm=False)]
 
-    return generate
+    return generate, generator.close
 
 
 def vllm_engine(folder: str, sequences: int, **options: Any) -> tuple[Any, Generate]:
@@ -70,7 +71,7 @@ def vllm_engine(folder: str, sequences: int, **options: Any) -> tuple[Any, Gener
     return llm, generate
 
 
-def vllm_on_rollmesh(folder: str, threads: int, sequences: int) -> Generate:
+def vllm_on_rollmesh(folder: str, threads: int, sequences: int) -> tuple[Generate, Close]:
     from vllm.config import WeightTransferConfig
 
     import rollmesh as rm
@@ -79,11 +80,12 @@ def vllm_on_rollmesh(folder: str, threads: int, sequences: int) -> Generate:
     options = {"weight_transfer_config": WeightTransferConfig(backend="rollmesh"), "additional_config": {"rollmesh": {"threads": threads}}}
     llm, generate = vllm_engine(folder, sequences, **options)
     WeightSender(llm).send(rm.sources.SafetensorsFolder(folder), 1)
-    return generate
+    return generate, llm.llm_engine.engine_core.shutdown
 
 
-def vllm_cpu(folder: str, threads: int, sequences: int) -> Generate:
-    return vllm_engine(folder, sequences)[1]
+def vllm_cpu(folder: str, threads: int, sequences: int) -> tuple[Generate, Close]:
+    llm, generate = vllm_engine(folder, sequences)
+    return generate, llm.llm_engine.engine_core.shutdown
 
 
 def prompts(n: int) -> list[list[int]]:
@@ -107,11 +109,11 @@ def environment(name: str, threads: int) -> dict[str, str]:
     return {**os.environ, **QUIET, "VLLM_PLUGINS": "rollmesh", "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process))}
 
 
-def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> NoReturn:
+def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> None:
     """A line {"sequences", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an engine prints is no answer
-    generate = ENGINES[name](folder, threads, sequences)
+    generate, close = ENGINES[name](folder, threads, sequences)
     generate(sequences, 2)
     print("{}", file=answers)
     for line in sys.stdin:
@@ -128,7 +130,7 @@ def serve(name: str, folder: str, threads: int, sequences: int, profile: str | N
             profiler.disable()
             profiler.dump_stats(f"{profile}.{name.replace(' ', '-')}.{job['sequences']}")
         print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers)
-    os._exit(0)  # vLLM's processes end with their front end
+    close()
 
 
 class Engine:
@@ -139,7 +141,6 @@ class Engine:
         command = [python, "-m", "benchmarks.vllm_overhead", "--serve", name, "--folder", folder, "--threads", str(threads)]
         command += ["--sequences", str(sequences)] + (["--profile", profile] if profile else [])
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(name, threads))
-        self.answer()
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -225,6 +226,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         serve(args.serve, args.folder, args.threads, args.sequences, args.profile)
+        return
     names = [name for name in ENGINES if (not args.only or name in args.only) and (name != "vllm-cpu" or args.vllm_cpu)]
     with tempfile.TemporaryDirectory() as at:
         folder = checkpoint(MODELS[args.model], Path(at))
@@ -232,6 +234,8 @@ def main() -> None:
         for name in names:
             python = args.vllm_cpu if name == "vllm-cpu" else args.vllm
             engines.append(Engine(name, python, folder, args.threads, max(args.counts), args.profile))
+        for engine in engines:
+            engine.answer()  # it is ready
         for n in args.counts:
             for _ in range(args.rounds):
                 tokens = [engine.measure(n, args.tokens) for engine in engines]

@@ -93,16 +93,18 @@ def test_plan_of_the_full_size_config() -> None:
 
 def test_plan_counts_what_the_engine_stores() -> None:
     """The weights line against the engine's own count for the same shape: within the packing of vectors (1 %)."""
-    from rollmesh.cli import options, plan
+    from rollmesh import sizes
+    from rollmesh.cli import options
+    from rollmesh.placement import placements
 
     for name in ("qwen3_debug", "qwen3_moe_debug"):
         spec = rm.ModelSpec.from_hf(options.read_model_config(ROOT / f"configs/{name}.toml"))
-        (whole,) = plan.placements(spec)
+        (whole,) = placements(spec)
         for dtype, size in (("bfloat16", 2), ("float32", 4)):
-            planned = sum(plan.rank_bytes(spec, m, whole, size) for m in plan.matrices(spec))
+            planned = sum(sizes.rank_bytes(spec, m, whole, size) for m in sizes.matrices(spec))
             with rm.Generator(spec, dtype=dtype, kv_cache_gib=0.001, max_model_len=16) as generator:
                 elements = sum(math.prod(info.shape) for info in generator.manifest().values() if info.required)
-                assert plan.count_parameters(spec).total == elements
+                assert sizes.count_parameters(spec).total == elements
                 assert planned == pytest.approx(generator.metrics()["weight_bytes"], rel=0.01)
 
 

@@ -12,7 +12,6 @@ import pytest
 from conftest import SUMMARY
 
 import rollmesh as rm
-from rollmesh.cli import plan
 from rollmesh.placement import placements
 
 
@@ -90,11 +89,11 @@ def test_ranks_hold_the_model_once(moe: bool, tied: bool) -> None:
     spec = spec_of(moe=moe, tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=32, **sizes)
 
     def total(**degrees: int) -> int:
-        return sum(plan.rank_bytes(spec, m, rank, 2) for m in plan.matrices(spec) for rank in placements(spec, **degrees))
+        return sum(sizes.rank_bytes(spec, m, rank, 2) for m in sizes.matrices(spec) for rank in placements(spec, **degrees))
 
     one = total()
-    kv = sum(m.elements * 2 for m in plan.matrices(spec) if m.shard == "kv_heads")
-    whole = sum(plan.rank_bytes(spec, m, placements(spec)[0], 2) for m in plan.matrices(spec) if m.shard == "whole")
+    kv = sum(m.elements * 2 for m in sizes.matrices(spec) if m.shard == "kv_heads")
+    whole = sum(sizes.rank_bytes(spec, m, placements(spec)[0], 2) for m in sizes.matrices(spec) if m.shard == "whole")
     assert total(tp=4) == one + kv + 3 * whole  # 2 KV heads on 4 ranks
     assert total(tp=2, dp=3) == 3 * (one + whole)
     if moe:

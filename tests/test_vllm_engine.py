@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import vllm_support as support
 from conftest import SUMMARY
@@ -203,3 +205,24 @@ def test_the_whole_vocabulary_as_logprobs(served: Served) -> None:
     request = support.request([3, 1, 4], logprobs=300, max_tokens=3)
     (answer,) = support.generate(served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})])
     support.agree([answer], served.oracle.answers([request]))
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_routed_experts(v2: bool, tmp_path: Path) -> None:
+    """Of every position that was fed, chunked, cached, preempted or not: Generator's own record."""
+    if v2 and not support.HAS_TRITON:
+        pytest.skip("vLLM speaks its second protocol only where triton is installed")
+    oracle = support.Oracle("moe", "float32")
+    weights = support.weights_of("moe", "float32")
+    oracle.serve(weights)
+    options = {"enable_return_routed_experts": True, "num_gpu_blocks_override": FEW_BLOCKS}
+    with support.engine(tmp_path, "moe", "float32", v2, **options) as llm:
+        support.load(llm, weights)
+        for requests in (support.mixed("moe", 1), support.mixed("moe", 1), [support.request([i] * 12, max_tokens=80) for i in range(6)]):
+            prompts = [list(request.prompt) for request in requests]
+            given = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], [r.theirs for r in requests], use_tqdm=False)
+            wanted = oracle.generator.generate(prompts, [r.ours for r in requests], use_tqdm=False)
+            for output, want in zip(given, wanted, strict=True):
+                for got, sample in zip(sorted(output.outputs, key=lambda one: one.index), want.outputs, strict=True):
+                    assert np.array_equal(got.routed_experts, sample.routed_experts)
+    oracle.close()

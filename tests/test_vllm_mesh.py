@@ -36,9 +36,11 @@ class Setting:
     expert_parallel: bool = False
     v2: bool = False
     asynchronous: bool = True
+    processes: bool = False  # the engine in one of its own, as vLLM has it unless told otherwise
 
     def __str__(self) -> str:
         how = f"tp{self.tp}-dp{self.dp}" + ("-ep" if self.expert_parallel else "")
+        how += "-apart" if self.processes else ""
         return f"{self.model}-{self.dtype}-{how}-{'v2' if self.v2 else 'v1'}-{'async' if self.asynchronous else 'sync'}"
 
     @property
@@ -64,7 +66,8 @@ def crowded(first: int) -> list[support.Request]:
 
 # -------------------------------------------------------------------------------------------------- ranks of one replica
 ONE_REPLICA = (
-    Setting("dense", "float32", tp=2),
+    Setting("dense", "bfloat16", processes=True),
+    Setting("dense", "float32", tp=2, processes=True),
     Setting("moe", "bfloat16", tp=2, v2=True, asynchronous=False),
     Setting("moe", "float32", tp=2, expert_parallel=True, asynchronous=False),
     Setting("moe", "bfloat16", tp=2, expert_parallel=True, v2=True),
@@ -92,7 +95,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     setting = request.param
     needs(setting)
     at = tmp_path_factory.mktemp("vllm")
-    with support.engine(at, setting.model, setting.dtype, setting.v2, distributed_executor_backend="mp", **setting.options) as llm:
+    options = setting.options | {"distributed_executor_backend": "mp" if setting.tp > 1 else "uni"}
+    with support.engine(at, setting.model, setting.dtype, setting.v2, setting.processes, **options) as llm:
         served = Served(setting, llm)
         served.push()
         try:
@@ -121,11 +125,11 @@ def test_ranks_after_updates_without_a_cache_reset(served: Served) -> None:
 
 # -------------------------------------------------------------------------------------------------- replicas
 REPLICAS = (
-    Setting("moe", "float32", dp=2),
     Setting("moe", "bfloat16", dp=2, expert_parallel=True, v2=True, asynchronous=False),
     Setting("moe", "bfloat16", tp=2, dp=2, expert_parallel=True),
     Setting("dense", "float32", dp=2),  # two engines that know nothing of each other
-    Setting("moe", "float32", tp=2, dp=2, expert_parallel=True, v2=True, asynchronous=False),
+    pytest.param(Setting("moe", "float32", dp=2), marks=pytest.mark.slow),
+    pytest.param(Setting("moe", "float32", tp=2, dp=2, expert_parallel=True, v2=True, asynchronous=False), marks=pytest.mark.slow),
 )
 
 
@@ -157,7 +161,7 @@ def test_replicas_answer_as_one(setting: Setting, tmp_path: Path, pytestconfig: 
             await hold(llm, crowded(20) + crowded(40), "crowded", [0, 1] * 6)
 
     try:
-        asyncio.run(asyncio.wait_for(run(), 120))
+        asyncio.run(asyncio.wait_for(run(), 400))
     finally:
         oracle.close()
     pytestconfig.stash[SUMMARY].append(f"vllm, {setting}: {compared:,} tokens and logprobs compared, 0 differ")
@@ -165,7 +169,7 @@ def test_replicas_answer_as_one(setting: Setting, tmp_path: Path, pytestconfig: 
 
 # -------------------------------------------------------------------------------------------------- ranks that torchrun starts
 LAUNCHED = (
-    ("dense", "float32", 2, {"tensor_parallel_size": 2}),
+    pytest.param("dense", "float32", 2, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ("moe", "bfloat16", 2, {"tensor_parallel_size": 2, "enable_expert_parallel": True, "logprobs_mode": "processed_logprobs"}),
 )
 
@@ -175,7 +179,7 @@ def test_ranks_of_torchrun(model: str, dtype: str, world: int, changes: dict[str
     """Each process is a front end, an engine and a worker, and all of them answer."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "0", "--standalone"]
     command += [str(TESTS / "vllm_launched.py"), model, dtype, str(tmp_path), json.dumps(changes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
     assert sorted(answer["rank"] for answer in answers) == list(range(world))

@@ -6,9 +6,9 @@ the failed one is aborted instead. A worker that fails a request in a real engin
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Engine:
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
         if failed:
             setattr(output, FAILED, failed)
-            output = pickle.loads(pickle.dumps(output))  # noqa: S301 (as from a worker's process)
+            output = copy.copy(output)  # what comes from another process has what a copy has
         for some in self.scheduler.update_from_output(scheduled, output).values():
             for one in some.outputs:
                 self.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)

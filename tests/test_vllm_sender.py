@@ -4,6 +4,7 @@ real, without an engine of vLLM's round them.
 Input: a small MoE model. Oracle: the logits of a Generator that was given the same weights. Bound: 0 differing bits.
 """
 
+# ruff: noqa: F811 (fixtures of vllm_served.py)
 from __future__ import annotations
 
 import asyncio

@@ -244,6 +244,6 @@ def test_a_push_during_generation(mesh: dict[str, Any], tmp_path: Path) -> None:
             await hold("last")
 
     try:
-        asyncio.run(asyncio.wait_for(run(), 180))
+        asyncio.run(asyncio.wait_for(run(), 400))
     finally:
         oracle.close()

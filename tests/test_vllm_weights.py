@@ -5,6 +5,7 @@ Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Ora
 weights. Bound: 0 differing bits. Each refusal ends with the old bits, and with a good set that is taken.
 """
 
+# ruff: noqa: F811 (fixtures of vllm_served.py)
 from __future__ import annotations
 
 import json
@@ -131,6 +132,19 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
     finally:
         block.shared.close()
         (SHM / "rollmesh-test").unlink(missing_ok=True)
+    served.still_works()
+
+
+def test_a_block_that_is_cut_while_it_is_open(served: Served) -> None:
+    """Reading beyond the end of a mapped file would kill the worker."""
+    block = Block(served.version + 1)
+    served.client.init_weight_transfer_engine({})
+    served.client.start_weight_update()
+    served.client.update_weights({**block.info, "description": '{"tensors": []}'})
+    os.truncate(block.path, 5000)
+    with pytest.raises((rm.FormatError, RuntimeError), match=r"FormatError: .* holds 4936 bytes of weights"):
+        served.client.update_weights(block.info)
+    block.shared.close()
     served.still_works()
 
 

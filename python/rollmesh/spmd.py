@@ -56,7 +56,14 @@ class SpmdEngine:
     """A _core.Engine that is one rank of several processes."""
 
     def __init__(
-        self, engine: _core.Engine, comm: Comm, control: _core.Comm, lockstep: _core.Comm | None, leads: bool, spans: bool, apart: bool = False
+        self,
+        engine: _core.Engine,
+        comm: Comm,
+        control: _core.Comm,
+        lockstep: _core.Comm | None,
+        leads: bool,
+        spans: bool,
+        apart: bool = False,
     ):
         """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together. apart: replicas are
         given requests of their own (by vLLM), which are not compared."""

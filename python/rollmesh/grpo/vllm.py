@@ -35,6 +35,7 @@ from rollmesh.vllm.trainer import AsyncWeightSender
 
 T = TypeVar("T")
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+CLOSE_S = 30.0  # that vLLM's processes have to end by themselves; killed, they leave shared memory behind
 INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
 
 
@@ -118,7 +119,7 @@ class VllmGenerator:
             sender.close()
         llm, self._llm, self._senders = self._llm, None, {}
         if llm is not None:
-            self._loop.call(llm.shutdown)
+            self._loop.call(lambda: llm.shutdown(timeout=CLOSE_S))
         self._loop.close()
         self._folder.cleanup()
 
@@ -179,7 +180,10 @@ async def start(table: GeneratorTable, folder: str) -> Any:
         enable_log_requests=False,
         disable_log_stats=True,
     )
-    return AsyncLLM.from_engine_args(args)
+    try:
+        return AsyncLLM.from_engine_args(args)
+    except RuntimeError as error:  # a process of vLLM's has ended; what it said stands on stderr
+        raise rm.StateError(f"vLLM's engine did not start: {error}") from error
 
 
 class LoopThread:

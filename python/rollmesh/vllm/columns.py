@@ -42,7 +42,7 @@ class Columns:
         mine = np.zeros(shape, part.dtype)
         mine[(slice(None),) * axis + (slice(sizes[self.rank]),)] = part
         sent = torch.from_numpy(mine.reshape(-1).view(np.uint8))
-        received = torch.empty(self.size * len(sent), dtype=torch.uint8)
-        distributed.all_gather(list(received.split(len(sent))), sent, group=self._group)
-        parts = received.numpy().view(part.dtype).reshape(self.size, *shape)
+        received = [torch.empty_like(sent) for _ in self.places]
+        distributed.all_gather(received, sent, group=self._group)
+        parts = [each.numpy().view(part.dtype).reshape(shape) for each in received]
         return np.concatenate([each.take(range(n), axis) for each, n in zip(parts, sizes, strict=True)], axis)

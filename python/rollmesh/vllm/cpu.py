@@ -14,7 +14,7 @@ import os
 import platform
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,11 +26,15 @@ from rollmesh.vllm import config
 class RollmeshPlatform:
     """What both platforms of rollmesh add to vLLM's."""
 
+    logprobs_modes: ClassVar[set[str]] = set()  # of the engines of this process: a request does not say whose it is
+
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         config.check_device(cls.device_type)  # type: ignore[attr-defined]
         config.check(vllm_config)
         config.update(vllm_config)
+        if vllm_config.model_config is not None:
+            cls.logprobs_modes.add(vllm_config.model_config.logprobs_mode)
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
 
     @classmethod
@@ -39,6 +43,8 @@ class RollmeshPlatform:
 
         sampling.refuse_inputs(processed_inputs)
         sampling.refuse(params)
+        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():  # where there are two, the worker says it
+            sampling.refuse_mode(params, mode)
 
 
 class RollmeshCpuPlatform(RollmeshPlatform, Platform):  # type: ignore[misc]

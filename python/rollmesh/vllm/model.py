@@ -40,6 +40,7 @@ from rollmesh.vllm.weights import WeightUpdates
 
 Array = NDArray[Any]
 STORE_PAGE = 16  # positions of KV that the store has to have
+VOCAB_BLOCK = 128  # entries of the vocabulary that have one pair of statistics
 
 
 class Block(torch.nn.Module):
@@ -70,7 +71,7 @@ class Block(torch.nn.Module):
         """x [rows, hidden], normed → attention's output after o_proj."""
         w, here, spec = self.weights, model.columns, model.spec
         qkv = ops.gemm(x, w["qkv"], sum(self.sizes), bias=w.get("qkv_bias"), **model.how)
-        attended = words_of(self.attn(*tensor_of(qkv).split(self.sizes, 1)))
+        attended = words_of(self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1))))
         attended = here.whole(attended, "heads", spec.head_dim)
         out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
         return here.whole(out, "hidden")
@@ -87,9 +88,7 @@ class Block(torch.nn.Module):
     def _mix_experts(self, model: Model, x: Array) -> Array:
         w, spec, here = self.weights, model.spec, model.columns
         experts, top_k = spec.num_experts, spec.num_experts_per_tok
-        routing = ops.router(
-            x, w["router"], experts, top_k, bias=w["router_bias"], renormalize=spec.norm_topk_prob, **model.how
-        )  # fmt: skip
+        routing = ops.router(x, w["router"], experts, top_k, bias=w["router_bias"], renormalize=spec.norm_topk_prob, **model.how)
         rows, group_rows, place = ops.permute(x, routing.ids, experts, **model.how)
         own = here.here.experts
         first, end = int(group_rows[own.start]), int(group_rows[own.stop])
@@ -121,8 +120,7 @@ class Model(torch.nn.Module):
         group = get_tp_group() if mesh.tp > 1 else None
         rank = group.rank_in_group if group else 0
         self.columns = Columns(group and group.cpu_group, rank, placements(spec, mesh.tp, 1, mesh.ep))
-        threads = options.threads or torch.get_num_threads()
-        self.how = {"threads": threads, "isa": options.isa}
+        self.how: dict[str, Any] = {"threads": options.threads or torch.get_num_threads(), "isa": options.isa}
         self._add_rope(vllm_config.model_config.max_model_len)
         self.layers = torch.nn.ModuleList(
             Block(self, i, f"{prefix}{'.' if prefix else ''}model.layers.{i}.self_attn.attn") for i in range(spec.num_hidden_layers)
@@ -138,7 +136,9 @@ class Model(torch.nn.Module):
         if spec.model_type != self.model_type:
             raise ConfigError(f"model_type = {spec.model_type!r}, wanted {self.model_type!r}: {type(self).__name__} is of that family")
         if parallel.data_parallel_size != 1:
-            raise ConfigError(f"data_parallel_size = {parallel.data_parallel_size}, wanted 1; VLLM_PLUGINS=rollmesh has data parallel ranks")
+            raise ConfigError(
+                f"data_parallel_size = {parallel.data_parallel_size}, wanted 1; VLLM_PLUGINS=rollmesh has data parallel ranks"
+            )
         if spec.head_dim % HEAD_DIMS:
             raise ConfigError(f"head_dim = {spec.head_dim}, wanted a multiple of {HEAD_DIMS}: vLLM's blocks have no room for padding")
         if any(spec.sliding_windows):
@@ -169,7 +169,7 @@ class Model(torch.nn.Module):
         if self._served != self.version:
             self._ends = self._store._engine.weights() or {}
             for layer, views in zip(self.layers, self._ends.get("layers", ()), strict=True):
-                layer.weights = views  # type: ignore[assignment]
+                layer.weights = views
             self._served = self.version
         return self._served
 
@@ -241,9 +241,11 @@ class Model(torch.nn.Module):
             logits = head.logits
         else:
             part = ops.lm_head_pairs(x, w, len(here.here.vocab), **self.how)
+            assert part.logits is not None
             logits = here.whole(part.logits, "vocab")
-            pairs = here.joined(part.pairs, [-(-len(place.vocab) // 128) for place in here.places])
+            pairs = here.joined(part.pairs, [-(-len(place.vocab) // VOCAB_BLOCK) for place in here.places])
             head = ops.merge_pairs(pairs, **self.how)
+        assert logits is not None
         if head.row_flags.any():
             raise NumericsError(f"logits of row {int(head.row_flags.argmax())} of {rows} are not finite")
         # The likeliest token's logprob is (max − max) − log Σ.

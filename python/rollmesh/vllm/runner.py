@@ -70,7 +70,16 @@ class _Drawn(NamedTuple):
 class Runner:
     """The requests of one worker."""
 
-    def __init__(self, engine: AnyEngine, updates: WeightUpdates, host: HostLogits, spec: ModelSpec, max_model_len: int, processed: bool, routed: bool):
+    def __init__(
+        self,
+        engine: AnyEngine,
+        updates: WeightUpdates,
+        host: HostLogits,
+        spec: ModelSpec,
+        max_model_len: int,
+        processed: bool,
+        routed: bool,
+    ):
         """processed: the logprob of a drawn token is that of the distribution it was drawn from, and not the model's. routed: experts that
         tokens went to are given out."""
         self._engine, self._updates, self._host = engine, updates, host
@@ -82,7 +91,7 @@ class Runner:
         self._scheduled: Any = None
 
     # ---------------------------------------------------------------------------------------- a step
-    def execute_model(self, scheduled: Any) -> ModelRunnerOutput | None:
+    def execute_model(self, scheduled: Any, intermediate_tensors: None = None) -> ModelRunnerOutput | None:
         """The step is made in sample_tokens, which brings the grammars. One without rows only says what has ended."""
         if scheduled.total_num_scheduled_tokens:
             self._scheduled = scheduled
@@ -137,7 +146,8 @@ class Runner:
         drawn = _Drawn(*columns)
         waiting = np.flatnonzero(drawn.tokens == HOST_DRAWS) if most else ()
         if len(waiting):
-            assert logits is not None and stats is not None
+            assert logits is not None
+            assert stats is not None
             self._draw([parts[i] for i in waiting], logits[: len(waiting)], stats[: len(waiting)], grammar, drawn, waiting)
         return drawn
 
@@ -185,6 +195,7 @@ class Runner:
     def _add(self, new: Any) -> _Request:
         params, prompt = new.sampling_params, np.array(new.prompt_token_ids, np.int32)
         sampling.refuse(params)
+        sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
         most = min(params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1))
         asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom))
         number = self._engine.add(prompt, sampling.banned_ids(params), asked, None)
@@ -244,9 +255,9 @@ class Runner:
         start = request.routed
         rows = self._engine.host_routed(request.number, start)
         request.routed += len(rows)
-        layers = np.flatnonzero(self._spec.is_moe_layer)
-        all_layers = np.zeros((len(rows), self._spec.num_hidden_layers, rows.shape[2]), np.uint8 if self._spec.num_experts <= 256 else np.uint16)
-        all_layers[:, layers] = rows
+        narrowest = np.uint8 if self._spec.num_experts <= 256 else np.uint16
+        all_layers = np.zeros((len(rows), self._spec.num_hidden_layers, rows.shape[2]), narrowest)
+        all_layers[:, np.flatnonzero(self._spec.is_moe_layer)] = rows
         return AuxRequestOutput(start, all_layers)
 
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:

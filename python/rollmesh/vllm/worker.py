@@ -12,10 +12,10 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import distributed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -23,11 +23,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rollmesh import _core, comm
-from rollmesh.cli.plan import matrices, rank_bytes
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.generator import EngineOptions
 from rollmesh.outputs import CONTRACT_VERSION
 from rollmesh.placement import placements
+from rollmesh.sizes import kv_bytes_per_token, matrices, rank_bytes
 from rollmesh.spmd import AnyEngine, join
 from rollmesh.vllm import config
 from rollmesh.vllm.host import HostLogits
@@ -40,6 +40,8 @@ NAME_BYTES = 32
 
 class Worker(WorkerBase):  # type: ignore[misc]
     """One rank. Between steps vLLM calls anything of it by name (collective_rpc)."""
+
+    model_runner: Runner | None
 
     def init_device(self) -> None:
         """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
@@ -69,7 +71,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         spec = FullAttentionSpec(
             block_size=self.cache_config.block_size,
             num_kv_heads=heads,
-            head_size=self.spec.head_dim,
+            head_size=kv_bytes_per_token(self.spec, 1, 1) // (2 * self.spec.num_hidden_layers),  # as it lies, padded
             dtype=self.model_config.dtype,
         )
         return {f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)}
@@ -83,7 +85,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             return int(self.cache_config.kv_cache_memory_bytes)
         mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
         weights = sum(rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize) for matrix in matrices(self.spec))
-        share = psutil.virtual_memory().available * self.cache_config.gpu_memory_utilization / config.local_workers(self.parallel_config)
+        share = _available_memory() * self.cache_config.gpu_memory_utilization / config.local_workers(self.parallel_config)
         if share <= 2 * weights:
             raise CapacityError(
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
@@ -257,3 +259,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
             updates.shutdown()
         if engine is not None:
             engine.close()
+
+
+def _available_memory() -> int:
+    """Bytes that this machine can give without taking them from others."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,0 +1,136 @@
+"""vLLM's SamplingParams, field by field: each has somebody who does it, or is refused by its name where the request comes in.
+
+Oracles: vLLM's own list of fields, rollmesh's SamplingParams of the same words, vLLM's own translation of errors into HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_support as support
+
+import rollmesh as rm
+from rollmesh.requests import _EngineRequest
+
+os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
+pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+with warnings.catch_warnings():  # which are errors here, and vLLM's own
+    warnings.simplefilter("ignore")
+    from vllm import PoolingParams, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.platforms import current_platform
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from rollmesh.vllm import sampling
+
+
+def test_every_field_of_sampling_params_has_somebody() -> None:
+    """A field that a later vLLM adds fails here until somebody has looked at it."""
+    assert set(sampling.WHO) == set(SamplingParams.__struct_fields__)
+    assert {name for name, by in sampling.WHO.items() if by is sampling.By.REFUSED} == set(sampling._REFUSED)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("watermarking", True),
+        ("prompt_logprob_token_ids", [[1]]),
+        ("prompt_logprob_start", 0),
+        ("logprob_token_ids", [3]),
+        ("thinking_token_budget", 5),
+        ("thinking_token_budget", 0),
+        ("trace_decode_token_ids", [1]),
+        ("seed", -5),
+        ("seed", 2**64),
+    ],
+)
+def test_refused_by_name_and_as_http_400(field: str, value: Any) -> None:
+    inputs = {"type": "token", "prompt_token_ids": [1, 2]}
+    current_platform.validate_request(inputs, SamplingParams())
+    with pytest.raises(rm.RequestError, match=f"^{field} = ") as caught:
+        current_platform.validate_request(inputs, SamplingParams(**{field: value}))
+    answer = create_error_response(caught.value).error
+    assert (answer.code, answer.param) == (400, field)
+
+
+def test_refused_inputs() -> None:
+    with pytest.raises(rm.RequestError, match="prompt of type 'embeds'"):
+        current_platform.validate_request({"type": "embeds"}, SamplingParams())
+    with pytest.raises(rm.RequestError, match="pooling"):
+        current_platform.validate_request({"type": "token"}, PoolingParams())
+    with pytest.raises(rm.RequestError, match=r"seed \+ n"):
+        sampling.refuse(SamplingParams(n=2, seed=2**64 - 1))
+    sampling.refuse(SamplingParams(n=1, seed=2**64 - 1))
+
+
+def test_top_logprobs_of_the_distribution_drawn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with engines of both modes cannot tell whose a request is; the worker can."""
+    wanted = SamplingParams(logprobs=3)
+    for modes, refused in ((["raw_logprobs"], False), (["processed_logprobs"], True), (["raw_logprobs", "processed_logprobs"], False)):
+        monkeypatch.setattr(type(current_platform), "logprobs_modes", set())
+        for mode in modes:
+            EngineArgs(
+                **support.options(tmp_path, "dense", "float32", logprobs_mode=mode, weight_transfer_config=None)
+            ).create_engine_config()
+        current_platform.validate_request({"type": "token"}, SamplingParams(logprobs=0))
+        if refused:
+            with pytest.raises(rm.RequestError, match="logprobs = 3 under logprobs_mode = 'processed_logprobs', wanted None or 0"):
+                current_platform.validate_request({"type": "token"}, wanted)
+        else:
+            current_platform.validate_request({"type": "token"}, wanted)
+
+
+def test_what_the_engine_is_given() -> None:
+    """Against rollmesh's own SamplingParams of the same words."""
+    for words in (
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "max_tokens": 9, "min_tokens": 2},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 0},
+        {"top_k": 10**6, "seed": 2**64 - 1, "logprobs": 0, "prompt_logprobs": 2},
+    ):
+        theirs, ours = SamplingParams(**words), rm.SamplingParams(**words)
+        got, want = sampling.engine_request(theirs, 11, theirs.max_tokens, 100), _EngineRequest.of(ours, 11)
+        for name in want.__slots__:
+            if name == "top_k":
+                assert got.top_k == min(want.top_k, 100)
+            elif name not in ("ignore_eos", "ranks"):  # vLLM's scheduler ends requests; a Generator gives no ranks
+                assert getattr(got, name) == getattr(want, name), name
+        assert not got.host_draws
+        assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)
+    every = sampling.engine_request(SamplingParams(logprobs=-1, prompt_logprobs=-1), 0, 16, 100)
+    assert (every.logprobs, every.prompt_logprobs) == (100, 100)
+    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4], min_tokens=3)).tolist() == [4, 9]
+    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4])).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"_bad_words_token_ids": [[3]]},
+        {"structured_outputs": {"json_object": True}},
+    ],
+    ids=lambda words: next(iter(words)),
+)
+def test_what_needs_logits_on_the_host(words: dict[str, Any]) -> None:
+    if "structured_outputs" in words:
+        words = {"structured_outputs": StructuredOutputsParams(**words["structured_outputs"])}
+    params = SamplingParams(**words, min_tokens=4)
+    assert sampling.needs_host_logits(params)
+    request = sampling.engine_request(params, 0, 16, 100)
+    assert request.host_draws
+    assert request.min_tokens == 0  # the host's, so that a grammar may end before it
+    plain = SamplingParams(min_tokens=4)
+    assert not sampling.needs_host_logits(plain)
+    assert sampling.needs_host_logits(plain, custom_processors=True)
