@@ -12,6 +12,7 @@ import pytest
 from conftest import SUMMARY
 
 import rollmesh as rm
+from rollmesh import sizes
 from rollmesh.placement import placements
 
 
@@ -85,8 +86,8 @@ def test_a_dense_model_has_no_expert_axis() -> None:
 def test_ranks_hold_the_model_once(moe: bool, tied: bool) -> None:
     """The bytes of all ranks of one replica against those of a single rank: nothing is lost, and what is more is the KV heads and
     vectors held twice and tiles that are cut."""
-    sizes = {"vocab_size": 1280, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
-    spec = spec_of(moe=moe, tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=32, **sizes)
+    shape = {"vocab_size": 1280, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+    spec = spec_of(moe=moe, tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=32, **shape)
 
     def total(**degrees: int) -> int:
         return sum(sizes.rank_bytes(spec, m, rank, 2) for m in sizes.matrices(spec) for rank in placements(spec, **degrees))

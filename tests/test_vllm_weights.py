@@ -43,7 +43,7 @@ def test_a_spoiled_set(served: Served, how: str) -> None:
 
 
 def test_calls_out_of_order(served: Served) -> None:
-    client, info = served.client, {"init_info": {}}["init_info"]
+    client = served.client
     for call, words in (
         (lambda: client.update_weights({}), "update_weights without an open update"),
         (client.finish_weight_update, "finish_weight_update without an open update"),
@@ -63,7 +63,7 @@ def test_calls_out_of_order(served: Served) -> None:
     client.rpc("shutdown_weight_transfer_engine")
     with pytest.raises((rm.StateError, RuntimeError), match="init_weight_transfer_engine first"):
         client.start_weight_update()
-    client.init_weight_transfer_engine(info)
+    client.init_weight_transfer_engine({})
     client.start_weight_update()  # and the trainer goes away; the next one begins anew
     served.sender = WeightSender(client)
     served.still_works()
@@ -189,6 +189,15 @@ def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
         two.client.start_weight_update()
         with pytest.raises(RuntimeError, match="FormatError" if bad else "SyncAbortedError: rank 0: FormatError"):
             two.client.update_weights(infos)
+        assert two.client.left_over() == 0
+        block.shared.close()
+        two.still_works()
+    for spoil in ({"version": two.version + 2}, {"abort": "enough"}):
+        block = Block(two.version + 1)
+        two.client.init_weight_transfer_engine({})
+        two.client.start_weight_update()
+        with pytest.raises(RuntimeError, match="CollectiveMismatchError: rank 1 begins a block of weights with"):
+            two.client.update_weights([block.info, block.info | spoil])
         assert two.client.left_over() == 0
         block.shared.close()
         two.still_works()

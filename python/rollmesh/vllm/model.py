@@ -1,13 +1,15 @@
 """Qwen3 and Qwen3-MoE as out-of-tree classes under vLLM's own model runner (VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches,
 allocates the KV cache and samples; the forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits
-are rm.Generator's, bit for bit. It is the short way to see rollmesh's numbers in a vLLM that nothing else of has been replaced in; the
-fast way is the worker (VLLM_PLUGINS=rollmesh), which has one call of the C engine for all of this.
+are rm.Generator's, bit for bit. It shows rollmesh's numbers in a vLLM of which nothing else was replaced; the fast way is the worker
+(VLLM_PLUGINS=rollmesh), which has one call of the C engine for all of this.
 
 Weights: nothing is allocated for them when the class is made, on whatever device torch is told to (vLLM makes models on the meta
 device too); RoPE's table is a buffer that no load brings, and it is right from the beginning. A Generator that generates nothing is
 the store: `load_weights` stages, checks and packs as every sync does (weights.py), and the ops read the serving block where it lies.
 
     load_weights(pairs), any number of times ─► the set is committed at the next forward pass, or when a name comes again
+
+vLLM's prefix cache knows of no versions here: reset_prefix_cache follows each set, as with vLLM's own models.
 
 Tensor parallel ranks, with experts whole on a rank (enable_expert_parallel) or cut, hold what rollmesh's placement gives them and
 gather what they computed (columns.py). vLLM's runner has no request that fails alone: a number that is not finite is a NumericsError.

@@ -183,10 +183,10 @@ class Runner:
             else:
                 parts[new.req_id] = _Part(new.req_id, request, new.num_computed_tokens, rows[new.req_id], new.block_ids[0], True)
         for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            request, replace = self._requests.get(name), name in cached.resumed_req_ids
-            if request is None:
+            if name not in self._requests:
                 failed[name] = "it has failed in an earlier step"
                 continue
+            request, replace = self._requests[name], name in cached.resumed_req_ids
             if replace and name in cached.all_token_ids:
                 self._knows(request, cached.all_token_ids[name])
             parts[name] = _Part(name, request, computed, rows[name], pages[0] if pages else (), replace)
@@ -227,8 +227,8 @@ class Runner:
         request.routed = min(request.routed, len(request.prompt) + max(len(known) - 1, 0))
 
     # ---------------------------------------------------------------------------------------- what vLLM gets
-    def _generated(self, request: _Request) -> NDArray[np.int32]:
-        return self._engine.tokens(request.number, 0, 0)[1]
+    def _generated(self, request: _Request) -> list[int]:
+        return list(map(int, self._engine.tokens(request.number, 0, 0)[1]))
 
     def _why(self, request: _Request) -> str:
         return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
@@ -244,7 +244,7 @@ class Runner:
         here, there = [i for i, _ in wanted], [index[part.name] for _, part in wanted]
         ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
         values[there, 0] = (drawn.sampling_logprobs if self._processed else drawn.logprobs)[here]
-        for k in {part.request.logprobs for _, part in wanted} - {0, None}:
+        for k in sorted({part.request.logprobs or 0 for _, part in wanted} - {0}):
             same = [part for _, part in wanted if part.request.logprobs == k]
             rows = [index[part.name] for part in same]
             ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(np.array([p.request.number for p in same], np.uint64), k)
@@ -265,10 +265,15 @@ class Runner:
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
         request.prompt_logprobs = None
         ids, values = np.empty((len(request.prompt) - 1, k + 1), np.int32), np.empty((len(request.prompt) - 1, k + 1), np.float32)
-        ids[:, 0], values[:, 0] = request.prompt[1:], view["prompt_logprobs"]
+        ids[:, 0], values[:, 0] = request.prompt[1:], _there(view["prompt_logprobs"])
         if k:
-            ids[:, 1:], values[:, 1:] = view["prompt_top_ids"], view["prompt_top_logprobs"]
-        return LogprobsTensors(*map(_tensor, (ids, values, view["prompt_ranks"])))
+            ids[:, 1:], values[:, 1:] = _there(view["prompt_top_ids"]), _there(view["prompt_top_logprobs"])
+        return LogprobsTensors(*map(_tensor, (ids, values, _there(view["prompt_ranks"]))))
+
+
+def _there(array: NDArray[Any] | None) -> NDArray[Any]:
+    assert array is not None  # it was asked for when the request was added
+    return array
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

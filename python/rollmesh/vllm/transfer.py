@@ -54,6 +54,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: UpdateInfo | dict[str, Any]) -> None:
         together = self._updates.together
         info = together("a block's info", self._parsed, update_info)
+        self._updates.alike("a block of weights", (info.version, info.abort))
         if info.abort is not None:
             self._updates.drop(f"the trainer gave it up: {info.abort}")
             return

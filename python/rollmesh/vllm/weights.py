@@ -159,6 +159,11 @@ class WeightUpdates:
             raise fault
         return result
 
+    def alike(self, what: str, value: Any) -> None:
+        """All ranks have come with the same value, or CollectiveMismatchError on all."""
+        if isinstance(self._engine, SpmdEngine):
+            self._engine.compare(what, self._engine.tell_of_sync(what, repr(value), None))
+
     def _leave(self, error: BaseException) -> None:
         if isinstance(self._engine, SpmdEngine):
             self._engine.leave(error)
