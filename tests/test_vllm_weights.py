@@ -260,8 +260,11 @@ def test_load_weights_of_a_part(served: Served) -> None:
 
 
 def test_load_weights_that_are_bad(served: Served) -> None:
-    """A bad tensor is not there, and may come again; within an update by the four calls nothing is loaded."""
+    """A bad tensor ends its set, also behind all that the set needs; within an update by the four calls nothing is loaded."""
     good = state(served.version + 1)
+    with pytest.raises((rm.UnexpectedKeyError, RuntimeError), match="UnexpectedKeyError"):
+        served.client.rpc("load", [*good.items(), ("model.of.nothing", good[LATE])])
+    served.hold()
     with pytest.raises((rm.NonFiniteError, RuntimeError), match="NonFiniteError"):
         served.client.rpc("load", [(name, nan(x) if name == LATE else x) for name, x in good.items()])
     with pytest.raises((rm.UnsupportedTensorError, RuntimeError), match="wanted pairs"):

@@ -301,7 +301,11 @@ class WeightUpdates:
             if self._loaded is None or self._loaded.closed is not None:
                 self._loaded = Sync(self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep"))
                 self.weights.begin(self._loaded)
-            self._loaded.push(*entry)
+            try:
+                self._loaded.push(*entry)
+            except Exception as error:  # the caller has been told that its set failed: no later step may commit the rest
+                self.weights.abort(self._loaded, error)
+                raise
             taken.add(entry[0])
 
     def _each(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
