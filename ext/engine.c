@@ -437,6 +437,8 @@ static PyMethodDef methods[] = {
            "host_top(ids, k): the k likeliest at each request's last token, (ids, logprobs)."),
     METHOD("host_routed", rm_engine_py_host_routed, METH_VARARGS,
            "host_routed(id, start): routing of the positions that were fed, from start on."),
+    METHOD("host_fail", rm_engine_py_host_fail, METH_O, "Ends a request that was not fed; its pages hold nothing."),
+    METHOD("host_forget", rm_engine_py_host_forget, METH_O, "These pages hold nothing that may be used."),
     METHOD("host_preempt", rm_engine_py_host_preempt, METH_O, "The host has taken the request's pages back."),
     METHOD("host_tokens", rm_engine_py_host_tokens, METH_VARARGS, "host_tokens(id, tokens): what it has generated, as the host knows it."),
     METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),

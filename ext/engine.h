@@ -39,6 +39,8 @@ PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id);
+PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id);
+PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages);
 PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args);
 // engine_weights.c
 PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);

@@ -3,6 +3,7 @@ that parity tests leave in the summary."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -22,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of torch that spin would starve the engine's
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
+    # vLLM speaks its second resume protocol where triton has a driver, or where it may get one: with no device, not with all of none.
+    if importlib.util.find_spec("vllm") and not os.path.exists("/dev/nvidiactl"):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by powf: inv_freq would differ by machine.
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 

@@ -309,6 +309,53 @@ def test_a_row_with_nothing_left_ends_its_request(engine: Any) -> None:
     assert step(engine, (number, 3, 1, [], False), (other, 3, 1, [], False), logits=(logits, stats))[0].tolist() == [-2, -3]
 
 
+def test_a_row_of_nothing_is_not_drawn(engine: Any) -> None:
+    for temperature in (0.0, 1.0):
+        number = add(engine, [5, 6, 7], host_draws=True, temperature=temperature)
+        logits, stats = np.empty((1, 151), np.float32), np.empty((1, 2), np.float32)
+        step(engine, (number, 0, 3, [1], True), logits=(logits, stats))
+        drawn = engine.host_draw(np.array([number], np.uint64), logits, stats, np.full_like(logits, -np.inf))
+        assert drawn[0].tolist() == [-2]
+
+
+# ---------------------------------------------------------------------------------------------------------------- pages that were not fed
+def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) -> None:
+    """They are another prompt's, of the serving version; the host believes that the one who got them was fed. It says so (forget), or hands
+    them to a request that has ended."""
+    old, prompt = list(range(2, 42)), list(range(60, 100))
+    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0].token_ids[0]
+    first = add(engine, old)
+    step(engine, (first, 0, 40, [1, 2, 3], True))
+    engine.host_forget(np.array([1, 2, 999, -5], np.int32))
+    second = add(engine, prompt)
+    assert step(engine, (second, 32, 8, [1, 2, 4], True))[0][0] == wanted
+    third, fourth = add(engine, old), add(engine, prompt)
+    step(engine, (third, 0, 16, [5], True))
+    engine.host_fail(third)
+    tokens = step(engine, (third, 16, 24, [1, 2], False), (fourth, 32, 8, [1, 2, 6], True))[0].tolist()
+    assert tokens == [-2, wanted]
+    fifth = add(engine, old[:16] + prompt[:2])
+    again = oracles[0].generate([old[:16] + prompt[:2]], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0]
+    *_, rows = result = step(engine, (fifth, 16, 2, [5, 7], True))
+    assert (result[0][0], rows) == (again.token_ids[0], 18), "what a request that failed has left is fed again"
+
+
+def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
+    """The records of the prompt are those of the version that draws the first token again."""
+    prompt = np.random.default_rng(2).integers(2, 150, size=20).tolist()
+    number = add(engine, prompt, prompt_logprobs=0)
+    step(engine, (number, 0, 20, [1, 2], True))
+    push(engine, 1)
+    engine.host_preempt(number)
+    engine.host_tokens(number, np.zeros(0, np.int32))
+    step(engine, (number, 16, 4, [1, 3], True))
+    wanted = oracles[1].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7, prompt_logprobs=0), use_tqdm=False)[0]
+    view = engine.request(number)
+    assert view["prompt_logprobs"].tobytes() == wanted.prompt_logprobs.tobytes()
+    assert view["prompt_routed"].tolist() == wanted.outputs[0].routed_experts.tolist()
+    assert engine.sample(number, 0)["token_ids"].tolist() == list(wanted.outputs[0].token_ids)
+
+
 # ---------------------------------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize(
     ("part", "words"),

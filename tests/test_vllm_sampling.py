@@ -106,8 +106,11 @@ def test_what_the_engine_is_given() -> None:
         assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)
     every = sampling.engine_request(SamplingParams(logprobs=-1, prompt_logprobs=-1), 0, 16, 100)
     assert (every.logprobs, every.prompt_logprobs) == (100, 100)
-    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4], min_tokens=3)).tolist() == [4, 9]
-    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4])).tolist() == []
+    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4], min_tokens=3), 10).tolist() == [4, 9]
+    assert sampling.banned_ids(SamplingParams(stop_token_ids=[9, 4]), 10).tolist() == []
+    for far in (10, 2**40):
+        with pytest.raises(rm.RequestError, match=f"token id {far} in the stop tokens"):
+            sampling.banned_ids(SamplingParams(stop_token_ids=[far], min_tokens=3), 10)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@
 // batch; that the first comes to its end in an earlier batch, or in this one before the second, follows from their order.
 #include "engine/hosted.h"
 
+#include <math.h>
+
 #include "engine/state.h"
 
 enum { NO_WORK, LAST_BATCH, MORE_BATCHES };   // what the ranks that step together tell one another
@@ -183,6 +185,7 @@ rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host
   for (int64_t i = 0; i < step->n_parts; i++) {
     rm_sequence *seq = sequence_of(engine, step->parts[i].id, NULL);
     if (seq->status != RM_DONE) take_pages(engine, seq, &step->parts[i]);
+    else rm_engine_host_forget(engine, step->parts[i].pages, step->parts[i].n_pages);
   }
   engine->plan.n_host = 0;
   engine->plan.host_logits = step->logits;
@@ -221,6 +224,7 @@ static rm_host_result draw_row(const rm_engine *engine, const rm_sequence *seq, 
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
   run_sample(engine, draw->edited, draw->stats, &params, &result, &unused, &result.sampling_logprob);
+  if (result.token >= 0 && draw->edited[result.token] == -INFINITY) result.token = -1;   // the largest of a row of nothing
   if (result.token < 0) return result;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result.token};
   run_sample(engine, draw->raw, draw->stats, &model, &result, &result.logprob, &unused);
@@ -252,6 +256,19 @@ rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_
 }
 
 // ---------------------------------------------------------------------------------------------- between steps
+void rm_engine_host_forget(rm_engine *engine, const int32_t *pages, int64_t n) {
+  for (int64_t i = 0; i < n && rm_is_hosted(engine); i++)
+    if (pages[i] >= 0 && pages[i] < engine->n_pages) engine->page_versions[pages[i]] = -1;
+}
+
+rm_code rm_engine_host_fail(rm_engine *engine, uint64_t id, rm_error *err) {
+  rm_sequence *seq = sequence_of(engine, id, err);
+  if (!seq) return RM_E_REQUEST;
+  if (seq->status == RM_ACTIVE) rm_host_distrust(engine, seq);
+  rm_finish_group(engine, seq->group, RM_FINISH_ABORT);
+  return RM_OK;
+}
+
 rm_code rm_engine_host_preempt(rm_engine *engine, uint64_t id, rm_error *err) {
   rm_sequence *seq = sequence_of(engine, id, err);
   if (!seq) return RM_E_REQUEST;
@@ -273,6 +290,7 @@ rm_code rm_engine_host_tokens(rm_engine *engine, uint64_t id, const int32_t *tok
     if (tokens[i] != mine[i])
       return rm_fail(err, RM_E_REQUEST, "request %llu: token %lld is %d to the host, wanted %d, which was drawn", (unsigned long long)id,
                      (long long)i, tokens[i], mine[i]);
+  if (!n && seq->n_tokens) seq->group->n_scored = seq->group->n_prompt_routed = 0;   // given out again, of the version that then serves
   seq->n_tokens = n;
   seq->n_routed = rm_min64(seq->n_routed, n);
   return RM_OK;

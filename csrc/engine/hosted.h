@@ -51,6 +51,10 @@ typedef struct rm_host_draw {   // one row of the last step's logits
 } rm_host_draw;
 rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err);
 
+// What these pages hold is not what the host believes: they were given to a request that was not fed. Numbers that are none are passed.
+void rm_engine_host_forget(rm_engine *engine, const int32_t *pages, int64_t n);
+// The request ends, and what its pages hold is not to be used: a step that was to feed it was not made.
+rm_code rm_engine_host_fail(rm_engine *engine, uint64_t id, rm_error *err);
 // The host has taken its pages back.
 rm_code rm_engine_host_preempt(rm_engine *engine, uint64_t id, rm_error *err);
 // What it has generated is this, as the host knows it: tokens that the host dropped are drawn again.

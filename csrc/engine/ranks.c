@@ -363,6 +363,10 @@ rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n
   return rm_engine_host_draw(ranks->members[0].engine, draws, n, results, err);
 }
 
+void rm_ranks_host_forget(rm_ranks *ranks, const int32_t *pages, int64_t n) { rm_engine_host_forget(ranks->members[0].engine, pages, n); }
+
+rm_code rm_ranks_host_fail(rm_ranks *ranks, uint64_t id, rm_error *err) { return rm_engine_host_fail(ranks->members[0].engine, id, err); }
+
 rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err) {
   return rm_engine_host_preempt(ranks->members[0].engine, id, err);
 }

@@ -66,6 +66,8 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
 // hosted.h's calls, of the one rank that a hosted process has. Requests that are added are its own, whatever the mesh.
 rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err);
 rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err);
+void rm_ranks_host_forget(rm_ranks *ranks, const int32_t *pages, int64_t n);
+rm_code rm_ranks_host_fail(rm_ranks *ranks, uint64_t id, rm_error *err);
 rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err);
 rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);
 

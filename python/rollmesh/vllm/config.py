@@ -152,9 +152,9 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
 def _check_sizes(vllm_config: Any) -> None:
     """The engine's own limits, said before a worker is started."""
     scheduler = vllm_config.scheduler_config
-    integer("max_model_len", vllm_config.model_config.max_model_len, 1, 2**31 - 1)
-    integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**20)
-    integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**24)
+    integer("max_model_len", vllm_config.model_config.max_model_len, 1, 2**24)
+    integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
+    integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**20)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
 
 
@@ -174,7 +174,7 @@ def update(vllm_config: Any) -> None:
     if scheduler.scheduler_cls in (None, SCHEDULER, ASYNC_SCHEDULER):
         scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     else:
-        _check_derived("scheduler_cls", scheduler.scheduler_cls, SCHEDULER)
+        _check_derived("scheduler_cls", scheduler.scheduler_cls, "rollmesh.vllm.scheduler.EndsFailed")
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 

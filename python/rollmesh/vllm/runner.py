@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from rollmesh.errors import CapacityError, IncompleteSyncError, NotSyncedError, RequestError, StateError
+from rollmesh.errors import CapacityError, Error, NotSyncedError, RequestError, StateError
 from rollmesh.show import reason
 from rollmesh.spec import ModelSpec
-from rollmesh.spmd import AnyEngine
+from rollmesh.spmd import ALONE, AnyEngine, SpmdEngine
 from rollmesh.vllm import sampling
 from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
 from rollmesh.vllm.scheduler import FAILED
 from rollmesh.vllm.weights import WeightUpdates
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/engine/hosted.h
-NO_STEP = (NotSyncedError, StateError, IncompleteSyncError)  # none can be made, on no rank, and nothing has been done
+NO_STEP = (NotSyncedError, StateError)  # none can be made, on no rank, and nothing has been done
 
 
 @dataclass(slots=True)
@@ -42,7 +42,8 @@ class _Request:
     params: Any
     prompt: NDArray[np.int32]
     logprobs: int | None  # likeliest tokens beside the drawn one; None: no logprobs are wanted
-    prompt_logprobs: int | None  # the same of the prompt, until they have been given
+    prompt_logprobs: int | None  # the same of the prompt
+    prompt_given: bool  # its logprobs are vLLM's
     host_draws: bool
     routed: int  # positions whose routing is not wanted any more
 
@@ -103,20 +104,31 @@ class Runner:
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        try:
+            return self._make_step(scheduled, grammar)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _make_step(self, scheduled: Any, grammar: Any) -> ModelRunnerOutput:
         names, failed = list(scheduled.num_scheduled_tokens), dict[str, str]()
         self._let_go(scheduled)
-        try:
-            self._updates.close_unscoped()
-            parts = self._take(scheduled, failed)
-            drawn = self._step(parts, grammar)
-        except NO_STEP as error:
-            return _output(names, {}, dict.fromkeys(names, reason(error)))
+        why = self._close_set()
+        if why is None:
+            try:
+                parts = self._take(scheduled, failed)
+                drawn = self._step(parts, grammar)
+            except NO_STEP as error:
+                why = error
+        if why is not None:
+            self._fail(scheduled)
+            return _output(names, {}, dict.fromkeys(names, reason(why)))
         tokens = dict(zip((part.name for part in parts), drawn.tokens.tolist(), strict=True))
         failed |= {part.name: self._why(part.request) for part in parts if tokens[part.name] == HAS_FAILED}
         output = _output(names, tokens, failed)
         output.logprobs = self._logprobs(output.req_id_to_index, parts, drawn)
         for part in parts:
-            if part.request.prompt_logprobs is not None and tokens[part.name] >= 0:
+            if part.request.prompt_logprobs is not None and not part.request.prompt_given and tokens[part.name] >= 0:
                 output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
         if self._routed:
             output.aux_output_connector_output = {part.name: self._experts(part.request) for part in parts if tokens[part.name] >= 0}
@@ -125,10 +137,43 @@ class Runner:
     def idle_step(self) -> None:
         """No rows of this rank's, in a step that others may make."""
         try:
-            self._updates.close_unscoped()
-            self._step([], None)
+            if self._close_set() is None:
+                self._step([], None)
         except NO_STEP:
             pass  # nor do the others make it
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _close_set(self) -> Error | None:
+        """A set that load_weights has pushed is committed. What is wrong with it, on all ranks, ends this step's requests and no more."""
+        try:
+            self._updates.close_unscoped()
+        except ALONE:
+            raise
+        except Error as error:
+            return error
+        return None
+
+    def _leave(self, error: BaseException) -> None:
+        """This rank ends here; where others would wait for it they learn so."""
+        if isinstance(self._engine, SpmdEngine):
+            self._engine.leave(error)
+
+    def _fail(self, scheduled: Any) -> None:
+        """No step is made: its requests end, and pages that vLLM counts as computed from here on hold nothing."""
+        cached = scheduled.scheduled_cached_reqs
+        for name in scheduled.num_scheduled_tokens:
+            if name in self._requests:
+                self._engine.host_fail(self._requests[name].number)
+        for new in scheduled.scheduled_new_reqs:
+            self._forget(new.block_ids)
+        for pages in cached.new_block_ids:
+            self._forget(pages)
+
+    def _forget(self, pages: Any) -> None:
+        if pages:
+            self._engine.host_forget(np.array(pages[0], np.int32))
 
     def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
         most = sum(part.request.host_draws for part in parts)
@@ -148,7 +193,8 @@ class Runner:
         if len(waiting):
             assert logits is not None
             assert stats is not None
-            self._draw([parts[i] for i in waiting], logits[: len(waiting)], stats[: len(waiting)], grammar, drawn, waiting)
+            rows = drawn.ranks[waiting]  # of one that has failed there is a row too
+            self._draw([parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting)
         return drawn
 
     def _draw(self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any, drawn: _Drawn, places: Any) -> None:
@@ -180,11 +226,13 @@ class Runner:
                 request = self._known_again(new) or self._add(new)
             except (RequestError, CapacityError) as error:
                 failed[new.req_id] = reason(error)
+                self._forget(new.block_ids)
             else:
                 parts[new.req_id] = _Part(new.req_id, request, new.num_computed_tokens, rows[new.req_id], new.block_ids[0], True)
         for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if name not in self._requests:
                 failed[name] = "it has failed in an earlier step"
+                self._forget(pages)
                 continue
             request, replace = self._requests[name], name in cached.resumed_req_ids
             if replace and name in cached.all_token_ids:
@@ -193,12 +241,12 @@ class Runner:
         return [parts[name] for name in rows if name in parts]
 
     def _add(self, new: Any) -> _Request:
-        params, prompt = new.sampling_params, np.array(new.prompt_token_ids, np.int32)
+        params, prompt = new.sampling_params, sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
         sampling.refuse(params)
         sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
         most = min(params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1))
         asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom))
-        number = self._engine.add(prompt, sampling.banned_ids(params), asked, None)
+        number = self._engine.add(prompt, sampling.banned_ids(params, self._vocab_size), asked, None)
         self._accepted += 1
         prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
         request = _Request(
@@ -207,6 +255,7 @@ class Runner:
             prompt,
             None if params.logprobs is None else asked.logprobs,
             prompt_logprobs,
+            False,
             asked.host_draws,
             params.routed_experts_prompt_start,
         )
@@ -217,6 +266,11 @@ class Runner:
         """A request that was preempted, where vLLM sends such as new ones."""
         request = self._requests.get(new.req_id)
         if request is not None:
+            if not np.array_equal(new.prompt_token_ids, request.prompt):
+                raise RequestError(
+                    f"a prompt of {len(new.prompt_token_ids)} tokens under a name whose prompt has {len(request.prompt)}, wanted the same: "
+                    "input that streams in is not served"
+                )
             self._knows(request, new.prefill_token_ids or new.prompt_token_ids)
         return request
 
@@ -224,7 +278,9 @@ class Runner:
         """All tokens that vLLM has of it. Those drawn since and dropped by vLLM will be drawn again."""
         known = np.array(list(tokens)[len(request.prompt) :], np.int32)
         self._engine.host_tokens(request.number, known)
-        request.routed = min(request.routed, len(request.prompt) + max(len(known) - 1, 0))
+        request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
+        if not len(known):  # vLLM has dropped what came with the first token
+            request.routed, request.prompt_given = min(request.routed, request.params.routed_experts_prompt_start), False
 
     # ---------------------------------------------------------------------------------------- what vLLM gets
     def _generated(self, request: _Request) -> list[int]:
@@ -263,7 +319,7 @@ class Runner:
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
         """Of all tokens of the prompt but the first, in the step that draws the first token after it."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
-        request.prompt_logprobs = None
+        request.prompt_given = True
         ids, values = np.empty((len(request.prompt) - 1, k + 1), np.int32), np.empty((len(request.prompt) - 1, k + 1), np.float32)
         ids[:, 0], values[:, 0] = request.prompt[1:], _there(view["prompt_logprobs"])
         if k:

@@ -186,9 +186,16 @@ def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, c
     )
 
 
-def banned_ids(params: Any) -> NDArray[np.int32]:
+def token_ids(what: str, ids: Any, vocab_size: int) -> NDArray[np.int32]:
+    """int32 [n]; RequestError for an id that is none. vLLM does not look where it has no tokenizer."""
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise RequestError(f"token id {shown(wrong[0])} in {what}, wanted 0 <= id < {vocab_size}")
+    return np.array(ids, dtype=np.int32)
+
+
+def banned_ids(params: Any, vocab_size: int) -> NDArray[np.int32]:
     """Ascending: the tokens that may not come before min_tokens; the ends of a sequence as vLLM's scheduler knows them."""
-    return np.array(sorted(params.all_stop_token_ids) if params.min_tokens else (), dtype=np.int32)
+    return token_ids("the stop tokens", sorted(params.all_stop_token_ids) if params.min_tokens else [], vocab_size)
 
 
 def _count(value: int | None, vocab_size: int, none: int) -> int:

@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 FAILED = "rollmesh_failed"
 
 
-class _EndsFailed:
+class EndsFailed:
     """In front of a scheduler of vLLM's."""
 
     if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class _EndsFailed:
         return self.finish_requests(failed, RequestStatus.FINISHED_ERROR)
 
 
-class Scheduler(_EndsFailed, scheduler.Scheduler):  # type: ignore[misc]
+class Scheduler(EndsFailed, scheduler.Scheduler):  # type: ignore[misc]
     """Of synchronous scheduling."""
 
 
-class AsyncScheduler(_EndsFailed, async_scheduler.AsyncScheduler):  # type: ignore[misc]
+class AsyncScheduler(EndsFailed, async_scheduler.AsyncScheduler):  # type: ignore[misc]
     """Of asynchronous scheduling."""

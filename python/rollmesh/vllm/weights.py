@@ -281,7 +281,8 @@ class WeightUpdates:
 
     def _wake(self, tags: Any) -> None:
         parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
-        self.together("wake_up", self._engine.wake, parts)
+        if parts:  # none, where all of them were woken by tag
+            self.together("wake_up", self._engine.wake, parts)
 
     @staticmethod
     def _refuse(why: str) -> None:
