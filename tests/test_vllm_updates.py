@@ -156,6 +156,43 @@ def test_load_weights(served: Served) -> None:
     served.hold()
 
 
+@pytest.mark.parametrize("steps", [1, 6], ids=["in the prompt", "in the answer"])
+def test_a_part_of_a_set_while_requests_run(served: Served, steps: int) -> None:
+    """They end with the error, those of a step that was scheduled meanwhile too; the pages that they were given hold nothing."""
+    if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        pytest.skip("TRL reaches into a worker of this process")
+    engine, running, ends = served.llm.llm_engine, long_requests(), {}
+    running.append(support.request([77] * 110, max_tokens=9))
+    for i, request in enumerate(running):
+        engine.add_request(f"{9000 + 10 * steps + i}", {"prompt_token_ids": list(request.prompt)}, request.theirs)
+    for _ in range(steps):
+        engine.step()
+    support.load(served.llm, dict(list(served.weights(96).items())[:-3]))
+    while engine.has_unfinished_requests():
+        ends |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert len(ends) == len(running)
+    failed = [end for end in ends.values() if end.finish_reason == "error"]
+    assert len(failed) >= (1 if steps == 1 else len(running))  # those that have not begun go on, with the version before
+    assert all("IncompleteSyncError" in str(end.stop_reason) for end in failed)
+    support.agree(support.generate(served.llm, running), served.oracle.answers(running))
+    served.hold()
+
+
+def test_ids_that_are_none(served: Served) -> None:
+    """vLLM does not look where it has no tokenizer. Who shares pages with such a request is not touched."""
+    stem = [9] * 48
+    good = support.request([*stem, 3, 4], max_tokens=5)
+    bad = [support.request([*stem, far], max_tokens=5) for far in (5000, 2**40)]
+    for request in bad:
+        outputs = served.llm.generate(
+            [{"prompt_token_ids": list(each.prompt)} for each in (request, good)], [request.theirs, good.theirs], use_tqdm=False
+        )
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert "token id" in str(outputs[0].outputs[0].stop_reason)
+        support.agree([support.vllm_answers(outputs[1])], served.oracle.answers([good]))
+        assert served.llm.reset_prefix_cache()
+
+
 # -------------------------------------------------------------------------------------------------- in the middle of generation
 def long_requests() -> list[support.Request]:
     return [support.request([50 + i] * (4 + 9 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=60) for i in range(4)]
