@@ -193,6 +193,33 @@ def test_ids_that_are_none(served: Served) -> None:
         assert served.llm.reset_prefix_cache()
 
 
+def test_a_row_that_is_not_finite(served: Served) -> None:
+    """Its request ends alone, also among others whose logits the host edits: each of them has the answer that it has by itself."""
+    if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        pytest.skip("the weights go past vLLM into a worker of this process")
+    poisoned = dict(served.weights(served.version))
+    poisoned["model.embed_tokens.weight"] = poisoned["model.embed_tokens.weight"].copy()
+    poisoned["model.embed_tokens.weight"][299] = np.nan
+    served.version += 1
+    engine = support.worker_of(served.llm).engine  # no way of vLLM's takes such weights
+    engine.sync_begin(served.version, allow_nonfinite=True)
+    for name, tensor in poisoned.items():
+        engine.sync_push(name, tensor)
+    engine.sync_commit("keep")
+    bad, *good = [support.request([5, first, 7], logit_bias={299: -100.0}, seed=first) for first in (299, 31, 32)]
+    alone = [support.generate(served.llm, [request])[0] for request in good]
+    outputs = served.llm.generate(
+        [{"prompt_token_ids": list(request.prompt)} for request in (bad, *good)],
+        [request.theirs for request in (bad, *good)],
+        use_tqdm=False,
+    )
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "NumericsError" in str(outputs[0].outputs[0].stop_reason)
+    support.agree([support.vllm_answers(output) for output in outputs[1:]], alone)
+    served.push()
+    served.hold()
+
+
 # -------------------------------------------------------------------------------------------------- in the middle of generation
 def long_requests() -> list[support.Request]:
     return [support.request([50 + i] * (4 + 9 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=60) for i in range(4)]
