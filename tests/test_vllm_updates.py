@@ -254,9 +254,11 @@ async def keep(llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_
     await asyncio.gather(*running.tasks)
     for i, request in enumerate(running.requests):
         got, (first,) = running.answers[i], before[i]
-        cuts = range(held[i], min(held[i] + 3, len(first.tokens)))  # a token may have been drawn and not yet told
-        wanted = [support.continued(oracle, request, first, cut) for cut in cuts]
-        assert got in wanted, f"request {i}: {got} is not {first} up to a cut in {cuts}, and the new version's from there"
+        end, n = held[i], len(first.tokens)  # tokens may have been drawn and not yet told, on a slow machine all of them
+        while end < n and got.tokens[end] == first.tokens[end] and got.positions[end] == first.positions[end]:
+            end += 1
+        wanted = [first if cut == n else support.continued(oracle, request, first, cut) for cut in range(max(held[i], end - 2), end + 1)]
+        assert got in wanted, f"request {i}: {got} is not {first} up to a cut between {held[i]} and {end}, and the new version's from there"
         assert got.tokens != first.tokens
 
 
@@ -269,7 +271,8 @@ async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str)
     await asyncio.gather(*running.tasks)
     await llm.resume_generation()
     for got, (whole,) in zip(running.answers, want, strict=True):
-        assert got.end == (("abort", None) if mode == "abort" else whole.end)
+        ends = {whole.end} | ({("abort", None)} if mode == "abort" else set())  # a slow machine hears of the pause at the end
+        assert got.end in ends
         assert got.tokens == whole.tokens[: len(got.tokens)]
         assert got.positions == whole.positions[: len(got.positions)]
 
