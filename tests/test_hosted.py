@@ -294,6 +294,9 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     tokens = engine.sample(edited, 0)["token_ids"].tolist()
     assert np.float32(logprob).tobytes() == oracles[0].score([prompt + tokens])[0][-1:].tobytes()
     assert rank == (logits[0] >= logits[0, token]).sum()
+    hot = add(engine, prompt, seed=11, host_draws=True)  # at temperature 1 the two logprobs are still of two rows
+    step(engine, (hot, 0, 20, [5, 6], True), logits=(logits, stats))
+    assert np.isclose(engine.host_draw(np.array([hot], np.uint64), logits, stats, only)[2][0], np.log(0.5), atol=1e-6)
 
 
 def test_a_row_with_nothing_left_ends_its_request(engine: Any) -> None:
@@ -332,7 +335,7 @@ def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) 
     third, fourth = add(engine, old), add(engine, prompt)
     step(engine, (third, 0, 16, [5], True))
     engine.host_fail(third)
-    tokens = step(engine, (third, 16, 24, [1, 2], False), (fourth, 32, 8, [1, 2, 6], True))[0].tolist()
+    tokens = step(engine, (third, 16, 24, [3, 4], False), (fourth, 32, 8, [3, 4, 6], True))[0].tolist()
     assert tokens == [-2, wanted]
     fifth = add(engine, old[:16] + prompt[:2])
     again = oracles[0].generate([old[:16] + prompt[:2]], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0]
@@ -445,3 +448,7 @@ def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[An
     assert tokens == list(wanted.token_ids)
     third = add(engine, [*stem, 6, 5])
     assert step(engine, (third, 32, 2, [1, 2, 5], True))[0].tolist() == tokens[:1]
+    full = [*stem, 77, *range(5, 20)]  # the bad row is in a page that the host may share
+    first, second = add(engine, [*full, 9]), add(engine, [*full, 10])
+    assert step(engine, (first, 0, 49, [8, 9, 10, 11], True))[0].tolist() == [-2]
+    assert step(engine, (second, 48, 1, [8, 9, 10, 12], True))[0].tolist() == [-2], "its zeros are nobody's KV"
