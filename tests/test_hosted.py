@@ -326,17 +326,18 @@ def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) 
     """They are another prompt's, of the serving version; the host believes that the one who got them was fed. It says so (forget), or hands
     them to a request that has ended."""
     old, prompt = list(range(2, 42)), list(range(60, 100))
-    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0].token_ids[0]
+    wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0].logprobs.tolist()
     first = add(engine, old)
     step(engine, (first, 0, 40, [1, 2, 3], True))
     engine.host_forget(np.array([1, 2, 999, -5], np.int32))
     second = add(engine, prompt)
-    assert step(engine, (second, 32, 8, [1, 2, 4], True))[0][0] == wanted
+    assert step(engine, (second, 32, 8, [1, 2, 4], True))[1].tolist() == wanted
     third, fourth = add(engine, old), add(engine, prompt)
     step(engine, (third, 0, 16, [5], True))
     engine.host_fail(third)
-    tokens = step(engine, (third, 16, 24, [3, 4], False), (fourth, 32, 8, [3, 4, 6], True))[0].tolist()
-    assert tokens == [-2, wanted]
+    drawn = step(engine, (third, 16, 24, [3, 4], False), (fourth, 32, 8, [3, 4, 6], True))
+    assert drawn[0].tolist()[0] == -2
+    assert drawn[1].tolist()[1:] == wanted
     fifth = add(engine, old[:16] + prompt[:2])
     again = oracles[0].generate([old[:16] + prompt[:2]], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0].outputs[0]
     *_, rows = result = step(engine, (fifth, 16, 2, [5, 7], True))
