@@ -278,28 +278,22 @@ out:
   return result;
 }
 
-typedef rm_code (*id_call)(rm_ranks *, uint64_t, rm_error *);
-
-static int call_with_id(rm_engine_object *self, PyObject *argument, id_call call) {
+PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
-  if (id == (unsigned long long)-1 && PyErr_Occurred()) return -1;
-  if (rm_engine_enter(self)) return -1;
+  if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   const rm_code code = call(self->engine, id, &err);
   rm_engine_leave(self);
-  if (code) rm_raise(rm_engine_module(self), &err);
-  return code ? -1 : 0;
-}
-
-static PyObject *engine_abort(rm_engine_object *self, PyObject *id) {
-  if (call_with_id(self, id, rm_ranks_abort)) return NULL;
+  if (code) return rm_raise(rm_engine_module(self), &err);
   Py_RETURN_NONE;
 }
+
+static PyObject *engine_abort(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_abort); }
 
 static PyObject *engine_release(rm_engine_object *self, PyObject *id) {
-  if (call_with_id(self, id, rm_ranks_release)) return NULL;
-  if (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0) return NULL;
-  Py_RETURN_NONE;
+  PyObject *none = rm_engine_call_with_id(self, id, rm_ranks_release);
+  if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0)) Py_CLEAR(none);
+  return none;
 }
 
 static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {

@@ -25,6 +25,8 @@ typedef struct rm_engine_object {
 PyObject *rm_engine_module(rm_engine_object *self); // view
 int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
+typedef rm_code (*rm_id_call)(rm_ranks *, uint64_t, rm_error *);
+PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id, rm_id_call call); // None, or NULL with its error set
 
 // Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.
 // engine_views.c

@@ -199,20 +199,10 @@ out:
   return result;
 }
 
-typedef rm_code (*id_call)(rm_ranks *, uint64_t, rm_error *);
-
-static PyObject *call_with_id(rm_engine_object *self, PyObject *argument, id_call call) {
-  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
-  if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  const rm_code code = call(self->engine, id, &err);
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id) {
+  return rm_engine_call_with_id(self, id, rm_ranks_host_preempt);
 }
-
-PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id) { return call_with_id(self, id, rm_ranks_host_preempt); }
-PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id) { return call_with_id(self, id, rm_ranks_host_fail); }
+PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_host_fail); }
 
 PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages) {
   const int32_t *numbers;

@@ -40,6 +40,17 @@ def _two_torch_threads() -> None:
     torch.set_num_threads(2)
 
 
+@pytest.fixture(scope="module")
+def torch_as_it_was() -> Iterator[None]:
+    """A trainer sets torch's thread count and deterministic algorithms for its process; other test files get back theirs."""
+    import torch
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for line in config.stash[SUMMARY]:
         terminalreporter.write_line(line)

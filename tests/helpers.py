@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
+TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")  # of a run's metrics: no two runs agree
 
 _DENSE: Config = {
     "model_type": "qwen3",

@@ -108,7 +108,7 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np, rollmesh as rm
 from helpers import numpy_state_dict, tiny_config
 from rollmesh import _core
-from rollmesh.requests import _EngineRequest
+from rollmesh.requests import EngineRequest
 
 def refuse_each(name, call, state):
     for n in range(1000):
@@ -144,7 +144,7 @@ for name, tensor in numpy_state_dict(config).items():
     refuse_each("sync_resolve", lambda: engine.sync_resolve(name), state)
     refuse_each("sync_push", lambda: engine.sync_push(name, tensor), state)
 engine.sync_commit("refuse")
-request = _EngineRequest(n=2, max_tokens=4, min_tokens=0, temperature=1.0, top_p=1.0, min_p=0.0, top_k=-1, has_seed=True, seed=1,
+request = EngineRequest(n=2, max_tokens=4, min_tokens=0, temperature=1.0, top_p=1.0, min_p=0.0, top_k=-1, has_seed=True, seed=1,
                          ignore_eos=True, logprobs=2, prompt_logprobs=2, score=False, score_sampling=False)
 prompt, none = np.arange(1, 9, dtype=np.int32), np.empty(0, np.int32)
 id = refuse_each("add", lambda: engine.add(prompt, none, request, None), state)

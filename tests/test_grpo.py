@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import TIMES
 
 import rollmesh as rm
 
@@ -34,16 +34,7 @@ TINY = [
     "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2",
     "train.threads=1", "generator.threads=1",
 ]  # fmt: skip
-TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _torch_as_it_was() -> Iterator[None]:
-    """A trainer sets torch's thread count and deterministic algorithms for its process; other test files get back theirs."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
 # -------------------------------------------------------------------------------------------------- configuration

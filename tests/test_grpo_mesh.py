@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import SUMMARY
+from helpers import TIMES
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,7 +28,6 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs/qwen3_moe_debug_ep4.t
 ALONE = ["generator.tp=1", "generator.dp=1", "generator.ep=1"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 SHORT = ["train.steps=2", "rollout.prompts=8", "rollout.samples=8", "eval.prompts=8", "eval.every=1"]
-TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")
 
 
 def grpo(out: Path, changes: list[str], launcher: list[str], seconds: float) -> list[dict[str, Any]]:

@@ -15,13 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import TIMES
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -34,18 +34,9 @@ from rollmesh.grpo import vllm as vllm_engine  # noqa: E402
 CONFIG = Path(__file__).resolve().parent.parent / "configs/qwen3_moe_debug.toml"
 SHORT = ["train.steps=2", "rollout.prompts=8", "rollout.samples=8", "eval.prompts=8", "eval.every=1", "eval.temperature=0.7"]
 BFLOAT16 = ["generator.dtype=bfloat16", "sync.cast=true", "sync.self_test=0.5"]
-TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 WORKS = all(importlib.util.find_spec(name) for name in ("vllm", "rich", "matplotlib", "tensorboard"))
 needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's extra train")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _torch_as_it_was() -> Iterator[None]:
-    """A trainer sets torch's thread count and deterministic algorithms for its process; other test files get back theirs."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 # -------------------------------------------------------------------------------------------------- without vLLM

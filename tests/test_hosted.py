@@ -185,15 +185,25 @@ def prompts_of(rng: np.random.Generator) -> list[list[int]]:
     return [stem[: int(rng.integers(0, 41))] + rng.integers(2, 150, size=int(rng.integers(1, 40))).tolist() for _ in range(10)]
 
 
-@pytest.mark.parametrize("case", range(8))
-def test_a_host_by_dice_gets_the_tokens_of_a_generator(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
-    host, prompts, steps = Host(engine, rng), prompts_of(rng), 0
+def served(engine: Any, rng: np.random.Generator, prompts: list[list[int]], pushes: tuple[int, ...] = ()) -> Host:
+    """A host that has served them all, each with its number as its seed. pushes: the steps after which the next version comes."""
+    host, steps = Host(engine, rng), 0
     for seed, prompt in enumerate(prompts):
         host.add(prompt, seed=seed)
     while host.tokens:
         host.step()
         steps += 1
+        if steps in pushes:
+            host.version += 1
+            push(engine, host.version)
         assert steps < 4000
+    return host
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_a_host_by_dice_gets_the_tokens_of_a_generator(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
+    prompts = prompts_of(rng)
+    host = served(engine, rng, prompts)
     for seed, (prompt, drawn) in enumerate(zip(prompts, host.drawn.values(), strict=True)):
         wanted = oracles[0].generate([prompt], rm.SamplingParams(max_tokens=24, seed=seed), use_tqdm=False)[0].outputs[0]
         assert [token for token, _, _ in drawn] == list(wanted.token_ids)
@@ -202,16 +212,8 @@ def test_a_host_by_dice_gets_the_tokens_of_a_generator(case: int, engine: Any, o
 
 @pytest.mark.parametrize("case", range(8))
 def test_new_versions_need_no_word_about_the_prefix_cache(case: int, engine: Any, oracles: list[Any], rng: np.random.Generator) -> None:
-    host, prompts, steps = Host(engine, rng), prompts_of(rng), 0
-    for seed, prompt in enumerate(prompts):
-        host.add(prompt, seed=seed)
-    while host.tokens:
-        host.step()
-        steps += 1
-        if steps in (15, 40):
-            host.version += 1
-            push(engine, host.version)
-        assert steps < 4000
+    prompts = prompts_of(rng)
+    host = served(engine, rng, prompts, pushes=(15, 40))
     seen = set()
     for prompt, drawn in zip(prompts, host.drawn.values(), strict=True):
         tokens = prompt + [token for token, _, _ in drawn]

@@ -14,7 +14,7 @@ import pytest
 import vllm_support as support
 
 import rollmesh as rm
-from rollmesh.requests import _EngineRequest
+from rollmesh.requests import EngineRequest
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -96,7 +96,7 @@ def test_what_the_engine_is_given() -> None:
         {"top_k": 10**6, "seed": 2**64 - 1, "logprobs": 0, "prompt_logprobs": 2},
     ):
         theirs, ours = SamplingParams(**words), rm.SamplingParams(**words)
-        got, want = sampling.engine_request(theirs, 11, theirs.max_tokens, 100), _EngineRequest.of(ours, 11)
+        got, want = sampling.engine_request(theirs, 11, theirs.max_tokens, 100), EngineRequest.of(ours, 11)
         for name in want.__slots__:
             if name == "top_k":
                 assert got.top_k == min(want.top_k, 100)

@@ -257,7 +257,7 @@ static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d,
 static void hand_out(rm_engine *engine, const rm_chunk *chunk) {
   const rm_plan *plan = &engine->plan;
   const int64_t vocab = engine->spec->vocab_size;
-  for (int64_t i = 0; i < chunk->n; i++) {
+  for (int64_t i = 0; plan->n_host && i < chunk->n; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
     const rm_group *group = out->seq->group;
     const int64_t to = out->seq->host_row, k = group->top_logprobs, at = out->seq->n_tokens * k;

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(slots=True)
-class _EngineRequest:
+class EngineRequest:
     """A request as ext/engine.c reads it; the fields are rm_request's."""
 
     n: int
@@ -52,7 +52,7 @@ class _EngineRequest:
     stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod
-    def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> _EngineRequest:
+    def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> EngineRequest:
         return cls(
             n=1 if score else params.n,
             max_tokens=params.max_tokens,
@@ -112,7 +112,7 @@ class Requests:
             watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         number = self._generations + 1
-        request = self._engine.add(prompt_ids, stop_ids, _EngineRequest.of(params, number), None)
+        request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None)
         self._records[request] = _Request(prompt_ids, prompt, params, number, watchers)
         self._generations = number
         if watchers:
@@ -122,7 +122,7 @@ class Requests:
     def add_score(self, ids: Ids, params: SamplingParams | None, logits: NDArray[np.float32] | None = None) -> int:
         """Queues a scoring pass over `ids`; `logits` [len, vocab] is filled when given."""
         chosen = params or GREEDY
-        request = self._engine.add(ids, np.zeros(0, np.int32), _EngineRequest.of(chosen, 0, True, params is not None), logits)
+        request = self._engine.add(ids, np.zeros(0, np.int32), EngineRequest.of(chosen, 0, True, params is not None), logits)
         self._records[request] = _Request(ids, None, chosen, 0)
         return request
 

@@ -9,7 +9,6 @@ end where the request comes in (`refuse`, out of generate() or as HTTP 400), and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.pooling_params import PoolingParams
 
 from rollmesh.errors import RequestError
+from rollmesh.requests import EngineRequest
 from rollmesh.show import shown
 
 GREEDY_BELOW = 1e-5  # vLLM's limit
@@ -94,29 +94,6 @@ class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
         self.parameter, self.value = parameter, None
 
 
-@dataclass(slots=True)
-class EngineRequest:
-    """A request as ext/engine.c reads it; the fields are rm_request's. One sample each."""
-
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    min_p: float
-    top_k: int
-    has_seed: bool
-    seed: int
-    logprobs: int
-    prompt_logprobs: int
-    host_draws: bool
-    ranks: bool
-    n: int = 1
-    ignore_eos: bool = False
-    score: bool = False
-    score_sampling: bool = False
-    stop: tuple[str, ...] = ()
-
-
 # ---------------------------------------------------------------------------------------------------------------- refuse
 def refuse(params: Any) -> None:
     """RefusedError for what a request asks for and nobody does."""
@@ -164,13 +141,14 @@ def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
 
 
 def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, custom_processors: bool = False) -> EngineRequest:
-    """A request of the hosted engine.
+    """A request of the hosted engine, of one sample.
 
     number        of the request, the same on all ranks: its seed is made of it and the engine's where it brings none
     max_tokens    that can still come: vLLM's limit, which ends it
     """
     hosted, greedy = needs_host_logits(params, custom_processors), params.temperature < GREEDY_BELOW
     return EngineRequest(
+        n=1,
         max_tokens=max_tokens,
         min_tokens=0 if hosted else min(params.min_tokens, max_tokens),  # the host bans them too, and lets a grammar's end through
         temperature=0.0 if greedy else params.temperature,
@@ -179,8 +157,11 @@ def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, c
         top_k=-1 if greedy or params.top_k in (0, -1) else min(params.top_k, vocab_size),
         has_seed=params.seed is not None,
         seed=number if params.seed is None else params.seed,
+        ignore_eos=False,
         logprobs=_count(params.logprobs, vocab_size, none=0),
         prompt_logprobs=_count(params.prompt_logprobs, vocab_size, none=-1),
+        score=False,
+        score_sampling=False,
         host_draws=hosted,
         ranks=params.logprobs is not None or params.prompt_logprobs is not None,
     )
