@@ -541,9 +541,11 @@ def test_row_20_a_forked_child_lets_go(servers: dict[str, Server], transport: st
 
 @pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (2, 2, 4)), ("torch", (1, 2, 2))])
 def test_close_gives_everything_back(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int]) -> None:
-    """Promise 7: the third generator leaves no more behind than the first, after which libraries have made what they keep."""
+    """Promise 7: the third generator leaves no more behind than the first, after which libraries have made what they keep.
+
+    It may leave less: Gloo ends its threads, and closes the descriptors of theirs, in its own time."""
     for first, _, third in results(servers[transport]("closed", mesh, model="moe")):
-        assert third == first
+        assert all(after <= before for after, before in zip(third, first, strict=True)), (first, third)
         assert transport != "shm" or first[2] == 0
 
 
