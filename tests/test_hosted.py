@@ -301,12 +301,14 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     assert np.isclose(engine.host_draw(np.array([hot], np.uint64), logits, stats, only)[2][0], np.log(0.5), atol=1e-6)
 
 
-def test_a_row_with_nothing_left_ends_its_request(engine: Any) -> None:
-    number, other = add(engine, [5, 6, 7], host_draws=True), add(engine, [5, 6, 7], host_draws=True)
+@pytest.mark.parametrize("spoiled", [slice(None), 0, 77, 150])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_edited_row_that_is_not_finite_ends_its_request(engine: Any, spoiled: Any, temperature: float) -> None:
+    number, other = (add(engine, [5, 6, 7], host_draws=True, temperature=temperature) for _ in range(2))
     logits, stats = np.empty((2, 151), np.float32), np.empty((2, 2), np.float32)
     step(engine, (number, 0, 3, [1], True), (other, 0, 3, [2], True), logits=(logits, stats))
     edited = logits.copy()
-    edited[0] = np.nan
+    edited[0, spoiled] = np.nan
     tokens = engine.host_draw(np.array([number, other], np.uint64), logits, stats, edited)[0].tolist()
     assert tokens[0] == -2
     assert tokens[1] >= 0

@@ -49,6 +49,12 @@ def test_every_field_of_sampling_params_has_somebody() -> None:
         ("trace_decode_token_ids", [1]),
         ("seed", -5),
         ("seed", 2**64),
+        ("seed", 1.5),
+        ("max_tokens", 1.5),
+        ("max_tokens", float("nan")),
+        ("min_tokens", 1.5),
+        ("logprobs", 1.5),
+        ("prompt_logprobs", float("nan")),
     ],
 )
 def test_refused_by_name_and_as_http_400(field: str, value: Any) -> None:
@@ -58,6 +64,29 @@ def test_refused_by_name_and_as_http_400(field: str, value: Any) -> None:
         current_platform.validate_request(inputs, SamplingParams(**{field: value}))
     answer = create_error_response(caught.value).error
     assert (answer.code, answer.param) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("allowed_token_ids", [3, 1.5], "has 1.5, wanted token ids"),
+        ("stop_token_ids", [True], "has True, wanted token ids"),
+        ("logit_bias", {0: float("nan")}, "has 0: nan, wanted a number"),
+        ("logit_bias", {0: "a"}, "has 0: 'a', wanted a number"),
+    ],
+)
+def test_values_of_another_type(field: str, value: Any, words: str) -> None:
+    """What vLLM lets through would be an exception of Python's in the worker, and the end of its engine."""
+    params = SamplingParams()
+    setattr(params, field, value)  # past what the constructor may say
+    with pytest.raises(rm.RequestError, match=f"^{field} {words}"):
+        sampling.refuse(params)
+
+
+@pytest.mark.parametrize("ids", [["a"], [1, None], [1.0], [True], [1, 2**70]])
+def test_prompts_of_another_type(ids: list[Any]) -> None:
+    with pytest.raises(rm.RequestError, match=r"^a prompt with .*, wanted token ids"):
+        current_platform.validate_request({"type": "token", "prompt_token_ids": ids}, SamplingParams())
 
 
 def test_refused_inputs() -> None:

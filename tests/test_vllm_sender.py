@@ -14,7 +14,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +108,18 @@ def test_a_block_whose_sender_was_killed() -> None:
     another.close()
 
 
+def test_blocks_that_are_made_side_by_side() -> None:
+    """Each sweeps what others may have left, and does not take one that is being made for such a one."""
+
+    def make() -> None:
+        for _ in range(300):
+            blocks.SharedBlock(64).close()
+
+    with ThreadPoolExecutor(4) as pool:
+        for made in [pool.submit(make) for _ in range(4)]:
+            made.result()
+
+
 # -------------------------------------------------------------------------------------------------- a group of torch.distributed
 def test_distributed(served: Served) -> None:
     workers = len(served.client.rpc("weight_version"))
@@ -184,6 +198,28 @@ def test_an_awaited_client(alone: Served, transport: str) -> None:
     with pytest.raises(rm.ShapeError):
         asyncio.run(sender.send(SPOILED["transposed"][0](state(alone.version + 1)), alone.version + 1))
     sender.close()
+    alone.still_works()
+
+
+@pytest.mark.parametrize("transport", ["shm", "distributed"])
+def test_a_send_that_is_cancelled(alone: Served, transport: str) -> None:
+    """While the workers have a block, or wait for it: nothing waits on, and the next send begins anew."""
+
+    class Stuck(Awaited):
+        async def update_weights(self, update_info: Any) -> None:
+            await asyncio.sleep(3600)
+
+    async def push() -> None:
+        await asyncio.wait_for(sender.send(state(alone.version + 1), alone.version + 1), 0.5)
+
+    group = {"master_address": "127.0.0.1", "num_workers": 1} if transport == "distributed" else {}
+    sender = AsyncWeightSender(Stuck(alone.client), transport, **group)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(push())
+    assert time.monotonic() - began < 20
+    sender.close()
+    assert not list(SHM.glob("rollmesh-weights-*"))
     alone.still_works()
 
 

@@ -301,6 +301,16 @@ def test_an_iterator_that_fails(alone: Served) -> None:
     alone.still_works()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) -> None:
+    """Before its first tensor too, where the other rank waits in the set's beginning."""
+    with pytest.raises(RuntimeError, match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk"):
+        two.client.rpc("load_cut", list(state(two.version + 1).items()), rank, after)
+    assert two.client.left_over() == 0
+    two.still_works()
+
+
 def test_the_model_holds_nothing(alone: Served) -> None:
     model = alone.client.worker.updates.model
     assert list(model.parameters()) == []

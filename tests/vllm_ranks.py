@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 
 import rollmesh as rm
 import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
@@ -45,8 +48,17 @@ class _Worker:
     def load(self, pairs: Any) -> set[str]:
         return self.updates.model.load_weights(pairs)
 
+    def load_cut(self, pairs: Any, rank: int, after: int) -> set[str]:
+        """On one rank the trainer's iterator ends by an exception."""
+        return self.load(_cut(pairs, after) if rank == self.updates.rank else pairs)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.updates, name)
+
+
+def _cut(pairs: Any, after: int) -> Iterator[Any]:
+    yield from pairs[:after]
+    raise OSError("the trainer's disk")
 
 
 class Client:

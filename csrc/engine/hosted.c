@@ -219,8 +219,10 @@ static void run_sample(const rm_engine *engine, const float *logits, const float
 // the two are of different logits.
 static rm_host_result draw_row(const rm_engine *engine, const rm_sequence *seq, const rm_host_draw *draw) {
   static const int32_t nobody = -1;
-  rm_host_result result = {.row = -1};
+  rm_host_result result = {.token = -1, .row = -1};
   float unused;
+  for (int64_t v = 0; v < engine->spec->vocab_size; v++)
+    if (isnan(draw->edited[v])) return result;   // the sampler would pass over it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
   run_sample(engine, draw->edited, draw->stats, &params, &result, &unused, &result.sampling_logprob);

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +41,7 @@ from rollmesh.arguments import (
 from rollmesh.comm import Comm
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
-from rollmesh.outputs import CONTRACT_VERSION, RequestOutput, SelfTestReport, SyncReport
+from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.progress import Progress
 from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
@@ -169,9 +169,7 @@ class Generator:
         if comm is None:
             self._engine = _core.Engine(values, options)
         else:
-            may_differ = {"threads": 0, "isa": None}
-            facts = {**asdict(options), **may_differ, "spec": asdict(values), "contract": CONTRACT_VERSION}
-            self._engine = join(values, options, comm, self.mesh, facts)
+            self._engine = join(values, options, comm, self.mesh)
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()

@@ -23,6 +23,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -39,6 +40,7 @@ from rollmesh.errors import (
     SyncAbortedError,
 )
 from rollmesh.mesh import Mesh
+from rollmesh.outputs import CONTRACT_VERSION
 from rollmesh.resharding import AHEAD, Resharding, Source
 from rollmesh.show import reason
 from rollmesh.views import Finish, RequestView, SampleView, Stats
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError)  # not every rank need have the same of these
 PUSHES = "a set of weights that is pushed"
+OF_A_RANK = ("threads", "isa")  # options that the bits do not depend on
 
 
 class SpmdEngine:
@@ -399,9 +402,10 @@ class SpmdEngine:
 AnyEngine = _core.Engine | SpmdEngine
 
 
-def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, Any]) -> AnyEngine:
-    """This process's rank, once all have come and were made alike. Raises what made this rank fail, MeshMismatchError, or
-    RankLostError when another has failed. A world of one rank is an engine and has nobody to ask."""
+def join(values: Any, options: Any, comm: Comm, mesh: Mesh, may_differ: Iterable[str] = ()) -> AnyEngine:
+    """This process's rank, once all have come and were made alike; a rank may have threads, an isa, and what may_differ names of the
+    options for itself. Raises what made this rank fail, MeshMismatchError, or RankLostError when another has failed. A world of one
+    rank is an engine and has nobody to ask."""
     ends = comm.connect(mesh)
     if ends.control is None:
         return _core.Engine(values, options)
@@ -415,7 +419,8 @@ def join(values: Any, options: Any, comm: Comm, mesh: Mesh, facts: Mapping[str, 
     leads, apart = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.host_pages > 0
     spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, leads, spans, apart)
     try:
-        spmd.handshake({**facts, "family": engine.stats()["family"]})
+        facts = {name: value for name, value in asdict(options).items() if name not in {*OF_A_RANK, *may_differ}}
+        spmd.handshake({**facts, "spec": asdict(values), "contract": CONTRACT_VERSION, "family": engine.stats()["family"]})
     except BaseException:
         spmd.close()
         raise

@@ -18,6 +18,7 @@ import re
 import secrets
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,7 +54,7 @@ class SharedBlock:
         self._linked = True
         self.data: Bytes | None = None
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # another sender's sweep may hold it for a moment
             os.fchmod(self._descriptor, 0o600)  # whatever the umask took away
             os.posix_fallocate(self._descriptor, 0, HEAD + size)  # now, and not as a SIGBUS in the middle
             memory = mmap.mmap(self._descriptor, HEAD + size)
@@ -194,12 +195,13 @@ class Group:
         """From rank 0, in place."""
         import torch
 
-        if self._group is None:
+        group = self._group  # another thread may close this
+        if group is None:
             raise StateError("the group of trainer and workers is closed")
         if block.size == 0:
             return
         try:
-            work = self._group.broadcast(torch.from_numpy(block), 0)
+            work = group.broadcast(torch.from_numpy(block), 0)
             while self.rank == 0 and not work.is_completed() and not given_up():
                 time.sleep(POLL_S)
             if self.rank != 0 or work.is_completed():
@@ -209,10 +211,17 @@ class Group:
             self.close()
             raise SyncAbortedError(f"rank {self.rank} lost the group of trainer and workers: {_line(error)}") from error
         self.close()
-        raise SyncAbortedError("the workers gave up a chunk of weights")
+        threading.Thread(target=_outlive, args=(work, group), daemon=True).start()
+        raise SyncAbortedError("the workers gave up a block of weights")
 
     def close(self) -> None:
         self._group = self._store = None
+
+
+def _outlive(work: Any, group: Any) -> None:
+    """Gloo cannot be told to give up, and a group that goes while something is under way holds the whole process up until that is over."""
+    while not work.is_completed():
+        time.sleep(POLL_S)
 
 
 def _distributed() -> Any:

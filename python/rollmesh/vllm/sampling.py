@@ -10,6 +10,7 @@ end where the request comes in (`refuse`, out of generate() or as HTTP 400), and
 from __future__ import annotations
 
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trace_decode_token_ids": ((None,), "tokens are drawn, not replayed"),
 }
 
+# What vLLM lets through whatever its type.
+_INTEGERS = ("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "routed_experts_prompt_start")
+_IDS = ("stop_token_ids", "allowed_token_ids")
+
 
 class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
     """A RequestError that vLLM knows as its own: HTTP 400, with the name of the parameter."""
@@ -96,9 +101,10 @@ class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
 
 # ---------------------------------------------------------------------------------------------------------------- refuse
 def refuse(params: Any) -> None:
-    """RefusedError for what a request asks for and nobody does."""
+    """RefusedError for what a request asks for and nobody does, and for what is no value of its field."""
     if isinstance(params, PoolingParams):
         raise RefusedError("a pooling request, wanted SamplingParams: only generation is served")
+    _refuse_types(params)
     for name, (taken, why) in _REFUSED.items():
         value = getattr(params, name)
         if not any(value is free or (isinstance(value, int) and value == free) for free in taken):
@@ -106,6 +112,22 @@ def refuse(params: Any) -> None:
     seed = params.seed
     if seed is not None and not 0 <= seed <= MAX_SEED + 1 - params.n:
         raise RefusedError(f"seed = {shown(seed)}, wanted 0 <= seed and seed + n <= 2^64", "seed")
+
+
+def _refuse_types(params: Any) -> None:
+    for name in _INTEGERS:
+        if (value := getattr(params, name)) is not None and not _is_integer(value):
+            raise RefusedError(f"{name} = {shown(value)}, wanted an integer", name)
+    for name in _IDS:
+        if wrong := [token for token in getattr(params, name) or () if not _is_integer(token)]:
+            raise RefusedError(f"{name} has {shown(wrong[0])}, wanted token ids", name)
+    for token, bias in (params.logit_bias or {}).items():
+        if not _is_integer(token) or not isinstance(bias, Real) or bias != bias:
+            raise RefusedError(f"logit_bias has {shown(token)}: {shown(bias)}, wanted a number for a token id", "logit_bias")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def refuse_mode(params: Any, logprobs_mode: str) -> None:
@@ -123,6 +145,10 @@ def refuse_inputs(inputs: Any) -> None:
     kind = inputs.get("type", "token") if isinstance(inputs, dict) else "token"
     if kind != "token":
         raise RefusedError(f"a prompt of type {shown(kind)}, wanted text or token ids: only text goes in")
+    ids = inputs.get("prompt_token_ids") if isinstance(inputs, dict) else None
+    if ids and np.asarray(ids).dtype.kind not in "iu":
+        wrong = next((token for token in ids if not _is_integer(token)), ids[0])
+        raise RefusedError(f"a prompt with {shown(wrong)}, wanted token ids")
 
 
 # ------------------------------------------------------------------------------------------------------------- translate

@@ -258,9 +258,12 @@ class AsyncWeightSender(_Sending):
         made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
         try:
             if call.meanwhile is not None:
-                await asyncio.to_thread(call.meanwhile, lambda: made.done() and not made.cancelled() and made.exception() is not None)
+                await asyncio.to_thread(call.meanwhile, lambda: made.done() and (made.cancelled() or made.exception() is not None))
         except SyncAbortedError:
             await made  # its reason is the better one
+            raise
+        except asyncio.CancelledError:
+            made.cancel()  # which ends what the thread waits for
             raise
         await made
 

@@ -298,28 +298,29 @@ class WeightUpdates:
     def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         if self._updating:
             self._refuse("load_weights within an update: finish_weight_update first")
-        for entry in self._each(pairs):
+        for entry in _each(pairs):
             if self._loaded is None or self._loaded.closed is not None:
                 self._loaded = Sync(self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep"))
                 self.weights.begin(self._loaded)
             try:
+                if isinstance(entry, Exception):  # other ranks wait for this one's tensor, and for the set's beginning if it is the first
+                    raise entry
                 self._loaded.push(*entry)
             except Exception as error:  # the caller has been told that its set failed: no later step may commit the rest
                 self.weights.abort(self._loaded, error)
                 raise
             taken.add(entry[0])
 
-    def _each(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """An exception of the trainer's iterator ends the set on all ranks, which wait for its next tensor."""
-        try:
-            for entry in pairs:
-                if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-                    raise UnsupportedTensorError(f"load_weights was given a {type(entry).__name__}, wanted pairs (name, tensor)")
-                yield entry[0], entry[1]
-        except Exception as error:
-            if self._loaded is not None:
-                self.weights.abort(self._loaded, error)
-            raise
+
+def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Exception]:
+    """What the trainer's iterator gives, and last the exception that it ends by."""
+    try:
+        for entry in pairs:
+            if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+                raise UnsupportedTensorError(f"load_weights was given a {type(entry).__name__}, wanted pairs (name, tensor)")
+            yield entry[0], entry[1]
+    except Exception as error:  # noqa: BLE001 (raised by the reader)
+        yield error
 
 
 def _mask(tags: Any) -> int:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from rollmesh import _core, comm
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.generator import EngineOptions
-from rollmesh.outputs import CONTRACT_VERSION
 from rollmesh.placement import placements
 from rollmesh.sizes import kv_bytes_per_token, matrices, rank_bytes
 from rollmesh.spmd import AnyEngine, join
@@ -36,6 +34,14 @@ from rollmesh.vllm.weights import WeightUpdates
 
 LAYOUT = "LBNHC"  # a name for vLLM's books; the pages lie as csrc/model wants them
 NAME_BYTES = 32
+
+
+class _Made(NamedTuple):
+    """What a worker has once vLLM has said how many pages there are."""
+
+    engine: AnyEngine
+    updates: WeightUpdates
+    runner: Runner
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
@@ -51,8 +57,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.device = torch.device("cpu")
         self.spec = config.model_spec(self.vllm_config)
         self.mesh = config.mesh_of(parallel, self.model_config.is_moe)
-        self._engine: AnyEngine | None = None
-        self._updates: WeightUpdates | None = None
+        self._made: _Made | None = None
         init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo")
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
@@ -118,17 +123,19 @@ class Worker(WorkerBase):  # type: ignore[misc]
             sequence_parallel=options.sequence_parallel,
             host_pages=kv_cache_config.num_blocks,
         )
-        self._engine = self._make_engine(engine_options)
-        self._updates = WeightUpdates(self._engine, self.vllm_config, self.rank)
+        host = HostLogits(self.vllm_config)
+        engine = self._make_engine(engine_options)
+        updates = WeightUpdates(engine, self.vllm_config, self.rank)
         self.model_runner = Runner(
-            self._engine,
-            self._updates,
-            HostLogits(self.vllm_config),
+            engine,
+            updates,
+            host,
             spec=self.spec,
             max_model_len=self.model_config.max_model_len,
             processed=self.model_config.logprobs_mode == "processed_logprobs",
             routed=self.vllm_config.aux_output_config.enabled,
         )
+        self._made = _Made(engine, updates, self.model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
@@ -146,9 +153,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         values = self.spec.engine_values(options.max_model_len)
         if self.mesh.world == 1:
             return _core.Engine(values, options)
-        may_differ = {"threads": 0, "isa": None, "seed": 0}
-        facts = {**asdict(options), **may_differ, "spec": asdict(values), "contract": CONTRACT_VERSION}
-        return join(values, options, self._comm(), self.mesh, facts)
+        return join(values, options, self._comm(), self.mesh, may_differ=("seed",))  # each data parallel rank has one of its own
 
     def _comm(self) -> comm.Comm:
         from vllm.distributed.parallel_state import in_the_same_node_as
@@ -162,20 +167,20 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------- steps
     @property
-    def runner(self) -> Runner:
-        if self.model_runner is None:
-            raise StateError("the worker has no engine yet, wanted initialize_from_config first")
-        return self.model_runner
+    def made(self) -> _Made:
+        if self._made is None:
+            raise StateError("the worker has no engine, wanted initialize_from_config before and no shutdown")
+        return self._made
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        return self.runner.execute_model(scheduler_output)
+        return self.made.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        return self.runner.sample_tokens(grammar_output)
+        return self.made.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
         """Others step: this rank takes part where experts are spread over all."""
-        self.runner.idle_step()
+        self.made.runner.idle_step()
 
     def take_draft_token_ids(self) -> None:
         """There are none."""
@@ -194,27 +199,19 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def check_health(self) -> None:
         """A mesh that has ended says so."""
-        self.engine.stats()
+        self.made.engine.stats()
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any) -> None:
         raise ConfigError(f"profile(is_start={is_start}), wanted perf or py-spy on pid {os.getpid()}: the work is in C threads")
 
     def metrics(self) -> dict[str, Any]:
         """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
-        return {**self.engine.stats(), "version": self.updates.weight_version()}
+        return {**self.made.engine.stats(), "version": self.updates.weight_version()}
 
     # ---------------------------------------------------------------------------------------- weights, see weights.py
     @property
-    def engine(self) -> AnyEngine:
-        if self._engine is None:
-            raise StateError("the worker has no engine yet, wanted initialize_from_config first")
-        return self._engine
-
-    @property
     def updates(self) -> WeightUpdates:
-        if self._updates is None:
-            raise StateError("the worker has no engine yet, wanted initialize_from_config first")
-        return self._updates
+        return self.made.updates
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.updates.init_weight_transfer_engine(init_info)
@@ -254,11 +251,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""
-        updates, engine, self._updates, self._engine, self.model_runner = self._updates, self._engine, None, None, None
-        if updates is not None:
-            updates.shutdown()
-        if engine is not None:
-            engine.close()
+        made, self._made, self.model_runner = self._made, None, None
+        if made is not None:
+            made.updates.shutdown()
+            made.engine.close()
 
 
 def _available_memory() -> int:
