@@ -299,6 +299,9 @@ def refused(configure: Configure, *args: Any, **options: Any) -> str:
         ({"additional_config": {"rollmesh": {"threads": 0}}}, "threads = 0, wanted an integer in [1, 256]"),
         ({"additional_config": {"rollmesh": {"ep_backend": "magic"}}}, "ep_backend = 'magic', wanted one of"),
         ({"additional_config": {"rollmesh": 3}}, "= 3, wanted a dict"),
+        ({"additional_config": {"rollmesh": {"isa": "sse"}}}, "isa = 'sse', wanted one of"),
+        ({"additional_config": {"rolmesh": {}}}, 'additional_config has rolmesh={}, wanted "rollmesh" alone'),
+        ({"kv_cache_memory_bytes": 2**50}, "kv_cache_memory_bytes = 1125899906842624, wanted an integer in [1, "),
         ({"hf_overrides": {"attention_sinks": 4}}, "attention_sinks=4"),
         ({"attention_backend": "FLASH_ATTN"}, "attention_config.backend = <AttentionBackendEnum.FLASH_ATTN"),
         (

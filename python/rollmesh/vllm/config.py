@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from rollmesh.arguments import check_backend, integer, page_positions
+from rollmesh import _core
+from rollmesh.arguments import check_backend, choice, integer, page_positions
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import Mesh
 from rollmesh.show import listed, shown
@@ -156,6 +157,8 @@ def _check_sizes(vllm_config: Any) -> None:
     integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
     integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**20)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
+    if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None:
+        integer("kv_cache_memory_bytes", given, 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- change
@@ -212,6 +215,8 @@ def mesh_of(parallel_config: Any, is_moe: bool) -> Mesh:
 def options(vllm_config: Any) -> Options:
     """Of additional_config["rollmesh"]; ConfigError for a key or a value that is not one."""
     extra = vllm_config.additional_config
+    if isinstance(extra, dict) and set(extra) - {"rollmesh"}:  # a SupportsHash of the user's own is for his own classes
+        raise ConfigError(f'additional_config has {listed(list(extra.items()))}, wanted "rollmesh" alone: the platform reads no other key')
     given = extra.get("rollmesh", {}) if isinstance(extra, dict) else {}
     if not isinstance(given, dict):
         raise ConfigError(f'additional_config["rollmesh"] = {shown(given)}, wanted a dict')
@@ -224,8 +229,8 @@ def options(vllm_config: Any) -> Options:
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(chosen.sequence_parallel)}, wanted a bool")
-    if chosen.isa is not None and not isinstance(chosen.isa, str):
-        raise ConfigError(f"isa = {shown(chosen.isa)}, wanted a name or None")
+    if chosen.isa is not None:
+        choice("isa", chosen.isa, _core.available_isas())
     return chosen
 
 
