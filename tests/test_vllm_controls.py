@@ -84,8 +84,7 @@ def drawn(row: Row, params: Any, length: int) -> int:
 @pytest.fixture(scope="module", params=ENGINES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model, dtype, changes = ENGINES[request.param]
-    if changes.get("v2") and not support.HAS_TRITON:
-        pytest.skip("vLLM speaks its second protocol only where triton is installed")
+    support.need_protocol(changes.get("v2", False))
     at = tmp_path_factory.mktemp("vllm")
     words = {"skip_tokenizer_init": False, "tokenizer": tokenizer(at / "tokenizer"), "num_gpu_blocks_override": 16}
     words["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -266,8 +265,7 @@ def test_grammars_that_only_a_parser_knows(served: Served) -> None:
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_logprobs_of_the_distribution_drawn_from(model: str, v2: bool, tmp_path: Path) -> None:
     """logprobs_mode="processed_logprobs", as TRL sets it: Generator's .sampling_logprobs. A greedy draw is certain, 0."""
-    if v2 and not support.HAS_TRITON:
-        pytest.skip("vLLM speaks its second protocol only where triton is installed")
+    support.need_protocol(v2)
     oracle = support.Oracle(model, "bfloat16", processed=True)
     try:
         with support.engine(tmp_path, model, "bfloat16", v2, logprobs_mode="processed_logprobs", num_gpu_blocks_override=16) as llm:

@@ -44,106 +44,82 @@ SETTINGS = (
 FEW_BLOCKS = 16  # of 16 tokens, one of them vLLM's null block: less than two of the longest requests need
 
 
-class Served:
-    """An engine, the oracle, and the weights that both have last been given."""
-
-    def __init__(self, setting: Setting, llm: Any):
-        self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
-        self.oracle = support.Oracle(setting.model, setting.dtype)
-
-    def push(self) -> None:
-        self.version += 1
-        weights = support.weights_of(self.setting.model, self.setting.dtype, self.version)
-        support.load(self.llm, weights)
-        self.oracle.serve(weights)
-
-    def hold(self, requests: list[support.Request]) -> support.Trace:
-        """The engine's answers against the oracle's; returns what vLLM scheduled for them."""
-        with support.Trace(self.llm) as trace:
-            got = support.generate(self.llm, requests)
-        self.compared += support.agree(got, self.oracle.answers(requests))
-        return trace
-
-
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Served]:
-    setting = request.param
-    if setting.v2 and not support.HAS_TRITON:
-        pytest.skip("vLLM speaks its second protocol only where triton is installed")
-    at = tmp_path_factory.mktemp("vllm")
-    options = {"async_scheduling": setting.asynchronous, "num_gpu_blocks_override": FEW_BLOCKS}
-    with support.engine(at, setting.model, setting.dtype, setting.v2, **options) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == setting.asynchronous
-        served = Served(setting, llm)
-        served.push()
-        try:
-            yield served
-        finally:
-            served.oracle.close()
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[support.Served]:
+    setting, options = request.param, {"async_scheduling": request.param.asynchronous, "num_gpu_blocks_override": FEW_BLOCKS}
+
+    def loading(llm: Any) -> Any:
+        return lambda weights, version: support.load(llm, weights)
+
+    with support.served(setting, tmp_path_factory.mktemp("vllm"), loading, **options) as served:
+        assert served.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == setting.asynchronous
+        yield served
     pytestconfig.stash[SUMMARY].append(f"vllm, {setting}: {served.compared:,} tokens and logprobs compared, 0 differ")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_requests_of_every_kind(served: Served, seed: int) -> None:
+def test_requests_of_every_kind(served: support.Served, seed: int) -> None:
     """All at once: chunks of long prompts beside decodes, filters and counts of logprobs mixed in one step."""
-    trace = served.hold(support.mixed(served.setting.model, seed, 16))
+    trace = served.traced(support.mixed(served.setting.model, seed, 16))
     assert trace.chunks > 0
 
 
-def test_one_after_another(served: Served) -> None:
+def test_one_after_another(served: support.Served) -> None:
     """What stands in a batch does not show: the same requests alone, in other order."""
     for request in reversed(support.mixed(served.setting.model, 3, 8)):
         served.hold([request])
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 97, support.MAX_MODEL_LEN - 1])
-def test_prompts_of_lengths_around_pages_and_chunks(served: Served, length: int) -> None:
+def test_prompts_of_lengths_around_pages_and_chunks(served: support.Served, length: int) -> None:
     prompt = [(7 * i + length) % 300 for i in range(length)]
     end = support.MAX_MODEL_LEN - length
     served.hold([support.request(prompt, temperature=0.0, logprobs=2, prompt_logprobs=2, max_tokens=min(3, end))])
     served.hold([support.request(prompt, seed=length, logprobs=2, max_tokens=min(20, end))])
 
 
-def test_prefix_hits(served: Served) -> None:
+def test_prefix_hits(served: support.Served) -> None:
     """A prompt that has been there: vLLM starts beyond its cached blocks."""
     prompt = list(range(60, 130))
     served.hold([support.request(prompt, temperature=0.0, logprobs=3)])
-    trace = served.hold([support.request([*prompt[:64], i], seed=i, logprobs=3) for i in range(4)])
+    trace = served.traced([support.request([*prompt[:64], i], seed=i, logprobs=3) for i in range(4)])
     assert trace.hits >= 3
-    assert served.hold([support.request(prompt[:48] + [299] * 20, temperature=0.0, logprobs=1)]).hits == 1
+    assert served.traced([support.request(prompt[:48] + [299] * 20, temperature=0.0, logprobs=1)]).hits == 1
 
 
-def test_preemption(served: Served) -> None:
+def test_preemption(served: support.Served) -> None:
     """Six requests that together need three times the blocks there are."""
     requests = [
         support.request([i * 11 + j for j in range(12)], seed=i, temperature=[0.0, 1.0][i % 2], logprobs=2, max_tokens=90) for i in range(6)
     ]
-    trace = served.hold(requests)
+    trace = served.traced(requests)
     assert trace.preempted > 0
     assert trace.resumed >= trace.preempted  # none was given up
 
 
-def test_preemption_of_chunks(served: Served) -> None:
+def test_preemption_of_chunks(served: support.Served) -> None:
     """Long prompts that are thrown out before they are whole, prompt logprobs asked for."""
     requests = [
         support.request([(i * 31 + j * j) % 300 for j in range(60)], seed=i, logprobs=1, prompt_logprobs=2, max_tokens=40) for i in range(6)
     ]
-    assert served.hold(requests).preempted > 0
+    assert served.traced(requests).preempted > 0
 
 
-def test_an_update_without_a_cache_reset(served: Served) -> None:
+def test_an_update_without_a_cache_reset(served: support.Served) -> None:
     """vLLM believes in its cached blocks, which hold the KV of other weights: no bit of them may be seen."""
     prompt = list(range(200, 270))
     requests = [support.request([*prompt, i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2]) for i in range(3)]
     served.hold(requests)
     for _ in range(3):
         served.push()
-        trace = served.hold(requests)
+        trace = served.traced(requests)
         assert trace.hits >= 2
-        assert served.hold(requests).hits >= 2  # blocks that the new weights have filled
+        assert served.traced(requests).hits >= 2  # blocks that the new weights have filled
 
 
-def test_cached_tokens_are_counted(served: Served) -> None:
+def test_cached_tokens_are_counted(served: support.Served) -> None:
     """vLLM's own figure stands, update or not."""
     prompt = {"prompt_token_ids": [5, 250] * 20}
     params = support.request([], max_tokens=2).theirs
@@ -151,7 +127,7 @@ def test_cached_tokens_are_counted(served: Served) -> None:
     assert served.llm.generate([prompt], [params], use_tqdm=False)[0].num_cached_tokens == 32
 
 
-def test_an_update_while_requests_run(served: Served) -> None:
+def test_an_update_while_requests_run(served: support.Served) -> None:
     """Tokens of before stand; those after are what the new weights say to the whole text, as if it had been the prompt."""
     engine, old = served.llm.llm_engine, served.version
     requests = [support.request([i + 1] * (5 + 20 * i), seed=i, temperature=[1.0, 0.0][i % 2], logprobs=2, max_tokens=40) for i in range(3)]
@@ -182,7 +158,7 @@ def test_an_update_while_requests_run(served: Served) -> None:
         served.compared += len(got)
 
 
-def test_aborted_requests_leave_nothing(served: Served) -> None:
+def test_aborted_requests_leave_nothing(served: support.Served) -> None:
     engine = served.llm.llm_engine
     for i in range(6):
         request = support.request([i] * 20, seed=i, max_tokens=90)
@@ -196,11 +172,11 @@ def test_aborted_requests_leave_nothing(served: Served) -> None:
     served.hold(support.mixed(served.setting.model, 5))
 
 
-def test_sequences_that_reach_the_longest_length(served: Served) -> None:
+def test_sequences_that_reach_the_longest_length(served: support.Served) -> None:
     served.hold([support.request([9] * n, seed=n, logprobs=1, max_tokens=500) for n in (1, 64, support.MAX_MODEL_LEN - 1)])
 
 
-def test_the_whole_vocabulary_as_logprobs(served: Served) -> None:
+def test_the_whole_vocabulary_as_logprobs(served: support.Served) -> None:
     """-1 is vLLM's word for it."""
     request = support.request([3, 1, 4], logprobs=300, max_tokens=3)
     (answer,) = support.generate(served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})])
@@ -210,8 +186,7 @@ def test_the_whole_vocabulary_as_logprobs(served: Served) -> None:
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_routed_experts(v2: bool, tmp_path: Path) -> None:
     """Of every position that was fed, chunked, cached, preempted or not: Generator's own record."""
-    if v2 and not support.HAS_TRITON:
-        pytest.skip("vLLM speaks its second protocol only where triton is installed")
+    support.need_protocol(v2)
     oracle = support.Oracle("moe", "float32")
     weights = support.weights_of("moe", "float32")
     oracle.serve(weights)

@@ -54,11 +54,6 @@ class Setting:
         }
 
 
-def needs(setting: Setting) -> None:
-    if setting.v2 and not support.HAS_TRITON:
-        pytest.skip("vLLM speaks its second protocol only where triton is installed")
-
-
 def crowded(first: int) -> list[support.Request]:
     """More than the blocks hold, so that some are preempted."""
     return [support.request([first + i] * 12, seed=i, temperature=[0.0, 1.0][i % 2], logprobs=2, max_tokens=80) for i in range(6)]
@@ -74,48 +69,27 @@ ONE_REPLICA = (
 )
 
 
-class Served:
-    def __init__(self, setting: Setting, llm: Any):
-        self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
-        self.oracle = support.Oracle(setting.model, setting.dtype)
-        self.sender = WeightSender(llm)
-
-    def push(self) -> None:
-        self.version += 1
-        weights = support.weights_of(self.setting.model, self.setting.dtype, self.version)
-        self.sender.send(weights, self.version)
-        self.oracle.serve(weights)
-
-    def hold(self, requests: list[support.Request]) -> None:
-        self.compared += support.agree(support.generate(self.llm, requests), self.oracle.answers(requests))
-
-
 @pytest.fixture(scope="module", params=ONE_REPLICA, ids=str)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[support.Served]:
     setting = request.param
-    needs(setting)
-    at = tmp_path_factory.mktemp("vllm")
-    options = setting.options | {"distributed_executor_backend": "mp" if setting.tp > 1 else "uni"}
-    with support.engine(at, setting.model, setting.dtype, setting.v2, setting.processes, **options) as llm:
-        served = Served(setting, llm)
-        served.push()
-        try:
-            yield served
-        finally:
-            served.oracle.close()
+    options = setting.options | {"distributed_executor_backend": "mp" if setting.tp > 1 else "uni", "processes": setting.processes}
+    with support.served(setting, tmp_path_factory.mktemp("vllm"), lambda llm: WeightSender(llm).send, **options) as served:
+        yield served
     pytestconfig.stash[SUMMARY].append(f"vllm, {setting}: {served.compared:,} tokens and logprobs compared, 0 differ")
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ranks_answer_as_one(served: Served, seed: int) -> None:
+def test_ranks_answer_as_one(served: support.Served, seed: int) -> None:
     served.hold(support.mixed(served.setting.model, seed, 16))
 
 
-def test_ranks_under_preemption(served: Served) -> None:
+def test_ranks_under_preemption(served: support.Served) -> None:
     served.hold(crowded(20))
 
 
-def test_ranks_after_updates_without_a_cache_reset(served: Served) -> None:
+def test_ranks_after_updates_without_a_cache_reset(served: support.Served) -> None:
     requests = [support.request([*range(200, 270), i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2]) for i in range(3)]
     for _ in range(3):
         served.hold(requests)
@@ -137,7 +111,7 @@ REPLICAS = (
 def test_replicas_answer_as_one(setting: Setting, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Balanced by vLLM; one alone busy while the other steps along without tokens; idle ones that wake; an update between and one while
     requests wait; both replicas preempting."""
-    needs(setting)
+    support.need_protocol(setting.v2)
     oracle = support.Oracle(setting.model, setting.dtype)
     compared = 0
 

@@ -101,11 +101,13 @@ BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
     "no such file": (lambda b: b.info.update(segment="rollmesh-weights-" + "0" * 32), "AuthError: .* is not there"),
     "another path": (lambda b: b.info.update(segment="../../etc/passwd"), "FormatError: a block of weights with segment"),
     "a link": (lambda b: (b.path.rename(b.path.parent / "rollmesh-test"), b.path.symlink_to("rollmesh-test")), "AuthError"),
+    "a pipe": (lambda b: (b.path.unlink(), os.mkfifo(b.path, 0o600)), "AuthError: .* mode prw-------"),
     "no segment": (lambda b: b.info.update(segment=None), "FormatError: a block of weights with segment None"),
     "size": (lambda b: b.info.update(size=1 << 41), "FormatError: size = "),
     "size below 0": (lambda b: b.info.update(size=-1), "FormatError: size = -1"),
     "no JSON": (lambda b: b.info.update(description="{"), "FormatError: a description of weights that is not one"),
-    "another field": (lambda b: b.info.update(pickled="gASV"), "unexpected keyword argument 'pickled'"),
+    "another field": (lambda b: b.info.update(pickled="gASV"), "FormatError: UpdateInfo with pickled='gASV', wanted some of"),
+    "no text": (lambda b: b.info.update(description="\ud800"), "FormatError: a description of weights that is not one"),
     "version": (lambda b: b.info.update(version=True), "VersionError: version = True"),
     "a byte": (_changed_byte, "FormatError: .* the sum of its bytes is"),
     "offset": (lambda b: b.described(lambda t: t.update(offset=1 << 40)), "FormatError: .* bytes at 1099511627776"),
@@ -169,10 +171,12 @@ def test_one_version_a_set(served: Served) -> None:
         {"transport": "distributed", "master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "timeout": float("nan")},
         {"cast": 1},
         {"packed": True},
+        [],
+        None,
     ],
 )
-def test_an_init_info_that_is_not_right(served: Served, info: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, Error, RuntimeError), match=r"ConfigError|init_info"):
+def test_an_init_info_that_is_not_right(served: Served, info: Any) -> None:
+    with pytest.raises((Error, RuntimeError), match="ConfigError: "):
         served.client.init_weight_transfer_engine(info)
     served.still_works()
 

@@ -16,12 +16,13 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import helpers
 import numpy as np
+import pytest
 
 import rollmesh as rm
 
@@ -31,7 +32,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8}
 CASES = {
@@ -300,6 +300,48 @@ class Trace:
             self.seen.add(new.req_id)
             self.chunks += new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id] < len(new.prompt_token_ids)
         self.resumed += len(scheduled.scheduled_cached_reqs.resumed_req_ids)
+
+
+class Served:
+    """An engine, the oracle, and the weights that both have last been given. put(weights, version) brings them to the engine."""
+
+    def __init__(self, setting: Any, llm: Any, put: Callable[[Weights, int], None]):
+        self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
+        self.oracle, self._put = Oracle(setting.model, setting.dtype), put
+
+    def push(self) -> None:
+        self.version += 1
+        weights = weights_of(self.setting.model, self.setting.dtype, self.version)
+        self._put(weights, self.version)
+        self.oracle.serve(weights)
+
+    def hold(self, requests: list[Request]) -> None:
+        """The engine's answers against the oracle's."""
+        self.compared += agree(generate(self.llm, requests), self.oracle.answers(requests))
+
+    def traced(self, requests: list[Request]) -> Trace:
+        """The same; returns what vLLM scheduled for them."""
+        with Trace(self.llm) as trace:
+            self.hold(requests)
+        return trace
+
+
+@contextlib.contextmanager
+def served(setting: Any, at: Path, putting: Callable[[Any], Callable[[Weights, int], None]], **options: Any) -> Iterator[Served]:
+    """An engine of a setting (model, dtype, v2, and how it is named), with its first weights."""
+    need_protocol(setting.v2)
+    with engine(at, setting.model, setting.dtype, setting.v2, **options) as llm:
+        it = Served(setting, llm, putting(llm))
+        it.push()
+        try:
+            yield it
+        finally:
+            it.oracle.close()
+
+
+def need_protocol(v2: bool) -> None:
+    if v2 and importlib.util.find_spec("triton") is None:
+        pytest.skip("vLLM speaks its second protocol only where triton is installed")
 
 
 def mixed(model: str, seed: int = 0, n_requests: int = 8) -> list[Request]:

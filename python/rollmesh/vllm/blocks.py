@@ -111,7 +111,7 @@ class SharedReader:
         self.close()
         path = FOLDER / name
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise AuthError(f"{path} is not there; over shm the trainer and the workers must be on one machine") from error
         except OSError as error:

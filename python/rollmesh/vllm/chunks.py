@@ -7,19 +7,21 @@ Both ends are this file. What does not fit is refused here, before anything is o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from rollmesh.errors import ConfigError, DuplicateKeyError, FormatError, VersionError
-from rollmesh.show import shown
+from rollmesh.errors import ConfigError, DuplicateKeyError, Error, FormatError, VersionError
+from rollmesh.show import listed, shown
 from rollmesh.sources.arrays import bytes_of, describe, lay_out, parse, take
 from rollmesh.vllm.blocks import Bytes
 
 TRANSPORTS = ("shm", "distributed")
 MAX_BLOCK = 1 << 40  # bytes
 MAX_TIMEOUT_S = 10**6
+
+T = TypeVar("T", "InitInfo", "UpdateInfo")
 
 
 def _integer(value: Any, low: int, high: int) -> bool:
@@ -95,6 +97,16 @@ class UpdateInfo:
             raise FormatError(f"abort = {shown(self.abort)}, wanted a reason")
 
 
+def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
+    """An InitInfo or UpdateInfo of what came for it."""
+    if not isinstance(values, dict):
+        raise error(f"{kind.__name__} of {shown(values)}, wanted a dict")
+    known = [field.name for field in fields(kind)]
+    if unknown := [(key, value) for key, value in values.items() if key not in known]:
+        raise error(f"{kind.__name__} with {listed(unknown)}, wanted some of {', '.join(known)}")
+    return kind(**values)
+
+
 def put(arrays: Sequence[tuple[str, NDArray[Any]]], block: Bytes, *, sums: bool) -> tuple[str, int]:
     """Copies arrays into a block. Returns its description and how many bytes of it they take."""
     entries, size = lay_out(arrays, sums=sums)
@@ -105,7 +117,7 @@ def put(arrays: Sequence[tuple[str, NDArray[Any]]], block: Bytes, *, sums: bool)
 
 def entries_of(info: UpdateInfo, block: Bytes) -> list[tuple[str, NDArray[Any]]]:
     """The tensors of a block, as views of it. FormatError for places outside of it or another sum, DuplicateKeyError."""
-    entries, _ = parse(info.description.encode(), block.size)
+    entries, _ = parse(info.description.encode(errors="surrogatepass"), block.size)
     names: set[str] = set()
     for entry in entries:
         if entry.name in names:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from rollmesh.errors import ConfigError, StateError
+from rollmesh.errors import ConfigError, FormatError, StateError
 from rollmesh.vllm.blocks import Bytes, Group, SharedReader
-from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of
+from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of, info_of
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -43,6 +43,12 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if rank >= info.world_size:
             raise ConfigError(f"world_size = {info.world_size}, wanted the trainer and all workers: this one is rank {rank}")
         return Group.joining(info.master_address, info.master_port, rank, info.world_size, info.timeout)
+
+    def parse_init_info(self, init_dict: Any) -> InitInfo:
+        return info_of(InitInfo, init_dict, ConfigError)
+
+    def parse_update_info(self, update_dict: Any) -> UpdateInfo:
+        return info_of(UpdateInfo, update_dict, FormatError)
 
     def start_weight_update(self) -> None:
         self._initialised()
