@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -168,6 +169,76 @@ def test_workers_that_do_not_come() -> None:
     sender = WeightSender(Refusing(), "distributed", master_address="127.0.0.1", num_workers=1, timeout=60)
     with pytest.raises(rm.AuthError, match="not from here"):
         sender.send({}, 1)
+
+
+# -------------------------------------------------------------------------------------------------- two trainers
+class ByHand:
+    """A send whose calls are made one by one."""
+
+    def __init__(self, served: Served, seed: int, transport: str):
+        group: dict[str, Any] = {}
+        if transport == "distributed":
+            group = {"master_address": "127.0.0.1", "num_workers": len(served.client.rpc("weight_version")), "timeout": 30}
+        self.sender = WeightSender(served.client, transport, block_bytes=30_000, **group)
+        self.calls = self.sender._send(state(seed), served.version + 1, None)
+
+    def make(self, count: int = 1 << 30) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for call in itertools.islice(self.calls, count):
+                self.sender._make(call, pool)
+
+    def close(self) -> None:
+        self.calls.close()
+        self.sender.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "distributed"])
+def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str) -> None:
+    """Both call their set by the same number. The one that has brought a block goes on, and its whole set serves."""
+    first, other = ByHand(served, served.version + 1, transport), ByHand(served, 99, transport)
+    first.make(3)  # a trainer begins, an update begins, a block
+    with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
+        other.make()
+    first.make()
+    served.version += 1
+    served.hold()
+    first.make()
+    for one in (first, other):
+        one.close()
+    served.still_works()
+
+
+@pytest.mark.parametrize("transport", ["shm", "distributed"])
+def test_a_trainer_that_another_has_followed(served: Served, transport: str) -> None:
+    """Before its first block: the block is refused, and none of it is in the set that the other brings."""
+    first, other = ByHand(served, 99, transport), ByHand(served, served.version + 1, transport)
+    first.make(2)
+    other.make(3)
+    with pytest.raises((rm.StateError, RuntimeError), match=r"a block of sender '.*' in the update of sender '"):
+        first.make()
+    other.make()
+    served.version += 1
+    served.hold()
+    for one in (first, other):
+        one.close()
+    served.still_works()
+
+
+def test_a_trainer_that_ends_within_its_set(served: Served) -> None:
+    """Its block is nobody's then, and the next trainer begins at once."""
+    first = ByHand(served, 99, "shm")
+    first.make(3)
+    first.close()
+    served.still_works()
+
+
+def test_a_second_send_of_one_sender(alone: Served) -> None:
+    one = ByHand(alone, 99, "shm")
+    one.make(3)
+    with pytest.raises(rm.StateError, match="sends a set already"):
+        one.sender.send(state(99), alone.version + 1)
+    one.close()
+    alone.still_works()
 
 
 # -------------------------------------------------------------------------------------------------- clients
@@ -338,8 +409,32 @@ def test_clients_that_are_none(alone: Served) -> None:
         AsyncWeightSender(alone.client)
     with pytest.raises(rm.ConfigError, match="num_workers"):
         WeightSender(alone.client, "distributed")
-    with pytest.raises(rm.UnsupportedTensorError):
-        WeightSender(alone.client).send(17, alone.version + 1)
+    for source, words in ((17, "wanted a module"), ([1, 2], "has a int, wanted pairs"), ([(1, 2, 3)], "has a tuple, wanted pairs")):
+        with pytest.raises(rm.UnsupportedTensorError, match=words):
+            WeightSender(alone.client).send(source, alone.version + 1)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"num_workers": 1}, "takes no master_address, master_port or num_workers"),
+        ({"timeout": -1}, "timeout = -1, wanted seconds above 0"),
+        ({"timeout": float("nan")}, "timeout = nan"),
+        ({"transport": "distributed", "master_address": "127.0.0.1", "num_workers": "1"}, "num_workers = '1'"),
+        ({"transport": "distributed", "master_address": "127.0.0.1", "num_workers": -1}, "num_workers = -1"),
+        ({"transport": "distributed", "master_address": "127.0.0.1", "num_workers": 1, "master_port": 70000}, "master_port = 70000"),
+        ({"transport": "distributed", "master_address": 7, "num_workers": 1}, "wanted both"),
+    ],
+)
+def test_options_that_are_none(alone: Served, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(rm.ConfigError, match=words):
+        WeightSender(alone.client, **options)
+
+
+def test_an_address_of_another_machine(alone: Served) -> None:
+    with pytest.raises(rm.ConfigError, match=r"master_address = '192.0.2.1', master_port = 0, wanted to listen there"):
+        WeightSender(alone.client, "distributed", master_address="192.0.2.1", num_workers=1).send({}, alone.version + 1)
+    alone.still_works()
 
 
 def test_sources(alone: Served) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import AuthError, CapacityError, FormatError, StateError, SyncAbortedError
+from rollmesh.errors import AuthError, CapacityError, ConfigError, FormatError, StateError, SyncAbortedError
 from rollmesh.show import shown
 
 Bytes = NDArray[np.uint8]
@@ -73,6 +73,7 @@ class SharedBlock:
         self.unlink()
         descriptor, self._descriptor, self.data = self._descriptor, -1, None
         if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it
             os.close(descriptor)
 
 
@@ -106,6 +107,17 @@ class SharedReader:
         if self._memory is None or size > min(held, self._memory.size):
             raise FormatError(f"{FOLDER / name} holds {max(held, 0)} bytes of weights, wanted {size}")
         return self._memory[:size]
+
+    def is_held(self) -> bool:
+        """Whether the sender of the block that is open still lives, and sends."""
+        if self._descriptor < 0:
+            return False
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
 
     def _open(self, name: str, nonce: str) -> None:
         self.close()
@@ -151,7 +163,10 @@ class Group:
     @classmethod
     def listening(cls, address: str, port: int, world: int, timeout: float) -> Group:
         """The trainer's end, bound to `address` alone; port 0: a free one."""
-        listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        except OSError as error:
+            raise ConfigError(f"master_address = {shown(address)}, master_port = {port}, wanted to listen there: {error}") from error
         port = listener.getsockname()[1]
         store = _distributed().TCPStore(
             address, port, world, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener.detach()
@@ -174,6 +189,13 @@ class Group:
     @property
     def port(self) -> int:
         return int(self._store.port)
+
+    def is_held(self) -> bool:
+        """Whether the trainer lives, and has not left."""
+        try:
+            return self._store is not None and bool(self._store.check([f"rank {self.rank}"]))
+        except RuntimeError:
+            return False
 
     def gather(self, given_up: Callable[[], bool]) -> None:
         """The trainer waits for the workers, unless they have given up."""

@@ -28,10 +28,17 @@ def _integer(value: Any, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+
+
 @dataclass(frozen=True)
 class InitInfo:
     """The init_info of init_weight_transfer_engine. The last four are for transport="distributed", by the names of vLLM's own engines.
 
+    sender              the trainer's own name: a block that says another is refused, so that of two trainers none has blocks in the
+                        other's set
     cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
     allow_bias_removal  a router bias that the serving version has may be absent (then zero)
     world_size          the trainer and all workers of all data parallel ranks
@@ -40,6 +47,7 @@ class InitInfo:
     """
 
     transport: str = "shm"
+    sender: str | None = None
     cast: bool = False
     allow_bias_removal: bool = False
     master_address: str | None = None
@@ -51,6 +59,8 @@ class InitInfo:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport = {shown(self.transport)}, wanted one of {', '.join(TRANSPORTS)}")
+        if self.sender is not None and not isinstance(self.sender, str):
+            raise ConfigError(f"sender = {shown(self.sender)}, wanted a name or None")
         for name in ("cast", "allow_bias_removal"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {shown(getattr(self, name))}, wanted True or False")
@@ -64,8 +74,7 @@ class InitInfo:
         for name, (low, high) in ranges.items():
             if not _integer(value := getattr(self, name), low, high):
                 raise ConfigError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not 0 < self.timeout <= MAX_TIMEOUT_S:
-            raise ConfigError(f"timeout = {shown(self.timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+        check_timeout(self.timeout)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class UpdateInfo:
     description     JSON: per tensor its name, dtype, shape, offset, bytes and sum ("" where it is not to be compared)
     size            bytes of the block
     segment, nonce  transport="shm": the file in /dev/shm
+    sender          as in the InitInfo
     version         number of the set; every block of a set says the same. None: the next
     abort           instead of a block: why the trainer gives the set up
     """
@@ -83,6 +93,7 @@ class UpdateInfo:
     size: int = 0
     segment: str | None = None
     nonce: str | None = None
+    sender: str | None = None
     version: int | None = None
     abort: str | None = None
 

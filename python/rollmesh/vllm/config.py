@@ -64,6 +64,7 @@ _RULES = (
     _Rule("model_config.quantization", (None,), "weights are bfloat16 or float32"),
     _Rule("model_config.logprobs_mode", LOGPROBS_MODES, "logits are not given out"),
     _Rule("model_config.return_sampling_mask", (False,), "masks are not recorded"),
+    _Rule("model_config.use_fp64_gumbel", (False,), "draws are the engine's own, exact in float32 logits"),
     _Rule("model_config.enable_trace_replay", (False,), "tokens are drawn, not replayed"),
     _Rule("cache_config.kv_sharing_fast_prefill", (False,), "every layer has KV of its own"),
     _Rule("cache_config.kv_offloading_size", (None, 0), "KV is not offloaded"),

@@ -12,6 +12,7 @@ broadcasts from here over a Gloo group (transport="distributed").
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from rollmesh.pieces import is_sharded
 from rollmesh.show import reason
 from rollmesh.sources.arrays import ALIGN, as_array, bucketed
 from rollmesh.vllm.blocks import Bytes, Group, SharedBlock
-from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, put
+from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
 from rollmesh.vllm.clients import client_of, is_awaited, understood
 
 BLOCK_BYTES = 128 << 20
@@ -77,12 +78,19 @@ class _Sending:
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
         self._pause = None if pause is None else boolean("pause", pause)
-        if transport == "distributed" and (master_address is None or num_workers is None):
-            raise ConfigError("transport='distributed' without master_address and num_workers, wanted both")
+        check_timeout(timeout)
+        integer("master_port", master_port, 0, 65535)
+        if transport == "distributed":
+            if not isinstance(master_address, str) or num_workers is None:
+                raise ConfigError("transport='distributed' without master_address and num_workers, wanted both")
+            integer("num_workers", num_workers, 1, 2**16 - 1)
+        elif (master_address, master_port, num_workers) != (None, 0, None):
+            raise ConfigError("transport='shm' takes no master_address, master_port or num_workers")
+        self._name = secrets.token_hex(16)
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
         self._shared: SharedBlock | None = None
         self._group: Group | None = None
-        self._closed = False
+        self._closed = self._sends = False
 
     def _pauses(self, client: Any) -> bool:
         wanted = client.spans if self._pause is None else self._pause
@@ -93,8 +101,9 @@ class _Sending:
     def _send(self, source: Any, version: int, label: str | None) -> Calls:
         version = integer("version", version, 0, 2**63 - 1)
         entries = _entries(source)
-        if self._closed:
-            raise StateError("the sender is closed")
+        if self._closed or self._sends:
+            raise StateError(f"the sender {'is closed' if self._closed else 'sends a set already, wanted one after another'}")
+        self._sends = True
         try:
             yield from self._begin()
             yield Call("start_weight_update")
@@ -105,6 +114,7 @@ class _Sending:
             raise
         finally:
             self._leave_block()
+            self._sends = False
 
     def _begin(self) -> Calls:
         """Before every set over shm: an update that a trainer has left open ends by it. A group is made once."""
@@ -117,7 +127,7 @@ class _Sending:
             yield Call("init_weight_transfer_engine", (asdict(self._info(self._group)),), self._group.gather)
 
     def _info(self, group: Group | None = None) -> InitInfo:
-        options: dict[str, Any] = {"cast": self._cast, "allow_bias_removal": self._allow_bias_removal}
+        options: dict[str, Any] = {"sender": self._name, "cast": self._cast, "allow_bias_removal": self._allow_bias_removal}
         if group is None:
             return InitInfo("shm", **options)
         return InitInfo("distributed", **options, master_address=self._address, master_port=group.port, world_size=group.world,
@@ -131,7 +141,7 @@ class _Sending:
                 bucket = next(buckets, None)
                 call = None if bucket is None else self._block(bucket, version)
             except BaseException as error:
-                yield Call("update_weights", (asdict(UpdateInfo(abort=reason(error))),))
+                yield Call("update_weights", (asdict(UpdateInfo(sender=self._name, abort=reason(error))),))
                 raise
             if call is None:
                 return
@@ -145,10 +155,10 @@ class _Sending:
             shared = self._shared_block(needed)
             assert shared.data is not None
             description, size = put(arrays, shared.data, sums=self._verify)
-            return Call("update_weights", (asdict(UpdateInfo(description, size, shared.name, shared.nonce, version)),))
+            return Call("update_weights", (asdict(UpdateInfo(description, size, shared.name, shared.nonce, self._name, version)),))
         block: Bytes = np.empty(needed, np.uint8)
         description, size = put(arrays, block, sums=self._verify)
-        info = UpdateInfo(description, size, version=version)
+        info = UpdateInfo(description, size, sender=self._name, version=version)
         return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block[:size], given_up))
 
     def _shared_block(self, needed: int) -> SharedBlock:
@@ -276,7 +286,13 @@ def _entries(source: Any) -> Iterator[tuple[str, Any]]:
         return iter(source.items())
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
         raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted a module, a mapping or an iterable of (name, tensor)")
-    return iter(source)
+    return map(_pair, source)
+
+
+def _pair(entry: Any) -> tuple[str, Any]:
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+        raise UnsupportedTensorError(f"source has a {type(entry).__name__}, wanted pairs (name, tensor)")
+    return entry[0], entry[1]
 
 
 def _gather(source: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from rollmesh.errors import ConfigError, FormatError, StateError
+from rollmesh.show import shown
 from rollmesh.vllm.blocks import Bytes, Group, SharedReader
 from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of, info_of
 
@@ -53,26 +54,31 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         self._initialised()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: UpdateInfo) -> None:
         """vLLM's own waits for an accelerator at the end; these are on the CPU."""
         self.receive_weights(update_info)
 
-    def receive_weights(self, update_info: UpdateInfo | dict[str, Any]) -> None:
-        together = self._updates.together
-        info = together("a block's info", self._parsed, update_info)
-        self._updates.alike("a block of weights", (info.version, info.abort))
-        if info.abort is not None:
-            self._updates.drop(f"the trainer gave it up: {info.abort}")
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.abort is not None:
+            self._updates.drop(f"the trainer gave it up: {update_info.abort}")
             return
-        entries = together("a block's coming", lambda: entries_of(info, self._block(info)))
-        self._updates.stage(entries, info.version, self._options())
+        entries = self._updates.together("a block's coming", lambda: entries_of(update_info, self._block(update_info)))
+        self._updates.stage(entries, update_info.version, self._options())
+
+    def require_sender(self, info: UpdateInfo) -> None:
+        """StateError for a block of a trainer that another has followed."""
+        if info.sender != (begun := self._initialised().sender):
+            raise StateError(f"a block of sender {shown(info.sender)} in the update of sender {shown(begun)}, wanted init_… first")
+
+    def is_held(self, info: InitInfo) -> bool:
+        """Whether what is open is of another trainer that lives."""
+        if self._info is None or self._info.sender == info.sender:
+            return False
+        return self._shared.is_held() if self._group is None else self._group.is_held()
 
     def end_weight_update(self) -> None:
         """After its commit, or without one: shared memory is the trainer's again."""
         self._shared.close()
-
-    def _parsed(self, info: UpdateInfo | dict[str, Any]) -> UpdateInfo:
-        return info if isinstance(info, UpdateInfo) else self.parse_update_info(info)
 
     def _block(self, info: UpdateInfo) -> Bytes:
         if self._initialised().transport == "shm":

@@ -16,7 +16,7 @@ executor stops reading replies at the first failure, and would take those that i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -83,7 +83,7 @@ class WeightUpdates:
 
     # ---------------------------------------------------------------------------------------- what vLLM calls
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """A trainer begins; an update that another has left open is dropped."""
+        """A trainer begins; an update that another has left open is dropped. StateError while that one lives and is within it."""
         self._reply(self._init, init_info)
 
     def start_weight_update(self) -> None:
@@ -219,8 +219,14 @@ class WeightUpdates:
 
     def _init(self, init_info: Any) -> None:
         transfer = self._configured()
+        info = self.together("the info of a trainer", transfer.parse_init_info, init_info)
+        self.together("a trainer's beginning", self._take_over, transfer, info)
         self.drop("a trainer began anew")
-        transfer.init_transfer_engine(self.together("the info of a trainer", transfer.parse_init_info, init_info))
+        transfer.init_transfer_engine(info)
+
+    def _take_over(self, transfer: Any, info: Any) -> None:
+        if self._set is not None and transfer.is_held(info):
+            self._refuse("another trainer's update is open, and its sender lives: wanted its end, or the sender's, first")
 
     def _start(self) -> None:
         transfer = self._configured()
@@ -236,18 +242,37 @@ class WeightUpdates:
         transfer = self._configured()
         if not self._updating:
             self._refuse("update_weights without an open update: start_weight_update first; an error in one closes it")
+        with self._dropping():
+            info = self.together("the info of a block", self._own, transfer, update_info)
+            self.alike("a block of weights", (info.sender, info.version, info.abort))
+        self._require_sender(transfer, info)
+        with self._dropping():
+            transfer.update_weights(info)
+
+    def _require_sender(self, transfer: Any, info: Any) -> None:
+        """The update goes on without a block of another's; one that has no block yet may be the other's."""
         try:
-            transfer.update_weights(self.together("the info of a block", self._own, update_info))
+            transfer.require_sender(info)
+        except StateError:
+            if self._set is None:
+                self._close()
+            raise
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """An error ends the open update."""
+        try:
+            yield
         except BaseException:
             self.drop("a block of it was refused")
             raise
 
-    def _own(self, update_info: Any) -> Any:
+    def _own(self, transfer: Any, update_info: Any) -> Any:
         if not isinstance(update_info, list):
-            return update_info
+            return transfer.parse_update_info(update_info)
         if self.number >= len(update_info):
             raise FormatError(f"update_info is a list of {len(update_info)}, wanted one for each worker: this one is number {self.number}")
-        return update_info[self.number]
+        return transfer.parse_update_info(update_info[self.number])
 
     def _finish(self) -> None:
         transfer = self._configured()
