@@ -309,6 +309,9 @@ class Vllm:
         self.heard.append(self.paused)
         self._client.update_weights(request.update_info)
 
+    def collective_rpc(self, method: str) -> Any:
+        return self._client.rpc(method)
+
     def is_sleeping(self) -> bool:
         return self.paused
 
@@ -338,6 +341,62 @@ def test_a_pause(alone: Served, data_parallel_size: int, pause: bool | None, pau
     alone.still_works()
 
 
+@pytest.mark.parametrize("found", [None, 0, "None", {"version": 3}])
+def test_workers_that_serve_another_version(alone: Served, found: Any) -> None:
+    """What a call returned was another call's reply."""
+
+    class Mixed(Vllm):
+        def collective_rpc(self, method: str) -> Any:
+            return [*super().collective_rpc(method), found]
+
+    alone.version += 1
+    with pytest.raises(rm.SyncAbortedError, match=f"after a send of version {alone.version}"):
+        WeightSender(Mixed(alone.client)).send(state(alone.version), alone.version)
+    alone.hold()
+
+
+def test_a_send_that_is_cancelled_in_its_pause(alone: Served) -> None:
+    """The pause goes through all the same; the sender ends it."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
+            self.paused = False
+
+        async def init_weight_transfer_engine(self, request: Any) -> None: ...
+
+        async def start_weight_update(self) -> None: ...
+
+        async def update_weights(self, request: Any) -> None: ...
+
+        async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+        async def is_paused(self) -> bool:
+            return self.paused
+
+        async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+            self.paused = True
+            await asyncio.sleep(0.5)
+
+        async def resume_generation(self) -> None:
+            self.paused = False
+
+    async def run() -> bool:
+        llm = Slow()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(AsyncWeightSender(llm).send({}, 1), 0.1)
+        return llm.paused
+
+    assert not asyncio.run(run())
+
+
+@pytest.mark.parametrize("label", [7, b"seven", "\ud800"])
+def test_labels_that_are_none(alone: Served, label: Any) -> None:
+    with pytest.raises(rm.ConfigError, match=r"label = .*, wanted text or None"):
+        alone.sender.send(state(99), alone.version + 1, label)
+    alone.still_works()
+
+
 def test_a_closed_sender(alone: Served) -> None:
     sender = WeightSender(Vllm(alone.client))
     sender.close()
@@ -358,6 +417,8 @@ def server(alone: Served) -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             code, told = 200, "done"
+            if self.path == "/collective_rpc":
+                return self.answer(200, json.dumps({"results": [str(one) for one in alone.client.rpc(body["method"])]}))
             if self.path in ("/pause?mode=keep&clear_cache=false", "/resume"):
                 paused.append(self.path != "/resume")
                 return self.answer(code, told)

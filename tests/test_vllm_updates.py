@@ -8,7 +8,7 @@ then: the new one after a good push, the old one after a bad.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import vllm_support as support
 
+import rollmesh as rm
 from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender
 
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -113,11 +114,13 @@ def test_a_trainer_that_ends_midway(served: Served) -> None:
     served.hold()
 
 
-def test_sleep_and_reload(served: Served) -> None:
+@pytest.mark.parametrize("level", [2, 3])
+def test_sleep_and_reload(served: Served, level: int) -> None:
+    """Above 2 is 2, as to vLLM's own workers."""
     served.llm.sleep(1)
     served.llm.wake_up()
     served.hold()
-    served.llm.sleep(2)
+    served.llm.sleep(level)
     served.llm.wake_up(["weights"])
     served.push()
     served.llm.wake_up(["kv_cache"])
@@ -132,6 +135,31 @@ def test_an_update_while_the_weights_sleep(served: Served) -> None:
     finish, why = support.ended(served.llm, support.request([1, 2, 3]))  # level 2 has dropped them
     assert finish == "error"
     assert "NotSyncedError" in why
+    served.push()
+    served.hold()
+
+
+@pytest.mark.parametrize(
+    "method, args, options, words",
+    [
+        ("profile", (), {}, "wanted perf or py-spy"),
+        ("add_lora", (1,), {}, "LoRA adapters are not offered"),
+        ("load_model", (), {"load_dummy_weights": True}, "load_dummy_weights=True, wanted False"),
+        ("init_device", (), {}, "wanted it once"),
+        ("update_weights", (), {}, "missing 1 required positional argument"),
+        ("sleep", ([],), {}, r"sleep level \[\], wanted 1"),
+        ("wake_up", ([[]],), {}, r"tag \[\], wanted"),
+        ("discard", (5,), {}, "tags = 5, wanted some of"),
+    ],
+)
+def test_a_call_that_all_workers_refuse(served: Served, method: str, args: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
+    """vLLM's executor reads replies up to the first failure, and would take a second one for the reply to its next call: a set with a
+    tensor missing would seem to have been committed."""
+    with pytest.raises(Exception, match=words):
+        served.llm.collective_rpc(method, args=args, kwargs=options)
+    for _ in range(2):
+        with pytest.raises(rm.IncompleteSyncError):
+            served.sender.send(dict(list(served.weights(99).items())[:-1]), served.version + 1)
     served.push()
     served.hold()
 
@@ -201,7 +229,7 @@ def test_a_row_that_is_not_finite(served: Served) -> None:
     poisoned["model.embed_tokens.weight"] = poisoned["model.embed_tokens.weight"].copy()
     poisoned["model.embed_tokens.weight"][299] = np.nan
     served.version += 1
-    engine = support.worker_of(served.llm).engine  # no way of vLLM's takes such weights
+    engine = support.worker_of(served.llm).made.engine  # no way of vLLM's takes such weights
     engine.sync_begin(served.version, allow_nonfinite=True)
     for name, tensor in poisoned.items():
         engine.sync_push(name, tensor)
@@ -277,6 +305,23 @@ async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str)
         assert got.positions == whole.positions[: len(got.positions)]
 
 
+async def refused_streams(llm: Any) -> None:
+    """Input that comes in parts ends at its first, however the parts come, and nothing else does."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+
+    async def parts(delay: float) -> AsyncIterator[Any]:
+        for i in range(3):
+            yield StreamingInput(prompt={"prompt_token_ids": [1, 2, i]}, sampling_params=SamplingParams(max_tokens=2, detokenize=False))
+            await asyncio.sleep(delay)
+
+    for delay in (0.0, 0.05):
+        params = SamplingParams(max_tokens=2, detokenize=False)
+        outputs = [output async for output in llm.generate(parts(delay), params, f"stream-{delay}")]
+        assert outputs[-1].outputs[0].finish_reason == "error"
+        assert "input that streams in" in outputs[-1].outputs[0].stop_reason
+
+
 @pytest.mark.parametrize(
     "mesh", [{}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}], ids=["one", "dp2-tp2"]
 )
@@ -311,6 +356,8 @@ def test_a_push_during_generation(mesh: dict[str, Any], tmp_path: Path) -> None:
             await hold("after-bad")
             await push(7)
             await hold("last")
+            await refused_streams(llm)
+            await hold("after-streams")
 
     try:
         asyncio.run(asyncio.wait_for(run(), 400))

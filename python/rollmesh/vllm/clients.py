@@ -27,7 +27,8 @@ OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
 
 
 def client_of(client: Any, timeout: float) -> Any:
-    """An object with the four calls, `spans` (whether an update needs a pause), hold() → whether it had to pause, and release()."""
+    """An object with the four calls, `spans` (whether an update needs a pause), and unless it has the calls alone: serving() → the versions
+    of some of its workers, hold() → whether it had to pause, and release()."""
     if isinstance(client, str):
         return _Server(client, timeout)
     if lacking := [name for name in CALLS if not callable(getattr(client, name, None))]:
@@ -66,6 +67,9 @@ class _Requests:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         return self._engine.update_weights(WeightTransferUpdateRequest(update_info))
+
+    def serving(self) -> Any:
+        return self._engine.collective_rpc("weight_version")
 
 
 class _Offline(_Requests):
@@ -121,6 +125,9 @@ class _Server:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._ask("finish_weight_update", {"weight_version": weight_version})
+
+    def serving(self) -> Any:
+        return json.loads(self._ask("collective_rpc", {"method": "weight_version"}))["results"]
 
     def hold(self) -> bool:
         if json.loads(self._ask("is_paused"))["is_paused"]:

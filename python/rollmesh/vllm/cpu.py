@@ -22,11 +22,20 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from rollmesh.vllm import config
 
+REASONS = "rollmesh.vllm.serve.Reasons"
+
 
 class RollmeshPlatform:
     """What both platforms of rollmesh add to vLLM's."""
 
     logprobs_modes: ClassVar[set[str]] = set()  # of the engines of this process: a request does not say whose it is
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Before the command line of a server is read, whose --middleware then has ours by default; one's own come after it."""
+        if parser is not None and (given := parser.get_default("middleware")) is not None and REASONS not in given:
+            parser.set_defaults(middleware=[*given, REASONS])
+        super().pre_register_and_update(parser)  # type: ignore[misc]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

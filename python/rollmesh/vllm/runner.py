@@ -11,6 +11,7 @@ Without weights, or while weights or KV are asleep, that is every request of the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from rollmesh.vllm.weights import WeightUpdates
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/engine/hosted.h
 NO_STEP = (NotSyncedError, StateError)  # none can be made, on no rank, and nothing has been done
+MOST_FAILED = 4096  # requests whose reason is kept for who asks
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class Runner:
         self._requests: dict[str, _Request] = {}
         self._accepted = 0  # requests so far: those without a seed get one by it
         self._scheduled: Any = None
+        self._failed: dict[str, str] = {}  # the last requests that failed, and why
 
     # ---------------------------------------------------------------------------------------- a step
     def execute_model(self, scheduled: Any, intermediate_tensors: None = None) -> ModelRunnerOutput | None:
@@ -105,10 +108,12 @@ class Runner:
         if scheduled is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         try:
-            return self._make_step(scheduled, grammar)
+            output = self._make_step(scheduled, grammar)
         except BaseException as error:
             self._leave(error)
             raise
+        self._remember(getattr(output, FAILED, {}))
+        return output
 
     def _make_step(self, scheduled: Any, grammar: Any) -> ModelRunnerOutput:
         names, failed = list(scheduled.num_scheduled_tokens), dict[str, str]()
@@ -154,6 +159,19 @@ class Runner:
         except Error as error:
             return error
         return None
+
+    def _remember(self, failed: dict[str, str]) -> None:
+        """The first reason of each: vLLM may have scheduled it again before it hears of that."""
+        for name, why in failed.items():
+            self._failed.setdefault(name, why)
+        for name in list(self._failed)[:-MOST_FAILED]:
+            del self._failed[name]
+
+    def why_failed(self, name: str) -> str | None:
+        """Of the newest of that name. What a server calls cmpl-7 may be several here: 1_cmpl-7-0-93d2a0ff is the second sample of its
+        first prompt."""
+        part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
+        return next((why for known, why in reversed(self._failed.items()) if name in known and part.fullmatch(known)), None)
 
     def _leave(self, error: BaseException) -> None:
         """This rank ends here; where others would wait for it they learn so."""

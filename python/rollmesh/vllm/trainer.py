@@ -15,6 +15,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from rollmesh.arguments import boolean, choice, integer
 from rollmesh.errors import ConfigError, StateError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.pieces import is_sharded
-from rollmesh.show import reason
+from rollmesh.show import reason, shown
 from rollmesh.sources.arrays import ALIGN, as_array, bucketed
 from rollmesh.vllm.blocks import Bytes, Group, SharedBlock
 from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
@@ -42,7 +43,7 @@ class Call(NamedTuple):
     meanwhile: Callable[[GivenUp], None] | None = None
 
 
-Calls = Generator[Call, None, None]
+Calls = Generator[Call, Any, None]  # is sent what a call has returned
 
 
 class _Sending:
@@ -90,6 +91,7 @@ class _Sending:
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
         self._shared: SharedBlock | None = None
         self._group: Group | None = None
+        self._client: Any = None
         self._closed = self._sends = False
 
     def _pauses(self, client: Any) -> bool:
@@ -100,6 +102,7 @@ class _Sending:
 
     def _send(self, source: Any, version: int, label: str | None) -> Calls:
         version = integer("version", version, 0, 2**63 - 1)
+        label = str(version) if label is None else _sendable(label)
         entries = _entries(source)
         if self._closed or self._sends:
             raise StateError(f"the sender {'is closed' if self._closed else 'sends a set already, wanted one after another'}")
@@ -108,7 +111,9 @@ class _Sending:
             yield from self._begin()
             yield Call("start_weight_update")
             yield from self._blocks(entries, version)
-            yield Call("finish_weight_update", (str(version) if label is None else label,))
+            yield Call("finish_weight_update", (label,))
+            if hasattr(self._client, "serving"):
+                _require(version, (yield Call("serving")))
         except BaseException:
             self._leave_group()  # the two sides may not be at the same place: the next send begins anew
             raise
@@ -203,7 +208,8 @@ class WeightSender(_Sending):
         label    what vLLM calls it (get_weight_version, weight_versions of its outputs); None: the number as text
 
         Raises what a worker raised, if that is of ours (ShapeError, IncompleteSyncError, VersionError, …), else the client's own
-        exception; SyncAbortedError where workers went away. In all cases the version before serves.
+        exception; SyncAbortedError where workers went away. In all cases the version before serves, unless the error says otherwise:
+        LLM, AsyncLLM and a server are asked at the end what their workers serve.
         """
         if self._client is None:
             _gather(source)
@@ -217,25 +223,26 @@ class WeightSender(_Sending):
                 self._client.release()
 
     def _drive(self, calls: Calls, pool: ThreadPoolExecutor) -> None:
-        while (call := next(calls, None)) is not None:
+        call = next(calls, None)
+        while call is not None:
             try:
-                self._make(call, pool)
+                returned = self._make(call, pool)
             except BaseException as error:
                 calls.throw(understood(error))
                 raise
+            call = _next(calls, returned)
 
-    def _make(self, call: Call, pool: ThreadPoolExecutor) -> None:
+    def _make(self, call: Call, pool: ThreadPoolExecutor) -> Any:
         method = getattr(self._client, call.method)
         if call.meanwhile is None:
-            method(*call.args)
-            return
+            return method(*call.args)
         made = pool.submit(method, *call.args)
         try:
             call.meanwhile(lambda: made.done() and made.exception() is not None)
         except SyncAbortedError:
             made.result()  # its reason is the better one
             raise
-        made.result()
+        return made.result()
 
 
 class AsyncWeightSender(_Sending):
@@ -249,22 +256,34 @@ class AsyncWeightSender(_Sending):
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
         """As WeightSender.send. The source is read and copied in the event loop's thread."""
-        held = self._pauses(self._client) and await self._client.hold()
+        held = self._pauses(self._client) and await self._held()
         try:
             await self._drive(self._send(source, version, label))
         finally:
             if held:
                 await self._client.release()
 
+    async def _held(self) -> bool:
+        """A pause that was asked for is gone through with, and ended if the caller has gone meanwhile."""
+        holding = asyncio.ensure_future(self._client.hold())
+        try:
+            return bool(await asyncio.shield(holding))
+        except asyncio.CancelledError:
+            if await holding:
+                await self._client.release()
+            raise
+
     async def _drive(self, calls: Calls) -> None:
-        while (call := next(calls, None)) is not None:
+        call = next(calls, None)
+        while call is not None:
             try:
-                await self._make(call)
+                returned = await self._make(call)
             except BaseException as error:
                 calls.throw(understood(error))
                 raise
+            call = _next(calls, returned)
 
-    async def _make(self, call: Call) -> None:
+    async def _make(self, call: Call) -> Any:
         made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
         try:
             if call.meanwhile is not None:
@@ -275,7 +294,29 @@ class AsyncWeightSender(_Sending):
         except asyncio.CancelledError:
             made.cancel()  # which ends what the thread waits for
             raise
-        await made
+        return await made
+
+
+def _next(calls: Calls, returned: Any) -> Call | None:
+    try:
+        return calls.send(returned)
+    except StopIteration:
+        return None
+
+
+def _require(version: int, served: list[Any]) -> None:
+    """vLLM's multiprocess executor may take one worker's reply for that to another call (a name that no worker has, called by
+    collective_rpc, is enough), and then a set that was refused for one that was taken."""
+    if not all(str(one).isdecimal() and int(str(one)) >= version for one in served):
+        raise SyncAbortedError(f"the workers say that they serve {', '.join(map(shown, served))} after a send of version {version}")
+
+
+def _sendable(label: Any) -> str:
+    """vLLM's front end fails at a label that it cannot read, with the first request and for good."""
+    with suppress(UnicodeEncodeError):
+        if isinstance(label, str) and label.encode():
+            return label
+    raise ConfigError(f"label = {shown(label)}, wanted text or None")
 
 
 # -------------------------------------------------------------------------------------------------- sources

@@ -29,7 +29,9 @@ from rollmesh.sync import SyncOptions, push_mapping
 from rollmesh.weights import Sync, Weights
 
 BACKEND = "rollmesh"
-LEVELS = {1: PARTS["kv"], 2: PARTS["kv"] | PARTS["weights"]}  # vLLM's 1 offloads the weights to the CPU, where ours are already
+# vLLM's level 1 offloads the weights to the CPU, where ours are already. What is above 2 is 2 to its own workers: to refuse it here would
+# leave generation paused, which vLLM has done by then.
+LEVELS = {1: PARTS["kv"], 2: PARTS["kv"] | PARTS["weights"]}
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
 Entries = list[tuple[str, Any]]
@@ -42,6 +44,11 @@ def register_engine() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rollmesh.vllm.transfer", "TransferEngine")
+
+
+def answers(parallel: Any, rank: int) -> bool:
+    """Whether this worker is the one that raises. Under an external launcher each process is an executor of its own."""
+    return bool(parallel.distributed_executor_backend == "external_launcher" or rank == parallel.world_size - 1)
 
 
 class _Hosted:
@@ -62,8 +69,7 @@ class WeightUpdates:
         parallel = vllm_config.parallel_config
         self.rank = rank
         self.number = parallel.data_parallel_index * parallel.world_size + rank  # among the workers of all data parallel ranks
-        # Under an external launcher each process is an executor of its own.
-        self._answers = parallel.distributed_executor_backend == "external_launcher" or rank == parallel.world_size - 1
+        self._answers = answers(parallel, rank)
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
         self.model = ServedModel(self)
         self._set: Sync | None = None  # of the open update, once its first block has come
@@ -290,9 +296,9 @@ class WeightUpdates:
             self._transfer.shutdown()
 
     def _sleep(self, level: Any) -> None:
-        if level not in LEVELS:
+        if not isinstance(level, int) or level < 1:
             raise ConfigError(f"sleep level {shown(level)}, wanted 1 (the KV cache goes) or 2 (the weights too)")
-        self._rest(LEVELS[level])
+        self._rest(LEVELS[min(level, 2)])
 
     def _discard(self, tags: Any) -> None:
         self._rest(_mask(tags))
@@ -349,9 +355,11 @@ def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Except
 
 
 def _mask(tags: Any) -> int:
+    if not isinstance(tags, Iterable):
+        raise ConfigError(f"tags = {shown(tags)}, wanted some of {', '.join(TAGS)}")
     mask = 0
     for tag in [tags] if isinstance(tags, str) else tags:
-        if tag not in TAGS:
+        if not isinstance(tag, str) or tag not in TAGS:
             raise ConfigError(f"tag {shown(tag)}, wanted {' or '.join(map(repr, TAGS))}")
         mask |= TAGS[tag]
     return mask

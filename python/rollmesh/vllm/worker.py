@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +31,24 @@ from rollmesh.spmd import AnyEngine, join
 from rollmesh.vllm import config
 from rollmesh.vllm.host import HostLogits
 from rollmesh.vllm.runner import Runner
-from rollmesh.vllm.weights import WeightUpdates
+from rollmesh.vllm.weights import WeightUpdates, answers
 
 LAYOUT = "LBNHC"  # a name for vLLM's books; the pages lie as csrc/model wants them
 NAME_BYTES = 32
+
+
+def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For calls that fail on all workers alike, arguments of another form included: see weights.py on executors."""
+
+    @wraps(method)
+    def call(self: Worker, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except Exception:
+            if answers(self.parallel_config, self.rank):
+                raise
+
+    return call
 
 
 class _Made(NamedTuple):
@@ -53,6 +68,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
         from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 
+        if getattr(self, "_made", None) is not None:
+            self._refuse_again()
+            return
         parallel = self.parallel_config
         self.device = torch.device("cpu")
         self.spec = config.model_spec(self.vllm_config)
@@ -61,6 +79,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
         init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo")
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
+    @_one_answers
+    def _refuse_again(self) -> None:
+        raise StateError("init_device of a worker that has an engine, wanted it once")
+
+    @_one_answers
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """The weights come later, from the trainer."""
         if load_dummy_weights:
@@ -201,51 +224,86 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """A mesh that has ended says so."""
         self.made.engine.stats()
 
+    @_one_answers
+    def add_lora(self, lora_request: Any) -> bool:
+        raise ConfigError("add_lora, wanted none: LoRA adapters are not offered")
+
+    @_one_answers
+    def remove_lora(self, lora_id: int) -> bool:
+        raise ConfigError("remove_lora, wanted none: LoRA adapters are not offered")
+
+    @_one_answers
+    def pin_lora(self, lora_id: int) -> bool:
+        raise ConfigError("pin_lora, wanted none: LoRA adapters are not offered")
+
+    @_one_answers
+    def list_loras(self) -> set[int]:
+        """There are none."""
+        return set()
+
+    @_one_answers
     def profile(self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any) -> None:
         raise ConfigError(f"profile(is_start={is_start}), wanted perf or py-spy on pid {os.getpid()}: the work is in C threads")
 
+    @_one_answers
     def metrics(self) -> dict[str, Any]:
         """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
         return {**self.made.engine.stats(), "version": self.updates.weight_version()}
+
+    def why_failed(self, name: str) -> str | None:
+        """Of a request that ended with an error, by the name that a server gave it; None where nothing is known."""
+        return self.made.runner.why_failed(name)
 
     # ---------------------------------------------------------------------------------------- weights, see weights.py
     @property
     def updates(self) -> WeightUpdates:
         return self.made.updates
 
+    @_one_answers
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.updates.init_weight_transfer_engine(init_info)
 
+    @_one_answers
     def start_weight_update(self) -> None:
         self.updates.start_weight_update()
 
+    @_one_answers
     def start_draft_weight_update(self) -> None:
         self.updates.start_draft_weight_update()
 
+    @_one_answers
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         self.updates.update_weights(update_info)
 
+    @_one_answers
     def finish_weight_update(self) -> None:
         self.updates.finish_weight_update()
 
+    @_one_answers
     def shutdown_weight_transfer_engine(self) -> None:
         self.updates.shutdown_weight_transfer_engine()
 
+    @_one_answers
     def weight_version(self) -> int | None:
         return self.updates.weight_version()
 
+    @_one_answers
     def compute_weight_checksums(self) -> dict[str, str]:
         return self.updates.compute_weight_checksums()
 
+    @_one_answers
     def reset_weights(self) -> None:
         self.updates.reset_weights()
 
+    @_one_answers
     def sleep(self, level: int = 1) -> None:
         self.updates.sleep(level)
 
+    @_one_answers
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.updates.wake_up(tags)
 
+    @_one_answers
     def discard(self, tags: Iterable[str]) -> None:
         self.updates.discard(tags)
 
