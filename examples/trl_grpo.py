@@ -8,7 +8,8 @@ one parameter a call and asks vLLM for 512 completions with the logprob of each 
 and how far the two are apart is its metric sampling_logp_difference. Both sides compute in float32, so it is that of rounding,
 and the importance sampling ratio that TRL corrects its loss with is 1 to as many digits.
 
-Needs vllm and trl (docs/vllm.md says which). DIR/trl_metrics.jsonl has TRL's log, one object a step.
+Needs vllm and trl (docs/vllm.md says which). DIR/trl_metrics.jsonl has TRL's log, one object for each two optimizer steps, which share
+their completions.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def main() -> None:
     apart = [line["sampling/sampling_logp_difference/max"] for line in lines if "sampling/sampling_logp_difference/max" in line]
     ratios = [abs(line[f"sampling/importance_sampling_ratio/{end}"] - 1.0) for line in lines for end in ("min", "max")]
     print(
-        f"reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {len(lines)} steps; sampling_logp_difference at most {max(apart):.1e}, "
+        f"reward {rewards[0]:.3f} → {rewards[-1]:.3f} in {given.steps} steps; sampling_logp_difference at most {max(apart):.1e}, "
         f"importance sampling ratio within {max(ratios):.1e} of 1; {out}/trl_metrics.jsonl"
     )
     if max(apart) > ROUNDING:

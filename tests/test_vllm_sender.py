@@ -224,6 +224,23 @@ def test_a_trainer_that_another_has_followed(served: Served, transport: str) -> 
     served.still_works()
 
 
+def test_a_group_whose_trainer_another_has_disturbed(served: Served) -> None:
+    """The other's update has no block, since its first was refused; it does not stand in the way."""
+    stale, mine = ByHand(served, 99, "distributed"), ByHand(served, served.version + 1, "distributed")
+    stale.make(1)
+    mine.make()
+    served.version += 1
+    with pytest.raises((rm.StateError, RuntimeError), match="a block of sender"):
+        stale.make(2)
+    served.sender, before = mine.sender, served.sender
+    served.push()
+    served.hold()
+    served.sender = before
+    stale.close()
+    mine.close()
+    served.still_works()
+
+
 def test_a_trainer_that_ends_within_its_set(served: Served) -> None:
     """Its block is nobody's then, and the next trainer begins at once."""
     first = ByHand(served, 99, "shm")

@@ -341,7 +341,7 @@ def test_sleep(served: Served) -> None:
     rpc("discard", ("kv_cache",))
     rpc("wake_up", ["kv_cache"])
     served.hold()
-    for call, args in (("sleep", 3), ("sleep", 0), ("wake_up", ["scheduling"]), ("discard", ["all"])):
+    for call, args in (("sleep", "2"), ("sleep", 0), ("wake_up", ["scheduling"]), ("discard", ["all"])):
         with pytest.raises((rm.ConfigError, RuntimeError), match="ConfigError"):
             rpc(call, args)
     served.still_works()

@@ -24,7 +24,7 @@ import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
 from rollmesh.vllm.weights import WeightUpdates
 
 PROMPTS = [[1, 2, 3, 4, 5], [140, 7]]
-WAIT_S = 60
+WAIT_S = 240  # a process begins by importing vLLM, on a machine that may be busy
 
 
 def config_of(world: int, executor: str, backend: str | None = "rollmesh") -> Any:

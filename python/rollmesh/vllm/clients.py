@@ -111,8 +111,9 @@ class _Server:
 
     def __init__(self, url: str, timeout: float):
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"client = {shown(url)}, wanted the URL of a vLLM server")
+            raise ConfigError(f"client = {shown(url)}, wanted the URL of a vLLM server, with http:// in front")
         self._url, self._timeout = url.rstrip("/"), timeout
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is for other machines' pages
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("init_weight_transfer_engine", {"init_info": init_info})
@@ -142,7 +143,7 @@ class _Server:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/{path}", None if body is None else json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            with self._opener.open(request, timeout=self._timeout) as response:
                 answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:

@@ -51,6 +51,7 @@ class _Sending:
 
     def __init__(
         self,
+        client: Any,
         transport: str = "shm",
         *,
         block_bytes: int = BLOCK_BYTES,
@@ -63,16 +64,18 @@ class _Sending:
         num_workers: int | None = None,
         timeout: float = 300.0,
     ):
-        """transport           "shm": the workers are on this machine; "distributed": on any
+        """client              as the class says
+        transport           "shm": the workers are on this machine; "distributed": on any
         block_bytes         of tensors in one block; a larger tensor gets a block of its size
         cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
         verify              the workers compare a sum of each tensor's bytes
         pause               generation pauses during a send, unless it is paused already; running requests are kept. None: where it has to
                             (vLLM's LLM or AsyncLLM with several data parallel ranks) or may have to (a server)
-        master_address, master_port, num_workers, timeout
+        master_address, master_port, num_workers
                             distributed: where this process listens (port 0: a free one) once the first send asks the workers to
-                            join, how many they are in all data parallel ranks, and seconds that one waits for another
+                            join, and how many they are in all data parallel ranks
+        timeout             seconds that one waits for another: in a distributed group, and for a server's answer to one call
         """
         self._transport = choice("transport", transport, TRANSPORTS)
         self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
@@ -91,8 +94,11 @@ class _Sending:
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
         self._shared: SharedBlock | None = None
         self._group: Group | None = None
-        self._client: Any = None
+        self._client = self._checked(client)
         self._closed = self._sends = False
+
+    def _checked(self, client: Any) -> Any:
+        raise NotImplementedError
 
     def _pauses(self, client: Any) -> bool:
         wanted = client.spans if self._pause is None else self._pause
@@ -195,11 +201,13 @@ class WeightSender(_Sending):
     start_weight_update(), update_weights(info) and finish_weight_update(weight_version). None: another rank of the same trainer has the
     client, and this one takes part in gathering DTensors."""
 
-    def __init__(self, client: Any, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self._client = None if client is None else client_of(client, self._timeout)
-        if client is not None and is_awaited(self._client):
+    def _checked(self, client: Any) -> Any:
+        if client is None:
+            return None
+        known = client_of(client, self._timeout)
+        if is_awaited(known):
             raise ConfigError(f"client is a {type(client).__name__}, whose calls are awaited, wanted an AsyncWeightSender for it")
+        return known
 
     def send(self, source: Any, version: int, label: str | None = None) -> None:
         """A set of weights: a module, a state dict, or an iterable of (name, tensor), all of them under their Hugging Face names.
@@ -248,11 +256,11 @@ class WeightSender(_Sending):
 class AsyncWeightSender(_Sending):
     """The same for vllm.AsyncLLM, or an object whose four calls are awaited."""
 
-    def __init__(self, client: Any, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self._client = client_of(client, self._timeout)
-        if not is_awaited(self._client):
+    def _checked(self, client: Any) -> Any:
+        known = client_of(client, self._timeout)
+        if not is_awaited(known):
             raise ConfigError(f"client is a {type(client).__name__}, whose calls are not awaited, wanted a WeightSender for it")
+        return known
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
         """As WeightSender.send. The source is read and copied in the event loop's thread."""

@@ -74,7 +74,7 @@ class WeightUpdates:
         self.model = ServedModel(self)
         self._set: Sync | None = None  # of the open update, once its first block has come
         self._loaded: Sync | None = None  # of load_weights
-        self._updating = False
+        self._updating = self._unclaimed = False
         self._transfer: Any = None
         if vllm_config.weight_transfer_config is not None:
             self._transfer = self._make_transfer(vllm_config.weight_transfer_config)
@@ -197,7 +197,7 @@ class WeightUpdates:
         self._close()
 
     def _close(self) -> None:
-        self._updating, self._set = False, None
+        self._updating, self._unclaimed, self._set = False, False, None
         if self._transfer is not None:
             self._transfer.end_weight_update()
 
@@ -236,13 +236,13 @@ class WeightUpdates:
 
     def _start(self) -> None:
         transfer = self._configured()
-        if self._updating:
+        if self._updating and not self._unclaimed:
             self.drop("another update was started")
             self._refuse("start_weight_update within an update: that one is dropped now, wanted finish_weight_update before the next")
         if self._engine.stats()["asleep"] & PARTS["weights"]:
             self._refuse("start_weight_update while the weights are asleep: wake_up(tags=['weights']) first")
         transfer.start_weight_update()
-        self._updating = True
+        self._updating, self._unclaimed = True, False
 
     def _update(self, update_info: Any) -> None:
         transfer = self._configured()
@@ -256,12 +256,11 @@ class WeightUpdates:
             transfer.update_weights(info)
 
     def _require_sender(self, transfer: Any, info: Any) -> None:
-        """The update goes on without a block of another's; one that has no block yet may be the other's."""
+        """The update goes on without a block of another's. One that has no block yet may be the other's, so it may be started again."""
         try:
             transfer.require_sender(info)
         except StateError:
-            if self._set is None:
-                self._close()
+            self._unclaimed = self._set is None
             raise
 
     @contextmanager
