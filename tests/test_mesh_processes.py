@@ -543,7 +543,7 @@ def test_row_20_a_forked_child_lets_go(servers: dict[str, Server], transport: st
 def test_close_gives_everything_back(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int]) -> None:
     """Promise 7: the third generator leaves no more behind than the first, after which libraries have made what they keep.
 
-    It may leave less: Gloo ends its threads, and closes the descriptors of theirs, in its own time."""
+    It may leave less, where the first was looked at a moment too early."""
     for first, _, third in results(servers[transport]("closed", mesh, model="moe")):
         assert all(after <= before for after, before in zip(third, first, strict=True)), (first, third)
         assert transport != "shm" or first[2] == 0
