@@ -83,7 +83,7 @@ def test_values_of_another_type(field: str, value: Any, words: str) -> None:
         sampling.refuse(params)
 
 
-@pytest.mark.parametrize("ids", [["a"], [1, None], [1.0], [True], [1, 2**70]])
+@pytest.mark.parametrize("ids", [["a"], [1, None], [1.0], [True], [1, 2**70], [[1, 2], [3, 4]], [1, [2]]])
 def test_prompts_of_another_type(ids: list[Any]) -> None:
     with pytest.raises(rm.RequestError, match=r"^a prompt with .*, wanted token ids"):
         current_platform.validate_request({"type": "token", "prompt_token_ids": ids}, SamplingParams())

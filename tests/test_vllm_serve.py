@@ -312,7 +312,9 @@ SAID = json.dumps({"choices": [{"text": "Internal server error"}]}).encode()
         (500, [BARE], [None, "NumericsError: a row"], 500),
         (500, [BARE], ["words of another library"], 500),
         (500, [BARE], [None, None], None),
-        (500, [BARE], "gone", None),
+        (500, [BARE], "VLLMServerError", None),  # EngineDeadError is one
+        (500, [BARE], "Exception", None),
+        (500, [BARE], "TimeoutError", None),
         (500, [BARE[:60], BARE[60:]], ["RequestError: a word"], None),
         (500, [b"Internal server error"], ["RequestError: a word"], None),
         (200, [SAID], ["RequestError: a word"], None),
@@ -321,7 +323,7 @@ SAID = json.dumps({"choices": [{"text": "Internal server error"}]}).encode()
 )
 def test_what_is_put_in_its_place(status: int, parts: list[bytes], known: Any, code: int | None) -> None:
     """Of an answer by vLLM's server to a request that the workers know the reason of, or do not. Code None: nothing is changed."""
-    from vllm.exceptions import VLLMServerError  # EngineDeadError is one
+    from vllm.exceptions import VLLMServerError
 
     from rollmesh.vllm.serve import Reasons
 
@@ -330,10 +332,10 @@ def test_what_is_put_in_its_place(status: int, parts: list[bytes], known: Any, c
     begun += [{"type": "http.response.body", "body": part, "more_body": i + 1 < len(parts)} for i, part in enumerate(parts)]
     told: list[Any] = []
 
-    async def collective_rpc(method: str, timeout: float, args: tuple[str, ...]) -> list[str | None]:
-        assert (method, args) == ("why_failed", ("cmpl-1",))
-        if known == "gone":
-            raise VLLMServerError
+    async def collective_rpc(method: str, timeout: None, args: tuple[str, ...]) -> list[str | None]:
+        assert (method, timeout, args) == ("why_failed", None, ("cmpl-1",))
+        if isinstance(known, str):
+            raise {"VLLMServerError": VLLMServerError, "Exception": Exception, "TimeoutError": TimeoutError}[known]
         return list(known)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -506,8 +508,7 @@ def test_two_trainers_at_once(served: Server) -> None:
     served.version = int(served.rpc("weight_version")[0])
     assert served.version == max(taken)
     served.oracle.serve(served.weights(served.version))
-    if served.ask("is_paused")[1]["is_paused"]:
-        served.do("resume")
+    assert not served.ask("is_paused")[1]["is_paused"]
     served.hold()
     served.version += 20
     served.push()

@@ -55,9 +55,7 @@ def test_calls_out_of_order(served: Served) -> None:
     client.start_weight_update()
     with pytest.raises((rm.StateError, RuntimeError), match="shutdown_weight_transfer_engine within an update"):
         client.rpc("shutdown_weight_transfer_engine")
-    with pytest.raises((rm.StateError, RuntimeError), match="start_weight_update within an update: that one is dropped"):
-        client.start_weight_update()
-    client.start_weight_update()
+    client.start_weight_update()  # again: there is nothing in it yet
     with pytest.raises((rm.IncompleteSyncError, RuntimeError), match="IncompleteSyncError"):
         client.finish_weight_update()
     client.rpc("shutdown_weight_transfer_engine")
@@ -134,6 +132,22 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
     finally:
         block.shared.close()
         (SHM / "rollmesh-test").unlink(missing_ok=True)
+    served.still_works()
+
+
+def test_an_update_that_is_started_within_another(served: Served) -> None:
+    """It stands while its trainer lives, and holds the block; then it is dropped."""
+    block = Block(served.version + 1)
+    served.client.init_weight_transfer_engine({})
+    served.client.start_weight_update()
+    served.client.update_weights(block.info)
+    with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
+        served.client.start_weight_update()
+    block.shared.close()
+    with pytest.raises((rm.StateError, RuntimeError), match="start_weight_update within an update: that one is dropped"):
+        served.client.start_weight_update()
+    with pytest.raises((rm.StateError, RuntimeError), match="without an open update"):
+        served.client.finish_weight_update()
     served.still_works()
 
 

@@ -41,6 +41,8 @@ NONCE = re.compile(r"[0-9a-f]{32}")
 MAGIC = b"rollmesh weights"
 HEAD = 64  # bytes before the block: the magic, the nonce
 POLL_S = 0.0005
+TRAINER = "trainer"  # a key of the store: rank 0 is there
+HELD_S = 5.0
 STALE_S = 60.0  # a younger one may not have been locked yet
 
 
@@ -171,6 +173,7 @@ class Group:
         store = _distributed().TCPStore(
             address, port, world, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        store.set(TRAINER, "here")
         return cls(store, 0, world, timeout)
 
     @classmethod
@@ -191,17 +194,26 @@ class Group:
         return int(self._store.port)
 
     def is_held(self) -> bool:
-        """Whether the trainer lives, and has not left."""
-        try:
-            return self._store is not None and bool(self._store.check([f"rank {self.rank}"]))
-        except RuntimeError:
-            return False
+        """Whether the trainer lives, and has not left. One that does not answer for some seconds does not."""
+        found = []
+
+        def ask(store: Any) -> None:
+            with suppress(RuntimeError):
+                found.append(bool(store.check([TRAINER])))
+
+        if self._store is not None:
+            asking = threading.Thread(target=ask, args=(self._store,), daemon=True)
+            asking.start()
+            asking.join(HELD_S)
+        return found == [True]
 
     def gather(self, given_up: Callable[[], bool]) -> None:
         """The trainer waits for the workers, unless they have given up."""
         names = [f"rank {rank}" for rank in range(1, self.world)]
-        deadline = time.monotonic() + self._timeout
-        while not self._store.check(names):
+        store, deadline = self._store, time.monotonic() + self._timeout  # another thread may close this
+        if store is None:
+            raise StateError("the group of trainer and workers is closed")
+        while not store.check(names):
             if given_up() or time.monotonic() > deadline:
                 raise SyncAbortedError(f"not all of {self.world - 1} workers came to the trainer's group")
             time.sleep(0.01)
@@ -237,7 +249,10 @@ class Group:
         raise SyncAbortedError("the workers gave up a block of weights")
 
     def close(self) -> None:
-        self._group = self._store = None
+        store, self._group, self._store = self._store, None, None
+        if store is not None and self.rank == 0:
+            with suppress(RuntimeError):
+                store.delete_key(TRAINER)  # the store itself lives as long as something is under way
 
 
 def _outlive(work: Any, group: Any) -> None:

@@ -11,6 +11,7 @@ a moment of its own, also while others are within a wave of steps that needs all
 
 from __future__ import annotations
 
+import http.client
 import inspect
 import json
 import re
@@ -20,7 +21,7 @@ from typing import Any
 
 from rollmesh import errors
 from rollmesh.errors import ConfigError, Error, SyncAbortedError
-from rollmesh.show import shown
+from rollmesh.show import reason, shown
 
 CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
@@ -149,8 +150,8 @@ class _Server:
         except urllib.error.HTTPError as error:
             hint = "; VLLM_SERVER_DEV_MODE=1 makes the server take weights" if error.code == 404 else ""
             raise SyncAbortedError(f"{self._url}/{path}: {error.code} {error.read()[:4000].decode(errors='replace')}{hint}") from error
-        except OSError as error:
-            raise SyncAbortedError(f"{self._url}/{path}: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise SyncAbortedError(f"{self._url}/{path}: {reason(error)}") from error
 
 
 def understood(error: BaseException) -> BaseException:

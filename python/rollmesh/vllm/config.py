@@ -158,7 +158,7 @@ def _check_sizes(vllm_config: Any) -> None:
     integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
     integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**20)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
-    if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None:
+    if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(vllm_config):
         integer("kv_cache_memory_bytes", given, 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -230,9 +230,13 @@ def options(vllm_config: Any) -> Options:
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(chosen.sequence_parallel)}, wanted a bool")
-    if chosen.isa is not None:
+    if chosen.isa is not None and _workers_are_here(vllm_config):
         choice("isa", chosen.isa, _core.available_isas())
     return chosen
+
+
+def _workers_are_here(vllm_config: Any) -> bool:
+    return bool(vllm_config.parallel_config.distributed_executor_backend != "ray")
 
 
 def num_threads(vllm_config: Any) -> int:

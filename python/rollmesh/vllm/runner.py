@@ -162,6 +162,8 @@ class Runner:
 
     def _remember(self, failed: dict[str, str]) -> None:
         """The first reason of each: vLLM may have scheduled it again before it hears of that."""
+        if not failed:
+            return
         for name, why in failed.items():
             self._failed.setdefault(name, why)
         for name in list(self._failed)[:-MOST_FAILED]:

@@ -24,6 +24,7 @@ from rollmesh.show import shown
 
 GREEDY_BELOW = 1e-5  # vLLM's limit
 MAX_SEED = 2**64 - 1
+MOST = 2**63  # what vLLM's messages carry
 
 
 class By(Enum):
@@ -127,7 +128,7 @@ def _refuse_types(params: Any) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def refuse_mode(params: Any, logprobs_mode: str) -> None:
@@ -146,9 +147,8 @@ def refuse_inputs(inputs: Any) -> None:
     if kind != "token":
         raise RefusedError(f"a prompt of type {shown(kind)}, wanted text or token ids: only text goes in")
     ids = inputs.get("prompt_token_ids") if isinstance(inputs, dict) else None
-    if ids and np.asarray(ids).dtype.kind not in "iu":
-        wrong = next((token for token in ids if not _is_integer(token)), ids[0])
-        raise RefusedError(f"a prompt with {shown(wrong)}, wanted token ids")
+    if ids is not None and (wrong := [token for token in ids if not (_is_integer(token) and -MOST < token < MOST)]):
+        raise RefusedError(f"a prompt with {shown(wrong[0])}, wanted token ids")
 
 
 # ------------------------------------------------------------------------------------------------------------- translate

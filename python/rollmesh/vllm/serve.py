@@ -16,13 +16,11 @@ With several data parallel ranks vLLM passes on what the workers of the first on
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
-
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import VLLMError
 
 from rollmesh import errors
 
@@ -67,10 +65,14 @@ class _Answer:
 
     async def _explained(self, body: bytes) -> bytes:
         event = body.startswith(EVENT) and body.endswith(END)
-        if not _is_bare(body[len(EVENT) :] if event else body) or (why := await self._why()) is None:
+        words = _bare(body[len(EVENT) :] if event else body)
+        if words is None or (why := await self._why()) is None:
             return body
         status, kind = _status(why)
-        said: bytes = create_error_response(why, kind, status).model_dump_json().encode()
+        words["error"]["message"] = why
+        if "code" in words["error"]:  # OpenAI's form; that of /v1/messages has types of its own
+            words["error"] |= {"code": int(status), "type": kind}
+        said = json.dumps(words, ensure_ascii=False).encode()
         if event:
             return EVENT + said + END
         if self._head is not None:
@@ -83,19 +85,21 @@ class _Answer:
         client = getattr(self._scope["app"].state, "engine_client", None)
         if known is None or client is None:
             return None
-        try:
-            words = await client.collective_rpc("why_failed", WAIT_SECONDS, (known.request_id,))
-        except VLLMError:  # the engine is gone: what vLLM has said stands
+        try:  # vLLM's own timeout would leave replies behind that nobody reads
+            words = await asyncio.wait_for(client.collective_rpc("why_failed", None, (known.request_id,)), WAIT_SECONDS)
+        except Exception:  # noqa: BLE001 (the engine is gone, or busy: what vLLM has said stands)
             return None
         return next((word for word in words if word is not None), None)
 
 
-def _is_bare(text: bytes) -> bool:
+def _bare(text: bytes) -> dict[str, Any] | None:
+    """The answer, if it is one without a reason."""
     try:
         said = json.loads(text)
     except ValueError:
-        return False
-    return isinstance(said, dict) and isinstance(error := said.get("error"), dict) and error.get("message") == BARE
+        return None
+    bare = isinstance(said, dict) and isinstance(error := said.get("error"), dict) and error.get("message") == BARE
+    return said if bare else None
 
 
 def _status(why: str) -> tuple[HTTPStatus, str]:

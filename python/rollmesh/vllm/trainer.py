@@ -73,8 +73,9 @@ class _Sending:
         pause               generation pauses during a send, unless it is paused already; running requests are kept. None: where it has to
                             (vLLM's LLM or AsyncLLM with several data parallel ranks) or may have to (a server)
         master_address, master_port, num_workers
-                            distributed: where this process listens (port 0: a free one) once the first send asks the workers to
-                            join, and how many they are in all data parallel ranks
+                            distributed: where this process listens (port 0: a free one; one that is given may stay taken for a while
+                            after a send that failed) once the first send asks the workers to join, and how many they are in all data
+                            parallel ranks
         timeout             seconds that one waits for another: in a distributed group, and for a server's answer to one call
         """
         self._transport = choice("transport", transport, TRANSPORTS)
@@ -93,6 +94,7 @@ class _Sending:
         self._name = secrets.token_hex(16)
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
         self._shared: SharedBlock | None = None
+        self._before: SharedBlock | None = None
         self._group: Group | None = None
         self._client = self._checked(client)
         self._closed = self._sends = False
@@ -119,7 +121,11 @@ class _Sending:
             yield from self._blocks(entries, version)
             yield Call("finish_weight_update", (label,))
             if hasattr(self._client, "serving"):
-                _require(version, (yield Call("serving")))
+                try:
+                    served = yield Call("serving")
+                except Exception as error:
+                    raise SyncAbortedError(f"all calls went through, but not the question what the workers serve: {error}") from error
+                _require(version, served)
         except BaseException:
             self._leave_group()  # the two sides may not be at the same place: the next send begins anew
             raise
@@ -157,6 +163,7 @@ class _Sending:
             if call is None:
                 return
             yield call
+            self._leave_before()
             if self._shared is not None:
                 self._shared.unlink()  # all workers have it open
 
@@ -173,14 +180,21 @@ class _Sending:
         return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block[:size], given_up))
 
     def _shared_block(self, needed: int) -> SharedBlock:
-        """Of the size of the first one, when that is all; the second time the largest that is wanted as a rule."""
+        """Of the size of the first one, when that is all; the second time the largest that is wanted as a rule. The one before is held
+        until the workers have this one: it tells them that the sender lives."""
         if self._shared is None or self._shared.size < needed:
             size = needed if self._shared is None else max(needed, self._block_bytes)
-            self._leave_block()
+            self._before, self._shared = self._shared, None
             self._shared = SharedBlock(size)
         return self._shared
 
+    def _leave_before(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.close()
+
     def _leave_block(self) -> None:
+        self._leave_before()
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.close()

@@ -70,9 +70,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if info.sender != (begun := self._initialised().sender):
             raise StateError(f"a block of sender {shown(info.sender)} in the update of sender {shown(begun)}, wanted init_… first")
 
-    def is_held(self, info: InitInfo) -> bool:
-        """Whether what is open is of another trainer that lives."""
-        if self._info is None or self._info.sender == info.sender:
+    def is_held(self, sender: str | None) -> bool:
+        """Whether what is open is of another trainer, which lives."""
+        if self._info is None or (sender is not None and self._info.sender == sender):
             return False
         return self._shared.is_held() if self._group is None else self._group.is_held()
 

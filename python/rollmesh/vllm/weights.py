@@ -74,7 +74,7 @@ class WeightUpdates:
         self.model = ServedModel(self)
         self._set: Sync | None = None  # of the open update, once its first block has come
         self._loaded: Sync | None = None  # of load_weights
-        self._updating = self._unclaimed = False
+        self._updating = False
         self._transfer: Any = None
         if vllm_config.weight_transfer_config is not None:
             self._transfer = self._make_transfer(vllm_config.weight_transfer_config)
@@ -197,7 +197,7 @@ class WeightUpdates:
         self._close()
 
     def _close(self) -> None:
-        self._updating, self._unclaimed, self._set = False, False, None
+        self._updating, self._set = False, None
         if self._transfer is not None:
             self._transfer.end_weight_update()
 
@@ -226,23 +226,25 @@ class WeightUpdates:
     def _init(self, init_info: Any) -> None:
         transfer = self._configured()
         info = self.together("the info of a trainer", transfer.parse_init_info, init_info)
-        self.together("a trainer's beginning", self._take_over, transfer, info)
+        self.alike("a trainer", info.sender)
+        self.together("a trainer's beginning", self._require_free, transfer, info.sender)
         self.drop("a trainer began anew")
         transfer.init_transfer_engine(info)
 
-    def _take_over(self, transfer: Any, info: Any) -> None:
-        if self._set is not None and transfer.is_held(info):
+    def _require_free(self, transfer: Any, sender: str | None) -> None:
+        if self._set is not None and transfer.is_held(sender):
             self._refuse("another trainer's update is open, and its sender lives: wanted its end, or the sender's, first")
 
     def _start(self) -> None:
         transfer = self._configured()
-        if self._updating and not self._unclaimed:
+        self.together("an update's beginning", self._require_free, transfer, None)
+        if self._set is not None:
             self.drop("another update was started")
             self._refuse("start_weight_update within an update: that one is dropped now, wanted finish_weight_update before the next")
         if self._engine.stats()["asleep"] & PARTS["weights"]:
             self._refuse("start_weight_update while the weights are asleep: wake_up(tags=['weights']) first")
         transfer.start_weight_update()
-        self._updating, self._unclaimed = True, False
+        self._updating = True  # again, where no block has come: nobody can say whose it was
 
     def _update(self, update_info: Any) -> None:
         transfer = self._configured()
@@ -251,17 +253,9 @@ class WeightUpdates:
         with self._dropping():
             info = self.together("the info of a block", self._own, transfer, update_info)
             self.alike("a block of weights", (info.sender, info.version, info.abort))
-        self._require_sender(transfer, info)
+        self.together("a block's sender", transfer.require_sender, info)  # the update goes on without a block of another's
         with self._dropping():
             transfer.update_weights(info)
-
-    def _require_sender(self, transfer: Any, info: Any) -> None:
-        """The update goes on without a block of another's. One that has no block yet may be the other's, so it may be started again."""
-        try:
-            transfer.require_sender(info)
-        except StateError:
-            self._unclaimed = self._set is None
-            raise
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

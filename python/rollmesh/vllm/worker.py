@@ -63,19 +63,19 @@ class Worker(WorkerBase):  # type: ignore[misc]
     """One rank. Between steps vLLM calls anything of it by name (collective_rpc)."""
 
     model_runner: Runner | None
+    _made: _Made | None = None
 
     def init_device(self) -> None:
         """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
         from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 
-        if getattr(self, "_made", None) is not None:
+        if self._made is not None:
             self._refuse_again()
             return
         parallel = self.parallel_config
         self.device = torch.device("cpu")
         self.spec = config.model_spec(self.vllm_config)
         self.mesh = config.mesh_of(parallel, self.model_config.is_moe)
-        self._made: _Made | None = None
         init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo")
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
@@ -250,6 +250,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
         return {**self.made.engine.stats(), "version": self.updates.weight_version()}
 
+    @_one_answers
     def why_failed(self, name: str) -> str | None:
         """Of a request that ended with an error, by the name that a server gave it; None where nothing is known."""
         return self.made.runner.why_failed(name)
