@@ -192,6 +192,15 @@ class ByHand:
         self.sender.close()
 
 
+def its_set_serves(served: Served, *trainers: ByHand) -> None:
+    """The set of the next version, which one of them has finished; they go, and a good set is taken."""
+    served.version += 1
+    served.hold()
+    for one in trainers:
+        one.close()
+    served.still_works()
+
+
 @pytest.mark.parametrize("transport", ["shm", "distributed"])
 def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str) -> None:
     """Both call their set by the same number. The one that has brought a block goes on, and its whole set serves."""
@@ -200,12 +209,7 @@ def test_a_trainer_that_comes_while_another_sends(served: Served, transport: str
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()
     first.make()
-    served.version += 1
-    served.hold()
-    first.make()
-    for one in (first, other):
-        one.close()
-    served.still_works()
+    its_set_serves(served, first, other)
 
 
 @pytest.mark.parametrize("transport", ["shm", "distributed"])
@@ -217,11 +221,7 @@ def test_a_trainer_that_another_has_followed(served: Served, transport: str) -> 
     with pytest.raises((rm.StateError, RuntimeError), match=r"a block of sender '.*' in the update of sender '"):
         first.make()
     other.make()
-    served.version += 1
-    served.hold()
-    for one in (first, other):
-        one.close()
-    served.still_works()
+    its_set_serves(served, first, other)
 
 
 def test_a_group_whose_trainer_another_has_disturbed(served: Served) -> None:
@@ -250,11 +250,7 @@ def test_two_trainers_in_step(served: Served) -> None:
     with pytest.raises((rm.StateError, RuntimeError), match="a block of sender"):
         first.make(1)
     other.make()
-    served.version += 1
-    served.hold()
-    for one in (first, other):
-        one.close()
-    served.still_works()
+    its_set_serves(served, first, other)
 
 
 def test_a_group_of_before_within_another_set(served: Served) -> None:
@@ -268,11 +264,7 @@ def test_a_group_of_before_within_another_set(served: Served) -> None:
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         stale.make()
     mine.make()
-    served.version += 1
-    served.hold()
-    for one in (stale, mine):
-        one.close()
-    served.still_works()
+    its_set_serves(served, stale, mine)
 
 
 def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
@@ -286,11 +278,7 @@ def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         first.sender._make(call, pool)
     first.make()
-    served.version += 1
-    served.hold()
-    for one in (first, other):
-        one.close()
-    served.still_works()
+    its_set_serves(served, first, other)
 
 
 def test_a_trainer_that_ends_within_its_set(served: Served) -> None:
