@@ -34,7 +34,7 @@ import vllm_ranks as ranks  # noqa: E402
 from vllm_served import SHM, SPOILED, Served, alone, served, state, two  # noqa: E402, F401
 
 from rollmesh.vllm import blocks  # noqa: E402
-from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender  # noqa: E402
+from rollmesh.vllm.trainer import AsyncWeightSender, Call, WeightSender  # noqa: E402
 
 
 # -------------------------------------------------------------------------------------------------- blocks and sources
@@ -182,10 +182,13 @@ class ByHand:
         self.sender = WeightSender(served.client, transport, block_bytes=30_000, **group)
         self.calls = self.sender._send(state(seed), served.version + 1, None)
 
-    def make(self, count: int = 1 << 30) -> None:
+    def make(self, count: int = 1 << 30) -> list[Call]:
+        made = []
         with ThreadPoolExecutor(1) as pool:
             for call in itertools.islice(self.calls, count):
                 self.sender._make(call, pool)
+                made.append(call)
+        return made
 
     def close(self) -> None:
         self.calls.close()
@@ -270,9 +273,13 @@ def test_a_group_of_before_within_another_set(served: Served) -> None:
 def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     """The second is another file, which the workers do not have yet."""
     first, other = ByHand(served, served.version + 1, "shm"), ByHand(served, 99, "shm")
-    first.sender._block_bytes = 30_000
-    first.make(3)
+    small, *more, large = sorted(state(served.version + 1).items(), key=lambda entry: entry[1].nbytes)
+    first.sender._block_bytes = 1  # a tensor a block
+    first.calls = first.sender._send([small, large, *more], served.version + 1, None)
+    first.make(2)
+    before = first.make(1)[0].args[0]["segment"]
     call = next(first.calls)  # the second block is made and has not come
+    assert call.args[0]["segment"] != before
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()
     with ThreadPoolExecutor(1) as pool:
