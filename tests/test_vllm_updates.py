@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,27 +27,19 @@ MODEL, DTYPE = "moe", "bfloat16"
 ENGINES = {"uniproc": {}, "tp2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp"}}
 
 
-class Served:
-    """An engine, the sender of its trainer, and the oracle, which always holds the version that should serve."""
+class Served(support.Served):
+    """With the sender of its trainer; the oracle always holds the version that should serve."""
 
     def __init__(self, llm: Any):
-        self.llm, self.version = llm, 0
-        self.oracle = support.Oracle(MODEL, DTYPE)
         self.sender = WeightSender(llm)
+        super().__init__(SimpleNamespace(model=MODEL, dtype=DTYPE), llm, self.sender.send)
 
     def weights(self, version: int) -> support.Weights:
         return support.weights_of(MODEL, DTYPE, version)
 
-    def push(self) -> None:
-        self.version += 1
-        weights = self.weights(self.version)
-        self.sender.send(weights, self.version)
-        self.oracle.serve(weights)
-
-    def hold(self) -> None:
+    def hold(self, requests: list[support.Request] | None = None) -> None:
         """In these requests nothing of a former answer is left to chance: prompts repeat over versions, and caches are not reset."""
-        requests = support.mixed(MODEL, 0)
-        support.agree(support.generate(self.llm, requests), self.oracle.answers(requests))
+        super().hold(support.mixed(MODEL, 0) if requests is None else requests)
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -159,7 +159,7 @@ def _check_sizes(vllm_config: Any) -> None:
     integer("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1, 2**20)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
     if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(vllm_config):
-        integer("kv_cache_memory_bytes", given, 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        integer("kv_cache_memory_bytes", given, 1, total_memory())
 
 
 # ---------------------------------------------------------------------------------------------------------------- change
@@ -233,6 +233,11 @@ def options(vllm_config: Any) -> Options:
     if chosen.isa is not None and _workers_are_here(vllm_config):
         choice("isa", chosen.isa, _core.available_isas())
     return chosen
+
+
+def total_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _workers_are_here(vllm_config: Any) -> bool:

@@ -85,7 +85,7 @@ class RollmeshCpuPlatform(RollmeshPlatform, Platform):  # type: ignore[misc]
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return config.total_memory()
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:

@@ -102,9 +102,9 @@ class _Sending:
     def _checked(self, client: Any) -> Any:
         raise NotImplementedError
 
-    def _pauses(self, client: Any) -> bool:
-        wanted = client.spans if self._pause is None else self._pause
-        if wanted and not hasattr(client, "hold"):
+    def _pauses(self) -> bool:
+        wanted = self._client.spans if self._pause is None else self._pause
+        if wanted and not hasattr(self._client, "hold"):
             raise ConfigError("pause=True for a client of four calls, wanted pause=None: pausing is the caller's")
         return bool(wanted)
 
@@ -236,7 +236,7 @@ class WeightSender(_Sending):
         if self._client is None:
             _gather(source)
             return
-        held = self._pauses(self._client) and self._client.hold()
+        held = self._pauses() and self._client.hold()
         try:
             with ThreadPoolExecutor(1) as pool:
                 self._drive(self._send(source, version, label), pool)
@@ -245,14 +245,13 @@ class WeightSender(_Sending):
                 self._client.release()
 
     def _drive(self, calls: Calls, pool: ThreadPoolExecutor) -> None:
-        call = next(calls, None)
-        while call is not None:
+        returned = None
+        while (call := _next(calls, returned)) is not None:
             try:
                 returned = self._make(call, pool)
             except BaseException as error:
                 calls.throw(understood(error))
                 raise
-            call = _next(calls, returned)
 
     def _make(self, call: Call, pool: ThreadPoolExecutor) -> Any:
         method = getattr(self._client, call.method)
@@ -278,7 +277,7 @@ class AsyncWeightSender(_Sending):
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
         """As WeightSender.send. The source is read and copied in the event loop's thread."""
-        held = self._pauses(self._client) and await self._held()
+        held = self._pauses() and await self._held()
         try:
             await self._drive(self._send(source, version, label))
         finally:
@@ -296,14 +295,13 @@ class AsyncWeightSender(_Sending):
             raise
 
     async def _drive(self, calls: Calls) -> None:
-        call = next(calls, None)
-        while call is not None:
+        returned = None
+        while (call := _next(calls, returned)) is not None:
             try:
                 returned = await self._make(call)
             except BaseException as error:
                 calls.throw(understood(error))
                 raise
-            call = _next(calls, returned)
 
     async def _make(self, call: Call) -> Any:
         made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
@@ -320,6 +318,7 @@ class AsyncWeightSender(_Sending):
 
 
 def _next(calls: Calls, returned: Any) -> Call | None:
+    """returned: by the call before, None before the first."""
     try:
         return calls.send(returned)
     except StopIteration:
