@@ -280,6 +280,13 @@ typedef enum rm_layout { RM_PLAIN = 0, RM_PACKED = 1, RM_PACKED_GATE = 2, RM_PAC
 // with dst_cols columns (gate and up: at rm_gate_up_row). Converts as torch's .to() does when the dtypes differ. In the same
 // pass it sums a digest of the stored values, which does not depend on layout or spelling, and looks for non-finite ones.
 // With `compare` nothing is written and diff_index is the first element whose stored bits differ.
+//
+// On a GPU an op cannot give results to its arguments: they go to `found`, in the device's memory, when the stream comes to it.
+typedef struct rm_pack_found {
+  uint64_t digest;
+  int64_t nonfinite_index, diff_index;
+} rm_pack_found;
+
 typedef struct rm_pack_args {
   const void *src;
   rm_src_dtype src_dtype;
@@ -293,6 +300,7 @@ typedef struct rm_pack_args {
   uint64_t digest;          // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
   int64_t nonfinite_index;  // out: lowest row·cols + col of a NaN or Inf, or −1
   int64_t diff_index;       // out: with `compare`, or −1
+  rm_pack_found *found;     // on a GPU, in the place of the three above; NULL on the CPU
 } rm_pack_args;
 
 // ------------------------------------------------------------------------------------------------ the table

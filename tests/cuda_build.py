@@ -1,4 +1,4 @@
-"""Builds what the tests of kernels/cuda run: the library with ptxas' reports, and tests/simt/check.cpp over the fibres of
+"""Builds what the tests of kernels/cuda run: the library with ptxas' reports, and tests/simt/check*.cpp over the fibres of
 tests/simt/simt.cpp or over a GPU.
 
     python tests/cuda_build.py simt | gpu | library [--into DIR]      prints the path of the program or library
@@ -26,7 +26,7 @@ def library(into: Path) -> Path:
 
 def simt(into: Path) -> Path:
     """The kernels as C++, threads as fibres: needs no CUDA."""
-    sources = [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), SIMT / "simt.cpp", SIMT / "check.cpp"]
+    sources = [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), SIMT / "simt.cpp", *sorted(SIMT.glob("check*.cpp"))]
     objects = []
     for source in sources:
         objects.append(into / f"{source.stem}.simt.o")
@@ -42,10 +42,11 @@ def gpu(into: Path) -> Path:
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
     flags = ["-std=c++20", "-O2", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", "-gencode=arch=compute_90a,code=sm_90a", *INCLUDE]
-    for source in (SIMT / "check.cpp", SIMT / "gpu.cu"):
-        run(["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", str(into / f"{source.stem}.gpu.o")], dict(os.environ))
-    made = [str(into / "check.gpu.o"), str(into / "gpu.gpu.o"), *map(str, objects), str(reference(into))]
-    run(["nvcc", "-cudart=static", *made, "-lm", "-o", str(program)], dict(os.environ))
+    made = []
+    for source in (*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"):
+        made.append(str(into / f"{source.stem}.gpu.o"))
+        run(["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", made[-1]], dict(os.environ))
+    run(["nvcc", "-cudart=static", *made, *map(str, objects), str(reference(into)), "-lm", "-o", str(program)], dict(os.environ))
     return program
 
 

@@ -1,4 +1,4 @@
-// pack_bits.h: what one element becomes and what it adds to the digest. Shared by the plain loops and the fast pack.
+// pack_bits.h: what one element becomes and what it adds to the digest. Shared by the plain loops, the fast pack and CUDA.
 //
 // All arithmetic on values is integer: conversions must keep denormals, as torch's do, while threads run with them flushed.
 //
@@ -31,21 +31,27 @@ static inline uint64_t load64(const void *p) {
 static inline int64_t src_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
 
 // ------------------------------------------------------------------------------------------------ conversions
-static inline uint16_t bf16_from_f32(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+#define RM_LEADING_ZEROS(x) ((uint32_t)__clz((int)(x)))
+#else
+#define RM_LEADING_ZEROS(x) ((uint32_t)__builtin_clz(x))
+#endif
+
+RM_INLINE uint16_t bf16_from_f32(uint32_t bits) {
   const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
   return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 
-static inline uint32_t f32_from_f16(uint16_t bits) {
+RM_INLINE uint32_t f32_from_f16(uint16_t bits) {
   const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1F, fraction = bits & 0x3FF;
   if (exponent == 0x1F) return sign | 0x7F800000 | fraction << 13;
   if (exponent > 0) return sign | (exponent + 112) << 23 | fraction << 13;
   if (fraction == 0) return sign;
-  const uint32_t top = 31 - (uint32_t)__builtin_clz(fraction);    // value = fraction · 2^-24
+  const uint32_t top = 31 - RM_LEADING_ZEROS(fraction);    // value = fraction · 2^-24
   return sign | (top + 103) << 23 | (fraction << (23 - top) & 0x7FFFFF);
 }
 
-static inline uint32_t f32_from_f64(uint64_t bits) {
+RM_INLINE uint32_t f32_from_f64(uint64_t bits) {
   const uint32_t sign = (uint32_t)(bits >> 63) << 31;
   const int biased = (int)(bits >> 52 & 0x7FF), exponent = biased - 1023 + 127;
   const uint64_t fraction = bits & 0xFFFFFFFFFFFFF;
@@ -67,7 +73,7 @@ static inline uint32_t f32_from(const void *src, rm_src_dtype from) {
   }
 }
 
-static inline int is_nonfinite(uint32_t stored, rm_dtype dtype) {
+RM_INLINE int is_nonfinite(uint32_t stored, rm_dtype dtype) {
   const uint32_t exponent = dtype == RM_BF16 ? 0x7F80 : 0x7F800000;
   return (stored & exponent) == exponent;
 }
@@ -75,13 +81,13 @@ static inline int is_nonfinite(uint32_t stored, rm_dtype dtype) {
 // ------------------------------------------------------------------------------------------------ digest
 enum { RM_PACK_WEYL = (int)0x9E3779B1u };          // odd: a permutation of the 2^32 indices, 0 only for the last
 
-static inline uint32_t weight_seed(int64_t word) { return ((uint32_t)word + 1) * (uint32_t)RM_PACK_WEYL; }
-static inline uint32_t weight(int64_t word) {
+RM_INLINE uint32_t weight_seed(int64_t word) { return ((uint32_t)word + 1) * (uint32_t)RM_PACK_WEYL; }
+RM_INLINE uint32_t weight(int64_t word) {
   const uint32_t w = weight_seed(word);
   return w ^ w >> 15;
 }
 
-static inline uint64_t element_digest(int64_t index, uint32_t stored, rm_dtype dtype) {
+RM_INLINE uint64_t element_digest(int64_t index, uint32_t stored, rm_dtype dtype) {
   if (dtype == RM_F32) return (uint64_t)weight(index) * stored;
   return (uint64_t)weight(index >> 1) * ((uint64_t)stored << (index & 1 ? 16 : 0));
 }

@@ -1,10 +1,10 @@
-// philox.h: the integers of token choice (docs/numerics.md §7), shared by all CPU variants: exact, so there is nothing to vary.
+// philox.h: the integers of token choice (docs/numerics.md §7), shared by all variants: exact, so there is nothing to vary.
 #pragma once
 
 #include "scalar.h"
 
 // trunc(e·2^40) of e in [0, 1]; 0 for anything that is not a positive normal number of that range.
-static inline uint64_t rm_token_weight(float e) {
+RM_INLINE uint64_t rm_token_weight(float e) {
   const uint32_t u = rm_bits(e), exponent = u >> 23;
   if (exponent == 0 || exponent > 127) return 0;
   const uint64_t mantissa = (u & 0x7fffffu) | 0x800000u;
@@ -13,7 +13,7 @@ static inline uint64_t rm_token_weight(float e) {
 }
 
 // max(1, ⌈top_p·total⌉), exactly: top_p is m·2^-s in binary.
-static inline uint64_t rm_top_p_need(float top_p, uint64_t total) {
+RM_INLINE uint64_t rm_top_p_need(float top_p, uint64_t total) {
   const uint32_t u = rm_bits(top_p), exponent = u >> 23;
   const uint64_t mantissa = exponent ? (u & 0x7fffffu) | 0x800000u : u & 0x7fffffu;
   const uint32_t shift = 150 - (exponent ? exponent : 1);  // top_p < 1: 24 … 149
@@ -24,10 +24,10 @@ static inline uint64_t rm_top_p_need(float top_p, uint64_t total) {
   return need ? need : 1;
 }
 
-static inline uint64_t rm_mul_high(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
+RM_INLINE uint64_t rm_mul_high(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
 
 // Philox4x32-10 at (key = seed, counter), its first 64 bits.
-static inline uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
+RM_INLINE uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
   uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
   uint32_t x0 = (uint32_t)counter, x1 = (uint32_t)(counter >> 32), x2 = 0, x3 = 0;
   for (int round = 0; round < 10; round++) {
@@ -43,6 +43,6 @@ static inline uint64_t rm_philox_u64(uint64_t seed, uint64_t counter) {
 }
 
 // Whether what is drawn from is the model's own distribution, so that both logprobs are one number.
-static inline int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
+RM_INLINE int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
   return p->temperature == 1.0f && p->n_banned == 0 && !(p->min_p > 0.0f) && (p->top_k <= 0 || p->top_k >= vocab) && p->top_p >= 1.0f;
 }

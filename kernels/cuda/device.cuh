@@ -1,5 +1,6 @@
-// device.cuh: what the .cu files share: the scalar arithmetic of the contract for device code, and the two words in which CUDA's
-// syntax is not C++. tests/simt/simt.h defines those words for a CPU (RM_SIMT), so that every kernel here also runs without a GPU.
+// device.cuh: what the .cu files share: the scalar arithmetic of the contract for device code, a few steps of warps and blocks, and
+// the two words in which CUDA's syntax is not C++. tests/simt/simt.h defines those words for a CPU (RM_SIMT), so that every kernel
+// here also runs without a GPU.
 //
 // Flags that the bits depend on: -fmad=false (nothing is contracted; a fused operation is written fmaf), -ftz=true (denormals are
 // zeros), -prec-div=true -prec-sqrt=true (IEEE quotients and roots).
@@ -11,29 +12,146 @@
 #include <cuda_runtime.h>
 #define RM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
-#define RM_SHARED(name) extern __shared__ float name[]  // dynamic shared memory
+#define RM_SHARED(name) extern __shared__ __align__(16) float name[]  // dynamic shared memory
 #endif
 
 #include "cpu/scalar.h"
 
+void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a);
+void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a);
 void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
+void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
+void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a);
-size_t rm_cuda_attention_workspace(const rm_limits *limits);
+void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a);
+void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a);
+void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a);
+void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
+void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a);
+void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a);
+void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
+void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
+// Bytes of ctx->workspace, of the ops that use it.
+size_t rm_cuda_attention_workspace(const rm_limits *limits);
+size_t rm_cuda_router_workspace(const rm_limits *limits);
+size_t rm_cuda_lm_head_workspace(const rm_limits *limits);
+size_t rm_cuda_sample_workspace(const rm_limits *limits);
+
+constexpr int RM_WARP = 32;
+constexpr unsigned RM_ALL_LANES = 0xffffffffu;
+
+inline unsigned rm_blocks(int64_t n, int64_t each) { return static_cast<unsigned>((n + each - 1) / each); }
+
+// ------------------------------------------------------------------------------------------------ dot products
 // Place of column n at the even k of pair `pair` in its tile; the odd k is RM_ODD words on.
 template <rm_dtype DTYPE> __device__ inline int64_t rm_tile_place(int n, int pair) {
   return DTYPE == RM_BF16 ? pair * 2 * RM_N_TILE + n * 2 : 2 * pair * RM_N_TILE + n;
 }
 template <rm_dtype DTYPE> constexpr int RM_ODD = DTYPE == RM_BF16 ? 1 : static_cast<int>(RM_N_TILE);
 
-// E + O of one block of 32 k: x as float32, w the tile of column n.
-template <rm_dtype DTYPE> __device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile, int n) {
-  float even = 0.0f, odd = 0.0f;
+// The weights of an even k and the odd one behind it; of bf16 they are one word.
+struct rm_weights {
+  float even, odd;
+};
+template <rm_dtype DTYPE> __device__ inline rm_weights rm_load_weights(const void *w, int64_t at) {
+  if constexpr (DTYPE == RM_BF16) {
+    const uint32_t word = *reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(w) + at);
+    return {rm_float(word << 16), rm_float(word & 0xffff0000u)};
+  } else {
+    const float *p = static_cast<const float *>(w) + at;
+    return {p[0], p[RM_ODD<DTYPE>]};
+  }
+}
+
+// acc[r] + (E + O) of one block of 32 k for each of ROWS rows of x, float32 and 32 apart: a weight is read once for all of them.
+template <rm_dtype DTYPE, int ROWS>
+__device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const void *w, int64_t tile, int n) {
+  float even[ROWS], odd[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) even[r] = odd[r] = 0.0f;
 #pragma unroll 4
   for (int pair = 0; pair < RM_K_BLOCK / 2; pair++) {
-    const int64_t at = tile + rm_tile_place<DTYPE>(n, pair);
-    even = fmaf(x[2 * pair], rm_get(DTYPE, w, at), even);
-    odd = fmaf(x[2 * pair + 1], rm_get(DTYPE, w, at + RM_ODD<DTYPE>), odd);
+    const rm_weights both = rm_load_weights<DTYPE>(w, tile + rm_tile_place<DTYPE>(n, pair));
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      even[r] = fmaf(x[r * RM_K_BLOCK + 2 * pair], both.even, even[r]);
+      odd[r] = fmaf(x[r * RM_K_BLOCK + 2 * pair + 1], both.odd, odd[r]);
+    }
   }
-  return even + odd;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) acc[r] = acc[r] + (even[r] + odd[r]);
+}
+
+// Block k0 of rows [row0, row0 + rows) of x into shared memory as float32; zeros behind `end` and behind k.
+template <rm_dtype DTYPE>
+__device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0, int rows, int64_t end, int64_t k0,
+                                     int threads) {
+  for (int i = static_cast<int>(threadIdx.x); i < rows * RM_K_BLOCK; i += threads) {
+    const int64_t row = row0 + i / RM_K_BLOCK, at = k0 + i % RM_K_BLOCK;
+    to[i] = row < end && at < k ? rm_get(DTYPE, x, row * ldx + at) : 0.0f;
+  }
+}
+
+// E + O of one block of 32 k: x as float32, w the tile of column n.
+template <rm_dtype DTYPE> __device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile, int n) {
+  float acc[1] = {0.0f};
+  rm_add_block<DTYPE, 1>(acc, x, w, tile, n);
+  return acc[0];
+}
+
+// ------------------------------------------------------------------------------------------------ warps and blocks
+// tree16 of what lanes 0 … 15 hold, and lanes 16 … 31 again; every lane has it. Each step adds the same two numbers in either lane.
+__device__ inline float rm_tree16_lanes(float sum) {
+  for (int step = RM_LANES / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
+  return sum;
+}
+
+__device__ inline float rm_max_lanes(float max) {
+  for (int step = RM_WARP / 2; step > 0; step /= 2) max = rm_max_f32(__shfl_xor_sync(RM_ALL_LANES, max, step), max);
+  return max;
+}
+
+// Of integers, where no order matters.
+struct rm_sum_of {
+  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
+};
+struct rm_most_of {
+  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
+};
+struct rm_least_of {
+  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a < b ? a : b; }
+};
+template <class F> __device__ inline uint64_t rm_over_lanes(uint64_t value, F both) {
+  for (int step = RM_WARP / 2; step > 0; step /= 2) value = both(value, __shfl_xor_sync(RM_ALL_LANES, value, step));
+  return value;
+}
+// For all threads of a block; `by_warp` is shared memory for THREADS / 32 values.
+template <int THREADS, class F> __device__ inline uint64_t rm_over_block(uint64_t value, uint64_t *by_warp, F both) {
+  value = rm_over_lanes(value, both);
+  if (threadIdx.x % RM_WARP == 0) by_warp[threadIdx.x / RM_WARP] = value;
+  __syncthreads();
+  value = by_warp[0];
+  for (int w = 1; w < THREADS / RM_WARP; w++) value = both(value, by_warp[w]);
+  __syncthreads();  // before by_warp is used again
+  return value;
+}
+
+// A token, or an expert, as a number that is larger the earlier it comes: by key, then by lower id. Never 0.
+__device__ inline uint64_t rm_rank_of(uint32_t key, int64_t id) {
+  return static_cast<uint64_t>(key) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
+}
+__device__ inline int32_t rm_ranked_id(uint64_t rank) { return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(rank)); }
+
+template <class WORD> __device__ inline void rm_copy_words(void *to, const void *from, int64_t bytes, int threads) {
+  const int n = static_cast<int>(bytes / static_cast<int64_t>(sizeof(WORD)));
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x); i < n; i += threads) static_cast<WORD *>(to)[i] = static_cast<const WORD *>(from)[i];
+}
+// By all threads of a block, in words as long as the addresses allow; `bytes` is even.
+__device__ inline void rm_copy_row(void *to, const void *from, int64_t bytes, int threads) {
+  const uint64_t odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uint64_t>(bytes);
+  if (odd % sizeof(uint4) == 0) rm_copy_words<uint4>(to, from, bytes, threads);
+  else if (odd % sizeof(uint32_t) == 0) rm_copy_words<uint32_t>(to, from, bytes, threads);
+  else rm_copy_words<uint16_t>(to, from, bytes, threads);
 }

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-// gemm and attention; the other slots are NULL, so no engine may run on it: kernels.h, rm_kernels.
+// Every slot is there. Which engine may run on it is not decided here.
 const rm_kernels *rm_kernels_cuda(void);
 // The architectures compiled in: "sm_90a", separated by commas.
 const char *rm_cuda_archs(void);

@@ -10,24 +10,32 @@
 #define RM_EXPORT extern "C"
 #endif
 
+static size_t workspace_bytes(const rm_limits *limits) {
+  const size_t asked[] = {rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
+                          rm_cuda_sample_workspace(limits)};
+  size_t most = 0;
+  for (const size_t bytes : asked) most = bytes > most ? bytes : most;
+  return most;
+}
+
 static const rm_kernels TABLE = {
     .isa = "cuda_sm90",
     .family = "cuda_fma",
-    .workspace_bytes = rm_cuda_attention_workspace,
-    .embed = nullptr,
-    .rms_norm = nullptr,
+    .workspace_bytes = workspace_bytes,
+    .embed = rm_cuda_embed,
+    .rms_norm = rm_cuda_rms_norm,
     .gemm = rm_cuda_gemm,
-    .gemm_swiglu = nullptr,
-    .qk_rope_kv = nullptr,
+    .gemm_swiglu = rm_cuda_gemm_swiglu,
+    .qk_rope_kv = rm_cuda_qk_rope_kv,
     .attention = rm_cuda_attention,
-    .router = nullptr,
-    .permute = nullptr,
-    .combine = nullptr,
-    .lm_head = nullptr,
-    .merge_pairs = nullptr,
-    .sample = nullptr,
-    .top_logprobs = nullptr,
-    .pack = nullptr,
+    .router = rm_cuda_router,
+    .permute = rm_cuda_permute,
+    .combine = rm_cuda_combine,
+    .lm_head = rm_cuda_lm_head,
+    .merge_pairs = rm_cuda_merge_pairs,
+    .sample = rm_cuda_sample,
+    .top_logprobs = rm_cuda_top_logprobs,
+    .pack = rm_cuda_pack,
 };
 
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }

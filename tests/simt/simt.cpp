@@ -1,7 +1,8 @@
 // simt.cpp: the scheduler of simt.h. One fibre a thread; a fibre runs until it waits or ends, and a barrier opens when every fibre
-// of its block (of its warp, for a shuffle) stands at it.
+// of its block (of its warp, for an operation of a warp) stands at it.
 #include "simt.h"
 
+#include <csetjmp>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -15,19 +16,21 @@ simt_state simt;
 
 namespace {
 
-enum wait_state { READY, AT_BARRIER, AT_SHUFFLE, DONE };
+enum wait_state { READY, AT_BARRIER, AT_WARP, DONE };
 enum { WARP = 32, MAX_THREADS = 1024, STACK = 64 << 10, PAGE = 4096, FAULT_STATUS = 3 };
 
 struct fibre {
-  ucontext_t context;
+  jmp_buf place;       // where it waits; a fibre is made once, at its first turn, and serves every block from then on
+  bool made;
   wait_state state;
-  unsigned shuffles;   // shuffles that this thread has entered
+  unsigned exchanges;  // operations of its warp that this thread has entered
+  simt_op op;          // the last of them
 };
 
 fibre fibres[MAX_THREADS];
-float lanes[2][MAX_THREADS];  // a lane is at most one shuffle ahead of its warp, so two sets of values are enough
+uint64_t lanes[2][MAX_THREADS];  // a lane is at most one exchange ahead of its warp, so two sets of values are enough
 char *stacks;
-ucontext_t scheduler;
+jmp_buf scheduler;
 unsigned n_threads, current;
 bool reversed;
 const std::function<void()> *body;
@@ -42,23 +45,47 @@ const std::function<void()> *body;
 
 void on_fault(int) { fault("access outside a buffer or outside shared memory"); }
 
-void enter() {
-  (*body)();
-  fibres[current].state = DONE;
-  swapcontext(&fibres[current].context, &scheduler);
+// _setjmp and _longjmp change stacks without a system call, which swapcontext makes at each turn.
+void wait_as(wait_state state) {
+  fibre &me = fibres[current];
+  me.state = state;
+  if (!_setjmp(me.place)) _longjmp(scheduler, 1);
 }
 
-void wait_as(wait_state state) {
-  const unsigned me = current;
-  fibres[me].state = state;
-  swapcontext(&fibres[me].context, &scheduler);
+void serve() {
+  for (;;) {
+    (*body)();
+    wait_as(DONE);
+  }
+}
+
+void make_fibre(unsigned i) {
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stacks + static_cast<size_t>(i) * STACK;
+  context.uc_stack.ss_size = STACK;
+  context.uc_link = nullptr;
+  makecontext(&context, serve, 0);
+  fibres[i].made = true;
+  setcontext(&context);
+}
+
+// Until it waits or ends.
+void give_turn(fibre &to) {
+  if (_setjmp(scheduler)) return;
+  if (to.made) _longjmp(to.place, 1);
+  make_fibre(current);
 }
 
 // Opens the barrier of fibres [from, to) when all of them stand at it.
 bool open_barrier(unsigned from, unsigned to, wait_state at) {
   for (unsigned i = from; i < to; i++)
     if (fibres[i].state != at) return false;
-  for (unsigned i = from; i < to; i++) fibres[i].state = READY;
+  for (unsigned i = from; i < to; i++) {
+    current = i;
+    if (at == AT_WARP && fibres[i].op != fibres[from].op) fault("lanes of a warp in different operations");
+    fibres[i].state = READY;
+  }
   return true;
 }
 
@@ -68,7 +95,7 @@ bool run_ready() {
     current = reversed ? n_threads - 1 - i : i;
     if (fibres[current].state != READY) continue;
     simt.thread = dim3(current, 0, 0);
-    swapcontext(&scheduler, &fibres[current].context);
+    give_turn(fibres[current]);
     ran = true;
   }
   return ran;
@@ -77,17 +104,12 @@ bool run_ready() {
 void run_block() {
   for (unsigned i = 0; i < n_threads; i++) {
     fibre &f = fibres[i];
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = stacks + static_cast<size_t>(i) * STACK;
-    f.context.uc_stack.ss_size = STACK;
-    f.context.uc_link = nullptr;
     f.state = READY;
-    f.shuffles = 0;
-    makecontext(&f.context, enter, 0);
+    f.exchanges = 0;
   }
   for (;;) {
     bool moved = run_ready();
-    for (unsigned w = 0; w < n_threads; w += WARP) moved |= open_barrier(w, w + WARP < n_threads ? w + WARP : n_threads, AT_SHUFFLE);
+    for (unsigned w = 0; w < n_threads; w += WARP) moved |= open_barrier(w, w + WARP < n_threads ? w + WARP : n_threads, AT_WARP);
     moved |= open_barrier(0, n_threads, AT_BARRIER);
     if (moved) continue;
     for (current = 0; current < n_threads; current++)
@@ -151,10 +173,24 @@ void simt_launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function
 
 void __syncthreads() { wait_as(AT_BARRIER); }
 
-float __shfl_xor_sync(unsigned mask, float value, int lane_mask) {
-  if (mask != 0xffffffffu) fault("a shuffle of less than a warp");
-  const unsigned me = current, set = fibres[me].shuffles++ & 1u;
+// The set of values that the calling lane's warp has given, once all have.
+static const uint64_t *meet(simt_op op, unsigned mask, uint64_t value) {
+  if (mask != 0xffffffffu) fault("an operation of less than a warp");
+  const unsigned me = current, set = fibres[me].exchanges++ & 1u;
+  if (me / WARP * WARP + WARP > n_threads) fault("an operation of a warp that is not whole");
   lanes[set][me] = value;
-  wait_as(AT_SHUFFLE);
-  return lanes[set][me ^ static_cast<unsigned>(lane_mask)];
+  fibres[me].op = op;
+  wait_as(AT_WARP);
+  return lanes[set] + me / WARP * WARP;
+}
+
+uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane) { return meet(SIMT_SHUFFLE, mask, value)[lane]; }
+
+void __syncwarp(unsigned mask) { meet(SIMT_SYNCWARP, mask, 0); }
+
+unsigned __ballot_sync(unsigned mask, int predicate) {
+  const uint64_t *of_lane = meet(SIMT_BALLOT, mask, predicate != 0);
+  unsigned bits = 0;
+  for (unsigned i = 0; i < WARP; i++) bits |= static_cast<unsigned>(of_lane[i]) << i;
+  return bits;
 }

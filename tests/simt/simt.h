@@ -1,12 +1,14 @@
 // simt.h: enough of CUDA for the kernels of kernels/cuda to run on a CPU as C++. Blocks run one after another, the threads of a block
-// as fibres that change places at barriers and shuffles only, in ascending or descending order (SIMT_REVERSE): a missing barrier
-// shows as bits that the reference does not have, in one order or the other. Caught with a message and exit status 3: threads that
-// leave or wait elsewhere while others stand at a barrier, an access outside shared memory or outside a simt_buffer (both end at a
-// page that nobody may touch). What is not modelled: memory that two blocks share, and rounding that the hardware does its own way.
+// as fibres that change places at barriers and warp operations only, in ascending or descending order (simt_order): a missing
+// barrier, of a block or of a warp, shows as bits that the reference does not have, in one order or the other. Caught with a message
+// and exit status 3: threads that leave or wait elsewhere while others stand at a barrier, lanes of one warp in different
+// operations, an access outside shared memory or outside a simt_buffer (both end at a page that nobody may touch). What is not
+// modelled: blocks at the same time, so atomics are plain, and rounding that the hardware does its own way.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 
 #define __global__
@@ -17,6 +19,10 @@
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+struct alignas(16) uint4 {  // an access that is not aligned faults here as it does on a GPU
+  unsigned x, y, z, w;
 };
 
 struct simt_state {
@@ -37,5 +43,46 @@ void simt_order(bool reverse);      // of the threads, from the next launch on
 inline void simt_finish() {}        // until all launches are done
 void *simt_buffer(size_t bytes);    // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
 
+// Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
+enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP };
+uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
+
 void __syncthreads();
-float __shfl_xor_sync(unsigned mask, float value, int lane_mask);  // all 32 lanes
+void __syncwarp(unsigned mask = 0xffffffffu);
+unsigned __ballot_sync(unsigned mask, int predicate);
+
+template <class T> T __shfl_sync(unsigned mask, T value, int lane) {
+  uint64_t word = 0;
+  static_assert(sizeof value <= sizeof word);
+  std::memcpy(&word, &value, sizeof value);
+  word = simt_exchange(mask, word, static_cast<unsigned>(lane) % 32);
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return __shfl_sync(mask, value, static_cast<int>(simt.thread.x % 32) ^ lane_mask);
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+  const unsigned lane = simt.thread.x % 32;
+  return __shfl_sync(mask, value, static_cast<int>(lane < delta ? lane : lane - delta));
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+inline unsigned atomicOr(unsigned *p, unsigned value) {
+  const unsigned old = *p;
+  *p = old | value;
+  return old;
+}
+inline unsigned long long atomicAdd(unsigned long long *p, unsigned long long value) {
+  const unsigned long long old = *p;
+  *p = old + value;
+  return old;
+}
+inline unsigned long long atomicMin(unsigned long long *p, unsigned long long value) {
+  const unsigned long long old = *p;
+  *p = value < old ? value : old;
+  return old;
+}

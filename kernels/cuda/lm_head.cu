@@ -1,0 +1,166 @@
+// lm_head.cu: logits, the (max, sum) of each 128 of them, and the merge of those pairs: docs/numerics.md §6.
+//
+// A block of threads is one vocabulary block of 128 columns for 8 rows, so the pair of a row is made where its logits are, and logits
+// that nobody keeps never reach memory. The merge is a chain over more than a thousand pairs that must stay one, but only its fma:
+// the running maxima are a prefix maximum, exact in any order, and give every exp beforehand. So a warp prepares 32 steps at once
+// and then makes them one after the other.
+#include "device.cuh"
+
+namespace {
+
+constexpr int ROWS = 8, COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 256;
+
+// Rows of one call, in turns of what the workspace holds: [row0, row0 + rows) now.
+struct turn {
+  float *pairs, *target_logits;  // [n_blocks][rows][2]; [rows] or NULL
+  int64_t row0, rows;
+};
+
+// By one warp: the pair of n logits in shared memory. Both halves of the warp run the 16 chains.
+__device__ void block_pair(float *pair, const float *logits, int n, int lane) {
+  float max = -INFINITY, partial = 0.0f;
+  bool bad = false;
+  for (int i = lane; i < n; i += RM_WARP) {
+    max = rm_max_f32(logits[i], max);
+    bad |= !rm_is_finite(logits[i]);
+  }
+  max = rm_max_lanes(max);
+  for (int i = lane % RM_LANES; i < n; i += RM_LANES) partial = partial + rm_exp(logits[i] - max);
+  const float sum = rm_tree16_lanes(partial);
+  const bool finite = __ballot_sync(RM_ALL_LANES, bad) == 0;
+  if (lane != 0) return;
+  pair[0] = max;
+  pair[1] = finite ? sum : rm_float(0x7fc00000u);
+}
+
+template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, turn t) {
+  RM_SHARED(shared);
+  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK;  // [ROWS][RM_K_BLOCK], [ROWS][COLS]
+  const int me = static_cast<int>(threadIdx.x);
+  const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
+  const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
+  float acc[ROWS] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  for (int64_t k0 = 0; k0 < a.hidden; k0 += RM_K_BLOCK) {
+    rm_stage_rows<DTYPE>(x, a.x, a.ldx, a.hidden, first, ROWS, end, k0, THREADS);
+    __syncthreads();
+    if (col < a.vocab)
+      rm_add_block<DTYPE, ROWS>(acc, x, a.w, rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0), me % RM_N_TILE);
+    __syncthreads();  // before x is overwritten
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int64_t row = first + r;
+    const float logit = rm_canon(acc[r]);
+    logits[r * COLS + me] = logit;
+    if (row >= end || col >= a.vocab) continue;
+    if (a.logits) a.logits[row * a.ld_logits + col] = logit;
+    if (t.target_logits && a.targets && a.targets[row] == col) t.target_logits[row - t.row0] = logit;
+  }
+  __syncthreads();
+  const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
+  for (int r = me / RM_WARP; r < ROWS && first + r < end; r += WARPS)
+    block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n, me % RM_WARP);
+}
+
+struct stats {
+  float max, sum;
+};
+
+// By one warp; every lane has the result.
+__device__ stats merge_row(const float *pairs, int64_t n_blocks, int64_t rows, int64_t row) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  float m = pairs[2 * row], s = pairs[2 * row + 1];
+  for (int64_t b0 = 1; b0 < n_blocks; b0 += RM_WARP) {
+    const int64_t b = b0 + lane;
+    const float *pair = pairs + 2 * (b * rows + row);
+    const float mine = b < n_blocks ? pair[0] : -INFINITY, sum = b < n_blocks ? pair[1] : 0.0f;
+    float upto = mine;
+    for (int step = 1; step < RM_WARP; step *= 2) {
+      const float lower = __shfl_up_sync(RM_ALL_LANES, upto, step);
+      if (lane >= step) upto = rm_max_f32(upto, lower);
+    }
+    upto = rm_max_f32(upto, m);
+    const float shifted = __shfl_up_sync(RM_ALL_LANES, upto, 1), before = lane == 0 ? m : shifted;
+    const float old = rm_exp(before - upto), add = sum * rm_exp(mine - upto);
+    const int n = static_cast<int>(rm_min64(RM_WARP, n_blocks - b0));
+    for (int i = 0; i < n; i++) s = fmaf(s, __shfl_sync(RM_ALL_LANES, old, i), __shfl_sync(RM_ALL_LANES, add, i));
+    m = __shfl_sync(RM_ALL_LANES, upto, RM_WARP - 1);
+  }
+  return {m, s};
+}
+
+__device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, stats all, int32_t target, float target_logit) {
+  out[0] = rm_canon(all.max);
+  out[1] = rm_canon(all.sum);
+  if (rm_is_nan(all.sum)) *flags |= RM_ROW_LOGITS_NONFINITE;
+  if (target_logprob) *target_logprob = target < 0 ? 0.0f : rm_logprob(target_logit, out);
+}
+
+__global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
+  const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP;
+  if (row >= a.rows) return;  // whole warps
+  const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
+  if (threadIdx.x % RM_WARP != 0) return;
+  const bool wanted = a.target_logprobs != nullptr;
+  put_stats(a.stats + 2 * row, wanted ? a.target_logprobs + row : nullptr, a.row_flags + row, all, wanted ? a.targets[row] : -1,
+            wanted ? a.target_logits[row] : 0.0f);
+}
+
+// Behind logits_kernel: what is left to do for a row.
+__global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, turn t, int64_t n_blocks) {
+  const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP, row = t.row0 + in;
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  if (in >= t.rows) return;  // whole warps
+  const int32_t target = a.targets ? a.targets[row] : -1;
+  const float target_logit = t.target_logits && target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
+  __syncwarp();
+  if (lane == 0 && a.target_logits) a.target_logits[row] = target_logit;
+  if (!a.pairs) {
+    const stats all = merge_row(t.pairs, n_blocks, t.rows, in);
+    if (lane == 0)
+      put_stats(a.stats + 2 * row, a.target_logprobs ? a.target_logprobs + row : nullptr, a.row_flags + row, all, target, target_logit);
+    return;
+  }
+  bool bad = false;
+  for (int64_t b = lane; b < n_blocks; b += RM_WARP) bad |= rm_is_nan(a.pairs[2 * (b * t.rows + in) + 1]) != 0;
+  bad = __ballot_sync(RM_ALL_LANES, bad) != 0;
+  if (lane == 0 && bad) a.row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
+}
+
+int64_t count_blocks(int64_t vocab) { return (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
+int64_t floats_of_row(int64_t vocab) { return 2 * count_blocks(vocab) + 1; }
+
+void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+  const int64_t n_blocks = count_blocks(a->vocab);
+  const dim3 grid(static_cast<unsigned>(n_blocks), rm_blocks(t.rows, ROWS)), rows(rm_blocks(t.rows, WARPS));
+  const size_t shared = ROWS * (RM_K_BLOCK + COLS) * sizeof(float);
+  if (n_blocks > 0 && a->dtype == RM_BF16) RM_LAUNCH(logits_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a, t);
+  else if (n_blocks > 0) RM_LAUNCH(logits_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a, t);
+  RM_LAUNCH(finish_kernel, rows, dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
+}
+
+}  // namespace
+
+size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
+  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * floats_of_row(l->vocab)) * sizeof(float);
+}
+
+void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
+  if (a->rows <= 0) return;
+  if (a->pairs) {
+    take_turn(ctx, a, {a->pairs, a->target_logits, 0, a->rows});
+    return;
+  }
+  float *pairs = static_cast<float *>(ctx->workspace);
+  const size_t per_row = static_cast<size_t>(floats_of_row(a->vocab)) * sizeof(float);
+  const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
+  for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
+    const int64_t rows = rm_min64(at_once, a->rows - row0);
+    take_turn(ctx, a, {pairs, pairs + 2 * count_blocks(a->vocab) * rows, row0, rows});
+  }
+}
+
+void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
+  if (a->rows <= 0) return;
+  RM_LAUNCH(merge_kernel, dim3(rm_blocks(a->rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a);
+}

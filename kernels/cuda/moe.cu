@@ -1,0 +1,200 @@
+// moe.cu: router, permute and combine of docs/numerics.md §5. Nothing comes back to the host: how many rows an expert has is a value
+// on the device, and every grid is sized by rows · top_k or by the experts.
+//
+// The router's logits are the gemm's, into the workspace; then a warp takes a row. The next choice is the best of those that come
+// behind the last one, so no list of what is taken is kept, and any number of experts will do.
+//
+// permute has a block of threads for an expert, which counts the choices of lower experts (its first row), then numbers its own in
+// their order. Every block reads all ids, twice: they stay in the L2 cache. A sort with atomic counters would depend on who comes
+// first.
+//
+// combine works out a row's joins once, from the sorted ids, and each thread then makes them for columns of its own.
+#include "device.cuh"
+
+namespace {
+
+constexpr int THREADS = 256, COMBINE_THREADS = 128;
+constexpr int MAX_TOP_K = RM_MAX_TOP_K;
+
+// ------------------------------------------------------------------------------------------------ router
+__device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_t e) {
+  return rm_rank_of(rm_order_key(a.bias ? scores[e] + a.bias[e] : scores[e]), e);
+}
+
+// The chosen scores, laid down by ascending id, added one by one.
+__device__ float sum_of_chosen(const rm_router_args &a, const float *scores, const int32_t *ids, float *sorted, int lane) {
+  for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
+    int place = 0;
+    for (int64_t i = 0; i < a.top_k; i++) place += ids[i] < ids[k];
+    sorted[place] = scores[ids[k]];
+  }
+  __syncwarp();
+  float sum = 0.0f;
+  for (int64_t k = 0; k < a.top_k; k++) sum = sum + sorted[k];
+  return sum;
+}
+
+// A block is one warp; `logits` [rows][n_experts] become the scores.
+__global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
+  RM_SHARED(sorted);  // [top_k]
+  const int64_t row = blockIdx.x;
+  const int lane = static_cast<int>(threadIdx.x);
+  float *scores = logits + row * a.n_experts, max = -INFINITY, partial = 0.0f;
+  int32_t *ids = a.ids + row * a.top_k;
+  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) max = rm_max_f32(scores[e], max);
+  max = rm_max_lanes(max);
+  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = rm_exp(scores[e] - max);
+  __syncwarp();
+  for (int64_t e = lane % RM_LANES; e < a.n_experts; e += RM_LANES) partial = partial + scores[e];
+  const float total = rm_tree16_lanes(partial);
+  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = scores[e] / total;  // all have added: the tree waited
+  __syncwarp();
+  uint64_t last = ~0ull;
+  for (int64_t k = 0; k < a.top_k; k++) {
+    uint64_t best = 0;
+    for (int64_t e = lane; e < a.n_experts; e += RM_WARP) {
+      const uint64_t rank = rank_of(a, scores, e);
+      if (rank < last && rank > best) best = rank;
+    }
+    last = rm_over_lanes(best, rm_most_of());
+    if (lane == 0) ids[k] = rm_ranked_id(last);
+  }
+  __syncwarp();
+  const float sum = a.renormalize ? sum_of_chosen(a, scores, ids, sorted, lane) : 0.0f;
+  for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
+    const float score = scores[ids[k]];
+    a.gates[row * a.top_k + k] = rm_canon(!a.renormalize || sum == 0.0f ? score : score / sum);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ permute
+__global__ void __launch_bounds__(THREADS) place_kernel(rm_permute_args a) {
+  RM_SHARED(shared);
+  uint64_t *by_warp = reinterpret_cast<uint64_t *>(shared);
+  const int32_t expert = static_cast<int32_t>(blockIdx.x);
+  const int64_t n = a.rows * a.top_k;
+  const unsigned lane = threadIdx.x % RM_WARP, warp = threadIdx.x / RM_WARP, before_me = (1u << lane) - 1;
+  uint64_t lower = 0;
+  for (int64_t i = threadIdx.x; i < n; i += THREADS) lower += a.ids[i] >= 0 && a.ids[i] < expert;
+  int64_t next = static_cast<int64_t>(rm_over_block<THREADS>(lower, by_warp, rm_sum_of()));
+  if (threadIdx.x == 0) a.group_rows[expert] = static_cast<int32_t>(next);
+  for (int64_t from = 0; from < n; from += THREADS) {
+    const int64_t i = from + threadIdx.x;
+    const bool mine = i < n && a.ids[i] == expert;
+    const unsigned of_warp = __ballot_sync(RM_ALL_LANES, mine);
+    if (lane == 0) by_warp[warp] = static_cast<uint64_t>(__popc(of_warp));
+    __syncthreads();
+    int64_t all = 0, earlier = 0;
+    for (unsigned w = 0; w < THREADS / RM_WARP; w++) {
+      all += static_cast<int64_t>(by_warp[w]);
+      if (w < warp) earlier += static_cast<int64_t>(by_warp[w]);
+    }
+    if (mine) a.place[i] = static_cast<int32_t>(next + earlier + __popc(of_warp & before_me));
+    next += all;
+    __syncthreads();  // before by_warp is used again
+  }
+  if (threadIdx.x == 0 && expert == a.n_experts - 1) a.group_rows[a.n_experts] = static_cast<int32_t>(next);
+}
+
+__global__ void __launch_bounds__(THREADS) move_kernel(rm_permute_args a) {
+  const uint32_t choice = blockIdx.x, row = choice / static_cast<uint32_t>(a.top_k);  // a 64-bit division is a call
+  const int64_t bytes = a.hidden * static_cast<int64_t>(rm_dtype_bytes(a.dtype));
+  if (a.ids[choice] < 0 || a.ids[choice] >= a.n_experts) return;  // it has no place
+  rm_copy_row(static_cast<char *>(a.x_out) + a.place[choice] * bytes, static_cast<const char *>(a.x) + row * bytes, bytes, THREADS);
+}
+
+__global__ void no_choices_kernel(rm_permute_args a) {
+  for (int64_t e = threadIdx.x; e <= a.n_experts; e += RM_WARP) a.group_rows[e] = 0;
+}
+
+// ------------------------------------------------------------------------------------------------ combine
+struct choice_list {  // of one row, in shared memory: sorted by id, then the joins of the tree in their order
+  int32_t *ids, *places, *left, *right;
+  float *gates;
+};
+
+__device__ choice_list list_in(float *shared) {
+  int32_t *words = reinterpret_cast<int32_t *>(shared);
+  return {words, words + MAX_TOP_K, words + 2 * MAX_TOP_K, words + 3 * MAX_TOP_K, shared + 4 * MAX_TOP_K};
+}
+
+__device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t first) {
+  for (int k = static_cast<int>(threadIdx.x); k < a.top_k; k += COMBINE_THREADS) {
+    const int32_t id = a.ids[first + k];
+    int at = 0;
+    for (int i = 0; i < a.top_k; i++) at += a.ids[first + i] < id;
+    l.ids[at] = id;
+    l.places[at] = a.place[first + k];
+    l.gates[at] = a.gates[first + k];
+  }
+}
+
+// Level at which sorted choices i and i + 1 meet: smaller is lower.
+__device__ int level(choice_list l, int i) { return 32 - __clz(l.ids[i] ^ l.ids[i + 1]); }
+
+// Join i is of the nodes that meet between choices i and i + 1; a node stands in the slot of its first choice. Joins are made by
+// level, and of one level from the left.
+__device__ void order_joins(choice_list l, int n) {
+  for (int i = static_cast<int>(threadIdx.x); i + 1 < n; i += COMBINE_THREADS) {
+    const int mine = level(l, i);
+    int first = i, at = 0;
+    while (first > 0 && level(l, first - 1) < mine) first--;
+    for (int j = 0; j + 1 < n; j++) at += level(l, j) < mine || (level(l, j) == mine && j < i);
+    l.left[at] = first;
+    l.right[at] = i + 1;
+  }
+}
+
+template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(rm_combine_args a) {
+  RM_SHARED(shared);
+  const choice_list l = list_in(shared);
+  float *node = shared + 5 * MAX_TOP_K + threadIdx.x;  // [top_k][COMBINE_THREADS]: a column is one thread's
+  const int64_t row = blockIdx.x;
+  const int n = static_cast<int>(a.top_k);
+  sort_choices(l, a, row * a.top_k);
+  __syncthreads();
+  order_joins(l, n);
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < a.hidden; i += COMBINE_THREADS) {
+    for (int k = 0; k < n; k++) node[k * COMBINE_THREADS] = l.gates[k] * rm_get(DTYPE, a.y, l.places[k] * a.hidden + i);
+    for (int k = 0; k + 1 < n; k++) {
+      float *left = node + l.left[k] * COMBINE_THREADS;
+      *left = *left + node[l.right[k] * COMBINE_THREADS];
+    }
+    rm_put(DTYPE, a.out, row * a.hidden + i, n > 0 ? node[0] : 0.0f);
+  }
+}
+
+} // namespace
+
+size_t rm_cuda_router_workspace(const rm_limits *l) { return static_cast<size_t>(l->max_rows * l->n_experts) * sizeof(float); }
+
+void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a) {
+  if (a->rows <= 0 || a->n_experts <= 0) return;
+  float *logits = static_cast<float *>(ctx->workspace);
+  rm_gemm_args gemm = {};
+  gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts, gemm.k = a->hidden;
+  gemm.ldx = a->hidden, gemm.ldy = a->n_experts, gemm.dtype = a->dtype, gemm.y_dtype = RM_F32;
+  rm_cuda_gemm(ctx, &gemm);
+  const size_t shared = static_cast<size_t>(a->top_k) * sizeof(float);
+  RM_LAUNCH(choose_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(RM_WARP), shared, ctx->stream, *a, logits);
+}
+
+void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
+  const int64_t n = a->rows * a->top_k;
+  if (n <= 0 || a->n_experts <= 0) {
+    RM_LAUNCH(no_choices_kernel, dim3(1), dim3(RM_WARP), 0, ctx->stream, *a);
+    return;
+  }
+  const size_t shared = THREADS / RM_WARP * sizeof(uint64_t);
+  RM_LAUNCH(place_kernel, dim3(static_cast<unsigned>(a->n_experts)), dim3(THREADS), shared, ctx->stream, *a);
+  RM_LAUNCH(move_kernel, dim3(static_cast<unsigned>(n)), dim3(THREADS), 0, ctx->stream, *a);
+}
+
+void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a) {
+  if (a->rows <= 0 || a->hidden <= 0) return;
+  const dim3 grid(static_cast<unsigned>(a->rows));
+  const size_t shared = static_cast<size_t>(5 * MAX_TOP_K + a->top_k * COMBINE_THREADS) * sizeof(float);
+  if (a->dtype == RM_BF16) RM_LAUNCH(combine_kernel<RM_BF16>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
+  else RM_LAUNCH(combine_kernel<RM_F32>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
+}

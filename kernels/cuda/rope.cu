@@ -1,0 +1,83 @@
+// rope.cu: qk_rope_kv, a warp for one head of one row: norm, rotation, and of a kv head its k and v into their slot. Heads are many
+// even in one row, so warps suffice, and nothing waits for a block. The norm's 16 chains run in the lanes of either half of the
+// warp; a pair (i, i + head_dim/2) is rotated by one lane, from shared memory, since two other lanes may have normed it.
+#include "device.cuh"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = WARPS * RM_WARP;
+
+// round_T(weight · round_T(x · scale)) of a head into shared memory.
+template <rm_dtype DTYPE>
+__device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t from, const void *weight, int head_dim, int lane) {
+  for (int i = lane; i < head_dim; i += RM_WARP) normed[i] = rm_get(DTYPE, a.qkv, from + i);
+  __syncwarp();
+  float partial = 0.0f;
+  for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES) partial = fmaf(normed[i], normed[i], partial);
+  const float scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
+  __syncwarp();  // all chains have read
+  for (int i = lane; i < head_dim; i += RM_WARP)
+    normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, i) * rm_round_to(DTYPE, normed[i] * scale));
+  __syncwarp();
+}
+
+// In place: each lane reads and writes the pairs that are its own. Whether all of the head is finite.
+template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int head_dim, int lane) {
+  const int half = head_dim / 2;
+  const int64_t at = static_cast<int64_t>(a.positions[row]) * half;
+  bool bad = false;
+  for (int i = lane; i < half; i += RM_WARP) {
+    const float c = a.cos[at + i], s = a.sin[at + i], lo = normed[i], hi = normed[i + half];
+    normed[i] = rm_round_to(DTYPE, rm_round_to(DTYPE, lo * c) + rm_round_to(DTYPE, -hi * s));
+    normed[i + half] = rm_round_to(DTYPE, rm_round_to(DTYPE, hi * c) + rm_round_to(DTYPE, lo * s));
+    bad |= !rm_is_finite(normed[i]) || !rm_is_finite(normed[i + half]);
+  }
+  return __ballot_sync(RM_ALL_LANES, bad) == 0;  // and the pairs are visible to all lanes
+}
+
+// k from shared memory, v as its own bits; zeros in place of one that is not finite.
+template <rm_dtype DTYPE>
+__device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k, bool k_ok, int64_t v_at, int lane) {
+  const uint32_t slot = static_cast<uint32_t>(a.slots[row]), page_size = static_cast<uint32_t>(a.page_size);  // a 64-bit division is a call
+  const int64_t page = slot / page_size, pos = slot % page_size;
+  const int64_t k_base = (page * a.n_kv_heads + head) * rm_k_page_elems(a.page_size, a.head_dim);
+  const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, a.head_dim);
+  bool bad = false;
+  for (int64_t d = lane; d < a.head_dim; d += RM_WARP) bad |= !rm_is_finite(rm_get(DTYPE, a.qkv, v_at + d));
+  const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0;
+  for (int64_t d = lane; d < a.head_dim; d += RM_WARP) {
+    rm_put(DTYPE, a.k_cache, k_base + rm_packed_index(DTYPE, a.head_dim, pos, d), k_ok ? k[d] : 0.0f);
+    const int64_t to = v_base + rm_v_index(DTYPE, a.head_dim, pos, d);
+    if (v_ok) rm_copy_elem(DTYPE, a.v_cache, to, a.qkv, v_at + d);
+    else rm_put(DTYPE, a.v_cache, to, 0.0f);
+  }
+  // Heads of one row may meet here: all of them write the same byte.
+  if (lane == 0 && !(k_ok && v_ok)) a.row_flags[row] |= RM_ROW_KV_NONFINITE;
+}
+
+template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
+  RM_SHARED(shared);  // head_dim of each warp
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int head_dim = static_cast<int>(a.head_dim);
+  const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp, kv_head = head - a.n_heads;
+  if (head >= a.n_heads + a.n_kv_heads || (kv_head >= 0 && a.slots[row] < 0)) return;  // whole warps
+  float *normed = shared + warp * head_dim;
+  const int64_t of_row = row * (a.n_heads + 2 * a.n_kv_heads);
+  norm_head<DTYPE>(normed, a, (of_row + head) * head_dim, kv_head < 0 ? a.q_weight : a.k_weight, head_dim, lane);
+  const bool finite = rotate_head<DTYPE>(normed, a, row, head_dim, lane);
+  if (kv_head >= 0) {
+    store_kv<DTYPE>(a, row, kv_head, normed, finite, (of_row + head + a.n_kv_heads) * head_dim, lane);
+    return;
+  }
+  for (int d = lane; d < head_dim; d += RM_WARP) rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * head_dim + d, normed[d]);
+}
+
+} // namespace
+
+void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+  if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0 || a->head_dim <= 0) return;
+  const dim3 grid(static_cast<unsigned>(a->rows), rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
+  const size_t shared = static_cast<size_t>(WARPS * a->head_dim) * sizeof(float);
+  if (a->dtype == RM_BF16) RM_LAUNCH(rope_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
+  else RM_LAUNCH(rope_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a);
+}

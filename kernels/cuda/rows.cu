@@ -1,0 +1,69 @@
+// rows.cu: embed and rms_norm, a block of threads for a row.
+//
+// The norm's 16 partial sums are 16 chains, whatever the row's length, so 16 lanes of one warp run them while the others wait: all
+// threads bring the row to shared memory in chunks, which is what takes time, and a chain's step then costs one fma. A finer split
+// of the sum would be another order. Both halves of that warp run the same chains, for the tree's shuffles to have whole warps.
+#include "device.cuh"
+
+namespace {
+
+constexpr int THREADS = 256, CHUNK = 2048;
+static_assert(CHUNK % THREADS == 0, "a thread that writes an element of the residual reads it again");
+
+__global__ void __launch_bounds__(THREADS) embed_kernel(rm_embed_args a) {
+  const int64_t row = blockIdx.x, id = a.ids[row], word = static_cast<int64_t>(rm_dtype_bytes(a.dtype));
+  char *out = static_cast<char *>(a.out) + row * a.hidden * word;
+  if (!a.packed) {
+    rm_copy_row(out, static_cast<const char *>(a.table) + id * a.hidden * word, a.hidden * word, THREADS);
+    return;
+  }
+  for (int64_t k = threadIdx.x; k < a.hidden; k += THREADS)
+    rm_copy_elem(a.dtype, out, k, a.table, rm_packed_index(a.dtype, a.hidden, id, k));
+}
+
+template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
+  RM_SHARED(shared);  // a chunk of h, then the row's scale
+  const int64_t at = blockIdx.x * a.n;
+  const int me = static_cast<int>(threadIdx.x);
+  float partial = 0.0f;  // the first warp's: of lane j and j + 16 the partial sum j
+  for (int64_t from = 0; from < a.n; from += CHUNK) {
+    const int n = static_cast<int>(rm_min64(CHUNK, a.n - from));
+    for (int i = me; i < n; i += THREADS) {
+      float h = rm_get(DTYPE, a.residual, at + from + i);
+      if (a.x) {
+        h = rm_round_to(DTYPE, h + rm_get(DTYPE, a.x, at + from + i));
+        rm_put(DTYPE, a.residual, at + from + i, h);
+      }
+      shared[i] = h;
+    }
+    __syncthreads();
+    if (me < RM_WARP)
+      for (int i = me % RM_LANES; i < n; i += RM_LANES) partial = fmaf(shared[i], shared[i], partial);
+    __syncthreads();  // before the next chunk
+  }
+  if (me < RM_WARP) {
+    const float sum = rm_tree16_lanes(partial);
+    if (me == 0) shared[CHUNK] = 1.0f / sqrtf(sum / static_cast<float>(a.n) + a.eps);
+  }
+  __syncthreads();
+  const float scale = shared[CHUNK];
+  for (int64_t i = me; i < a.n; i += THREADS) {
+    const float t = rm_round_to(DTYPE, rm_get(DTYPE, a.residual, at + i) * scale);
+    rm_put(DTYPE, a.out, at + i, rm_get(DTYPE, a.weight, i) * t);
+  }
+}
+
+}  // namespace
+
+void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a) {
+  if (a->rows <= 0 || a->hidden <= 0) return;
+  RM_LAUNCH(embed_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+}
+
+void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
+  if (a->rows <= 0 || a->n <= 0) return;
+  const dim3 grid(static_cast<unsigned>(a->rows));
+  const size_t shared = (CHUNK + 1) * sizeof(float);
+  if (a->dtype == RM_BF16) RM_LAUNCH(norm_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
+  else RM_LAUNCH(norm_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a);
+}

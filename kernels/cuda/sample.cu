@@ -1,0 +1,347 @@
+// sample.cu: token choice of docs/numerics.md §7 and top-logprobs, a block of threads for a row. Sums are of integers and exact, so
+// the threads may add in any order, and no weight is kept: each look at the row computes them again from logits in the L2 cache.
+//
+// A filter leaves the tokens of a higher key than some cut and, of those of its key, the first so many. The cut is found by a radix
+// selection over the keys, three histograms in shared memory. Tokens of one key have one weight, so how many of them stay needs no
+// look at their order, and neither does a second selection inside the first.
+//
+// The draw narrows to the sixteenth of its range in which the running sum exceeds the target, until one warp can walk it.
+//
+// A banned token is a NaN: never the largest, of weight 0 and of the lowest key. Bans are bits in the workspace, a row's lists may
+// be as long as the vocabulary.
+#include "device.cuh"
+
+#include "cpu/philox.h"
+
+namespace {
+
+constexpr int THREADS = 512, WARPS = THREADS / RM_WARP, BINS = 1 << 11, WALK = 1024, WORKSPACE_ROWS = 256;
+constexpr float NO_WEIGHT = -28.0f;  // exp of this is below 2^-40
+
+struct scratch {  // in shared memory
+  uint64_t *by_warp, *more, *result;  // [WARPS], [WARPS], [2]
+  uint64_t *bins;                     // [BINS]
+};
+constexpr size_t SCRATCH_BYTES = (2 * WARPS + 2 + BINS) * sizeof(uint64_t);
+
+__device__ scratch scratch_in(float *shared) {
+  uint64_t *words = reinterpret_cast<uint64_t *>(shared);
+  return {words, words + WARPS, words + 2 * WARPS, words + 2 * WARPS + 2};
+}
+
+struct row_view {
+  const float *logits;
+  const uint32_t *banned;  // bits, or NULL: none
+  int64_t vocab;
+  float max, temperature, min_p;
+};
+
+struct cut {  // tokens of a higher key stay, and `ties` of this key, lowest ids first; {0, 0}: all that are numbers
+  uint32_t key;
+  uint64_t ties;
+};
+
+__device__ float logit_of(const row_view &v, int64_t id) {
+  if (v.banned && (v.banned[id / 32] >> (id % 32) & 1)) return rm_float(0x7fc00000u);
+  return v.logits[id] + 0.0f;
+}
+
+__device__ float scaled(const row_view &v, float x) { return (x - v.max) / v.temperature; }
+
+__device__ uint64_t weight_of(const row_view &v, float x) {
+  const float d = scaled(v, x);
+  if (!(d > NO_WEIGHT)) return 0;  // so it is for most of a vocabulary
+  const float e = rm_exp(d);
+  return v.min_p > 0.0f && !(e >= v.min_p) ? 0 : rm_token_weight(e);
+}
+
+__device__ uint64_t weight_of_key(const row_view &v, uint32_t key) {
+  return weight_of(v, rm_float(key & 0x80000000u ? key ^ 0x80000000u : ~key));
+}
+
+// ------------------------------------------------------------------------------------------------ filters
+// Tokens with a weight that the cut leaves: their number, or the sum of their weights.
+__device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scratch &s) {
+  uint64_t sum = 0;
+  for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
+    const float x = logit_of(v, id);
+    const uint64_t weight = weight_of(v, x);
+    if (weight && rm_order_key(x) > c.key) sum += by_weight ? weight : 1;
+  }
+  sum = rm_over_block<THREADS>(sum, s.by_warp, rm_sum_of());
+  return sum + (by_weight && c.ties ? c.ties * weight_of_key(v, c.key) : c.ties);
+}
+
+// By the first warp: the highest bin at which the sum from the top, on top of `above`, reaches need. result: that sum without the
+// bin, and the bin. A lane adds BINS / 32 of them, from a place of its own for the banks' sake.
+__device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
+  constexpr int EACH = BINS / RM_WARP;
+  const int lane = static_cast<int>(threadIdx.x);
+  uint64_t mine = 0;
+  for (int i = 0; i < EACH; i++) mine += s.bins[lane * EACH + (i + lane) % EACH];
+  int part = RM_WARP - 1;
+  for (; part > 0; part--) {
+    const uint64_t of_part = __shfl_sync(RM_ALL_LANES, mine, part);
+    if (above + of_part >= need) break;
+    above += of_part;
+  }
+  int bin = part * EACH + EACH - 1;
+  while (bin > part * EACH && above + s.bins[bin] < need) above += s.bins[bin--];
+  if (lane != 0) return;
+  s.result[0] = above;
+  s.result[1] = static_cast<uint64_t>(bin);
+}
+
+// One round: the measure of each value of 11 bits of the key at `shift`, of tokens whose higher bits are those of `prefix`.
+__device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int shift, uint32_t known, bool by_weight, const scratch &s) {
+  const uint32_t digits = shift ? BINS - 1 : (1u << 10) - 1;
+  for (int i = static_cast<int>(threadIdx.x); i < BINS; i += THREADS) s.bins[i] = 0;
+  __syncthreads();
+  for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
+    const float x = logit_of(v, id);
+    const uint32_t key = rm_order_key(x);
+    if (key <= before.key || (key & known) != prefix) continue;
+    const uint64_t weight = weight_of(v, x);
+    if (weight) atomicAdd(reinterpret_cast<unsigned long long *>(s.bins + (key >> shift & digits)), by_weight ? weight : 1);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && before.ties && (before.key & known) == prefix)
+    s.bins[before.key >> shift & digits] += by_weight ? before.ties * weight_of_key(v, before.key) : before.ties;
+  __syncthreads();
+}
+
+// The shortest prefix of what `before` leaves, in descending key and ascending id, whose measure reaches `need`; need is at most
+// the measure of all of it. *sum: the measure of the prefix.
+__device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool by_weight, const scratch &s, uint64_t *sum) {
+  uint32_t prefix = 0, known = 0;
+  uint64_t above = 0;  // measure of the keys known to be higher
+  for (int round = 0; round < 3; round++) {
+    const int shift = round == 0 ? 21 : round == 1 ? 10 : 0;
+    fill_bins(v, before, prefix, shift, known, by_weight, s);
+    if (threadIdx.x < RM_WARP) find_bin(s, above, need);
+    __syncthreads();
+    above = s.result[0];
+    prefix |= static_cast<uint32_t>(s.result[1]) << shift;
+    known = ~0u << shift;
+    __syncthreads();  // before the bins and the result are used again
+  }
+  const uint64_t each = by_weight ? weight_of_key(v, prefix) : 1;
+  const uint64_t ties = (need - above + each - 1) / each;
+  *sum = above + ties * each;
+  return {prefix, ties};
+}
+
+// ------------------------------------------------------------------------------------------------ the draw
+struct place {  // where the walk is: the first id of a range, its length, the sum and the ties left before it
+  int64_t from, n;
+  uint64_t before, ties;
+};
+
+// Weight of id, and whether it is one of the ties, which count only while some are left.
+__device__ uint64_t weight_at(const row_view &v, cut c, int64_t id, int64_t end, bool *tie) {
+  *tie = false;
+  if (id >= end) return 0;
+  const float x = logit_of(v, id);
+  const uint32_t key = rm_order_key(x);
+  *tie = c.ties && key == c.key;
+  return key > c.key || *tie ? weight_of(v, x) : 0;
+}
+
+// To the sixteenth of p in which the running sum exceeds target.
+__device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint64_t each_tie, const scratch &s) {
+  const unsigned warp = threadIdx.x / RM_WARP, lane = threadIdx.x % RM_WARP;
+  const int64_t length = rm_round_up((p.n + WARPS - 1) / WARPS, RM_WARP), end = p.from + p.n;
+  const int64_t from = p.from + warp * length, to = rm_min64(from + length, end);
+  uint64_t sum = 0, ties = 0;
+  for (int64_t id = from + lane; id < to; id += RM_WARP) {
+    bool tie;
+    const uint64_t weight = weight_at(v, c, id, to, &tie);
+    if (tie) ties++;
+    else sum += weight;
+  }
+  sum = rm_over_lanes(sum, rm_sum_of());
+  ties = rm_over_lanes(ties, rm_sum_of());
+  if (lane == 0) {
+    s.by_warp[warp] = sum;
+    s.more[warp] = ties;
+  }
+  __syncthreads();
+  for (int w = 0; w < WARPS; w++) {
+    const uint64_t here = s.more[w] < p.ties ? s.more[w] : p.ties, all = s.by_warp[w] + here * each_tie;
+    if (p.before + all > target) break;
+    p.before += all;
+    p.ties -= here;
+    p.from += length;
+  }
+  p.n = rm_min64(length, end - p.from);
+  __syncthreads();  // before the sums are used again
+  return p;
+}
+
+// By the first warp, 32 tokens at a time. result[0]: the token.
+__device__ void walk(const row_view &v, cut c, place p, uint64_t target, const scratch &s) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const unsigned before_me = (1u << lane) - 1;
+  for (int64_t from = p.from; from < p.from + p.n; from += RM_WARP) {
+    bool tie;
+    uint64_t sum = weight_at(v, c, from + lane, p.from + p.n, &tie);
+    const unsigned ties = __ballot_sync(RM_ALL_LANES, tie);
+    if (tie && static_cast<uint64_t>(__popc(ties & before_me)) >= p.ties) sum = 0;
+    for (int step = 1; step < RM_WARP; step *= 2) {
+      const uint64_t lower = __shfl_up_sync(RM_ALL_LANES, sum, step);
+      if (lane >= step) sum += lower;
+    }
+    const unsigned over = __ballot_sync(RM_ALL_LANES, p.before + sum > target);
+    if (over) {
+      if (lane == 0) s.result[0] = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
+      return;
+    }
+    p.before += __shfl_sync(RM_ALL_LANES, sum, RM_WARP - 1);
+    const uint64_t here = static_cast<uint64_t>(__popc(ties));
+    p.ties -= here < p.ties ? here : p.ties;
+  }
+}
+
+// The first token, in ascending id, whose running sum exceeds target; target is below the sum of all.
+__device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch &s) {
+  const uint64_t each_tie = c.ties ? weight_of_key(v, c.key) : 0;
+  place p = {0, v.vocab, 0, c.ties};
+  while (p.n > WALK) p = narrow(v, c, p, target, each_tie, s);
+  if (threadIdx.x < RM_WARP) walk(v, c, p, target, s);
+  __syncthreads();
+  return static_cast<int32_t>(s.result[0]);
+}
+
+// Whether the cut leaves a token that somebody else chose.
+__device__ bool is_left(const row_view &v, cut c, int32_t token, const scratch &s) {
+  const uint32_t key = rm_order_key(logit_of(v, token));
+  if (key != c.key) return key > c.key;
+  uint64_t earlier = 0;
+  for (int64_t id = threadIdx.x; id < token; id += THREADS) earlier += rm_order_key(logit_of(v, id)) == c.key;
+  return rm_over_block<THREADS>(earlier, s.by_warp, rm_sum_of()) < c.ties;
+}
+
+// ------------------------------------------------------------------------------------------------ rows
+struct drawn {
+  int32_t token;  // −1: nothing can be drawn
+  float under;    // its logprob under the distribution drawn from
+};
+
+__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, const scratch &s) {
+  cut c = {0, 0};
+  uint64_t total;
+  bool is_total = false;
+  if (p->top_k > 0 && p->top_k < v.vocab && measure(v, c, false, s) > static_cast<uint64_t>(p->top_k))
+    c = select_prefix(v, c, static_cast<uint64_t>(p->top_k), false, s, &total);
+  if (p->top_p < 1.0f) {
+    const uint64_t all = measure(v, c, true, s);
+    if (all == 0) return {-1, 0.0f};
+    c = select_prefix(v, c, rm_top_p_need(p->top_p, all), true, s, &total);
+    is_total = true;
+  }
+  if (!is_total) total = measure(v, c, true, s);
+  if (total == 0) return {-1, 0.0f};
+  int32_t token = p->forced;
+  if (token < 0) token = draw(v, c, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)), s);
+  else if (!is_left(v, c, token, s)) return {token, -INFINITY};
+  const float x = logit_of(v, token);
+  const bool possible = weight_of(v, x) != 0;
+  return {token, possible ? rm_canon(scaled(v, x) - rm_log(static_cast<float>(total) * 0x1p-40f)) : -INFINITY};
+}
+
+// Bits of the row's banned tokens, for the whole block.
+__device__ void mark_banned(uint32_t *bits, const rm_sample_params *p, int64_t vocab) {
+  for (int64_t i = threadIdx.x; i < (vocab + 31) / 32; i += THREADS) bits[i] = 0;
+  __syncthreads();
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < p->n_banned; i += THREADS) {
+    const int32_t id = p->banned[i];
+    if (id >= 0 && id < vocab) atomicOr(bits + id / 32, 1u << (id % 32));
+  }
+  __syncthreads();
+}
+
+__device__ int32_t likeliest(const row_view &v, const scratch &s) {
+  uint64_t best = 0;
+  for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
+    const uint32_t key = rm_order_key(logit_of(v, id));
+    if (key) best = rm_most_of()(best, rm_rank_of(key, id));
+  }
+  best = rm_over_block<THREADS>(best, s.by_warp, rm_most_of());
+  return best ? rm_ranked_id(best) : -1;
+}
+
+__global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint32_t *banned, int64_t row0) {
+  RM_SHARED(shared);
+  const scratch s = scratch_in(shared);
+  const int64_t row = row0 + blockIdx.x;
+  const rm_sample_params *p = a.params + row;
+  row_view v = {a.logits + row * a.ld_logits, nullptr, a.vocab, 0.0f, p->temperature, p->min_p};
+  drawn d = {-1, 0.0f};
+  if (!a.row_flags[row]) {
+    if (p->n_banned > 0) {
+      uint32_t *bits = banned + blockIdx.x * ((a.vocab + 31) / 32);
+      mark_banned(bits, p, a.vocab);
+      v.banned = bits;
+    }
+    const int32_t best = likeliest(v, s);
+    if (best >= 0) v.max = v.logits[best] + 0.0f;
+    if (best >= 0 && p->temperature != 0.0f) d = draw_row(v, p, s);
+    else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f};
+  }
+  if (threadIdx.x != 0) return;
+  const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * row);
+  a.tokens[row] = d.token;
+  a.logprobs[row] = model;
+  a.sampling_logprobs[row] = d.token < 0 ? nan : rm_samples_the_model(p, a.vocab) ? model : d.under;
+}
+
+// ------------------------------------------------------------------------------------------------ top logprobs
+// The best of a thread's own tokens among those that come behind `last`.
+__device__ uint64_t best_behind(const float *logits, int64_t vocab, uint64_t last) {
+  uint64_t best = 0;
+  for (int64_t id = threadIdx.x; id < vocab; id += THREADS) {
+    const uint64_t rank = rm_rank_of(rm_order_key(logits[id]), id);
+    if (rank < last && rank > best) best = rank;
+  }
+  return best;
+}
+
+// Each thread knows the best of its tokens that are left; only whose token was taken looks for another.
+__global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
+  RM_SHARED(shared);
+  const int64_t row = blockIdx.x;
+  const float *logits = a.logits + row * a.ld_logits;
+  uint64_t mine = best_behind(logits, a.vocab, ~0ull);
+  for (int64_t k = 0; k < a.k; k++) {
+    const uint64_t best = rm_over_block<THREADS>(mine, reinterpret_cast<uint64_t *>(shared), rm_most_of());
+    if (mine != best) continue;
+    const int32_t id = rm_ranked_id(best);
+    a.ids[row * a.k + k] = id;
+    a.logprobs[row * a.k + k] = rm_logprob(logits[id], a.stats + 2 * row);
+    mine = best_behind(logits, a.vocab, best);
+  }
+}
+
+int64_t words_of_row(int64_t vocab) { return (vocab + 31) / 32; }
+
+}  // namespace
+
+size_t rm_cuda_sample_workspace(const rm_limits *l) {
+  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * words_of_row(l->vocab)) * sizeof(uint32_t);
+}
+
+// Rows beyond what the workspace holds take their turn on the stream.
+void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
+  if (a->vocab <= 0) return;
+  const size_t per_row = static_cast<size_t>(words_of_row(a->vocab)) * sizeof(uint32_t);
+  const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
+  for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
+    const dim3 grid(static_cast<unsigned>(rm_min64(at_once, a->rows - row0)));
+    RM_LAUNCH(sample_kernel, grid, dim3(THREADS), SCRATCH_BYTES, ctx->stream, *a, static_cast<uint32_t *>(ctx->workspace), row0);
+  }
+}
+
+void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
+  if (a->rows <= 0 || a->k <= 0) return;
+  RM_LAUNCH(top_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
+}

@@ -1,0 +1,50 @@
+// check.h: what the checks of the ops share. A check runs an op of the reference table, then the CUDA table's in both thread orders,
+// on fresh outputs in guarded memory; every byte of an output is compared, also of what an op must not write.
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+
+#include "device.cuh"
+#include "rm_cuda.h"
+#ifndef RM_SIMT
+#include "gpu.h"
+#endif
+
+extern "C" const rm_kernels rm_table_ref;
+
+void check_seed(uint64_t seed);
+void check_counts(int64_t *cases, int64_t *elements);
+
+uint32_t random_bits();
+int64_t pick(int64_t n);  // 0 … n − 1
+// Mostly near 1; some ±0, denormals, and magnitudes that cancel. WILD: NaNs, infinities and the largest numbers too.
+enum kind { TAME, WILD };
+float number(kind k = TAME);
+void *numbers(rm_dtype dtype, int64_t n, kind k = TAME);
+template <class T> T *array(int64_t n) { return static_cast<T *>(simt_buffer(static_cast<size_t>(n) * sizeof(T))); }
+
+// Bits, after counting a case of `count` elements; says where they differ.
+bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count);
+
+// A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at first, or 0xff where it was NULL.
+struct output {
+  void *field;
+  size_t bytes;
+  int64_t count;
+};
+// `run` is called with a table and a ctx whose workspace has that table's workspace_bytes(limits).
+bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,
+          const std::function<void(const rm_kernels *, const rm_ctx *)> &run);
+
+bool check_embed(), check_rms_norm(), check_qk_rope_kv();
+bool check_gemm(), check_gemm_swiglu();
+bool check_attention();
+bool check_router(), check_permute(), check_combine();
+bool check_lm_head(), check_merge_pairs();
+bool check_sample(), check_top_logprobs();
+bool check_pack();

@@ -1,0 +1,65 @@
+// check_attention.cpp: attention over contexts around blocks and segments, windows and heads cut by a mesh; three rows that stand
+// alone, or prefill chunks of two sequences and decode rows of others in one call.
+#include "check.h"
+
+namespace {
+
+struct heads_of {  // query heads, kv heads, and of a rank's part the model's group and where in it the part begins
+  int64_t n, n_kv, group, head0;
+};
+
+constexpr int64_t MIX = 12;
+
+// Rows of a call: positions and sequences.
+int64_t fill_rows(int32_t *positions, int32_t *seqs, int64_t context, bool mix) {
+  const int64_t alone[] = {context - 1, context / 2, 0};
+  for (int64_t r = 0; r < (mix ? MIX : 3); r++) {
+    const int64_t in_chunk = r < 5 ? r : r - 5;
+    const int64_t at = !mix ? alone[r] : r < 5 ? context - 5 + in_chunk : r < 9 ? in_chunk : r == 9 ? context - 1 : pick(context);
+    positions[r] = static_cast<int32_t>(rm_min64(rm_max64(at, 0), context - 1));
+    seqs[r] = static_cast<int32_t>(!mix ? r % 2 : r < 5 ? 0 : r < 9 ? 1 : 2 + r % 2);
+  }
+  return mix ? MIX : 3;
+}
+
+bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of h, int64_t page_size, int64_t window, bool mix) {
+  const int64_t n_seqs = 4, max_pages = (context + page_size - 1) / page_size, n_pages = n_seqs * max_pages;
+  int32_t *positions = array<int32_t>(MIX), *seqs = array<int32_t>(MIX), *tables = array<int32_t>(n_pages);
+  const int64_t rows = fill_rows(positions, seqs, context, mix), n_out = rows * h.n * head_dim;
+  for (int64_t i = 0; i < n_pages; i++) tables[i] = static_cast<int32_t>(n_pages - 1 - i);
+  rm_attention_args a = {};
+  a.q = numbers(dtype, n_out, pick(8) ? TAME : WILD);
+  a.k_cache = numbers(dtype, n_pages * h.n_kv * rm_k_page_elems(page_size, head_dim));
+  a.v_cache = numbers(dtype, n_pages * h.n_kv * rm_v_page_elems(page_size, head_dim));
+  a.positions = positions, a.seq_of_row = seqs, a.block_tables = tables, a.rows = rows, a.n_seqs = n_seqs, a.max_pages = max_pages;
+  a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0, a.head_dim = head_dim, a.page_size = page_size,
+  a.window = window, a.dtype = dtype;
+  a.scale = 1.0f / sqrtf(static_cast<float>(head_dim));
+  rm_limits limits = {};  // the workspace is that of two rows: the others take their turns
+  limits.max_rows = 2, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv, limits.group = h.group, limits.head_dim = head_dim,
+  limits.max_positions = context;
+  char what[140];
+  snprintf(what, sizeof what, "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld mix=%d",
+           dtype, context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window, mix);
+  return held(what, {{&a.out, static_cast<size_t>(n_out) * rm_dtype_bytes(dtype), n_out}}, limits,
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->attention(ctx, &a); });
+}
+
+}  // namespace
+
+bool check_attention() {
+  const int64_t contexts[] = {1, 2, 31, 32, 33, 65, 1023, 1024, 1025, 2080}, windows[] = {0, 1, 40, 1030};
+  int turn = 0;
+  for (int dtype = 0; dtype < 2; dtype++)
+    for (const int64_t context : contexts)
+      for (const int64_t window : windows) {
+        const int64_t dims[] = {32, 128, 16, 80, 160}, pages[] = {16, 32, 48};
+        const heads_of heads[] = {{2, 1, 0, 0}, {1, 1, 0, 0}, {3, 3, 0, 0}, {4, 3, 2, 1}, {2, 1, 7, 5}, {3, 2, 4, 3}};
+        const heads_of &h = heads[context > 1000 ? 1 + 3 * (turn % 2) : turn % 6];
+        const bool mix = context < 100;
+        if (!attention_case(static_cast<rm_dtype>(dtype), context, dims[turn % 5], h, pages[turn % 3], window, false)) return false;
+        if (mix && !attention_case(static_cast<rm_dtype>(dtype), context, dims[turn % 3], h, pages[turn % 3], window, true)) return false;
+        turn++;
+      }
+  return true;
+}

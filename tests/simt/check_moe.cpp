@@ -1,0 +1,114 @@
+// check_moe.cpp: router, permute and combine.
+#include "check.h"
+
+namespace {
+
+struct shape {
+  int64_t rows, hidden, n_experts, top_k;
+};
+
+size_t of_choices(shape s) { return static_cast<size_t>(s.rows * s.top_k); }
+
+// Distinct in a row; of few experts, or of neighbours, as it falls.
+int32_t *random_ids(shape s) {
+  int32_t *ids = array<int32_t>(s.rows * s.top_k);
+  for (int64_t r = 0; r < s.rows; r++) {
+    const int64_t span = pick(2) ? s.n_experts : s.top_k + pick(s.n_experts - s.top_k + 1), first = pick(s.n_experts - span + 1);
+    for (int64_t k = 0; k < s.top_k; k++) {
+      int32_t *id = ids + r * s.top_k + k;
+      bool taken = true;
+      while (taken) {
+        *id = static_cast<int32_t>(first + pick(span));
+        taken = false;
+        for (int32_t *other = ids + r * s.top_k; other < id; other++) taken |= *other == *id;
+      }
+    }
+  }
+  return ids;
+}
+
+enum rows_kind { PLAIN, EQUAL, HALF_EQUAL, NANS };
+
+bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
+  rm_router_args a = {};
+  void *x = numbers(dtype, s.rows * s.hidden, kind_of == NANS ? WILD : TAME), *w = numbers(dtype, rm_packed_elems(s.n_experts, s.hidden));
+  const size_t row_bytes = static_cast<size_t>(s.hidden) * rm_dtype_bytes(dtype);
+  if (kind_of == EQUAL) memset(x, 0, static_cast<size_t>(s.rows) * row_bytes);
+  if (kind_of == HALF_EQUAL) memset(w, 0, static_cast<size_t>(rm_packed_elems(s.n_experts / 2 + 1, s.hidden)) * rm_dtype_bytes(dtype));
+  if (kind_of == NANS && s.rows > 1) memset(x, 0xff, row_bytes);
+  a.x = x, a.w = w, a.bias = pick(2) ? static_cast<float *>(numbers(RM_F32, s.n_experts, kind_of == NANS ? WILD : TAME)) : nullptr;
+  a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.renormalize = renormalize, a.dtype = dtype;
+  rm_limits limits = {};
+  limits.max_rows = s.rows, limits.n_experts = s.n_experts, limits.top_k = s.top_k;
+  char what[120];
+  snprintf(what, sizeof what, "router dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld kind=%d renormalize=%d bias=%d", dtype, s.rows,
+           s.hidden, s.n_experts, s.top_k, kind_of, renormalize, a.bias != nullptr);
+  const int64_t n = s.rows * s.top_k;
+  return held(what, {{&a.ids, of_choices(s) * 4, n}, {&a.gates, of_choices(s) * 4, n}}, limits,
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->router(ctx, &a); });
+}
+
+bool permute_case(rm_dtype dtype, shape s) {
+  rm_permute_args a = {};
+  a.x = numbers(dtype, s.rows * s.hidden, WILD), a.ids = random_ids(s);
+  a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.dtype = dtype;
+  char what[120];
+  snprintf(what, sizeof what, "permute dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld", dtype, s.rows, s.hidden, s.n_experts, s.top_k);
+  const int64_t n = s.rows * s.top_k;
+  return held(what,
+              {{&a.x_out, of_choices(s) * static_cast<size_t>(s.hidden) * rm_dtype_bytes(dtype), n * s.hidden},
+               {&a.group_rows, static_cast<size_t>(s.n_experts + 1) * 4, s.n_experts + 1},
+               {&a.place, of_choices(s) * 4, n}},
+              {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->permute(ctx, &a); });
+}
+
+bool combine_case(rm_dtype dtype, shape s, kind wild) {
+  const int64_t n = s.rows * s.top_k;
+  int32_t *place = array<int32_t>(n);
+  for (int64_t i = 0; i < n; i++) place[i] = static_cast<int32_t>(i);
+  for (int64_t i = n - 1; i > 0; i--) {
+    const int64_t j = pick(i + 1);
+    const int32_t moved = place[i];
+    place[i] = place[j], place[j] = moved;
+  }
+  rm_combine_args a = {};
+  a.y = numbers(dtype, n * s.hidden, wild), a.place = place, a.ids = random_ids(s);
+  a.gates = static_cast<float *>(numbers(RM_F32, n, wild));
+  a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.dtype = dtype;
+  char what[120];
+  snprintf(what, sizeof what, "combine dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld wild=%d", dtype, s.rows, s.hidden, s.n_experts,
+           s.top_k, wild);
+  return held(what, {{&a.out, static_cast<size_t>(s.rows * s.hidden) * rm_dtype_bytes(dtype), s.rows * s.hidden}}, {},
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->combine(ctx, &a); });
+}
+
+}  // namespace
+
+bool check_router() {
+  const int64_t experts[][2] = {{1, 1}, {2, 1}, {8, 2}, {15, 8}, {16, 8}, {17, 17}, {32, 4}, {33, 8}, {64, 64}, {128, 8}, {131, 10}};
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
+    for (const int64_t hidden : {1, 32, 65})
+      for (const auto &e : experts)
+        for (const rows_kind k : {PLAIN, EQUAL, HALF_EQUAL, NANS})
+          if (!router_case(dtype, {1 + pick(4), hidden, e[0], e[1]}, k, static_cast<int>(pick(2)))) return false;
+  return router_case(RM_BF16, {0, 32, 8, 2}, PLAIN, 1);
+}
+
+bool check_permute() {
+  const int64_t experts[][2] = {{1, 1}, {2, 1}, {7, 3}, {8, 8}, {60, 4}, {128, 8}};
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
+    for (const int64_t rows : {0, 1, 5, 31, 33, 150})
+      for (const auto &e : experts)
+        if (!permute_case(dtype, {rows, pick(2) ? 8 : 1 + pick(40), e[0], e[1]})) return false;
+  return permute_case(RM_BF16, {3, 0, 4, 2});
+}
+
+bool check_combine() {
+  const int64_t experts[][2] = {{1, 1}, {2, 1}, {2, 2}, {7, 3}, {8, 8}, {60, 4}, {61, 6}, {128, 8}, {128, 64}, {200, 33}};
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
+    for (const int64_t hidden : {1, 31, 127, 128, 130})
+      for (const auto &e : experts)
+        for (const kind wild : {TAME, WILD})
+          if (!combine_case(dtype, {1 + pick(3), hidden, e[0], e[1]}, wild)) return false;
+  return combine_case(RM_F32, {0, 16, 4, 2}, TAME) && combine_case(RM_F32, {2, 16, 4, 0}, TAME);
+}
