@@ -38,7 +38,8 @@ template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk
 // k from shared memory, v as its own bits; zeros in place of one that is not finite.
 template <rm_dtype DTYPE>
 __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k, bool k_ok, int64_t v_at, int lane) {
-  const uint32_t slot = static_cast<uint32_t>(a.slots[row]), page_size = static_cast<uint32_t>(a.page_size);  // a 64-bit division is a call
+  // In 32 bits: a 64-bit division is a call.
+  const uint32_t slot = static_cast<uint32_t>(a.slots[row]), page_size = static_cast<uint32_t>(a.page_size);
   const int64_t page = slot / page_size, pos = slot % page_size;
   const int64_t k_base = (page * a.n_kv_heads + head) * rm_k_page_elems(a.page_size, a.head_dim);
   const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, a.head_dim);
