@@ -1,14 +1,15 @@
 // pack.cu: a tensor on the device into a parameter, docs/numerics.md §8. A block of threads takes 16 destination rows × 128 columns:
 // it reads the source the way it lies (along rows, or down the columns of a transposed view), converts into shared memory while it
 // sums the digest and looks for what is not finite, then writes the tiles in the order in which they lie. So both sides are whole
-// sectors. Results are sums mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
+// sectors; four such pieces, one after the other, share the sums over the block. Results are sums mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
 #include "device.cuh"
 
 #include "cpu/pack_bits.h"
 
 namespace {
 
-constexpr int THREADS = 256, ROWS = RM_N_TILE, COLS = 128, PITCH = COLS + 1, MAX_GRID_Y = 65535;  // PITCH: no bank conflicts down columns
+constexpr int THREADS = 256, ROWS = RM_N_TILE, COLS = 128, TILES = 4, MAX_GRID_Y = 65535;
+constexpr int PITCH = COLS + 1;  // no bank conflicts down columns
 
 __device__ uint32_t f32_of(const rm_pack_args &a, int64_t at) {
   switch (a.src_dtype) {
@@ -116,7 +117,7 @@ void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a) {
   RM_LAUNCH(begin_kernel, dim3(1), dim3(1), 0, ctx->stream, a->found);
   if (a->rows <= 0 || a->cols <= 0) return;
   const int64_t tile_rows = (a->dst_row0 + a->rows + ROWS - 1) / ROWS - a->dst_row0 / ROWS;
-  const dim3 grid(rm_blocks(a->cols, COLS), static_cast<unsigned>(rm_min64(tile_rows, MAX_GRID_Y)));
+  const dim3 grid(rm_blocks(a->cols, COLS), static_cast<unsigned>(rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y)));
   const size_t shared = THREADS / RM_WARP * sizeof(uint64_t) + ROWS * PITCH * sizeof(uint32_t);
   const bool down = a->rows > 1 && absolute(a->col_stride) > absolute(a->row_stride);
   if (a->dst_dtype == RM_BF16) RM_LAUNCH(pack_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a, down);

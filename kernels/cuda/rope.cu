@@ -15,8 +15,7 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t fr
   float partial = 0.0f;
   for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES) partial = fmaf(normed[i], normed[i], partial);
   const float scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
-  __syncwarp();  // all chains have read
-  for (int i = lane; i < head_dim; i += RM_WARP)
+  for (int i = lane; i < head_dim; i += RM_WARP)  // all chains have read: the tree waited
     normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, i) * rm_round_to(DTYPE, normed[i] * scale));
   __syncwarp();
 }

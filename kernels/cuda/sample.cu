@@ -19,14 +19,15 @@ constexpr int THREADS = 512, WARPS = THREADS / RM_WARP, BINS = 1 << 11, WALK = 1
 constexpr float NO_WEIGHT = -28.0f;  // exp of this is below 2^-40
 
 struct scratch {  // in shared memory
-  uint64_t *by_warp, *more, *result;  // [WARPS], [WARPS], [2]
-  uint64_t *bins;                     // [BINS]
+  uint64_t *by_warp, *more;  // [WARPS]
+  uint64_t *result, *token;  // [2] of find_bin; of walk
+  uint64_t *bins;            // [BINS]
 };
-constexpr size_t SCRATCH_BYTES = (2 * WARPS + 2 + BINS) * sizeof(uint64_t);
+constexpr size_t SCRATCH_BYTES = (2 * WARPS + 4 + BINS) * sizeof(uint64_t);
 
 __device__ scratch scratch_in(float *shared) {
   uint64_t *words = reinterpret_cast<uint64_t *>(shared);
-  return {words, words + WARPS, words + 2 * WARPS, words + 2 * WARPS + 2};
+  return {words, words + WARPS, words + 2 * WARPS, words + 2 * WARPS + 2, words + 2 * WARPS + 4};
 }
 
 struct row_view {
@@ -123,7 +124,6 @@ __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool 
     above = s.result[0];
     prefix |= static_cast<uint32_t>(s.result[1]) << shift;
     known = ~0u << shift;
-    __syncthreads();  // before the bins and the result are used again
   }
   const uint64_t each = by_weight ? weight_of_key(v, prefix) : 1;
   const uint64_t ties = (need - above + each - 1) / each;
@@ -143,8 +143,8 @@ __device__ uint64_t weight_at(const row_view &v, cut c, int64_t id, int64_t end,
   if (id >= end) return 0;
   const float x = logit_of(v, id);
   const uint32_t key = rm_order_key(x);
-  *tie = c.ties && key == c.key;
-  return key > c.key || *tie ? weight_of(v, x) : 0;
+  *tie = key == c.key;
+  return key >= c.key ? weight_of(v, x) : 0;
 }
 
 // To the sixteenth of p in which the running sum exceeds target.
@@ -178,7 +178,7 @@ __device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint
   return p;
 }
 
-// By the first warp, 32 tokens at a time. result[0]: the token.
+// By the first warp, 32 tokens at a time.
 __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const scratch &s) {
   const int lane = static_cast<int>(threadIdx.x);
   const unsigned before_me = (1u << lane) - 1;
@@ -193,7 +193,7 @@ __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const s
     }
     const unsigned over = __ballot_sync(RM_ALL_LANES, p.before + sum > target);
     if (over) {
-      if (lane == 0) s.result[0] = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
+      if (lane == 0) *s.token = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
       return;
     }
     p.before += __shfl_sync(RM_ALL_LANES, sum, RM_WARP - 1);
@@ -209,7 +209,7 @@ __device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch
   while (p.n > WALK) p = narrow(v, c, p, target, each_tie, s);
   if (threadIdx.x < RM_WARP) walk(v, c, p, target, s);
   __syncthreads();
-  return static_cast<int32_t>(s.result[0]);
+  return static_cast<int32_t>(*s.token);
 }
 
 // Whether the cut leaves a token that somebody else chose.

@@ -89,16 +89,21 @@ bool open_barrier(unsigned from, unsigned to, wait_state at) {
   return true;
 }
 
-bool run_ready() {
-  bool ran = false;
-  for (unsigned i = 0; i < n_threads; i++) {
-    current = reversed ? n_threads - 1 - i : i;
-    if (fibres[current].state != READY) continue;
-    simt.thread = dim3(current, 0, 0);
-    give_turn(fibres[current]);
-    ran = true;
+// One warp as far as it comes, to a barrier of the block or its end: others may be that far behind it.
+bool run_warp(unsigned from) {
+  const unsigned to = from + WARP < n_threads ? from + WARP : n_threads;
+  for (bool moved = false;; moved = true) {
+    bool ran = false;
+    for (unsigned i = from; i < to; i++) {
+      current = reversed ? from + to - 1 - i : i;
+      if (fibres[current].state != READY) continue;
+      simt.thread = dim3(current, 0, 0);
+      give_turn(fibres[current]);
+      ran = true;
+    }
+    const bool opened = open_barrier(from, to, AT_WARP);
+    if (!ran && !opened) return moved;
   }
-  return ran;
 }
 
 void run_block() {
@@ -108,8 +113,9 @@ void run_block() {
     f.exchanges = 0;
   }
   for (;;) {
-    bool moved = run_ready();
-    for (unsigned w = 0; w < n_threads; w += WARP) moved |= open_barrier(w, w + WARP < n_threads ? w + WARP : n_threads, AT_WARP);
+    bool moved = false;
+    const unsigned n_warps = (n_threads + WARP - 1) / WARP;
+    for (unsigned w = 0; w < n_warps; w++) moved |= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
     moved |= open_barrier(0, n_threads, AT_BARRIER);
     if (moved) continue;
     for (current = 0; current < n_threads; current++)
