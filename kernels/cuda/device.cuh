@@ -21,6 +21,7 @@ void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a);
 void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
+void rm_cuda_gemm_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
 void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a);
@@ -42,6 +43,13 @@ constexpr int RM_WARP = 32;
 constexpr unsigned RM_ALL_LANES = 0xffffffffu;
 
 inline unsigned rm_blocks(int64_t n, int64_t each) { return static_cast<unsigned>((n + each - 1) / each); }
+
+// Blocks in y for the rows of a gemm, `each` at a time; a block goes on to the rows a grid's height further. With groups twice what
+// an even share of the rows needs: one that has more takes turns, and few blocks are launched for nothing.
+inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
+  const int64_t rows = a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
+  return static_cast<unsigned>(rm_min64((rows + each - 1) / each, 65535));
+}
 
 // ------------------------------------------------------------------------------------------------ dot products
 // Place of column n at the even k of pair `pair` in its tile; the odd k is RM_ODD words on.
@@ -98,6 +106,17 @@ template <rm_dtype DTYPE> __device__ inline float rm_block_dot(const float *x, c
   float acc[1] = {0.0f};
   rm_add_block<DTYPE, 1>(acc, x, w, tile, n);
   return acc[0];
+}
+
+// Column col of row `row` of y, from its dot product; with swiglu from gate's and up's.
+template <rm_dtype DTYPE, bool SWIGLU>
+__device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
+  if constexpr (SWIGLU) {
+    const float g = rm_round_to(DTYPE, acc), u = rm_round_to(DTYPE, up);
+    rm_put(a.y_dtype, a.y, row * a.ldy + col, rm_round_to(DTYPE, g / (1.0f + rm_exp(-g))) * u);
+  } else {
+    rm_put(a.y_dtype, a.y, row * a.ldy + col, a.bias ? acc + rm_get(DTYPE, a.bias, col) : acc);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ warps and blocks

@@ -1,19 +1,17 @@
 // gemm.cu: y = x·Wᵀ on packed weights, the dot product of docs/numerics.md §2 with one thread for an output (with swiglu: for a gate
 // and its up). A block of threads makes 16 rows × 64 columns; it shares x in blocks of 32 k, as float32, and reads W straight from its
 // tiles: the 16 columns of a tile lie side by side, so a warp's loads are whole sectors. Each output's order of sums is its own, so no
-// tile shape can change a bit. Groups are a grid dimension: their row counts stay on the device, every group gets the blocks that all
-// m rows would need, and those past its end return at once, which is what a CUDA graph needs. Tensor cores lose here only for their
-// order of sums.
+// tile shape can change a bit. Groups are a grid dimension: their row counts stay on the device, blocks past the end of theirs return
+// at once, and that is what a CUDA graph needs. Tensor cores lose here only for their order of sums. Few rows have a kernel of their
+// own, in gemm_rows.cu.
 #include "device.cuh"
 
 namespace {
 
-constexpr int ROWS = 16, COLS = 64, ROWS_PER_THREAD = 4, THREADS = COLS * ROWS / ROWS_PER_THREAD, MAX_GRID_Y = 65535;
+constexpr int ROWS = 16, COLS = 64, ROWS_PER_THREAD = 4, THREADS = COLS * ROWS / ROWS_PER_THREAD;
 
-__device__ float silu_times(rm_dtype dtype, float gate, float up) {
-  const float g = rm_round_to(dtype, gate), u = rm_round_to(dtype, up);
-  return rm_round_to(dtype, g / (1.0f + rm_exp(-g))) * u;
-}
+// Rows up to which W is better read by gemm_rows.cu; with groups, rows of a group where all have the same.
+constexpr int64_t FEW_ROWS = 8;
 
 template <rm_dtype DTYPE, bool SWIGLU> __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
   RM_SHARED(x);  // [ROWS][RM_K_BLOCK]
@@ -39,16 +37,18 @@ template <rm_dtype DTYPE, bool SWIGLU> __global__ void __launch_bounds__(THREADS
     for (int r = 0; r < ROWS_PER_THREAD; r++) {
       const int64_t row = row0 + first + r;
       if (row >= end || col >= a.n) continue;
-      if constexpr (SWIGLU) rm_put(a.y_dtype, a.y, row * a.ldy + col, silu_times(DTYPE, acc[r], up[r]));
-      else rm_put(a.y_dtype, a.y, row * a.ldy + col, a.bias ? acc[r] + rm_get(DTYPE, a.bias, col) : acc[r]);
+      rm_put_output<DTYPE, SWIGLU>(a, row, col, acc[r], up[r]);
     }
   }
 }
 
 template <bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0)) return;  // an empty grid is an error
-  const dim3 grid(rm_blocks(a->n, COLS), static_cast<unsigned>(rm_min64((a->m + ROWS - 1) / ROWS, MAX_GRID_Y)),
-                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  if (a->m <= FEW_ROWS * (a->group_rows ? a->n_groups : 1)) {
+    rm_cuda_gemm_rows(ctx, a, SWIGLU);
+    return;
+  }
+  const dim3 grid(rm_blocks(a->n, COLS), rm_row_blocks(a, ROWS), a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
   const size_t shared = ROWS * RM_K_BLOCK * sizeof(float);
   if (a->dtype == RM_BF16) RM_LAUNCH((gemm_kernel<RM_BF16, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);
   else RM_LAUNCH((gemm_kernel<RM_F32, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);

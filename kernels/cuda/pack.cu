@@ -1,7 +1,8 @@
 // pack.cu: a tensor on the device into a parameter, docs/numerics.md §8. A block of threads takes 16 destination rows × 128 columns:
 // it reads the source the way it lies (along rows, or down the columns of a transposed view), converts into shared memory while it
 // sums the digest and looks for what is not finite, then writes the tiles in the order in which they lie. So both sides are whole
-// sectors; four such pieces, one after the other, share the sums over the block. Results are sums mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
+// sectors; four such pieces, one after the other, share the sums over the block. Results are sums mod 2^64 and minima of indices, so
+// blocks may add theirs in any order, by integer atomics.
 #include "device.cuh"
 
 #include "cpu/pack_bits.h"
