@@ -1,6 +1,6 @@
 // lm_head.cu: logits, the (max, sum) of each 128 of them, and the merge of those pairs: docs/numerics.md §6.
 //
-// A block of threads is one vocabulary block of 128 columns for 8 rows, so the pair of a row is made where its logits are, and logits
+// A block of threads is one vocabulary block of 128 columns for 8 rows (for 1 where there is only that), so the pair of a row is made where its logits are, and logits
 // that nobody keeps never reach memory. The merge is a chain over more than a thousand pairs that must stay one, but only its fma:
 // the running maxima are a prefix maximum, exact in any order, and give every exp beforehand. So a warp prepares 32 steps at once
 // and then makes them one after the other.
@@ -8,11 +8,11 @@
 
 namespace {
 
-constexpr int ROWS = 8, COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 256;
+constexpr int COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 256;
 
 // Rows of one call, in turns of what the workspace holds: [row0, row0 + rows) now.
 struct turn {
-  float *pairs, *target_logits;  // [n_blocks][rows][2]; [rows] or NULL
+  float *pairs, *target_logits; // [n_blocks][rows][2]; [rows] or NULL
   int64_t row0, rows;
 };
 
@@ -33,19 +33,21 @@ __device__ void block_pair(float *pair, const float *logits, int n, int lane) {
   pair[1] = finite ? sum : rm_float(0x7fc00000u);
 }
 
-template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, turn t) {
+template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, turn t) {
   RM_SHARED(shared);
-  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK;  // [ROWS][RM_K_BLOCK], [ROWS][COLS]
+  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK; // [ROWS][RM_K_BLOCK], [ROWS][COLS]
   const int me = static_cast<int>(threadIdx.x);
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
-  float acc[ROWS] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  float acc[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) acc[r] = 0.0f;
   for (int64_t k0 = 0; k0 < a.hidden; k0 += RM_K_BLOCK) {
     rm_stage_rows<DTYPE>(x, a.x, a.ldx, a.hidden, first, ROWS, end, k0, THREADS);
     __syncthreads();
     if (col < a.vocab)
       rm_add_block<DTYPE, ROWS>(acc, x, a.w, rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0), me % RM_N_TILE);
-    __syncthreads();  // before x is overwritten
+    __syncthreads(); // before x is overwritten
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -98,7 +100,7 @@ __device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, sta
 
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
   const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP;
-  if (row >= a.rows) return;  // whole warps
+  if (row >= a.rows) return; // whole warps
   const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
   if (threadIdx.x % RM_WARP != 0) return;
   const bool wanted = a.target_logprobs != nullptr;
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
 __global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, turn t, int64_t n_blocks) {
   const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP, row = t.row0 + in;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  if (in >= t.rows) return;  // whole warps
+  if (in >= t.rows) return; // whole warps
   const int32_t target = a.targets ? a.targets[row] : -1;
   const float target_logit = t.target_logits && target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
   __syncwarp();
@@ -130,16 +132,25 @@ __global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, turn
 int64_t count_blocks(int64_t vocab) { return (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
 int64_t floats_of_row(int64_t vocab) { return 2 * count_blocks(vocab) + 1; }
 
-void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
-  const int64_t n_blocks = count_blocks(a->vocab);
-  const dim3 grid(static_cast<unsigned>(n_blocks), rm_blocks(t.rows, ROWS)), rows(rm_blocks(t.rows, WARPS));
+template <rm_dtype DTYPE, int ROWS> void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+  const dim3 grid(static_cast<unsigned>(count_blocks(a->vocab)), rm_blocks(t.rows, ROWS));
   const size_t shared = ROWS * (RM_K_BLOCK + COLS) * sizeof(float);
-  if (n_blocks > 0 && a->dtype == RM_BF16) RM_LAUNCH(logits_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a, t);
-  else if (n_blocks > 0) RM_LAUNCH(logits_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a, t);
-  RM_LAUNCH(finish_kernel, rows, dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
+  RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, dim3(THREADS), shared, ctx->stream, *a, t);
 }
 
-}  // namespace
+template <rm_dtype DTYPE> void of_rows(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+  if (t.rows == 1) launch_logits<DTYPE, 1>(ctx, a, t);
+  else launch_logits<DTYPE, 8>(ctx, a, t);
+}
+
+void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+  const int64_t n_blocks = count_blocks(a->vocab);
+  if (n_blocks > 0 && a->dtype == RM_BF16) of_rows<RM_BF16>(ctx, a, t);
+  else if (n_blocks > 0) of_rows<RM_F32>(ctx, a, t);
+  RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
+}
+
+} // namespace
 
 size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * floats_of_row(l->vocab)) * sizeof(float);

@@ -32,6 +32,7 @@ template <class T> T *array(int64_t n) { return static_cast<T *>(simt_buffer(sta
 bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count);
 
 // A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at first, or 0xff where it was NULL.
+// Without a field it is left out.
 struct output {
   void *field;
   size_t bytes;

@@ -22,7 +22,6 @@ struct wanted {
 bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, wanted want, kind wild) {
   const int64_t n_blocks = (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK;
   const size_t of_rows = static_cast<size_t>(rows) * sizeof(float);
-  float *ignored = nullptr;
   rm_lm_head_args a = {};
   a.ldx = hidden + pick(3), a.ld_logits = vocab + pick(3);
   a.x = numbers(dtype, rows * a.ldx, wild), a.w = numbers(dtype, rm_packed_elems(vocab, hidden));
@@ -35,10 +34,10 @@ bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, w
   snprintf(what, sizeof what, "lm_head dtype=%d rows=%ld vocab=%ld hidden=%ld logits=%d pairs=%d targets=%d wild=%d", dtype, rows, vocab,
            hidden, want.logits, want.pairs, want.targets, wild);
   return held(what,
-              {{want.logits ? &a.logits : &ignored, static_cast<size_t>(rows * a.ld_logits) * 4, rows * vocab},
+              {{want.logits ? &a.logits : nullptr, static_cast<size_t>(rows * a.ld_logits) * 4, rows * vocab},
                {want.pairs ? &a.pairs : &a.stats, (want.pairs ? static_cast<size_t>(n_blocks) : 1) * 2 * of_rows, rows},
-               {logprobs ? &a.target_logprobs : &ignored, of_rows, rows},
-               {target_logits ? &a.target_logits : &ignored, of_rows, rows},
+               {logprobs ? &a.target_logprobs : nullptr, of_rows, rows},
+               {target_logits ? &a.target_logits : nullptr, of_rows, rows},
                {&a.row_flags, static_cast<size_t>(rows), rows}},
               limits, [&](const rm_kernels *table, const rm_ctx *ctx) { table->lm_head(ctx, &a); });
 }
@@ -53,7 +52,6 @@ bool merge_case(int64_t n_blocks, int64_t rows, bool flat) {
     pairs[2 * i + 1] = rm_float(0x7fc00000u);
   }
   rm_merge_pairs_args a = {};
-  float *ignored = nullptr;
   const bool logprobs = pick(2);
   a.pairs = pairs, a.row_flags = random_flags(rows), a.rows = rows, a.n_blocks = n_blocks;
   a.targets = logprobs ? random_targets(rows, 1000) : nullptr;
@@ -63,7 +61,7 @@ bool merge_case(int64_t n_blocks, int64_t rows, bool flat) {
   const size_t of_rows = static_cast<size_t>(rows) * sizeof(float);
   return held(what,
               {{&a.stats, 2 * of_rows, rows},
-               {logprobs ? &a.target_logprobs : &ignored, of_rows, rows},
+               {logprobs ? &a.target_logprobs : nullptr, of_rows, rows},
                {&a.row_flags, static_cast<size_t>(rows), rows}},
               {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->merge_pairs(ctx, &a); });
 }
