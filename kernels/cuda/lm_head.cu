@@ -1,9 +1,9 @@
 // lm_head.cu: logits, the (max, sum) of each 128 of them, and the merge of those pairs: docs/numerics.md §6.
 //
-// A block of threads is one vocabulary block of 128 columns for 8 rows (for 1 where there is only that), so the pair of a row is made where its logits are, and logits
-// that nobody keeps never reach memory. The merge is a chain over more than a thousand pairs that must stay one, but only its fma:
-// the running maxima are a prefix maximum, exact in any order, and give every exp beforehand. So a warp prepares 32 steps at once
-// and then makes them one after the other.
+// A block of threads is one vocabulary block of 128 columns for 8 rows (for 1 where there is only that), so the pair of a row is made
+// where its logits are, and logits that nobody keeps never reach memory. The merge is a chain over more than a thousand pairs that
+// must stay one, but only its fma: the running maxima are a prefix maximum, exact in any order, and give every exp beforehand. So a
+// warp prepares 32 steps at once and then makes them one after the other.
 #include "device.cuh"
 
 namespace {
@@ -12,7 +12,7 @@ constexpr int COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, 
 
 // Rows of one call, in turns of what the workspace holds: [row0, row0 + rows) now.
 struct turn {
-  float *pairs, *target_logits; // [n_blocks][rows][2]; [rows] or NULL
+  float *pairs, *target_logits;  // [n_blocks][rows][2]; [rows] or NULL
   int64_t row0, rows;
 };
 
@@ -35,7 +35,7 @@ __device__ void block_pair(float *pair, const float *logits, int n, int lane) {
 
 template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, turn t) {
   RM_SHARED(shared);
-  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK; // [ROWS][RM_K_BLOCK], [ROWS][COLS]
+  float *x = shared, *logits = shared + ROWS * RM_K_BLOCK;  // [ROWS][RM_K_BLOCK], [ROWS][COLS]
   const int me = static_cast<int>(threadIdx.x);
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
@@ -47,7 +47,7 @@ template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) l
     __syncthreads();
     if (col < a.vocab)
       rm_add_block<DTYPE, ROWS>(acc, x, a.w, rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0), me % RM_N_TILE);
-    __syncthreads(); // before x is overwritten
+    __syncthreads();  // before x is overwritten
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -100,7 +100,7 @@ __device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, sta
 
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
   const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP;
-  if (row >= a.rows) return; // whole warps
+  if (row >= a.rows) return;  // whole warps
   const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
   if (threadIdx.x % RM_WARP != 0) return;
   const bool wanted = a.target_logprobs != nullptr;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
 __global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, turn t, int64_t n_blocks) {
   const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP, row = t.row0 + in;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  if (in >= t.rows) return; // whole warps
+  if (in >= t.rows) return;  // whole warps
   const int32_t target = a.targets ? a.targets[row] : -1;
   const float target_logit = t.target_logits && target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
   __syncwarp();
@@ -150,7 +150,7 @@ void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
   RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
 }
 
-} // namespace
+}  // namespace
 
 size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * floats_of_row(l->vocab)) * sizeof(float);

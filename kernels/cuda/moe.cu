@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float
   __syncwarp();
   for (int64_t e = lane % RM_LANES; e < a.n_experts; e += RM_LANES) partial = partial + scores[e];
   const float total = rm_tree16_lanes(partial);
-  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = scores[e] / total;  // all have added: the tree waited
+  __syncwarp();  // all have read: a shuffle orders no memory
+  for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = scores[e] / total;
   __syncwarp();
   uint64_t last = ~0ull;
   for (int64_t k = 0; k < a.top_k; k++) {
@@ -165,7 +166,7 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) com
   }
 }
 
-} // namespace
+}  // namespace
 
 size_t rm_cuda_router_workspace(const rm_limits *l) { return static_cast<size_t>(l->max_rows * l->n_experts) * sizeof(float); }
 

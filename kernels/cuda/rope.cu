@@ -15,7 +15,8 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t fr
   float partial = 0.0f;
   for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES) partial = fmaf(normed[i], normed[i], partial);
   const float scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
-  for (int i = lane; i < head_dim; i += RM_WARP)  // all chains have read: the tree waited
+  __syncwarp();  // all chains have read: a shuffle orders no memory
+  for (int i = lane; i < head_dim; i += RM_WARP)
     normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, i) * rm_round_to(DTYPE, normed[i] * scale));
   __syncwarp();
 }
@@ -31,7 +32,8 @@ template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk
     normed[i + half] = rm_round_to(DTYPE, rm_round_to(DTYPE, hi * c) + rm_round_to(DTYPE, lo * s));
     bad |= !rm_is_finite(normed[i]) || !rm_is_finite(normed[i + half]);
   }
-  return __ballot_sync(RM_ALL_LANES, bad) == 0;  // and the pairs are visible to all lanes
+  __syncwarp();  // nor does a ballot
+  return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
 // k from shared memory, v as its own bits; zeros in place of one that is not finite.
@@ -72,7 +74,7 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) rope_kernel
   for (int d = lane; d < head_dim; d += RM_WARP) rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * head_dim + d, normed[d]);
 }
 
-} // namespace
+}  // namespace
 
 void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0 || a->head_dim <= 0) return;

@@ -4,7 +4,8 @@
 // or the other. Caught with a message
 // and exit status 3: threads that leave or wait elsewhere while others stand at a barrier, lanes of one warp in different
 // operations, an access outside shared memory or outside a simt_buffer (both end at a page that nobody may touch). What is not
-// modelled: blocks at the same time, so atomics are plain, and rounding that the hardware does its own way.
+// modelled: blocks at the same time, so atomics are plain; that shuffles and ballots order no memory; rounding that the hardware does
+// its own way.
 #pragma once
 
 #include <cstddef>
