@@ -288,7 +288,7 @@ typedef struct rm_pack_found {
 } rm_pack_found;
 
 typedef struct rm_pack_args {
-  const void *src;
+  const void *src;          // of any alignment; on a GPU that of its elements
   rm_src_dtype src_dtype;
   int64_t rows, cols, row_stride, col_stride;  // strides in elements, any sign
   void *dst;                // base of the whole matrix
@@ -300,12 +300,11 @@ typedef struct rm_pack_args {
   uint64_t digest;          // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
   int64_t nonfinite_index;  // out: lowest row·cols + col of a NaN or Inf, or −1
   int64_t diff_index;       // out: with `compare`, or −1
-  rm_pack_found *found;     // on a GPU, in the place of the three above; NULL on the CPU
+  rm_pack_found *found;     // out, on a GPU, in the place of the three above; NULL on the CPU
 } rm_pack_args;
 
 // ------------------------------------------------------------------------------------------------ the table
-// Every slot of a table that rm_kernels_for or rm_kernels_best returns is there. A NULL slot is an op that a backend in the making
-// lacks; such a table can be had from its backend alone (rm_kernels_cuda), for tests and benchmarks, and no engine runs on it.
+// Every slot is there: in the tables that rm_kernels_for and rm_kernels_best return, and in rm_kernels_cuda's (kernels/cuda/rm_cuda.h).
 typedef struct rm_kernels {
   const char *isa;          // "ref", "avx2", …
   const char *family;       // variants of one family give the same bits: "x86"
