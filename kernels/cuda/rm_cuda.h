@@ -6,6 +6,7 @@
 // and nothing waited for. A launch that failed is seen by rm_cuda_error, a fault of a kernel when the stream is synchronised.
 #pragma once
 
+#include "device.h"
 #include "kernels.h"
 
 #ifdef __cplusplus
@@ -20,6 +21,8 @@ const char *rm_cuda_archs(void);
 const char *rm_cuda_error(void);
 // Devices that the driver shows, or −1 where there is no driver.
 int rm_cuda_devices(void);
+// Opens one of them with a stream of its own. NULL, or why not, as text; the device is closed by its own `close`.
+const char *rm_cuda_open(int ordinal, rm_device *out);
 
 #ifdef __cplusplus
 }

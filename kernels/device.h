@@ -1,0 +1,70 @@
+// device.h: where ops run and where their arrays live: memory, one queue of work, and the table of ops that are enqueued there.
+//
+// A device is opened for one owner; one thread at a time uses it, between enter and leave. What is enqueued (put, get, copy, zero, the
+// ops of `kernels` on `stream`) is done in that order, some time later; only what waits says whether it went well. A call that
+// enqueues cannot fail: what went wrong is remembered, and the next call that returns a status returns it. After RM_DEVICE_FAULT the
+// device is dead: whatever is enqueued is dropped, every status is RM_DEVICE_FAULT, and memory can only be given back.
+//
+// On the CPU the two memories are one (on_host), and everything is done when its call returns.
+#pragma once
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum rm_device_status {
+  RM_DEVICE_OK = 0,
+  RM_DEVICE_BUSY,           // of poll alone: there is work left
+  RM_DEVICE_NO_MEMORY,      // the device lives, and nothing has changed
+  RM_DEVICE_FAULT,          // a launch or a kernel failed
+} rm_device_status;
+
+enum { RM_DEVICE_MARKS = 4 };
+
+typedef struct rm_device {
+  void *self;
+  const char *name;         // "cpu", "cuda:0"
+  int on_host;              // the host may touch the device's memory: put and get may be left out
+  const rm_kernels *kernels;
+  void *stream;             // for rm_ctx
+
+  // Blocks of the device's memory: zeroed, aligned to 256 bytes. unmap waits for what is enqueued first.
+  rm_device_status (*map)(void *self, size_t bytes, void **out);
+  void (*unmap)(void *self, void *block, size_t bytes);
+  // Blocks of host memory, zeroed, which put and get need for their full rate, and to be enqueued rather than done.
+  rm_device_status (*pin)(void *self, size_t bytes, void **out);
+  void (*unpin)(void *self, void *block, size_t bytes);
+  size_t (*available)(void *self);   // bytes that map can give now; SIZE_MAX: not known
+
+  // Enqueued. Host memory stays as it is (put) or is not looked at (get) until the work was waited for.
+  void (*put)(void *self, void *to, const void *from_host, size_t bytes);
+  void (*get)(void *self, void *to_host, const void *from, size_t bytes);
+  // `rows` runs of `width` bytes each, a pitch from one to the next, any pitch; runs do not overlap, nor do `to` and `from`.
+  void (*copy)(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
+  void (*zero)(void *self, void *at, size_t pitch, size_t width, size_t rows);
+
+  // mark: a place in the queue, under a number below RM_DEVICE_MARKS; reach: waits until all before it is done, at once where it was
+  // never set. wait: until all is done. poll: whether all is done.
+  void (*mark)(void *self, int number);
+  rm_device_status (*reach)(void *self, int number);
+  rm_device_status (*wait)(void *self);
+  rm_device_status (*poll)(void *self);
+
+  // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
+  // Nothing waits, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.
+  rm_device_status (*record)(void *self);
+  rm_device_status (*recorded)(void *self, void **recording);
+  void (*replay)(void *self, void *recording);
+  void (*forget)(void *self, void *recording);
+
+  int (*enter)(void *self);               // makes it the calling thread's current device; what to give to leave
+  void (*leave)(void *self, int saved);
+  const char *(*message)(void *self);     // of the last status but OK and BUSY: a sentence in CUDA's words; valid until the next call
+  void (*close)(void *self);              // all blocks were given back
+} rm_device;
+
+#ifdef __cplusplus
+}
+#endif
