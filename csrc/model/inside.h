@@ -8,12 +8,13 @@
 struct rm_model {
   const rm_params *params;      // view
   const rm_spec *spec;          // view
-  const rm_kernels *kernels;
+  const rm_device *device;      // view
+  const rm_kernels *kernels;    // its
   rm_model_options options;
   int sequence_parallel;        // asked for, and tp > 1
   rm_ctx ctx;
   rm_shard shard;               // owned
-  void *block;                  // all that follows
+  void *block;                  // of the device, owned: all that follows but the host's
   size_t block_bytes;
   float *cos, *sin;             // [max_positions][head_dim/2]
   char *residual, *x;           // T [max_rows][hidden]
