@@ -8,7 +8,7 @@ size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
   const rm_field all[RM_HEAD_FIELDS] = {
       {&model->pairs, blocks, rows * 2 * sizeof(float)},  {&model->target_logits, ranks, rows * sizeof(float)},
       {&model->local_targets, rows, sizeof(int32_t)},     {&model->embed_ids, (size_t)model->options.max_rows, sizeof(int32_t)},
-      {&model->embed_counts, 2 * ranks, sizeof(int64_t)},
+      {&model->embed_counts, 2 * ranks, sizeof(int64_t)}, {&model->from_rows, (size_t)model->options.max_rows, sizeof(int32_t)},
   };
   memcpy(fields, all, sizeof all);
   return RM_HEAD_FIELDS;

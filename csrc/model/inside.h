@@ -19,12 +19,14 @@ struct rm_model {
   char *residual, *x;           // T [max_rows][hidden]
   char *qkv;                    // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
   char *q;                      // T [max_rows][heads·head_dim] of this rank
+  char *wanted;                 // T [max_rows][hidden] the stream's rows whose output is wanted
   char *inner;                  // T [max_rows][intermediate], where a layer is dense
   rm_moe moe;                   // where one is not
   // where tp > 1
   char *attended;               // T [max_rows][heads·head_dim]
   char *home;                   // T [max_rows][hidden] home rows of a block's output; what arrives while rows are looked up
   int32_t *embed_ids;           // [max_rows]
+  int32_t *from_rows;           // [max_rows] of a gather
   int64_t *embed_counts;        // [2·tp]
   // head.c
   float *pairs;                 // [vocabulary blocks][max_out_rows][2]
@@ -32,5 +34,5 @@ struct rm_model {
   int32_t *local_targets;       // [max_out_rows]
 };
 
-enum { RM_HEAD_FIELDS = 5 };
+enum { RM_HEAD_FIELDS = 6 };
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]);
