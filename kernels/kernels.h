@@ -113,6 +113,15 @@ typedef struct rm_embed_args {
   rm_dtype dtype;
 } rm_embed_args;
 
+// out[i] = x[from[i]], bits as they are. from: any rows of x, in any order, a row as often as it is named.
+typedef struct rm_gather_rows_args {
+  void *out;                // [rows] runs of row_bytes; does not overlap x
+  const void *x;            // runs of row_bytes
+  const int32_t *from;      // [rows]
+  int64_t rows;
+  size_t row_bytes;         // even
+} rm_gather_rows_args;
+
 // residual ← round(residual + x) when x is not NULL; out ← round(weight · round(residual / rms(residual))).
 typedef struct rm_rms_norm_args {
   void *out;                // T [rows][n]; may be x
@@ -310,6 +319,7 @@ typedef struct rm_kernels {
   const char *family;       // variants of one family give the same bits: "x86"
   size_t (*workspace_bytes)(const rm_limits *limits);   // enough for any op within the limits
   void (*embed)(const rm_ctx *, const rm_embed_args *);
+  void (*gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
   void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
   void (*gemm)(const rm_ctx *, const rm_gemm_args *);
   void (*gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);

@@ -17,6 +17,7 @@ import pytest
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
 OPS = {
     "embed": 300,
+    "gather_rows": 900,
     "rms_norm": 1000,
     "gemm": 200,
     "gemm_swiglu": 200,

@@ -158,6 +158,25 @@ def test_embed(dtype: str, rng: np.random.Generator) -> None:
         assert (from_packed == table[ids]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_rows(dtype: str, rng: np.random.Generator) -> None:
+    """Rows in any order, some twice, some never, none of them; NaNs, denormals and zeros of both signs keep their bits."""
+    for many, width in ((1, 1), (9, 1), (17, 33), (100, 64), (40, 4099)):
+        x = hard(rng, (many, width), dtype)
+        x.view(np.uint16)[-1] = 0xFFFF  # a NaN that no op would store
+        for rows in (np.arange(many, dtype=np.int32), rng.integers(0, many, 23).astype(np.int32), np.zeros(0, np.int32)):
+
+            def run(isa: str, threads: int) -> tuple[Array, ...]:
+                out = Guarded((len(rows), width), x.dtype)
+                ops.gather_rows(x, rows, out=out.array, isa=isa, threads=threads)
+                out.check()
+                return (out.array.view(np.uint16), ops.gather_rows(x, rows, isa=isa, threads=threads).view(np.uint16))
+
+            given, made = assert_same_bits(run)
+            assert (given == x[rows].view(np.uint16)).all()
+            assert (made == given).all()
+
+
 def qkv_case(
     rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int, page_size: int, kind: str
 ) -> dict[str, Array]:

@@ -21,6 +21,9 @@ static inline void rm_device_copy(const rm_device *device, void *to, const void 
   if (bytes) device->copy(device->self, to, bytes, from, bytes, bytes, 1);
 }
 
+// Who uses which of a device's marks.
+enum { RM_MARK_FERRY, RM_MARK_FERRY_TOO, RM_MARK_WORDS };
+
 // One block that the host has, and the device has a second time at `there`. The host fills its own and puts runs of it, or gets runs
 // and reads them. On the CPU both are one, and put and get are nothing.
 typedef struct rm_mirror {

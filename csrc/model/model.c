@@ -7,7 +7,7 @@
 //
 // Buffers: `residual` is the stream that blocks add to, `x` what a block reads and then writes. With sequence parallelism
 // residual has this rank's home rows only, and a block's output comes to `home`. The rows whose output is wanted are gathered
-// before the final norm; earlier they cannot be, since every row's routing is recorded.
+// before the final norm, into `wanted`; earlier they cannot be, since every row's routing is recorded.
 #include <stdio.h>
 
 #include "model/inside.h"
@@ -44,12 +44,13 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const int parallel = model->shard.comm != NULL;
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->head_dim / 2;
   const size_t table = (size_t)options->max_positions * sizeof(float), wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
-  enum { FIELDS = 10 };
+  enum { FIELDS = 11 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
       {&model->residual, rows, (size_t)spec->hidden_size * elem},
       {&model->x, rows, (size_t)spec->hidden_size * elem},
+      {&model->wanted, rows, (size_t)spec->hidden_size * elem},
       {&model->qkv, rows, (size_t)layer_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers ? rows : 0, (size_t)spec->intermediate_size * elem},
@@ -94,6 +95,23 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   return code;
 }
 
+// What the host says to ops where tp > 1.
+static rm_code create_words(rm_model *model, rm_error *err) {
+  const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
+  const rm_field fields[] = {
+      {&model->embed_ids, rows, sizeof(int32_t)},
+      {&model->from_rows, rows, sizeof(int32_t)},
+      {&model->local_targets, outs, sizeof(int32_t)},
+      {&model->from_targets, outs, sizeof(int32_t)},
+      {&model->embed_counts, 2 * (size_t)model->shard.size, sizeof(int64_t)},
+  };
+  const size_t n = sizeof fields / sizeof *fields;
+  if (!model->shard.comm) return RM_OK;
+  const rm_code code = rm_mirror_create(model->device, rm_fields_bytes(fields, n), "indices", &model->words, err);
+  if (!code) rm_fields_place(fields, n, model->words.here, model->words.bytes);   // what was asked for fits
+  return code;
+}
+
 static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const rm_model_options *options = &model->options;
   const rm_spec *spec = model->spec;
@@ -104,7 +122,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   if (code) return code;
   if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->kernels, &options->rank, options->max_rows, err)))
     return code;
-  if ((code = create_buffers(model, &workspace, workspace_bytes, err))) return code;
+  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
   model->ctx.stream = model->device->stream;
   model->ctx.run = rm_team_run;
@@ -130,6 +148,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
 
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
+  rm_mirror_destroy(&model->words);
   rm_device_unmap(model->device, model->block, model->block_bytes);
   rm_moe_destroy(&model->moe);
   rm_shard_destroy(&model->shard);
@@ -192,6 +211,12 @@ static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hid
 
 static void *there(const rm_batch *batch, const void *here) { return rm_mirror_there(batch->mirror, here); }
 
+// out[i] ← x[from[i]], rows of hidden. out and x are not the same buffer.
+static void gather(rm_model *model, void *out, const void *x, const int32_t *from, int64_t rows) {
+  const rm_gather_rows_args args = {out, x, from, rows, row_bytes(model)};
+  if (rows) model->kernels->gather_rows(&model->ctx, &args);
+}
+
 static void look_up(rm_model *model, const char *weights, void *out, const int32_t *ids, int64_t rows) {
   const rm_embed_args args = {
       .out = out,
@@ -219,31 +244,33 @@ static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch
     return RM_OK;
   }
   int64_t *counts = model->embed_counts, *next = counts + shard->size, n_mine = 0;
+  rm_code code = rm_words_begin(model, err);
+  if (code) return code;
   memset(counts, 0, (size_t)shard->size * sizeof *counts);
   for (int64_t row = 0; row < batch->n_rows; row++) {
     const int owner = owner_of(shard, batch->ids[row]);
     counts[owner]++;
     if (owner == shard->me) model->embed_ids[n_mine++] = (int32_t)(batch->ids[row] - shard->vocab[owner].first);
   }
-  look_up(model, weights, model->x, model->embed_ids, n_mine);
-  const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, counts, row_bytes(model), err);
+  look_up(model, weights, model->x, rm_words_put(model, model->embed_ids, n_mine), n_mine);
+  code = rm_shard_gather_counted(shard, model->x, model->home, counts, row_bytes(model), err);
   if (code) return code;
   const rm_range rows = kept(model, batch->n_rows);
   next[0] = 0;
   for (int r = 1; r < shard->size; r++) next[r] = next[r - 1] + counts[r - 1];
   for (int64_t row = 0; row < batch->n_rows; row++) {
-    const char *from = model->home + (size_t)next[owner_of(shard, batch->ids[row])]++ * row_bytes(model);
-    if (row >= rows.first && row < rows.first + rows.n)
-      memcpy(model->residual + (size_t)(row - rows.first) * row_bytes(model), from, row_bytes(model));
+    const int64_t from = next[owner_of(shard, batch->ids[row])]++;
+    if (row >= rows.first && row < rows.first + rows.n) model->from_rows[row - rows.first] = (int32_t)from;
   }
+  gather(model, model->residual, model->home, rm_words_put(model, model->from_rows, rows.n), rows.n);
   return RM_OK;
 }
 
 // out ← norm(residual += x), without the addition when x is NULL.
-static void norm_rows(rm_model *model, void *out, const void *x, const char *weight, int64_t rows) {
+static void norm_rows(rm_model *model, void *out, void *residual, const void *x, const char *weight, int64_t rows) {
   const rm_rms_norm_args args = {
       .out = out,
-      .residual = model->residual,
+      .residual = residual,
       .x = x,
       .weight = weight,
       .eps = model->spec->rms_norm_eps,
@@ -260,7 +287,8 @@ static char *output_of(rm_model *model) { return model->sequence_parallel ? mode
 // x ← norm(residual += the last block's output), of the rows that are kept; x has them in their places.
 static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
   const rm_range rows = kept(model, n_rows);
-  norm_rows(model, model->x + (size_t)rows.first * row_bytes(model), first ? NULL : output_of(model), weight, rows.n);
+  char *out = model->x + (size_t)rows.first * row_bytes(model);
+  norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
 }
 
 // x whole on every rank, for a block that reads all rows.
@@ -422,11 +450,16 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 }
 
 // ---------------------------------------------------------------------------------------------- a pass
-// Moves the wanted rows to the front. They ascend, so a row is read before anything is written over it.
-static void gather(const rm_model *model, char *rows, const int32_t *wanted, int64_t n, int64_t first) {
-  const size_t bytes = row_bytes(model);
-  for (int64_t i = 0; i < n; i++)
-    if (wanted[i] - first != i) memcpy(rows + (size_t)i * bytes, rows + (size_t)(wanted[i] - first) * bytes, bytes);
+// Which rows of those from `first` on are wanted: n of the batch's out_rows, from number `at` on.
+static rm_code counted_from(rm_model *model, const rm_batch *batch, int64_t at, int64_t n, int64_t first, const int32_t **from,
+                            rm_error *err) {
+  *from = there(batch, batch->out_rows + at);
+  if (!first) return RM_OK;
+  const rm_code code = rm_words_begin(model, err);
+  if (code) return code;
+  for (int64_t i = 0; i < n; i++) model->from_rows[i] = (int32_t)(batch->out_rows[at + i] - first);
+  *from = rm_words_put(model, model->from_rows, n);
+  return RM_OK;
 }
 
 static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch, const void **hidden, rm_error *err) {
@@ -445,10 +478,12 @@ static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch
     for (int r = 0; r < shard->me; r++) first += counts[r];
     n = counts[shard->me];
   }
-  char *out = output_of(model);
-  gather(model, model->residual, batch->out_rows + first, n, rows.first);
-  gather(model, out, batch->out_rows + first, n, rows.first);
-  norm_rows(model, model->x, out, weight, n);
+  const int32_t *from;
+  const rm_code code = counted_from(model, batch, first, n, rows.first, &from, err);
+  if (code) return code;
+  gather(model, model->wanted, model->residual, from, n);
+  gather(model, model->residual, output_of(model), from, n);  // the stream ends here
+  norm_rows(model, model->x, model->wanted, model->residual, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;

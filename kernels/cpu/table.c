@@ -15,6 +15,7 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .family = "x86",
     .workspace_bytes = workspace_bytes,
     .embed = RM_FN(embed),
+    .gather_rows = RM_FN(gather_rows),
     .rms_norm = RM_FN(rms_norm),
     .gemm = RM_FN(gemm),
     .gemm_swiglu = RM_FN(gemm_swiglu),

@@ -5,6 +5,7 @@
 #include "vec.h"
 
 void RM_FN(embed)(const rm_ctx *, const rm_embed_args *);
+void RM_FN(gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
 void RM_FN(rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
 void RM_FN(gemm)(const rm_ctx *, const rm_gemm_args *);
 void RM_FN(gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);

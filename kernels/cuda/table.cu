@@ -23,6 +23,7 @@ static const rm_kernels TABLE = {
     .family = "cuda_fma",
     .workspace_bytes = workspace_bytes,
     .embed = rm_cuda_embed,
+    .gather_rows = rm_cuda_gather_rows,
     .rms_norm = rm_cuda_rms_norm,
     .gemm = rm_cuda_gemm,
     .gemm_swiglu = rm_cuda_gemm_swiglu,

@@ -37,6 +37,7 @@ __all__ = [
     "best_isa",
     "combine",
     "embed",
+    "gather_rows",
     "gemm",
     "gemm_swiglu",
     "isa_states",
@@ -251,6 +252,14 @@ def embed(
     vocab, hidden = _size("vocab", vocab), _size("hidden", hidden)
     out = _new((len(ids), hidden), table.dtype) if out is None else _words(out)
     kernels(isa, threads).embed(out, ids, table, packed is not None, vocab, hidden)
+    return out
+
+
+def gather_rows(x: Array, rows: NDArray[np.int32], *, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+    """[len(rows), n] of x [m, n]: the rows that are named, bits as they are. out must not overlap x."""
+    x, rows = _matrix("x", x), _array("rows", rows, 1)
+    out = _new((len(rows), x.shape[1]), x.dtype) if out is None else _words(out)
+    kernels(isa, threads).gather_rows(out, x, rows)
     return out
 
 
