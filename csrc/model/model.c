@@ -120,7 +120,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
   rm_code code = rm_shard_create(spec, &options->rank, options->dtype, &model->shard, err);
   if (code) return code;
-  if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->kernels, &options->rank, options->max_rows, err)))
+  if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->device, &options->rank, options->max_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
@@ -506,6 +506,6 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
   }
   if (!code && moe_layer && rm_moe_takes_home_rows(&model->moe))
     code =
-        rm_shard_gather_rows(&model->shard, batch->routed, batch->n_rows, (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
+        rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows, (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
   return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);
 }
