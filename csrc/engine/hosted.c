@@ -230,7 +230,7 @@ static rm_host_result draw_row(const rm_engine *engine, const rm_sequence *seq, 
   if (result.token < 0) return result;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result.token};
   run_sample(engine, draw->raw, draw->stats, &model, &result, &result.logprob, &unused);
-  if (seq->group->want_ranks) result.rank = rm_rank_of(draw->raw, engine->spec->vocab_size, result.token);
+  if (seq->group->want_ranks) rm_take_ranks(engine, draw->raw, 0, &result.token, 1, &result.rank);
   return result;
 }
 

@@ -103,10 +103,9 @@ rm_sample_params rm_params_of(const rm_sequence *seq) {
   return params;
 }
 
-int32_t rm_rank_of(const float *logits, int64_t vocab, int32_t token) {
-  int32_t rank = 0;
-  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= logits[token];
-  return rank;
+void rm_take_ranks(const rm_engine *engine, const float *logits, int64_t ld_logits, const int32_t *tokens, int64_t n, int32_t *ranks) {
+  const rm_ranks_args args = {ranks, logits, tokens, n, engine->spec->vocab_size, ld_logits};
+  engine->kernels->ranks(rm_model_ctx(engine->model), &args);
 }
 
 // Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
@@ -142,8 +141,8 @@ static void record_prompt_run(rm_engine *engine, const rm_chunk *chunk, int64_t 
   const int64_t n = end - row, k = group->prompt_top, at = out->position;
   memcpy(group->prompt_logprobs + at, plan->target_logprobs + row, (size_t)n * sizeof(float));
   if (k) top_logprobs(engine, row, n, (int32_t)k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k);
-  for (int64_t i = row; i < end && group->want_ranks; i++)
-    group->prompt_ranks[at + i - row] = rm_rank_of(plan->logits + i * engine->ld_logits, engine->spec->vocab_size, plan->targets[i]);
+  if (group->want_ranks)
+    rm_take_ranks(engine, plan->logits + row * engine->ld_logits, engine->ld_logits, plan->targets + row, n, group->prompt_ranks + at);
   if (!group->score_sampling) return;
   for (int64_t i = row; i < end; i += engine->max_draws) score_sampling(engine, chunk, i, rm_min64(end - i, engine->max_draws));
 }
@@ -177,19 +176,19 @@ static int64_t draw_run(const rm_engine *engine, int64_t d, int64_t end, int *st
 static void run_draws(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, int step) {
   rm_plan *plan = &engine->plan;
   const int64_t first = plan->draws[d].out - chunk->first;
+  int want_ranks = 0;
   for (int64_t i = 0; i < end - d; i++) {
     const int64_t row = first + i * step;
+    want_ranks |= plan->draws[d + i].seq->group->want_ranks;
     plan->params[i] = rm_params_of(plan->draws[d + i].seq);
     memcpy(plan->draw_stats + 2 * i, plan->stats + 2 * row, 2 * sizeof(float));
     plan->draw_flags[i] = plan->out_flags[row];
   }
   run_sample(engine, first, end - d, step ? engine->ld_logits : 0, plan->draw_stats, plan->draw_flags, plan->tokens + d, plan->logprobs + d,
              plan->sampling_logprobs + d);
-  for (int64_t i = d; i < end; i++) {
-    const float *logits = plan->logits + (first + (i - d) * step) * engine->ld_logits;
-    const int wanted = plan->draws[i].seq->group->want_ranks && plan->tokens[i] >= 0;
-    plan->ranks[i] = wanted ? rm_rank_of(logits, engine->spec->vocab_size, plan->tokens[i]) : 0;
-  }
+  if (want_ranks)
+    rm_take_ranks(engine, plan->logits + first * engine->ld_logits, step ? engine->ld_logits : 0, plan->tokens + d, end - d,
+                  plan->ranks + d);
 }
 
 // Top-k of the row that a draw came from, straight into the record of the token that will be appended.

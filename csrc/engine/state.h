@@ -48,7 +48,7 @@ typedef struct rm_plan {
   rm_drawn *drawn;              // [max_num_seqs]
   int32_t *tokens;              // [max_num_seqs] of the draws
   float *logprobs, *sampling_logprobs;
-  int32_t *ranks;               // 0: not asked for
+  int32_t *ranks;               // of the draws whose request asks for them
   float *host_logits, *host_stats;   // the host's, or NULL: [n_host][vocab] raw logits of what it draws from, [n_host][2]
   int64_t n_host;
   // scratch of sampler.c
@@ -130,7 +130,7 @@ void rm_host_renew(rm_engine *engine, int pages);                  // records of
 
 // sampler.c
 rm_sample_params rm_params_of(const rm_sequence *seq);
-int32_t rm_rank_of(const float *logits, int64_t vocab, int32_t token);
+void rm_take_ranks(const rm_engine *engine, const float *logits, int64_t ld_logits, const int32_t *tokens, int64_t n, int32_t *ranks);
 rm_code rm_forward(rm_engine *engine, rm_error *err);
 
 // requests.c
