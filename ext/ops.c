@@ -623,6 +623,20 @@ static PyObject *op_top_logprobs(kernels_object *self, PyObject *args) {
   RUN(top_logprobs, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
 }
 
+// (ranks, logits, tokens)
+static PyObject *op_ranks(kernels_object *self, PyObject *args) {
+  OBJECTS(3);
+  CHECK;
+  rm_ranks_args a = {.rows = -1, .vocab = -1};
+  if (!PyArg_ParseTuple(args, "OOO:ranks", &o[0], &o[1], &o[2])) return NULL;
+  a.logits = view(&c, o[1], "logits", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.vocab, NULL);
+  a.tokens = view(&c, o[2], "tokens", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
+  a.ranks = view(&c, o[0], "ranks", NPY_INT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  in_range(&c, "tokens", a.tokens, a.rows, -1, a.vocab);
+  a.ld_logits = a.vocab;
+  RUN(ranks, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
+}
+
 // (dst, src, layout, dst_row0, index0 = 0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed with dst_cols = src's columns.
 static PyObject *op_pack(kernels_object *self, PyObject *args) {
   OBJECTS(2);
@@ -710,6 +724,7 @@ static PyMethodDef kernels_methods[] = {
            "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
            "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
+    METHOD(ranks, "(ranks, logits, tokens)"),
     METHOD(pack, "(dst, src, layout, dst_row0, index0 = 0) -> (digest, nonfinite_index)"),
     {NULL, NULL, 0, NULL},
 };

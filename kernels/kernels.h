@@ -281,6 +281,14 @@ typedef struct rm_top_logprobs_args {
   int64_t rows, vocab, ld_logits, k;
 } rm_top_logprobs_args;
 
+// ranks[r] = how many v have logits[r][v] ≥ logits[r][tokens[r]], the token itself among them; 0 where tokens[r] is negative.
+typedef struct rm_ranks_args {
+  int32_t *ranks;           // [rows]
+  const float *logits;      // [rows][ld_logits]; with ld_logits 0 one row for all tokens
+  const int32_t *tokens;    // [rows]
+  int64_t rows, vocab, ld_logits;
+} rm_ranks_args;
+
 // Element types that a trainer may send.
 typedef enum rm_src_dtype { RM_SRC_BF16 = 0, RM_SRC_F32 = 1, RM_SRC_F16 = 2, RM_SRC_F64 = 3 } rm_src_dtype;
 typedef enum rm_layout { RM_PLAIN = 0, RM_PACKED = 1, RM_PACKED_GATE = 2, RM_PACKED_UP = 3 } rm_layout;
@@ -332,6 +340,7 @@ typedef struct rm_kernels {
   void (*merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
   void (*sample)(const rm_ctx *, const rm_sample_args *);
   void (*top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
+  void (*ranks)(const rm_ctx *, const rm_ranks_args *);
   void (*pack)(const rm_ctx *, rm_pack_args *);
 } rm_kernels;
 

@@ -21,7 +21,7 @@ FIXED_SEED = "20261121"
 NO_VARIANT = 3  # exit status: the reference had nothing to be compared with
 OPS = (
     *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "qk_rope_kv", "attention", "router", "permute", "combine"),
-    *("lm_head", "merge_pairs", "sample", "top_logprobs", "pack"),
+    *("lm_head", "merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
 )
 
 

@@ -30,6 +30,7 @@ OPS = {
     "merge_pairs": 580,
     "sample": 550,
     "top_logprobs": 150,
+    "ranks": 160,
     "pack": 1200,
 }
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here: kernels/cuda not compiled")

@@ -448,3 +448,22 @@ def test_top_logprobs(kind: str, rng: np.random.Generator) -> None:
             ids, _ = assert_same_bits(lambda isa, threads: ops.top_logprobs(logits, stats, k, isa=isa, threads=threads))
             order = np.lexsort((np.broadcast_to(np.arange(vocab), logits.shape), -logits), axis=1)
             assert (ids == order[:, :k]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks(kind: str, rng: np.random.Generator) -> None:
+    """Against NumPy's own comparison. Ties, zeros of both signs, NaNs as logits and as the token's own, rows without a token."""
+    for vocab in (1, 2, 15, 16, 17, 33, 500):
+        logits = inputs(rng, (9, vocab), "float32", kind)
+        logits[::2] = np.round(logits[::2])
+        logits[rng.random(logits.shape) < 0.05] = np.nan
+        tokens = rng.integers(0, vocab, 9).astype(np.int32)
+        tokens[4] = -1
+
+        def run(isa: str, threads: int) -> tuple[Array, ...]:
+            return (ops.ranks(logits, tokens, isa=isa, threads=threads),)
+
+        flushed = np.where(np.abs(logits) < np.finfo(np.float32).tiny, np.float32(0), logits)
+        own = np.take_along_axis(flushed, tokens[:, None], 1)
+        want = np.where(tokens < 0, 0, (flushed >= own).sum(1))
+        assert (assert_same_bits(run)[0] == want).all()

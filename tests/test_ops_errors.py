@@ -269,6 +269,10 @@ WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "gather row 2 of 2": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(0, 2))),
     "gather out of other width": (errors.ShapeError, lambda: ops.gather_rows(words(2, 1), ints(0), out=words(1, 2))),
     "gather float64": (errors.DTypeError, lambda: ops.gather_rows(np.zeros((2, 1)), ints(0))),
+    "ranks of one dim": (errors.ShapeError, lambda: ops.ranks(LOGITS[0], ints(0))),
+    "ranks token -2": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(-2))),
+    "ranks token 8 of 8": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(8))),
+    "ranks of two tokens": (errors.ShapeError, lambda: ops.ranks(LOGITS, ints(0, 1))),
     "rope_table None": (errors.UnsupportedTensorError, lambda: ops.rope_table(None, 3)),  # type: ignore[arg-type]
     "rope_table scale": (errors.ConfigError, lambda: ops.rope_table(np.ones(4, np.float32), 3, scale=LONG)),  # type: ignore[arg-type]
     "rms_norm list": (errors.UnsupportedTensorError, lambda: ops.rms_norm([[1.0]], words(1), eps=1e-6)),  # type: ignore[arg-type]

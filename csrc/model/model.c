@@ -505,7 +505,7 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
     else code = mlp_block(model, layer, base, batch->n_rows, err);
   }
   if (!code && moe_layer && rm_moe_takes_home_rows(&model->moe))
-    code =
-        rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows, (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
+    code = rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows,
+                                (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
   return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);
 }

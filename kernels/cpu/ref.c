@@ -235,5 +235,6 @@ const rm_kernels rm_table_ref = {
     .merge_pairs = merge_pairs,
     .sample = rm_sample_ref,
     .top_logprobs = rm_top_logprobs_ref,
+    .ranks = rm_ranks_ref,
     .pack = rm_pack_ref,
 };

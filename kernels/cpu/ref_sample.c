@@ -130,3 +130,12 @@ void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
     }
   }
 }
+
+void rm_ranks_ref(const rm_ctx *ctx, const rm_ranks_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const float *logits = a->logits + r * a->ld_logits;
+    a->ranks[r] = 0;
+    for (int64_t v = 0; v < a->vocab && a->tokens[r] >= 0; v++) a->ranks[r] += logits[v] >= logits[a->tokens[r]];
+  }
+}

@@ -28,5 +28,6 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .merge_pairs = RM_FN(merge_pairs),
     .sample = RM_FN(sample),
     .top_logprobs = RM_FN(top_logprobs),
+    .ranks = RM_FN(ranks),
     .pack = rm_cpu_pack,
 };

@@ -32,6 +32,7 @@ void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a);
 void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a);
 void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
+void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
 // Bytes of ctx->workspace, of the ops that use it.

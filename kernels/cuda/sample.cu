@@ -1,4 +1,4 @@
-// sample.cu: token choice of docs/numerics.md §7 and top-logprobs, a block of threads for a row. Sums are of integers and exact, so
+// sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, a block of threads for a row. Sums are of integers and exact, so
 // the threads may add in any order, and no weight is kept: each look at the row computes them again from logits in the L2 cache.
 //
 // A filter leaves the tokens of a higher key than some cut and, of those of its key, the first so many. The cut is found by a radix
@@ -322,6 +322,18 @@ __global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
   }
 }
 
+// ------------------------------------------------------------------------------------------------ ranks
+__global__ void __launch_bounds__(THREADS) ranks_kernel(rm_ranks_args a) {
+  RM_SHARED(shared);
+  const int64_t row = blockIdx.x;
+  const int32_t token = a.tokens[row];
+  const float *logits = a.logits + row * a.ld_logits;
+  uint64_t rank = 0;
+  for (int64_t id = threadIdx.x; id < a.vocab && token >= 0; id += THREADS) rank += logits[id] >= logits[token];
+  rank = rm_over_block<THREADS>(rank, reinterpret_cast<uint64_t *>(shared), rm_sum_of());
+  if (threadIdx.x == 0) a.ranks[row] = static_cast<int32_t>(rank);
+}
+
 int64_t words_of_row(int64_t vocab) { return (vocab + 31) / 32; }
 
 }  // namespace
@@ -344,4 +356,9 @@ void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
 void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   if (a->rows <= 0 || a->k <= 0) return;
   RM_LAUNCH(top_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
+}
+
+void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a) {
+  if (a->rows <= 0) return;
+  RM_LAUNCH(ranks_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
 }

@@ -36,6 +36,7 @@ static const rm_kernels TABLE = {
     .merge_pairs = rm_cuda_merge_pairs,
     .sample = rm_cuda_sample,
     .top_logprobs = rm_cuda_top_logprobs,
+    .ranks = rm_cuda_ranks,
     .pack = rm_cuda_pack,
 };
 

@@ -49,6 +49,7 @@ __all__ = [
     "pack_gate_up",
     "permute",
     "qk_rope_kv",
+    "ranks",
     "rms_norm",
     "rope_table",
     "router",
@@ -550,3 +551,10 @@ def top_logprobs(
     ids, logprobs = _new(shape, np.int32), _new(shape, np.float32)
     kernels(isa, threads).top_logprobs(ids, logprobs, logits, stats)
     return ids, logprobs
+
+
+def ranks(logits: NDArray[np.float32], tokens: NDArray[np.int32], *, isa: str | None = None, threads: int = 1) -> NDArray[np.int32]:
+    """[rows]: how many of a row of logits [rows, vocab] are at least its token's, the token's own among them; 0 for token −1."""
+    out = np.empty(_matrix("logits", logits).shape[0], np.int32)
+    kernels(isa, threads).ranks(out, logits, tokens)
+    return out

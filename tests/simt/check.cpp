@@ -152,7 +152,7 @@ int main(int argc, char **argv) {
       {"embed", check_embed},     {"gather_rows", check_gather_rows},   {"rms_norm", check_rms_norm},   {"qk_rope_kv", check_qk_rope_kv},
       {"gemm", check_gemm},       {"gemm_swiglu", check_gemm_swiglu},   {"attention", check_attention}, {"router", check_router},
       {"permute", check_permute}, {"combine", check_combine},           {"lm_head", check_lm_head},     {"merge_pairs", check_merge_pairs},
-      {"sample", check_sample},   {"top_logprobs", check_top_logprobs}, {"pack", check_pack},
+      {"sample", check_sample},   {"top_logprobs", check_top_logprobs}, {"ranks", check_ranks},         {"pack", check_pack},
   };
   if (argc < 2) return 2;
   check_seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);

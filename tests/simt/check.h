@@ -47,5 +47,5 @@ bool check_gemm(), check_gemm_swiglu();
 bool check_attention();
 bool check_router(), check_permute(), check_combine();
 bool check_lm_head(), check_merge_pairs();
-bool check_sample(), check_top_logprobs();
+bool check_sample(), check_top_logprobs(), check_ranks();
 bool check_pack();

@@ -1,4 +1,4 @@
-// check_sample.cpp: sample and top_logprobs over rows of every kind and every combination of parameters, as chance has it.
+// check_sample.cpp: sample, top_logprobs and ranks over rows of every kind and every combination of parameters, as chance has it.
 #include "check.h"
 
 namespace {
@@ -77,6 +77,18 @@ bool top_case(int64_t rows, int64_t vocab, int64_t k) {
               [&](const rm_kernels *table, const rm_ctx *ctx) { table->top_logprobs(ctx, &a); });
 }
 
+bool ranks_case(int64_t rows, int64_t vocab, bool one_row) {
+  int32_t *tokens = array<int32_t>(rows);
+  for (int64_t r = 0; r < rows; r++) tokens[r] = static_cast<int32_t>(pick(8) ? pick(vocab) : -1 - pick(2));
+  rm_ranks_args a = {};
+  a.rows = rows, a.vocab = vocab, a.ld_logits = one_row ? 0 : vocab + pick(3), a.tokens = tokens;
+  a.logits = random_logits(one_row ? 1 : rows, vocab, one_row ? vocab : a.ld_logits);
+  char what[100];
+  snprintf(what, sizeof what, "ranks rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);
+  return held(what, {{&a.ranks, static_cast<size_t>(rows) * 4, rows}}, {},
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->ranks(ctx, &a); });
+}
+
 }  // namespace
 
 bool check_sample() {
@@ -93,4 +105,11 @@ bool check_top_logprobs() {
     for (const int64_t k : {0, 1, 2, 5, 20, 64})
       if (!top_case(4, vocab, rm_min64(k, vocab))) return false;
   return top_case(2, 100, 100) && top_case(0, 100, 5);
+}
+
+bool check_ranks() {
+  for (const int64_t vocab : {1, 2, 31, 33, 511, 512, 513, 1300})
+    for (int again = 0; again < 10; again++)
+      if (!ranks_case(7, vocab, pick(3) == 0)) return false;
+  return ranks_case(0, 100, false);
 }

@@ -1,4 +1,4 @@
-// head.c: trials of what stands over the vocabulary: lm_head, merge_pairs, sample, top_logprobs.
+// head.c: trials of what stands over the vocabulary: lm_head, merge_pairs, sample, top_logprobs, ranks.
 #include <math.h>
 #include <string.h>
 
@@ -234,3 +234,36 @@ const op_test op_top_logprobs = {.name = "top_logprobs",
                                  .build = build_top,
                                  .call = call_top,
                                  .bench = {{.rows = 16, .vocab = 151936, .k = 20, .option = LOGITS_SPREAD}}};
+
+// ------------------------------------------------------------------------------------------------ ranks
+enum { RANKS_OF_ONE_ROW = 16 };
+
+static void draw_ranks(trial *t) {
+  draw_logits(t);
+  if (one_in(t, 3)) t->s.option |= RANKS_OF_ONE_ROW;
+}
+
+static void build_ranks(trial *t) {
+  shape *s = &t->s;
+  const int64_t rows = s->rows, one_row = s->option & RANKS_OF_ONE_ROW;
+  const int64_t stride = s->vocab + (t->timed ? 0 : between(t, 0, 20));
+  rm_ranks_args *a = &t->args.ranks;
+  *a = (rm_ranks_args){.rows = rows, .vocab = s->vocab, .ld_logits = one_row ? 0 : stride};
+  s->rows = one_row ? rm_min64(rows, 1) : rows;
+  a->logits = logits_input(t, stride);
+  s->rows = rows;
+  int32_t *tokens = input(t, "tokens", rows, sizeof *tokens);
+  for (int64_t r = 0; r < rows; r++) tokens[r] = (int32_t)(t->timed || !one_in(t, 8) ? between(t, 0, s->vocab - 1) : -1);
+  a->tokens = tokens;
+  a->ranks = output(t, "ranks", rows, sizeof *a->ranks);
+  t->limits = (rm_limits){.max_rows = rows, .vocab = s->vocab};
+}
+
+static void call_ranks(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->ranks(ctx, &t->args.ranks); }
+
+const op_test op_ranks = {.name = "ranks",
+                          .share = 4,
+                          .draw = draw_ranks,
+                          .build = build_ranks,
+                          .call = call_ranks,
+                          .bench = {{.rows = 16, .vocab = 151936, .option = LOGITS_SPREAD}}};
