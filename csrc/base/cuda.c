@@ -15,14 +15,14 @@ static rm_code find(const char *library, const char *name, void *slot, rm_error 
 }
 
 rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
-  int (*devices)(void);
+  int (*devices)(void) = NULL;
   const rm_code code = find(library, "rm_cuda_devices", &devices, err);
   if (!code) *count = devices();
   return code;
 }
 
 rm_code rm_cuda_device(const char *library, int ordinal, rm_device *out, rm_error *err) {
-  const char *(*open)(int, rm_device *);
+  const char *(*open)(int, rm_device *) = NULL;
   int count;
   rm_code code = rm_cuda_count(library, &count, err);
   if (!code) code = find(library, "rm_cuda_open", &open, err);
