@@ -55,7 +55,7 @@ typedef struct rm_device {
   rm_device_status (*poll)(void *self);
 
   // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
-  // Nothing waits, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.
+  // Nothing waits, marks, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.
   rm_device_status (*record)(void *self);
   rm_device_status (*recorded)(void *self, void **recording);
   void (*replay)(void *self, void *recording);

@@ -4,12 +4,6 @@
 
 #include "device.cuh"
 
-#ifndef RM_SIMT
-#define RM_EXPORT extern "C" __attribute__((visibility("default")))
-#else
-#define RM_EXPORT extern "C"
-#endif
-
 static size_t workspace_bytes(const rm_limits *limits) {
   const size_t asked[] = {rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
                           rm_cuda_sample_workspace(limits)};
@@ -42,16 +36,4 @@ static const rm_kernels TABLE = {
 
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }
 
-#ifndef RM_SIMT
 RM_EXPORT const char *rm_cuda_archs(void) { return RM_CUDA_ARCHS; }
-
-RM_EXPORT const char *rm_cuda_error(void) {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-RM_EXPORT int rm_cuda_devices(void) {
-  int n = 0;
-  return cudaGetDeviceCount(&n) == cudaSuccess ? n : -1;
-}
-#endif
