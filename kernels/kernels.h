@@ -189,6 +189,8 @@ RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_he
 typedef struct rm_router_args {
   int32_t *ids;             // [rows][top_k], distinct and in range whatever the input
   float *gates;             // [rows][top_k]
+  int16_t *routed;          // the ids again, as records keep them: row r's at routed + r·routed_stride; or NULL
+  int64_t routed_stride;
   const void *x;            // T [rows][hidden]
   const void *w;            // packed T [n_experts]×[hidden]
   const float *bias;        // [n_experts] or NULL

@@ -123,6 +123,8 @@ static void router(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
   const rm_router_args a = {.ids = out,
                             .gates = (float *)out + ROWS * TOP_K,
+                            .routed = (int16_t *)out + 4 * ROWS * TOP_K,
+                            .routed_stride = TOP_K + 3,
                             .x = in.x,
                             .w = in.w,
                             .rows = ROWS,

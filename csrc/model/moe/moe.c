@@ -70,6 +70,8 @@ void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
   const rm_router_args args = {
       .ids = moe->ids,
       .gates = moe->gates,
+      .routed = routed,
+      .routed_stride = routed_stride,
       .x = x,
       .w = weights + layer->router,
       .bias = layer->router_bias == SIZE_MAX ? NULL : (const float *)(weights + layer->router_bias),
@@ -81,8 +83,6 @@ void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
       .dtype = moe->dtype,
   };
   if (rows) moe->kernels->router(ctx, &args);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < spec->top_k; i++) routed[r * routed_stride + i] = (int16_t)moe->ids[r * spec->top_k + i];
 }
 
 static rm_gemm_args grouped(const rm_moe *moe, const char *w, int64_t stride, const int32_t *group_rows, int64_t m, int64_t n, int64_t k) {
