@@ -102,8 +102,6 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
       {&plan->targets, outs, sizeof(int32_t)},
       {&plan->out_flags, outs, sizeof(uint8_t)},
       {&plan->params, draws, sizeof(rm_sample_params)},
-      {&plan->draw_stats, draws, 2 * sizeof(float)},
-      {&plan->draw_flags, draws, sizeof(uint8_t)},
       {&plan->unused_logprobs, draws, sizeof(float)},
       {&plan->unused_tokens, draws, sizeof(int32_t)},
   };

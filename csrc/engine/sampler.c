@@ -63,16 +63,17 @@ static int64_t prompt_run(const rm_plan *plan, const rm_chunk *chunk, int64_t i)
   return end;
 }
 
-static void run_sample(rm_engine *engine, int64_t row, int64_t n, int64_t ld_logits, const float *stats, const uint8_t *flags,
-                       int32_t *tokens, float *logprobs, float *sampling_logprobs) {
+// n draws from rows [row, row + n), or with ld_logits 0 from that row alone.
+static void run_sample(rm_engine *engine, int64_t row, int64_t n, int64_t ld_logits, int32_t *tokens, float *logprobs,
+                       float *sampling_logprobs) {
   const rm_sample_args args = {
       .tokens = tokens,
       .logprobs = logprobs,
       .sampling_logprobs = sampling_logprobs,
       .logits = engine->plan.logits + row * engine->ld_logits,
-      .stats = stats,
+      .stats = engine->plan.stats + 2 * row,
       .params = engine->plan.params,
-      .row_flags = flags,
+      .row_flags = engine->plan.out_flags + row,
       .rows = n,
       .vocab = engine->spec->vocab_size,
       .ld_logits = ld_logits,
@@ -116,7 +117,7 @@ static void score_sampling(rm_engine *engine, const rm_chunk *chunk, int64_t row
     plan->params[i] = plain_params(out->seq->group);
     plan->params[i].forced = out[i].target;
   }
-  run_sample(engine, row, n, engine->ld_logits, plan->stats + 2 * row, plan->out_flags + row, plan->unused_tokens, plan->unused_logprobs,
+  run_sample(engine, row, n, engine->ld_logits, plan->unused_tokens, plan->unused_logprobs,
              out->seq->group->prompt_sampling + out->position);
 }
 
@@ -175,20 +176,14 @@ static int64_t draw_run(const rm_engine *engine, int64_t d, int64_t end, int *st
 
 static void run_draws(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, int step) {
   rm_plan *plan = &engine->plan;
-  const int64_t first = plan->draws[d].out - chunk->first;
+  const int64_t first = plan->draws[d].out - chunk->first, ld_logits = step ? engine->ld_logits : 0;
   int want_ranks = 0;
-  for (int64_t i = 0; i < end - d; i++) {
-    const int64_t row = first + i * step;
-    want_ranks |= plan->draws[d + i].seq->group->want_ranks;
-    plan->params[i] = rm_params_of(plan->draws[d + i].seq);
-    memcpy(plan->draw_stats + 2 * i, plan->stats + 2 * row, 2 * sizeof(float));
-    plan->draw_flags[i] = plan->out_flags[row];
+  for (int64_t i = d; i < end; i++) {
+    plan->params[i - d] = rm_params_of(plan->draws[i].seq);
+    want_ranks |= plan->draws[i].seq->group->want_ranks;
   }
-  run_sample(engine, first, end - d, step ? engine->ld_logits : 0, plan->draw_stats, plan->draw_flags, plan->tokens + d, plan->logprobs + d,
-             plan->sampling_logprobs + d);
-  if (want_ranks)
-    rm_take_ranks(engine, plan->logits + first * engine->ld_logits, step ? engine->ld_logits : 0, plan->tokens + d, end - d,
-                  plan->ranks + d);
+  run_sample(engine, first, end - d, ld_logits, plan->tokens + d, plan->logprobs + d, plan->sampling_logprobs + d);
+  if (want_ranks) rm_take_ranks(engine, plan->logits + first * engine->ld_logits, ld_logits, plan->tokens + d, end - d, plan->ranks + d);
 }
 
 // Top-k of the row that a draw came from, straight into the record of the token that will be appended.

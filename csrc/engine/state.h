@@ -57,9 +57,7 @@ typedef struct rm_plan {
   float *target_logprobs;       // [max_out_rows]
   int32_t *targets;             // [max_out_rows]
   uint8_t *out_flags;           // [max_out_rows]
-  rm_sample_params *params;     // [max_draws], as are the next three
-  float *draw_stats;            // × 2
-  uint8_t *draw_flags;
+  rm_sample_params *params;     // [max_draws], as are the next two
   float *unused_logprobs;
   int32_t *unused_tokens;
 } rm_plan;
