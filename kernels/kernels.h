@@ -271,8 +271,9 @@ typedef struct rm_sample_args {
   const float *stats;       // [rows][2] of lm_head
   const rm_sample_params *params;  // [rows]
   const uint8_t *row_flags; // [rows]
-  int64_t rows, vocab, ld_logits;
+  int64_t rows, vocab, ld_logits;  // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and [1]
 } rm_sample_args;
+RM_INLINE int64_t rm_sampled_row(const rm_sample_args *a, int64_t r) { return a->ld_logits ? r : 0; }
 
 // The k largest logprobs of each row, descending, ties to the lowest id.
 typedef struct rm_top_logprobs_args {

@@ -276,11 +276,12 @@ static int32_t pick_greedy(const row_view *v, float *under) {
 
 static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   const rm_sample_params *params = a->params + r;
+  const int64_t from = rm_sampled_row(a, r);
   const float *logits = a->logits + r * a->ld_logits;
   row_view v = carve(params, logits, a->vocab, memory);
   a->tokens[r] = -1;
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
-  if (a->row_flags[r]) return;
+  if (a->row_flags[from]) return;
   ban(&v);
   v.max = largest(&v);
 
@@ -292,7 +293,7 @@ static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   else token = filtered ? draw_filtered(&v, &under) : draw_from_all(&v, &under);
   if (token < 0) return;
   a->tokens[r] = token;
-  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * r);
+  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);
   a->sampling_logprobs[r] = same ? a->logprobs[r] : under;
 }
 

@@ -274,10 +274,11 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
   RM_SHARED(shared);
   const scratch s = scratch_in(shared);
   const int64_t row = row0 + blockIdx.x;
+  const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
   row_view v = {a.logits + row * a.ld_logits, nullptr, a.vocab, 0.0f, p->temperature, p->min_p};
   drawn d = {-1, 0.0f};
-  if (!a.row_flags[row]) {
+  if (!a.row_flags[from]) {
     if (p->n_banned > 0) {
       uint32_t *bits = banned + blockIdx.x * ((a.vocab + 31) / 32);
       mark_banned(bits, p, a.vocab);
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
     else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f};
   }
   if (threadIdx.x != 0) return;
-  const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * row);
+  const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * from);
   a.tokens[row] = d.token;
   a.logprobs[row] = model;
   a.sampling_logprobs[row] = d.token < 0 ? nan : rm_samples_the_model(p, a.vocab) ? model : d.under;
