@@ -29,6 +29,7 @@ CPU_FLAGS += [
 ]  # nvcc's pragmas mean nothing to g++
 
 
+@functools.cache
 def library(into: Path) -> Path:
     run([sys.executable, "setup.py", "-q", "cuda", "--to", str(into / "cuda")], os.environ | {"ROLLMESH_WERROR": "1"})
     return into / "cuda" / "librollmesh_cuda.so"
@@ -50,6 +51,7 @@ def simt_sources() -> list[Path]:
     return [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), *sorted(SIMT.glob("simt*.cpp"))]
 
 
+@functools.cache
 def simt(into: Path) -> Path:
     """The kernels as C++, threads as fibres: needs no CUDA."""
     objects = simt_objects(into, [*simt_sources(), *sorted(SIMT.glob("check*.cpp"))])
@@ -58,6 +60,7 @@ def simt(into: Path) -> Path:
     return program
 
 
+@functools.cache
 def simt_library(into: Path) -> Path:
     """What stands in for librollmesh_cuda.so where there is no GPU: the same doors over the same kernels and the CUDA runtime of
     tests/simt, so that whatever loads the one runs on the other."""

@@ -37,18 +37,13 @@ needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here: 
 
 
 @pytest.fixture(scope="module")
-def into(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cuda")
+def check(cuda_folder: Path) -> Path:
+    return cuda_build.simt(cuda_folder)
 
 
 @pytest.fixture(scope="module")
-def check(into: Path) -> Path:
-    return cuda_build.simt(into)
-
-
-@pytest.fixture(scope="module")
-def library(into: Path) -> Path:
-    return cuda_build.library(into)
+def library(cuda_folder: Path) -> Path:
+    return cuda_build.library(cuda_folder)
 
 
 def said(program: Path, *words: str) -> tuple[int, str]:
@@ -107,8 +102,8 @@ def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> No
 
 
 @needs_nvcc
-def test_gpu_gives_the_references_bits(library: Path, into: Path, seed: int) -> None:
-    program = cuda_build.gpu(into)  # compiled in any case
+def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: int) -> None:
+    program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
         pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
     for op in OPS:

@@ -20,20 +20,15 @@ import pytest
 from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Library, Refused
 
 
-@pytest.fixture(scope="module")
-def simt_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_build.simt_library(tmp_path_factory.mktemp("simt"))
-
-
 @pytest.fixture(scope="module", params=["simt", "gpu"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+def library(request: pytest.FixtureRequest, cuda_folder: Path) -> Library:
     if request.param == "simt":
-        return Library(request.getfixturevalue("simt_path"))
+        return Library(request.getfixturevalue("simt_library"))
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc here: kernels/cuda not compiled")
-    if not (Path("/dev/nvidiactl").exists()):
+    if not Path("/dev/nvidiactl").exists():
         pytest.skip("no GPU here")
-    found = Library(cuda_build.library(tmp_path_factory.mktemp("gpu")))
+    found = Library(cuda_build.library(cuda_folder))
     if found.devices() < 1:
         pytest.skip("no GPU here")
     return found
@@ -46,8 +41,8 @@ def device(library: Library) -> Iterator[Device]:
 
 
 @pytest.fixture
-def simt(simt_path: Path) -> Library:
-    return Library(simt_path)
+def simt(simt_library: Path) -> Library:
+    return Library(simt_library)
 
 
 def seen(at: int, size: int) -> bytes:
@@ -466,9 +461,9 @@ else: body()
         ("device.get(host, block, 100)", "unseen"),
     ],
 )
-def test_the_shim_ends_a_program_that_touches_what_it_must_not(simt_path: Path, body: str, message: str, threaded: bool) -> None:
+def test_the_shim_ends_a_program_that_touches_what_it_must_not(simt_library: Path, body: str, message: str, threaded: bool) -> None:
     """Inside Python, whose own handlers of signals are in place, on its main thread and on another."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent), path=str(simt_path), body=body, threaded=threaded)
+    script = SCRIPT.format(tests=str(Path(__file__).parent), path=str(simt_library), body=body, threaded=threaded)
     command = [sys.executable, "-X", "faulthandler", "-c", script]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
     assert message in done.stdout, done.stdout
@@ -505,14 +500,14 @@ def test_what_a_device_is(library: Library) -> None:
         assert device.table.kernels.contents.family == b"cuda_fma"
 
 
-def test_a_thread_goes_back_to_a_device_only_where_it_has_a_context(simt_path: Path) -> None:
+def test_a_thread_goes_back_to_a_device_only_where_it_has_a_context(simt_library: Path) -> None:
     """cudaSetDevice would make one, some hundred MiB of a device that the process does not use."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from cuda_device import Library
-library = Library(Path({str(simt_path)!r}))
+library = Library(Path({str(simt_library)!r}))
 with library.open(3) as three:
     assert library.loaded.simt_contexts() == 8, library.loaded.simt_contexts()
     with library.open(1) as one:

@@ -15,59 +15,82 @@ simt_state simt;
 
 namespace {
 
-enum wait_state { READY, AT_BARRIER, AT_WARP, DONE };
 constexpr int FAULT_STATUS = 3;
 constexpr unsigned WARP = 32, MAX_THREADS = 1024, MXCSR_FLUSHED = 0x1f80 | 0x8000 | 0x0040;
 constexpr size_t PAGE = 4096, SHARED_MOST = 48 << 10;
 // Of a fibre's stack; a few lines more than a power of two, or all of them would lie in the same sets of the caches.
 constexpr size_t STACK = (64 << 10) + 17 * 64;
 
-struct fibre {
-  void *place;         // where it waits: its stack pointer; a fibre is made once, at its first turn, and serves every block from then on
-  wait_state state;
-  unsigned exchanges;  // operations of its warp that this thread has entered
-  simt_op op;          // the last of them
-};
+}  // namespace
 
-fibre fibres[MAX_THREADS];
-uint64_t lanes[2][MAX_THREADS];  // a lane is at most one exchange ahead of its warp, so two sets of values are enough
+// Lanes of a warp are always let go together, so they run one after the other: whoever waits gives the turn to its neighbour, the last
+// one to the scheduler. Not in the namespace without a name: a compiler that knows all uses of a variable concludes that `go`, where
+// others run, leaves it as it was.
+namespace simt_turns {
+enum wait_state : uint8_t { AT_WARP, AT_BARRIER, DONE, N_STATES };
+void *places[MAX_THREADS];     // of fibres that wait, their stack pointers; one is made at its first turn and serves every block
+void *scheduler;               // its own
+wait_state states[MAX_THREADS];
+unsigned n_waiting[N_STATES];  // of the lanes of this warp that had their turn
+simt_op op_of_warp;            // of those AT_WARP
+uint64_t lanes[2][WARP];       // what they gave; a lane is at most one exchange ahead of its warp, so two sets are enough
+unsigned set_of_warp;
+unsigned n_threads, current, n_left;  // n_left: lanes of this warp yet to come
+const simt_launch *launch;            // NULL between launches
+}  // namespace simt_turns
+using namespace simt_turns;
+
+namespace {
+
 char *stacks;
-void *scheduler;
-unsigned n_threads, current;
 bool reversed;
-const simt_launch *launch;   // NULL between launches
-const char *doing;           // NULL where nothing is
-pthread_t doer;              // the thread that does it
+unsigned step;      // 1, or −1 when reversed
+const char *doing;  // NULL where nothing is
+pthread_t doer;     // the thread that does it
 
-// Saves what a call must keep on this stack and its pointer at *from, and goes on where another stack was left.
-extern "C" void simt_switch(void **from, void *to);
-asm(R"(
-.text
-.p2align 4
-.type simt_switch, @function
-simt_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size simt_switch, .-simt_switch
-)");
+// Leaves this stack at *from, and goes on where the stack `to` was left. It jumps instead of returning, which the processor could not
+// foresee, and the compiler keeps what it needs. The 128 bytes are the leaf's own.
+inline void go(void **from, void *to) {
+  asm volatile(R"(
+    leaq -128(%%rsp), %%rsp
+    pushq %%rbp
+    leaq 1f(%%rip), %%rax
+    pushq %%rax
+    movq %%rsp, (%0)
+    movq %1, %%rsp
+    popq %%rax
+    jmp *%%rax
+  1:
+    popq %%rbp
+    leaq 128(%%rsp), %%rsp
+)"
+               : "+D"(from), "+S"(to)
+               :
+               : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "cc", "memory", "xmm0", "xmm1", "xmm2",
+                 "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+}
 
-void wait_as(wait_state state) {
-  fibre &me = fibres[current];
-  me.state = state;
-  simt_switch(&me.place, scheduler);
+[[noreturn]] void serve();
+
+// A stack as `go` leaves one, about to enter serve as if called: 8 bytes off a multiple of 16.
+void *make_fibre(unsigned i) {
+  void **top = reinterpret_cast<void **>(stacks + (i + size_t{1}) * STACK) - 2;
+  *top = reinterpret_cast<void *>(serve);
+  return top;
+}
+
+inline void *place_of(unsigned i) { return places[i] ? places[i] : make_fibre(i); }
+
+__attribute__((noinline)) void wait_as(wait_state state) {
+  const unsigned me = current;
+  states[me] = state;
+  n_waiting[state]++;
+  if (!--n_left) {
+    go(&places[me], scheduler);
+    return;
+  }
+  simt.thread.x = current = me + step;
+  go(&places[me], place_of(current));
 }
 
 void serve() {
@@ -77,64 +100,29 @@ void serve() {
   }
 }
 
-// A stack as simt_switch leaves one, about to enter serve.
-void make_fibre(unsigned i) {
-  void **top = reinterpret_cast<void **>(stacks + (static_cast<size_t>(i) + 1) * STACK);
-  top[-2] = reinterpret_cast<void *>(serve);  // as if called: 8 bytes off a multiple of 16 at the first instruction
-  fibres[i].place = top - 2 - 6;
-}
-
-// Until it waits or ends.
-void give_turn(fibre &to) {
-  if (!to.place) make_fibre(current);
-  simt_switch(&scheduler, to.place);
-}
-
-// Opens the barrier of fibres [from, to) when all of them stand at it.
-bool open_barrier(unsigned from, unsigned to, wait_state at) {
-  for (unsigned i = from; i < to; i++)
-    if (fibres[i].state != at) return false;
-  for (unsigned i = from; i < to; i++) {
-    current = i;
-    if (at == AT_WARP && fibres[i].op != fibres[from].op) simt_fault("lanes of a warp in different operations");
-    fibres[i].state = READY;
-  }
-  return true;
-}
-
-// One warp as far as it comes, to a barrier of the block or its end: others may be that far behind it.
-bool run_warp(unsigned from) {
-  const unsigned to = from + WARP < n_threads ? from + WARP : n_threads;
-  for (bool moved = false;; moved = true) {
-    bool ran = false;
-    for (unsigned i = from; i < to; i++) {
-      current = reversed ? from + to - 1 - i : i;
-      if (fibres[current].state != READY) continue;
-      simt.thread = dim3(current, 0, 0);
-      give_turn(fibres[current]);
-      ran = true;
-    }
-    const bool opened = open_barrier(from, to, AT_WARP);
-    if (!ran && !opened) return moved;
-  }
+// One warp to a barrier of the block or its end: others may be that far behind it. False: its lanes are not all in the same.
+__attribute__((noinline)) bool run_warp(unsigned from) {
+  const unsigned n = from + WARP < n_threads ? WARP : n_threads - from;
+  do {
+    n_waiting[AT_WARP] = n_waiting[AT_BARRIER] = n_waiting[DONE] = 0;
+    n_left = n;
+    set_of_warp ^= 1;
+    simt.thread.x = current = reversed ? from + n - 1 : from;
+    go(&scheduler, place_of(current));
+  } while (n_waiting[AT_WARP] == n);
+  return n_waiting[AT_BARRIER] == n || n_waiting[DONE] == n;
 }
 
 void run_block() {
-  for (unsigned i = 0; i < n_threads; i++) {
-    fibre &f = fibres[i];
-    f.state = READY;
-    f.exchanges = 0;
-  }
-  for (;;) {
-    bool moved = false;
-    const unsigned n_warps = (n_threads + WARP - 1) / WARP;
-    for (unsigned w = 0; w < n_warps; w++) moved |= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
-    moved |= open_barrier(0, n_threads, AT_BARRIER);
-    if (moved) continue;
-    for (current = 0; current < n_threads; current++)
-      if (fibres[current].state != DONE) simt_fault("a barrier that not all threads reach");
-    return;
-  }
+  const unsigned n_warps = (n_threads + WARP - 1) / WARP;
+  bool together = true;
+  do {
+    for (unsigned w = 0; w < n_warps; w++) together &= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
+    for (unsigned w = 0; w < n_warps; w++) together &= states[w * WARP] == states[0];
+    if (together) continue;
+    for (current = 0; states[current] == AT_BARRIER;) current++;
+    simt_fault("a barrier that not all threads reach");
+  } while (states[0] == AT_BARRIER);
 }
 
 struct guarded {
@@ -230,6 +218,7 @@ const char *simt_refused(const simt_launch &l) {
 void simt_run(const simt_launch &l) {
   launch = &l;
   n_threads = l.block.x;
+  step = reversed ? ~0u : 1u;
   simt.grid = l.grid;
   const size_t shared_bytes = (l.shared_bytes + 3) / 4 * 4;
   simt.shared = reinterpret_cast<float *>(shared_of(shared_bytes).data);
@@ -248,12 +237,13 @@ void __syncthreads() { wait_as(AT_BARRIER); }
 // The set of values that the calling lane's warp has given, once all have.
 static const uint64_t *meet(simt_op op, unsigned mask, uint64_t value) {
   if (mask != 0xffffffffu) simt_fault("an operation of less than a warp");
-  const unsigned me = current, set = fibres[me].exchanges++ & 1u;
-  if (me / WARP * WARP + WARP > n_threads) simt_fault("an operation of a warp that is not whole");
-  lanes[set][me] = value;
-  fibres[me].op = op;
+  const unsigned lane = current % WARP, set = set_of_warp;
+  if (current - lane + WARP > n_threads) simt_fault("an operation of a warp that is not whole");
+  if (!n_waiting[AT_WARP]) op_of_warp = op;
+  if (op != op_of_warp) simt_fault("lanes of a warp in different operations");
+  lanes[set][lane] = value;
   wait_as(AT_WARP);
-  return lanes[set] + me / WARP * WARP;
+  return lanes[set];
 }
 
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane) { return meet(SIMT_SHUFFLE, mask, value)[lane]; }
