@@ -155,7 +155,10 @@ stack_t stack_of_thread;
 unsigned mxcsr_of_thread;
 
 void on_signal(int number, siginfo_t *info, void *) {
-  if (doing && pthread_equal(doer, pthread_self())) simt_fault("access outside a buffer or outside shared memory");
+  if (doing && pthread_equal(doer, pthread_self())) {
+    if (simt_open(info->si_addr)) return;
+    simt_fault("access outside a buffer or outside shared memory");
+  }
   if (const char *whose = simt_whose(info->si_addr)) simt_fault(whose);
   sigaction(number, &others, nullptr);  // what it was before: the access is made again
 }

@@ -14,7 +14,7 @@
 
 namespace {
 
-enum { PAGE = 4096, ALIGNMENT = 256, MAX_DEVICES = 64, HOST = -1, FRESH = 0xff, SLACK = 0xa5 };
+enum { PAGE = 4096, CHUNK = 16 * PAGE, MAX_OPEN = 4096, ALIGNMENT = 256, MAX_DEVICES = 64, HOST = -1, FRESH = 0xff, SLACK = 0xa5 };
 
 struct block {
   char *raw, *room, *data;          // guard page, then pages of which the last hold the block, then a guard page
@@ -116,18 +116,53 @@ cudaError_t block_create(int owner, size_t bytes, void **out) {
   return cudaSuccess;
 }
 
-void protect_all(int owner, int protection) {
-  for (auto &[data, b] : blocks)
-    if (b.owner == owner && mprotect(b.room, b.room_bytes, protection)) simt_fault("mprotect");
+// Device memory is opened where work touches it, in pieces, and closed when the drain ends: to open all of it would cost more than most
+// launches do. A piece of work says what it touches, a kernel is met by simt_open at its first access.
+struct opened {
+  const block *b;
+  char *from, *to;
+};
+opened open_now[MAX_OPEN];
+int n_open, drains = HOST;  // whose memory may be opened
+
+void protect(char *from, const char *to, int protection) {
+  if (mprotect(from, static_cast<size_t>(to - from), protection)) simt_fault("mprotect");
 }
 
-// A block's pages can be read.
-void check_slack(const block &b) {
-  const auto is_slack = [](char c) { return static_cast<unsigned char>(c) == SLACK; };
-  if (std::all_of(b.slack_from(), b.data, is_slack) && std::all_of(b.data + b.bytes, b.room + b.room_bytes, is_slack)) return;
+bool is_slack(const char *from, const char *to) {
+  return std::all_of(from, to, [](char c) { return static_cast<unsigned char>(c) == SLACK; });
+}
+
+[[noreturn]] void slack_written(const block &b) {
   char text[120];
   snprintf(text, sizeof text, "bytes beside a block of %zu bytes were written", b.bytes);
   simt_fault(text);
+}
+
+void check_slack(const block &b) {
+  if (!is_slack(b.slack_from(), b.data) || !is_slack(b.data + b.bytes, b.room + b.room_bytes)) slack_written(b);
+}
+
+// What lies beside a block is in its first and its last chunk.
+void close_all() {
+  for (int i = 0; i < n_open; i++) {
+    const opened &o = open_now[i];
+    if (o.from == o.b->room && !is_slack(o.b->slack_from(), o.b->data)) slack_written(*o.b);
+    if (o.to == o.b->room + o.b->room_bytes && !is_slack(o.b->data + o.b->bytes, o.to)) slack_written(*o.b);
+  }
+  for (int i = 0; i < n_open; i++) protect(open_now[i].from, open_now[i].to, PROT_NONE);
+  n_open = 0;
+}
+
+// The chunks of b that hold [from, to).
+void open_chunks(const block &b, const char *from, const char *to) {
+  const ptrdiff_t first = (from - b.room) / CHUNK * CHUNK, behind = (to - b.room + CHUNK - 1) / CHUNK * CHUNK;
+  const opened wanted = {&b, b.room + first, b.room + std::min(behind, static_cast<ptrdiff_t>(b.room_bytes))};
+  for (int i = 0; i < n_open; i++)
+    if (open_now[i].from <= wanted.from && wanted.to <= open_now[i].to) return;
+  if (n_open == MAX_OPEN) close_all();  // what is needed of it again opens again
+  open_now[n_open++] = wanted;
+  protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
 }
 
 bool block_destroy(void *data, bool on_host) {
@@ -149,6 +184,10 @@ void do_work(simt_stream *s, const work &w) {
     return;
   }
   simt_doing(w.from ? "cudaMemcpyAsync" : "cudaMemsetAsync");
+  for (const char *at : {static_cast<const char *>(w.to), w.from}) {
+    const block *b = at ? block_of(at) : nullptr;
+    if (b && b->owner == s->owner && w.bytes) open_chunks(*b, at, at + w.bytes);
+  }
   if (w.from) memcpy(w.to, w.from, w.bytes);
   else memset(w.to, w.value, w.bytes);
 }
@@ -157,18 +196,19 @@ void do_work(simt_stream *s, const work &w) {
 void drain(simt_stream *s, uint64_t place, const work *now = nullptr) {
   const device &d = devices[s->owner];
   if (d.sticky == cudaSuccess && (s->n_done < place || now)) {
-    protect_all(s->owner, PROT_READ | PROT_WRITE);
     simt_begin();
+    drains = s->owner;
     for (; s->n_done < place && d.sticky == cudaSuccess; s->n_done++) {
       const work w = std::move(s->queue.front());
       s->queue.pop_front();
       do_work(s, w);
     }
     if (now && d.sticky == cudaSuccess) do_work(s, *now);
-    simt_end();
+    drains = HOST;
+    close_all();
     for (const auto &[data, b] : blocks)
-      if (b.owner == s->owner || b.owner == HOST) check_slack(b);
-    protect_all(s->owner, PROT_NONE);
+      if (b.owner == HOST) check_slack(b);
+    simt_end();
   }
   if (d.sticky == cudaSuccess) return;
   s->queue.clear();
@@ -202,6 +242,19 @@ cudaError_t ready() {
 }
 
 }  // namespace
+
+bool simt_open(const void *address) {
+  auto next = blocks.upper_bound(static_cast<const char *>(address));
+  if (next == blocks.end() || address < next->second.room) {
+    if (next == blocks.begin()) return false;
+    next--;
+  }
+  const block &b = next->second;
+  const char *at = static_cast<const char *>(address);
+  if (b.owner == HOST || b.owner != drains || at < b.room || at >= b.room + b.room_bytes) return false;
+  open_chunks(b, at, at + 1);
+  return true;
+}
 
 const char *simt_whose(const void *address) {
   static char text[120];
