@@ -56,8 +56,27 @@ static void zero_page(void *owner, int32_t page) {
   rm_model_zero_page(engine->model, engine->kv, engine->n_pages, page);
 }
 
+// Bytes of KV cache: what was asked for, or what is left of the memory that may be used.
+static rm_code kv_wanted(const rm_engine *engine, uint64_t *bytes, rm_error *err) {
+  const rm_engine_options *options = &engine->options;
+  *bytes = options->kv_bytes;
+  if (*bytes || options->host_pages || !(options->memory_fraction > 0)) return RM_OK;
+  const size_t available = engine->device->available(engine->device->self);
+  const double share = (double)available * options->memory_fraction, weights = 2.0 * (double)engine->params->bytes;
+  if (available == SIZE_MAX || share <= weights)
+    return rm_fail(err, RM_E_CAPACITY,
+                   "memory_fraction=%g of the %.2f GiB that %s has free is %.2f GiB, wanted more than two copies of the "
+                   "weights, %.2f GiB",
+                   options->memory_fraction, (double)available / 0x1p30, engine->device->name, share / 0x1p30, weights / 0x1p30);
+  *bytes = (uint64_t)(share - weights);
+  return RM_OK;
+}
+
 static rm_code create_cache(rm_engine *engine, rm_error *err) {
-  const uint64_t page_bytes = rm_model_page_bytes(engine->model), wanted = engine->options.kv_bytes;
+  const uint64_t page_bytes = rm_model_page_bytes(engine->model);
+  uint64_t wanted;
+  rm_code code = kv_wanted(engine, &wanted, err);
+  if (code) return code;
   const int64_t host_pages = engine->options.host_pages;
   if (host_pages > 0 && (uint64_t)host_pages > SIZE_MAX / 2 / page_bytes)
     return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes are more than there is", (long long)host_pages,
@@ -68,8 +87,7 @@ static rm_code create_cache(rm_engine *engine, rm_error *err) {
   engine->n_pages = host_pages ? host_pages : (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
   engine->kv_bytes = (size_t)engine->n_pages * page_bytes;
   const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};
-  const rm_code code = rm_kv_create(&options, &engine->cache, err);
-  if (code) return code;
+  if ((code = rm_kv_create(&options, &engine->cache, err))) return code;
   return rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->kv, err);
 }
 

@@ -22,6 +22,7 @@ import numpy as np
 import rollmesh as rm
 from rollmesh import vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
+from rollmesh.devices import library_path
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
 
@@ -180,7 +181,7 @@ def _cuda_kernels() -> str:
     except OSError as error:
         return f"cannot be loaded: {error}"
     library.rm_cuda_archs.restype = ctypes.c_char_p
-    devices = cuda_devices(path)
+    devices = int(library.rm_cuda_devices())
     seen = "no driver here" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
     return f"for {library.rm_cuda_archs().decode()}; {seen}"
 
