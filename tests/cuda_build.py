@@ -26,7 +26,7 @@ def library(into: Path) -> Path:
 
 def simt(into: Path) -> Path:
     """The kernels as C++, threads as fibres: needs no CUDA."""
-    sources = [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), SIMT / "simt.cpp", *sorted(SIMT.glob("check*.cpp"))]
+    sources = [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), *sorted(SIMT.glob("simt*.cpp")), *sorted(SIMT.glob("check*.cpp"))]
     objects = []
     for source in sources:
         objects.append(into / f"{source.stem}.simt.o")
@@ -51,15 +51,21 @@ def gpu(into: Path) -> Path:
 
 
 def reference(into: Path) -> Path:
-    """The reference table alone, the oracle."""
+    """The reference table alone, the oracle; and as rm_table_ref_mma the same files over the sums of the family cuda_mma."""
     cpu = ROOT / "kernels" / "cpu"
     objects = []
-    for source in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c"):
+    for source in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c", SIMT / "mma_dot.c"):
         objects.append(str(into / f"{source.stem}.o"))
-        flags = ["-std=gnu11", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Ikernels"]
+        flags = ["-std=gnu11", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Ikernels", "-Ikernels/cpu"]
         run([os.environ.get("CC", "gcc"), *flags, "-c", str(source), "-o", objects[-1]], dict(os.environ))
+    mma_dot = objects.pop()
+    mma = str(into / "ref_mma.o")
+    parts = [name for name in objects if Path(name).name not in ("ref_dot.o", "fp.o")]
+    run(["ld", "-r", *parts, mma_dot, "-o", mma], dict(os.environ))
+    run(["objcopy", "--keep-global-symbol=rm_table_ref_mma", "--redefine-sym=rm_table_ref=rm_table_ref_mma", mma], dict(os.environ))
     archive = into / "libref.a"
-    run(["ar", "rcs", str(archive), *objects], dict(os.environ))
+    archive.unlink(missing_ok=True)
+    run(["ar", "rcs", str(archive), *objects, mma], dict(os.environ))
     return archive
 
 

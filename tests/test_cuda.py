@@ -31,6 +31,8 @@ OPS = {
     "top_logprobs": 150,
     "pack": 1200,
 }
+# The same of the family cuda_mma, of the ops that are not the other's; its oracle is the reference over that family's sums.
+MMA_OPS = {name: OPS[name] for name in ("embed", "gemm", "gemm_swiglu", "qk_rope_kv", "attention", "router", "lm_head", "pack")}
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here: kernels/cuda not compiled")
 
 
@@ -61,6 +63,19 @@ def test_simt_gives_the_references_bits(check: Path, op: str, least: int, seed: 
     assert status == 0, text
     assert found, text
     assert int(found[1]) >= least
+
+
+@pytest.mark.parametrize("op, least", MMA_OPS.items())
+def test_simt_gives_the_bits_of_the_tensor_cores_order(check: Path, op: str, least: int, seed: int) -> None:
+    """Against a model of the instruction (tests/simt/mma_model.h): order, layouts and barriers are held, its own rounding is not."""
+    status, text = said(check, op, str(seed), "mma")
+    assert status == 0, text
+    assert int(re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)[1]) >= least  # type: ignore[index]
+
+
+def test_places_packings_and_units_tile_what_they_should(check: Path, seed: int) -> None:
+    status, text = said(check, "mma_places", str(seed))
+    assert status == 0, text
 
 
 @pytest.mark.parametrize(

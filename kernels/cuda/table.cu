@@ -11,8 +11,8 @@
 #endif
 
 static size_t workspace_bytes(const rm_limits *limits) {
-  const size_t asked[] = {rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
-                          rm_cuda_sample_workspace(limits)};
+  const size_t asked[] = {rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits),     rm_cuda_lm_head_workspace(limits),
+                          rm_cuda_sample_workspace(limits),    rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)};
   size_t most = 0;
   for (const size_t bytes : asked) most = bytes > most ? bytes : most;
   return most;
@@ -38,7 +38,28 @@ static const rm_kernels TABLE = {
     .pack = rm_cuda_pack,
 };
 
+static const rm_kernels MMA_TABLE = {
+    .isa = "cuda_sm90",
+    .family = "cuda_mma",
+    .workspace_bytes = workspace_bytes,
+    .embed = rm_cuda_mma_embed,
+    .rms_norm = rm_cuda_rms_norm,
+    .gemm = rm_cuda_mma_gemm,
+    .gemm_swiglu = rm_cuda_mma_gemm_swiglu,
+    .qk_rope_kv = rm_cuda_mma_qk_rope_kv,
+    .attention = rm_cuda_mma_attention,
+    .router = rm_cuda_mma_router,
+    .permute = rm_cuda_permute,
+    .combine = rm_cuda_combine,
+    .lm_head = rm_cuda_mma_lm_head,
+    .merge_pairs = rm_cuda_merge_pairs,
+    .sample = rm_cuda_sample,
+    .top_logprobs = rm_cuda_top_logprobs,
+    .pack = rm_cuda_mma_pack,
+};
+
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }
+RM_EXPORT const rm_kernels *rm_kernels_cuda_mma(void) { return &MMA_TABLE; }
 
 #ifndef RM_SIMT
 RM_EXPORT const char *rm_cuda_archs(void) { return RM_CUDA_ARCHS; }

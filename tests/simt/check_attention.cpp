@@ -29,8 +29,10 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of 
   for (int64_t i = 0; i < n_pages; i++) tables[i] = static_cast<int32_t>(n_pages - 1 - i);
   rm_attention_args a = {};
   a.q = numbers(dtype, n_out, pick(8) ? TAME : WILD);
-  a.k_cache = numbers(dtype, n_pages * h.n_kv * rm_k_page_elems(page_size, head_dim));
-  a.v_cache = numbers(dtype, n_pages * h.n_kv * rm_v_page_elems(page_size, head_dim));
+  void *k = numbers(dtype, n_pages * h.n_kv * rm_k_page_elems(page_size, head_dim));
+  void *v = numbers(dtype, n_pages * h.n_kv * rm_v_page_elems(page_size, head_dim));
+  const packed keys = {k, relaid_pages(k, dtype, n_pages * h.n_kv, page_size, head_dim, false)};
+  const packed values = {v, relaid_pages(v, dtype, n_pages * h.n_kv, page_size, head_dim, true)};
   a.positions = positions, a.seq_of_row = seqs, a.block_tables = tables, a.rows = rows, a.n_seqs = n_seqs, a.max_pages = max_pages;
   a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0, a.head_dim = head_dim, a.page_size = page_size,
   a.window = window, a.dtype = dtype;
@@ -42,7 +44,10 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of 
   snprintf(what, sizeof what, "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld mix=%d",
            dtype, context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window, mix);
   return held(what, {{&a.out, static_cast<size_t>(n_out) * rm_dtype_bytes(dtype), n_out}}, limits,
-              [&](const rm_kernels *table, const rm_ctx *ctx) { table->attention(ctx, &a); });
+              [&](const rm_kernels *table, const rm_ctx *ctx) {
+                a.k_cache = keys.of(table), a.v_cache = values.of(table);
+                table->attention(ctx, &a);
+              });
 }
 
 }  // namespace
