@@ -73,8 +73,10 @@ def test_simt_gives_the_bits_of_the_tensor_cores_order(check: Path, op: str, lea
     assert int(re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)[1]) >= least  # type: ignore[index]
 
 
-def test_places_packings_and_units_tile_what_they_should(check: Path, seed: int) -> None:
-    status, text = said(check, "mma_places", str(seed))
+@pytest.mark.parametrize("what", ["mma_places", "mma_company"])
+def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
+    """Packings, units and places tile what they should; a row's bits do not depend on the rows beside it."""
+    status, text = said(check, what, str(seed), "mma")
     assert status == 0, text
 
 
@@ -124,7 +126,9 @@ def test_gpu_gives_the_references_bits(library: Path, into: Path, seed: int) -> 
     program = cuda_build.gpu(into)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
         pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
-    for op in OPS:
-        status, text = said(program, op, str(seed))
+    for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company")]:
+        status, text = said(program, op, str(seed), family)
         assert status == 0, text
         assert text.startswith("OK")
+    status, text = said(into / "probe_mma")
+    assert status == 0, text

@@ -208,6 +208,7 @@ int main(int argc, char **argv) {
       {"top_logprobs", check_top_logprobs},
       {"pack", check_pack},
       {"mma_places", check_mma_places},
+      {"mma_company", check_mma_company},
   };
   if (argc < 2) return 2;
   check_seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);

@@ -63,4 +63,4 @@ bool check_router(), check_permute(), check_combine();
 bool check_lm_head(), check_merge_pairs();
 bool check_sample(), check_top_logprobs();
 bool check_pack();
-bool check_mma_places();
+bool check_mma_places(), check_mma_company();

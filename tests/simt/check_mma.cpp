@@ -1,5 +1,6 @@
 // check_mma.cpp: the index arithmetic of the tensor-core kernels, by property: places, packings and units are bijections, and the
-// words that the lanes of a warp read at once from shared memory lie in different banks.
+// words that the lanes of a warp read at once from shared memory lie in different banks. And the property that all this is for: a
+// row's bits are the same alone and in company, without an oracle.
 #include "check.h"
 
 #include <vector>
@@ -116,7 +117,40 @@ bool banks() {
   return chunks.once() || fails("chunks", 0, 0);
 }
 
+// Row r of a gemm alone, and among `m` rows: another kernel, or other tiles of the same.
+bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
+  const packed w = weights(RM_BF16, 1, n, k, swiglu);
+  rm_gemm_args a = {};
+  a.x = numbers(RM_BF16, m * k), a.w = w.of_test, a.m = m, a.n = n, a.k = k, a.ldx = k, a.ldy = n, a.dtype = RM_BF16, a.y_dtype = RM_F32;
+  float *together = array<float>(m * n), *alone = array<float>(m * n);
+  rm_ctx ctx = {};
+  ctx.workspace_bytes = static_cast<size_t>(16 * m * rm_gate_up_rows(n) * rm_mma_segments(k));
+  ctx.workspace = simt_buffer(ctx.workspace_bytes);
+  const auto op = swiglu ? in_test()->gemm_swiglu : in_test()->gemm;
+  a.y = together;
+  op(&ctx, &a);
+  for (int64_t r = 0, rows; r < m; r += rows) {
+    rows = rm_min64(m - r, r == 0 ? 1 : 1 + pick(m / 2 + 1));
+    rm_gemm_args part = a;
+    rm_ctx some = ctx;
+    if (pick(2)) some.workspace_bytes = 0;  // k is not split over blocks
+    part.x = static_cast<const uint16_t *>(a.x) + r * k, part.y = alone + r * n, part.m = rows;
+    op(&some, &part);
+  }
+  simt_finish();
+  char what[100];
+  snprintf(what, sizeof what, "rows alone m=%ld n=%ld k=%ld swiglu=%d", m, n, k, swiglu);
+  return same(what, alone, together, static_cast<size_t>(m * n) * sizeof(float), m * n);
+}
+
 }  // namespace
+
+bool check_mma_company() {
+  for (const int64_t m : {2, 8, 9, 33, 64, 65, 130, 200})
+    for (int swiglu = 0; swiglu < 2; swiglu++)
+      if (!company_case(m, 24 + pick(30), 500 + pick(700), swiglu)) return false;
+  return true;
+}
 
 bool check_mma_places() {
   int64_t bits = 0;

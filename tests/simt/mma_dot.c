@@ -8,38 +8,43 @@
 
 #include "mma_model.h"
 
-enum { STEP = 16, SEGMENT = 512 };
+enum { STEP = 16, SEGMENT = 512, MAX_K = 1 << 14 };
 
-float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {
-  if (dtype == RM_F32) return fma_dot(dtype, x, w, n, k_total);
-  const uint16_t *xs = x, *ws = w;
+// Σ a·b over k, which is a multiple of STEP, in the family's order.
+#ifdef RM_ON_GPU
+float gpu_mma_chain(const uint16_t *a, const uint16_t *b, int64_t k);  // gpu.cu: one output by the instruction itself
+#define mma_chain gpu_mma_chain
+#else
+static float mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {
   float acc = 0.0f;
-  for (int64_t k0 = 0; k0 < k_total; k0 += SEGMENT) {
-    const int64_t end = rm_min64(k0 + SEGMENT, rm_round_up(k_total, RM_K_BLOCK));
+  for (int64_t k0 = 0; k0 < k; k0 += SEGMENT) {
     float s = 0.0f;
-    for (int64_t k = k0; k < end; k += STEP) {
-      uint16_t a[STEP], b[STEP];
-      for (int64_t i = 0; i < STEP; i++) {
-        a[i] = ws[rm_packed_index(dtype, k_total, n, k + i)];
-        b[i] = k + i < k_total ? xs[k + i] : 0;
-      }
-      s = mma_model(s, a, b);
-    }
+    for (int64_t at = k0; at < k && at < k0 + SEGMENT; at += STEP) s = mma_model(s, a + at, b + at);
     acc = acc + s;
   }
   return acc;
 }
+#endif
+
+float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {
+  if (dtype == RM_F32) return fma_dot(dtype, x, w, n, k_total);
+  static uint16_t a[MAX_K], b[MAX_K];
+  const int64_t padded = rm_round_up(k_total, RM_K_BLOCK);
+  const uint16_t *xs = x, *ws = w;
+  if (padded > MAX_K) return NAN;
+  for (int64_t k = 0; k < padded; k++) {
+    a[k] = ws[rm_packed_index(dtype, k_total, n, k)];
+    b[k] = k < k_total ? xs[k] : 0;
+  }
+  return mma_chain(a, b, padded);
+}
 
 float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v) {
   if (dtype == RM_F32) return fma_values_dot(dtype, p, v);
-  float s = 0.0f;
-  for (int from = 0; from < RM_ATTN_BLOCK; from += STEP) {
-    uint16_t a[STEP], b[STEP];
-    for (int i = 0; i < STEP; i++) {
-      a[i] = rm_f32_to_bf16(v[from + i]);
-      b[i] = rm_f32_to_bf16(p[from + i]);
-    }
-    s = mma_model(s, a, b);
+  uint16_t a[RM_ATTN_BLOCK], b[RM_ATTN_BLOCK];
+  for (int i = 0; i < RM_ATTN_BLOCK; i++) {
+    a[i] = rm_f32_to_bf16(v[i]);
+    b[i] = rm_f32_to_bf16(p[i]);
   }
-  return s;
+  return mma_chain(a, b, RM_ATTN_BLOCK);
 }
