@@ -114,7 +114,7 @@ template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
 
 // Of one call whose blocks are too few; where there is less, k is not split.
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *l) {
-  const int64_t segments = rm_mma_segments(l->max_k), rows = rm_min64(l->max_rows, FEW_ROWS * rm_max64(1, l->top_k));
+  const int64_t segments = rm_mma_segments(l->max_k), rows = rm_min64(l->max_rows, FEW_ROWS) * rm_max64(1, l->top_k);
   if (segments == 1) return 0;
   return static_cast<size_t>(
       rm_min64(segments * rows * rm_round_up(l->max_n, 2 * RM_MMA_ROWS) * static_cast<int64_t>(sizeof(float)), MAX_WORKSPACE));
