@@ -16,7 +16,7 @@ from native_build import standin
 from test_native import MEMORY, note, passes, run
 
 Build = Callable[..., Path]
-FAULTS = 27  # of mesh_device_faults.c
+FAULTS = 34  # of mesh_device_faults.c
 
 
 def beside(program: Path, sanitize: str = "") -> dict[str, str]:
@@ -40,6 +40,8 @@ def test_devices_get_what_threads_get(native: Build, seed: int, pytestconfig: py
 
 def test_a_device_group_does_not_race(native: Build, pytestconfig: pytest.Config) -> None:
     program = native("mesh_device", "thread")
+    planted = run([program, "--cases", "3", "--plant", "3"], **beside(program, "thread"))
+    assert "WARNING: ThreadSanitizer: data race" in planted.stderr
     note(pytestconfig, "TSan, 0 reports", passes([program, "--cases", "6"], **beside(program, "thread")))
 
 

@@ -33,6 +33,7 @@ class Comm:
 def attach(
     name: str, rank: int, nonce: int, tp: int, dp: int, ep: int, timeout: float, /
 ) -> tuple[Comm | None, Comm | None, Comm | None, Comm | None, Comm | None]: ...
+def nccl_version(path: str, /) -> int: ...
 
 # Rows between ranks, as bytes: uint8 [rows, bytes of a row].
 @final

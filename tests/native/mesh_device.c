@@ -7,6 +7,7 @@
 //
 //   mesh_device [--cases 40] [--seconds S] [--seed 1] [--first 0] [--transport 0: both, 1: staged, 2: nccl]
 //     --plant 1: a bit of what a rank sends       2: a rank is one call behind the chain's recording    (each must end in a failure)
+//             3: what comes is looked at before it was waited for                                        (only TSan sees it)
 #include <stdatomic.h>
 
 #include "base/memory.h"
@@ -178,6 +179,7 @@ static void *run_rank(void *arg) {
   begin(self);
   device_talk_begin(&d, self->tried, self->plain, self->device, w->seed, w->most);
   d.patience = w->plant ? 2 : 60;
+  d.is_hasty = w->plant == 3;
   for (long call = 0; call < w->calls; call++) {
     rm_comm_set_epoch(d.talk.comm, call / 7);
     tiny_must(talk_call(&d.talk, (uint64_t)call, &err), &err);
@@ -216,7 +218,7 @@ int main(int argc, char **argv) {
               (option[]){{"cases", .least = 1, .most = OPTION_MOST, .count = &f.cases},
                          {"seconds", .most = OPTION_MOST, .count = &f.seconds},
                          {"first", .most = OPTION_MOST, .count = &f.first},
-                         {"plant", .most = 2, .count = &f.plant},
+                         {"plant", .most = 3, .count = &f.plant},
                          {"transport", .most = 2, .count = &transport},
                          {"seed", .bits = &f.seed},
                          {0}});

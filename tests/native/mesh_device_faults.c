@@ -17,7 +17,7 @@
 #include "mesh/region.h"
 #include "mesh/staged.h"
 
-enum { RANKS = 6, CALLS = 6, CULPRIT = 1, ROOM = 4 << 20, CAPACITY = 1 << 14, BYTES = 3000 };
+enum { RANKS = 6, CALLS = 6, CULPRIT = 1, ROOM = 4 << 20, CAPACITY = 2000, BYTES = 3000 };
 static const double PATIENCE = 0.5, SOON = 20;   // a machine that runs tests may stand still
 
 typedef enum when { MAKING, CALLING, WAITING, COMPARING, ABORTING, DEVICE, LEAVING } when;
@@ -58,6 +58,13 @@ static const fault faults[] = {
     {"an abort from another thread", NULL, "other", ABORTING, RM_E_RANK_LOST, "rank 1 has given up: NumericsError", 1},
     {"a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
     {"a rank leaves", NULL, NULL, LEAVING, RM_OK, "", 0},
+    {"too much", NULL, "room", CALLING, RM_E_CAPACITY, "sends 2998 bytes with rows apart in one exchange, and there is room for 2000", 0},
+    {"staged: too much", NULL, "room", CALLING, RM_E_CAPACITY, "sends 2998 bytes in one exchange, and there is room for 2000", 0},
+    {"staged: no room", NULL, "room", MAKING, RM_E_MEMORY, "no memory for exchanges of", 0},
+    {"staged: a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
+    {"staged: an abort", NULL, "own", ABORTING, RM_E_RANK_LOST, "rank 1 has given up: NumericsError", 1},
+    {"staged: a late rank", NULL, "late", CALLING, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not come within", 1},
+    {"staged: a rank leaves", NULL, NULL, LEAVING, RM_E_RANK_LOST, "left", 1},
 };
 enum { N_FAULT = sizeof faults / sizeof *faults };
 
@@ -89,6 +96,8 @@ static double now(void) {
 
 static int is_culprit(const rank *self) { return self->rank == CULPRIT && !self->t->plant; }
 
+static int is_staged(const trial *t) { return strncmp(t->fault->name, "staged:", 7) == 0; }
+
 static int says(const fault *f, const char *value) { return f->value && !f->variable && strcmp(f->value, value) == 0; }
 
 // ------------------------------------------------------------------------------------------------ what a rank does
@@ -97,18 +106,21 @@ static rm_code make(rank *self, rm_error *err) {
   const int32_t members[RANKS] = {0, 1, 2, 3, 4, 5};
   const int is_file = f->value && !f->variable && strstr(f->value, ".so");
   const int one_gpu = strncmp(f->name, "one GPU", 7) == 0;
-  rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"),
-                             .gpu = one_gpu && !self->t->plant ? "the one" : NULL,
-                             .capacity = CAPACITY,
-                             .timeout = PATIENCE};
-  if (f->when != MAKING) options.timeout = SOON;
+  rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = SOON};
+  if (one_gpu && !self->t->plant) options.gpu = "the one";
+  if (f->when == MAKING && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
   if (is_culprit(self) && is_file) options.library = f->value;
-  if (is_culprit(self) && says(f, "room")) options.capacity = ROOM;
+  if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
   tiny_must(rm_region_comm(self->t->region, 0, members, self->t->size, self->rank, &self->host, err), err);
   void *there;
   if (self->device->device.map(self->device, 2 * BYTES, &there)) tiny_die("no memory of a device");
   self->there = there;
+  if (is_staged(self->t)) {
+    const rm_code code = rm_comm_create_staged(self->host, &self->device->device, options.capacity, &self->comm, err);
+    if (code) rm_comm_abort(self->host, code);   // else the others waited for this rank
+    return code;
+  }
   return rm_comm_create_nccl(self->host, &self->device->device, &options, &self->comm, err);
 }
 
@@ -125,6 +137,12 @@ static rm_code swap(rank *self, size_t bytes, rm_error *err) {
     send[r] = (rm_block){self->there + (size_t)r * bytes, n > 0, n, n};
     recv[r] = (rm_block){self->there + BYTES + (size_t)r * bytes, n > 0, n, n};
   }
+  return rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, send, recv, err);
+}
+
+static rm_code send_too_much(rank *self, rm_error *err) {
+  rm_block send[RANKS] = {{0}}, recv[RANKS] = {{0}};
+  send[0] = (rm_block){self->there, 2, BYTES / 2 - 1, BYTES / 2};
   return rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, send, recv, err);
 }
 
@@ -157,16 +175,26 @@ static rm_code misbehave(rank *self, rm_error *err) {
     self->comm = self->host = NULL;
     return rm_fail(err, RM_E_RANK_LOST, "left");
   }
-  return step(self, what == COMPARING, err);
+  if (says(self->t->fault, "late")) usleep((useconds_t)(3e6 * PATIENCE));
+  return what == CALLING && says(self->t->fault, "room") ? send_too_much(self, err) : step(self, what == COMPARING, err);
+}
+
+// Whether it is this rank that loses patience: every one where nobody is told, else the culprit, so that the code is its own.
+static int is_lost(const rank *self) {
+  const fault *f = self->t->fault;
+  if (f->when == LEAVING || says(f, "late")) return 1;
+  if (f->when == WAITING) return f->own == RM_OK;
+  return f->when == CALLING && self->rank == CULPRIT;
 }
 
 static rm_code last_step(rank *self, rm_error *err) {
   const int compares = self->t->fault->when == COMPARING;
   const int waits_for_abort = says(self->t->fault, "other");
+  const double patience = is_lost(self) ? PATIENCE : SOON;
   if (waits_for_abort && !is_culprit(self)) usleep(100000);   // the culprit stands in its wait by then
   rm_code code = is_culprit(self) ? misbehave(self, err) : step(self, 0, err);
   if (!code && compares) code = rm_comm_compare(self->comm, self->host, err);
-  if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, compares || waits_for_abort ? SOON : PATIENCE, err);
+  if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, patience, err);
   if (waits_for_abort && is_culprit(self)) pthread_join(self->other, NULL);
   return code;
 }
@@ -191,13 +219,15 @@ static void *run_rank(void *arg) {
   rm_error err = RM_ERROR_INIT;
   double start = now();
   rm_code code = make(self, &err);
+  if (!code && t->fault->when == MAKING && is_staged(t)) code = swap(self, 100, &err);   // it is made by each rank alone
   for (long i = 0; i < t->before && !code; i++) {
     code = step(self, 0, &err);
     if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, SOON, &err);
     if (code) tiny_die("%s: %s: rank %d fails early: %s", t->where, t->fault->name, self->rank, rm_error_message(&err));
   }
   if (!code && t->fault->when != MAKING) {
-    rm_comm_set_timeout(self->comm, t->fault->when == COMPARING ? SOON : PATIENCE);
+    tiny_must(rm_comm_barrier(self->host, &err), &err);   // no rank is at a good call still
+    rm_comm_set_timeout(self->comm, is_lost(self) ? PATIENCE : SOON);
     start = now();
     code = last_step(self, &err);
   }
@@ -246,12 +276,11 @@ static void set_fault(const trial *t) {
   setenv(f->variable, value, 1);
 }
 
-static double try_fault(fuzz *f, const fault *which) {
+static void try_fault(fuzz *f, const fault *which) {
   rm_error err = RM_ERROR_INIT;
   trial t = {.fault = which, .where = fuzz_where(f), .plant = f->plant == which - faults + 1};
-  double most = 0;
   t.size = 2 + (int)fuzz_below(f, RANKS - 1);
-  t.before = fuzz_below(f, CALLS);
+  t.before = which->when == MAKING ? 0 : fuzz_below(f, CALLS);
   const rm_region_options options = {.world = t.size, .n_groups = 1, .buffer_bytes = 4096, .timeout = SOON};
   tiny_must(rm_region_create(&options, &t.region, &err), &err);
   set_fault(&t);
@@ -263,10 +292,8 @@ static double try_fault(fuzz *f, const fault *which) {
   for (int r = 0; r < t.size; r++) pthread_join(ranks[r].thread, NULL);
   if (which->variable) unsetenv(which->variable);
   judge(&t);
-  for (int r = 0; r < t.size; r++) most = t.seconds[r] > most ? t.seconds[r] : most;
   rm_region_release(t.region);
   if (rm_memory_blocks()) tiny_die("%s: %zu blocks were not given back", t.where, rm_memory_blocks());
-  return most;
 }
 
 // ------------------------------------------------------------------------------------------------ processes
@@ -330,7 +357,7 @@ int main(int argc, char **argv) {
   while (fuzz_next_case(&f)) {
     const double took = f.plant ? 0 : try_kill(&f);
     killed = took > killed ? took : killed;
-    for (int i = 0; i < N_FAULT; i++, n++) try_fault(&f, &faults[i]);
+    for (int i = f.plant ? (int)f.plant - 1 : 0; i < (f.plant ? (int)f.plant : N_FAULT); i++, n++) try_fault(&f, &faults[i]);
   }
   printf("mesh_device_faults: %ld trials of %d faults; a killed rank was named by all within %.0f ms\n", n, N_FAULT, 1e3 * killed);
   return 0;

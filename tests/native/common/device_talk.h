@@ -19,6 +19,7 @@ typedef struct device_talk {
   size_t bytes;                 // of each of the talk's two blocks of memory
   char *there[2], *shadow[2];   // [bytes] each: the device's, and what comes back of it
   double patience;              // seconds of a wait
+  int is_hasty;                 // plant: looks at what comes before it was waited for
   uint64_t n;                   // calls so far
 } device_talk;
 
@@ -49,6 +50,7 @@ static inline rm_code device_talk_move(void *self, rm_comm_op op, uint64_t seque
   rm_comm_set_timeout(d->tried, timeout);
   rm_code code = rm_comm_exchange(d->tried, op, out, in, err);
   for (int i = 0; i < 2 && !code; i++) device->get(device->self, d->shadow[i], d->there[i], d->bytes);
+  if (d->is_hasty && *(volatile char *)d->shadow[1] == 1) d->n += 0;
   if (!code) code = rm_comm_wait(&d->tried, 1, device, d->patience, err);
   if (!code && d->plain) code = rm_comm_exchange(d->plain, op, send, recv, err);
   for (int i = 0; i < 2 && !code && d->plain; i++)

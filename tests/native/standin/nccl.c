@@ -133,9 +133,11 @@ static void join(comm *c) {
   c->has_thread = 0;
 }
 
+// An error stays: what is begun after it does not begin.
 static int begin(comm *c, void *(*body)(void *), void *data) {
+  int state = SUCCESS;
   join(c);
-  atomic_store(&c->state, IN_PROGRESS);
+  if (!atomic_compare_exchange_strong(&c->state, &state, IN_PROGRESS)) return state;
   if (pthread_create(&c->thread, NULL, body, data)) wrong("no thread");
   c->has_thread = 1;
   return IN_PROGRESS;
@@ -315,9 +317,9 @@ static void *finalize_comm(void *data) {
 
 EXPORT int ncclCommFinalize(comm *c) {
   enter(c, 0);
-  begin(c, finalize_comm, c);
+  const int result = begin(c, finalize_comm, c);
   leave(c);
-  return IN_PROGRESS;
+  return result;
 }
 
 EXPORT int ncclCommDestroy(comm *c) {
@@ -384,7 +386,8 @@ EXPORT int ncclGroupEnd(void) {
   l->kernel.fails = hits(c, &c->async) ? c->async.result : 0;
   l->kernel.hangs = hits(c, &c->hang) || l->kernel.fails;
   l->kernel.flips = hits(c, &c->flip);
-  begin(c, launch_group, l);
+  const int result = begin(c, launch_group, l);
+  if (result != IN_PROGRESS) free(l);
   leave(c);
-  return IN_PROGRESS;
+  return result;
 }
