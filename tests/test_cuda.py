@@ -127,5 +127,5 @@ def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: i
         status, text = said(program, op, str(seed), family)
         assert status == 0, text
         assert text.startswith("OK")
-    status, text = said(into / "probe_mma")
+    status, text = said(cuda_folder / "probe_mma")
     assert status == 0, text

@@ -149,6 +149,35 @@ def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.G
     assert found[0] == found[1]
 
 
+# ------------------------------------------------------------------------------------------------ ranks
+@pytest.mark.parametrize(
+    "config, mesh, changes",
+    [
+        (DENSE, rm.Mesh(tp=2), {}),
+        (DENSE, rm.Mesh(tp=2), {"sequence_parallel": True}),
+        (DENSE, rm.Mesh(dp=2), {"device": "cuda:1"}),
+        (MOE, rm.Mesh(tp=2), {"device": "cuda:0"}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "alltoall"}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "allgather_reducescatter"}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}),
+        (MOE, rm.Mesh(tp=2, dp=2, ep=4), {"sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_a_mesh_of_devices_gives_one_ranks_bits(
+    make: Callable[..., rm.Generator], simt: None, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]
+) -> None:
+    """Each rank on a device of its own, or all on one; activations by way of the host (csrc/mesh/staged.h)."""
+    state = helpers.numpy_state_dict(config, seed=1)
+    cpu, gpu = make(config, "cpu"), make(config, mesh=mesh, **changes)
+    found = []
+    for generator in (cpu, gpu):
+        generator.sync_weights(state, cast=True)
+        generated, _, *scored = everything(generator)
+        found.append(([output[:1] + output[2:] for output in generated], scored))  # prefix hits depend on what a replica has seen
+    assert found[0] == found[1]
+
+
 # ------------------------------------------------------------------------------------------------ weights
 def strided(array: np.ndarray, how: str) -> np.ndarray:
     if how == "transposed" and array.ndim == 2:
@@ -285,7 +314,7 @@ def test_tensors_of_the_device_that_are_refused(
 
 def test_a_generator_on_the_cpu_takes_none_of_a_device(make: Callable[..., rm.Generator], library: Path) -> None:
     state = helpers.numpy_state_dict(DENSE, seed=1)
-    with cuda_device.Library(library).open() as device, pytest.raises(rm.UnsupportedTensorError, match="device type 2 .*wanted the CPU$"):
+    with cuda_device.Library(library).open() as device, pytest.raises(rm.UnsupportedTensorError, match=r"device type 2 .*wanted the CPU$"):
         make(DENSE, "cpu").sync_weights({**state, "model.norm.weight": OnDevice(device, state["model.norm.weight"])}, cast=True)
 
 
@@ -336,7 +365,7 @@ def test_memory_that_is_not_there_is_named(
     before = everything(gpu)
     full = (8 << 20) - free(library) + gpu.metrics()["weight_bytes"] // 2
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(full))
-    with pytest.raises(rm.CapacityError, match='a second copy of the weights .*mode="inplace" needs none'):
+    with pytest.raises(rm.CapacityError, match=r'a second copy of the weights .*mode="inplace" needs none'):
         gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=2), cast=True)
     gpu.reset_prefix_cache()
     assert everything(gpu) == before
@@ -367,10 +396,14 @@ def test_a_fault_ends_the_engine_and_says_so(
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", str(launch))
     gpu = make()
     state = helpers.numpy_state_dict(DENSE, seed=1)
-    with pytest.raises(rm.DeviceError, match=r"cuda:0: .*illegal"):
+
+    def work() -> None:
         for _ in range(50):
             gpu.sync_weights(state, cast=True)
             everything(gpu)
+
+    with pytest.raises(rm.DeviceError, match=r"cuda:0: .*illegal"):
+        work()
     for _ in range(2):
         with pytest.raises(rm.Error, match=r"illegal|before any weights"):
             gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -393,10 +426,10 @@ def test_devices_that_are_not_here(make: Callable[..., rm.Generator], monkeypatc
     with pytest.raises(rm.ConfigError, match=r"device = 'cuda:99', and the driver shows \d+ devices?, numbered from 0"):
         make(DENSE, "cuda:99")
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
-    with pytest.raises(rm.ConfigError, match="this build has no none.so"):
+    with pytest.raises(rm.ConfigError, match=r"this build has no none\.so"):
         make()
     (tmp_path / "none.so").write_bytes(b"no library")
-    with pytest.raises(rm.ConfigError, match="the CUDA library cannot be loaded: .*none.so"):
+    with pytest.raises(rm.ConfigError, match=r"the CUDA library cannot be loaded: .*none\.so"):
         make()
 
 

@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "engine/state.h"
+#include "mesh/staged.h"
 
 enum {
   MAX_POSITIONS = 1 << 24,         // float32 counts that far, and rope multiplies positions in float32
@@ -152,13 +153,37 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
+// The most that ranks exchange at once: whole rows of a step, a row for each expert of each, or logits.
+static size_t most_exchanged(const rm_engine *engine) {
+  const rm_spec *spec = engine->spec;
+  const int64_t outputs = spec->hidden_size * rm_max64(spec->top_k, 1), heads = spec->n_heads * spec->head_dim;
+  const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size * rm_max64(spec->top_k, 1));
+  const size_t row = (size_t)rm_max64(rm_max64(outputs, heads), inner) * rm_dtype_bytes(engine->options.dtype);
+  const size_t routed = (size_t)engine->routed_per_token * sizeof(int16_t), logits = (size_t)engine->ld_logits * sizeof(float);
+  const size_t rows = (size_t)engine->options.max_num_batched_tokens * (row > routed ? row : routed);
+  return rows > (size_t)engine->max_out_rows * logits ? rows : (size_t)engine->max_out_rows * logits;
+}
+
+// Activations on a device travel by way of the host's groups.
+static rm_code create_groups(rm_engine *engine, rm_error *err) {
+  const rm_rank *rank = &engine->options.rank;
+  rm_code code = RM_OK;
+  if (engine->device->on_host) return RM_OK;
+  if (rank->tp) code = rm_comm_create_staged(rank->tp, engine->device, most_exchanged(engine), &engine->tp_there, err);
+  if (code || !rank->ep || rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE) return code;
+  return rm_comm_create_staged(rank->ep, engine->device, most_exchanged(engine), &engine->ep_there, err);
+}
+
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  const rm_model_options model = {
+  rm_model_options model = {
       options->dtype, options->max_num_batched_tokens, options->max_model_len, engine->max_out_rows, options->page_size, options->rank};
   const rm_placement placement = rm_placement_of(engine->spec, &options->rank.mesh, options->rank.index);
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
+  if ((code = create_groups(engine, err))) return code;
+  model.rank.tp_there = engine->tp_there;
+  model.rank.ep_there = engine->ep_there;
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
@@ -232,6 +257,8 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_store_destroy(engine->store);
   rm_model_destroy(engine->model);
   rm_params_destroy(engine->params);
+  rm_comm_destroy(engine->tp_there);
+  rm_comm_destroy(engine->ep_there);
   rm_team_destroy(engine->team);
   rm_free((void *)engine->options.eos_ids);
   rm_error_clear(&engine->lost);
