@@ -41,6 +41,8 @@ enum {
 };
 
 // ------------------------------------------------------------------------------------------------ layouts
+// Sizes are every family's. Where an element lies is the family's own: below, that of all but cuda_mma's bf16 (kernels/cuda/packing.cuh).
+//
 // Packed weights of y = x·Wᵀ, W being [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb, kb) at index nb·(K/32) + kb.
 //   bf16: tile[16 k-pairs][16 n][2]   (what an AMX tile load wants, and one 32-bit lane per column for FMA)
 //   f32:  tile[32 k][16 n]

@@ -1,24 +1,9 @@
 // ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant is held to these bits, so
 // nothing here is clever; it uses one thread and asks for next to no workspace. Attention, mixture of experts and sampling have
-// files of their own (ref_*.c).
+// files of their own (ref_*.c), and so have the sums of products (ref_dot.c).
 #include "ref.h"
 
 #include "tables.h"
-
-float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {
-  float acc = 0.0f;
-  for (int64_t k0 = 0; k0 < k_total; k0 += RM_K_BLOCK) {
-    const int64_t tile = rm_packed_index(dtype, k_total, n, k0);
-    float chain[2] = {0.0f, 0.0f};  // even k, odd k
-    for (int64_t kk = 0; kk < RM_K_BLOCK; kk++) {
-      const float xv = k0 + kk < k_total ? rm_get(dtype, x, k0 + kk) : 0.0f;
-      const float wv = rm_get(dtype, w, tile + (dtype == RM_BF16 ? (kk / 2) * 32 + (kk & 1) : kk * RM_N_TILE));
-      chain[kk & 1] = fmaf(xv, wv, chain[kk & 1]);
-    }
-    acc = acc + (chain[0] + chain[1]);
-  }
-  return acc;
-}
 
 float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps) {
   float partial[RM_LANES] = {0};

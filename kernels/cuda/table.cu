@@ -1,21 +1,25 @@
 // table.cu: the CUDA table, and what a caller asks of the library. The arithmetic is the contract's own, E and O chains of fma, so
-// the bits should be x86's; the family has a name of its own until a GPU has shown that, and for the tensor cores to come.
+// the bits should be x86's; the family has a name of its own until a GPU has shown that. The second table has bf16 on tensor cores,
+// with sums that no x86 has; what multiplies nothing, and float32, is the first table's.
 #include "rm_cuda.h"
+
+#include <initializer_list>
 
 #include "device.cuh"
 
-#ifndef RM_SIMT
-#define RM_EXPORT extern "C" __attribute__((visibility("default")))
-#else
-#define RM_EXPORT extern "C"
-#endif
-
-static size_t workspace_bytes(const rm_limits *limits) {
-  const size_t asked[] = {rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
-                          rm_cuda_sample_workspace(limits)};
+static size_t most_of(std::initializer_list<size_t> asked) {
   size_t most = 0;
   for (const size_t bytes : asked) most = bytes > most ? bytes : most;
   return most;
+}
+
+static size_t workspace_bytes(const rm_limits *limits) {
+  return most_of({rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
+                  rm_cuda_sample_workspace(limits)});
+}
+
+static size_t mma_workspace_bytes(const rm_limits *limits) {
+  return most_of({workspace_bytes(limits), rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)});
 }
 
 static const rm_kernels TABLE = {
@@ -40,18 +44,29 @@ static const rm_kernels TABLE = {
     .pack = rm_cuda_pack,
 };
 
+static const rm_kernels MMA_TABLE = {
+    .isa = "cuda_sm90",
+    .family = "cuda_mma",
+    .workspace_bytes = mma_workspace_bytes,
+    .embed = rm_cuda_mma_embed,
+    .gather_rows = rm_cuda_gather_rows,
+    .rms_norm = rm_cuda_rms_norm,
+    .gemm = rm_cuda_mma_gemm,
+    .gemm_swiglu = rm_cuda_mma_gemm_swiglu,
+    .qk_rope_kv = rm_cuda_mma_qk_rope_kv,
+    .attention = rm_cuda_mma_attention,
+    .router = rm_cuda_mma_router,
+    .permute = rm_cuda_permute,
+    .combine = rm_cuda_combine,
+    .lm_head = rm_cuda_mma_lm_head,
+    .merge_pairs = rm_cuda_merge_pairs,
+    .sample = rm_cuda_sample,
+    .top_logprobs = rm_cuda_top_logprobs,
+    .ranks = rm_cuda_ranks,
+    .pack = rm_cuda_mma_pack,
+};
+
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }
+RM_EXPORT const rm_kernels *rm_kernels_cuda_mma(void) { return &MMA_TABLE; }
 
-#ifndef RM_SIMT
 RM_EXPORT const char *rm_cuda_archs(void) { return RM_CUDA_ARCHS; }
-
-RM_EXPORT const char *rm_cuda_error(void) {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-RM_EXPORT int rm_cuda_devices(void) {
-  int n = 0;
-  return cudaGetDeviceCount(&n) == cudaSuccess ? n : -1;
-}
-#endif
