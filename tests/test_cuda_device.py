@@ -156,6 +156,17 @@ def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
         assert device.read(a, size) == source.tobytes()
 
 
+@pytest.mark.parametrize("width, rows", [(65, 66_000), (300_001, 2)])
+def test_copies_of_more_runs_or_words_than_a_grid_has(device: Device, rng: np.random.Generator, width: int, rows: int) -> None:
+    source = rng.integers(1, 256, (rows, width + 2), np.uint8)
+    a, b = device.map(source.size), device.map(source.size)
+    device.write(a, source.tobytes())
+    device.copy(b, width + 1, a, width + 2, width, rows)
+    got = np.frombuffer(device.read(b, rows * (width + 1)), np.uint8).reshape(rows, width + 1)
+    assert np.array_equal(got[:, :width], source[:, :width])
+    assert not got[:, width].any()
+
+
 def test_zeros_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
     size = 700_000
     block = device.map(size)
@@ -359,11 +370,15 @@ def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
 
 
 def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
-    with library.open() as broken:
-        broken.embed(broken.map(4), broken.map(4), broken.map(4), (1 << 32) - 1, 1)
-    with library.open() as device:
-        assert device.wait() == OK
-    assert library.loaded.rm_cuda_error() is None
+    """Also where the thread leaves it before any status was asked for."""
+    with library.open() as device, library.open() as broken:
+        block = broken.map(4)
+        saved = broken.enter()
+        broken.embed(block, block, block, (1 << 32) - 1, 1)
+        broken.leave(saved)
+        assert library.loaded.rm_cuda_error() is None
+        assert (device.wait(), broken.wait()) == (OK, FAULT)
+        assert broken.message() == "a launch: invalid configuration argument"
 
 
 def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
@@ -436,6 +451,7 @@ def body():
         elsewhere = other.map(100)
         with library.open(0) as device:
             block, host = device.map(100), device.pin(100)
+            device.wait()
             {body}
             device.wait()
             print("unseen")
