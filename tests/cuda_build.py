@@ -32,6 +32,8 @@ CPU_FLAGS += [
     "-x",
     "c++",
 ]  # nvcc's pragmas mean nothing to g++
+# A GPU faults where an address is not a multiple of its word; here that is an illegal instruction.
+CPU_FLAGS += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
 
 @functools.cache
