@@ -7,6 +7,7 @@ does a host that reads too early or writes again too early: those bytes are not 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Library, Refused
+from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -48,6 +49,21 @@ def simt(simt_library: Path) -> Library:
 def seen(at: int, size: int) -> bytes:
     """Host memory as it is now."""
     return ctypes.string_at(at, size)
+
+
+@pytest.mark.parametrize("header, name, structure", [("device", "rm_device", Table), ("kernels", "rm_embed_args", Embed)])
+def test_the_structures_of_these_tests_are_the_headers(header: str, name: str, structure: type[ctypes.Structure]) -> None:
+    text = (cuda_build.ROOT / "kernels" / f"{header}.h").read_text()
+    body = re.sub(r"//[^\n]*", "", re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", text, re.DOTALL)[1])
+    declared = [
+        re.findall(r"\(\*(\w+)\)|(\w+)$", part.strip())[0] for line in body.split(";") for part in split_names(line) if part.strip()
+    ]
+    assert [a or b for a, b in declared] == [field for field, _ in structure._fields_]
+
+
+def split_names(line: str) -> list[str]:
+    """The declarators of one line: "int64_t rows, hidden" declares two, a function pointer one."""
+    return [line] if "(" in line else line.split(",")
 
 
 # ------------------------------------------------------------------------------------------------ memory
