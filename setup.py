@@ -226,7 +226,7 @@ class BuildExt(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         for stale in target.parent.glob(target.name.split(".")[0] + ".*.so"):
             stale.unlink()  # one with another tag would be imported before the new one
-        link = [*compiler(), "-shared", "-pthread", *shared_flags(), *objects, "-o", str(target)]
+        link = [*compiler(), "-shared", "-pthread", *shared_flags(), *objects, "-ldl", "-o", str(target)]
         if message := run(target, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))]):
             raise LinkError(message)
         self.build_cuda_beside(target)

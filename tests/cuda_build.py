@@ -78,28 +78,40 @@ def simt_library(into: Path) -> Path:
 
 
 def gpu(into: Path) -> Path:
-    """The kernels as the library has them, called by the same check. Needs nvcc to build and a GPU to run."""
+    """The kernels as the library has them, called by the same check; beside it probe_mma, which asks the hardware what the family
+    cuda_mma needs of it. Needs nvcc to build and a GPU to run."""
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
-    flags = ["-std=c++20", "-O2", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", "-gencode=arch=compute_90a,code=sm_90a", *INCLUDE]
+    flags = ["-std=c++20", "-O2", "-fmad=false", "-ftz=true", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", *INCLUDE]
+    flags += ["-gencode=arch=compute_90a,code=sm_90a"]
     made = []
     for source in (*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"):
         made.append(str(into / f"{source.stem}.gpu.o"))
         run(["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", made[-1]], dict(os.environ))
-    run(["nvcc", "-cudart=static", *made, *map(str, objects), str(reference(into)), "-lm", "-o", str(program)], dict(os.environ))
+    oracle = str(reference(into, on_gpu=True))
+    run(["nvcc", "-cudart=static", *made, *map(str, objects), oracle, "-lm", "-o", str(program)], dict(os.environ))
+    run(["nvcc", *flags, "-cudart=static", str(SIMT / "probe_mma.cu"), "-o", str(into / "probe_mma")], dict(os.environ))
     return program
 
 
-def reference(into: Path) -> Path:
-    """The reference table alone, the oracle."""
+def reference(into: Path, on_gpu: bool = False) -> Path:
+    """The reference table alone, the oracle; and as rm_table_ref_mma the same files over the sums of the family cuda_mma, whose one
+    instruction is a model's, or the GPU's own."""
     cpu = ROOT / "kernels" / "cpu"
     objects = []
-    for source in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c"):
+    for source in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c", SIMT / "mma_dot.c"):
         objects.append(str(into / f"{source.stem}.o"))
-        flags = ["-std=gnu11", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Ikernels"]
+        flags = ["-std=gnu11", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Ikernels", "-Ikernels/cpu"]
+        flags += ["-DRM_ON_GPU"] if on_gpu else []
         run([os.environ.get("CC", "gcc"), *flags, "-c", str(source), "-o", objects[-1]], dict(os.environ))
+    mma_dot = objects.pop()
+    mma = str(into / "ref_mma.o")
+    parts = [name for name in objects if Path(name).name not in ("ref_dot.o", "fp.o")]
+    run(["ld", "-r", *parts, mma_dot, "-o", mma], dict(os.environ))
+    run(["objcopy", "--keep-global-symbol=rm_table_ref_mma", "--redefine-sym=rm_table_ref=rm_table_ref_mma", mma], dict(os.environ))
     archive = into / "libref.a"
-    run(["ar", "rcs", str(archive), *objects], dict(os.environ))
+    archive.unlink(missing_ok=True)
+    run(["ar", "rcs", str(archive), *objects, mma], dict(os.environ))
     return archive
 
 

@@ -18,20 +18,24 @@ import pytest
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
 OPS = {
     "embed": 300,
+    "gather_rows": 900,
     "rms_norm": 1000,
     "gemm": 200,
     "gemm_swiglu": 200,
     "qk_rope_kv": 1000,
     "attention": 200,
-    "router": 1000,
+    "router": 1200,
     "permute": 400,
     "combine": 400,
     "lm_head": 1728,
     "merge_pairs": 580,
-    "sample": 550,
+    "sample": 1100,
     "top_logprobs": 150,
+    "ranks": 160,
     "pack": 1200,
 }
+# The same of the family cuda_mma, of the ops that are not the other's; its oracle is the reference over that family's sums.
+MMA_OPS = {name: OPS[name] for name in ("embed", "gemm", "gemm_swiglu", "qk_rope_kv", "attention", "router", "lm_head", "pack")}
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here: kernels/cuda not compiled")
 
 
@@ -57,6 +61,21 @@ def test_simt_gives_the_references_bits(check: Path, op: str, least: int, seed: 
     assert status == 0, text
     assert found, text
     assert int(found[1]) >= least
+
+
+@pytest.mark.parametrize("op, least", MMA_OPS.items())
+def test_simt_gives_the_bits_of_the_tensor_cores_order(check: Path, op: str, least: int, seed: int) -> None:
+    """Against a model of the instruction (tests/simt/mma_model.h): order, layouts and barriers are held, its own rounding is not."""
+    status, text = said(check, op, str(seed), "mma")
+    assert status == 0, text
+    assert int(re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)[1]) >= least  # type: ignore[index]
+
+
+@pytest.mark.parametrize("what", ["mma_places", "mma_company"])
+def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
+    """Packings, units and places tile what they should; a row's bits do not depend on the rows beside it."""
+    status, text = said(check, what, str(seed), "mma")
+    assert status == 0, text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +128,9 @@ def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: i
     program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
         pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
-    for op in OPS:
-        status, text = said(program, op, str(seed))
+    for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company")]:
+        status, text = said(program, op, str(seed), family)
         assert status == 0, text
         assert text.startswith("OK")
+    status, text = said(into / "probe_mma")
+    assert status == 0, text

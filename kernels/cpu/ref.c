@@ -1,24 +1,9 @@
 // ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant is held to these bits, so
 // nothing here is clever; it uses one thread and asks for next to no workspace. Attention, mixture of experts and sampling have
-// files of their own (ref_*.c).
+// files of their own (ref_*.c), and so have the sums of products (ref_dot.c).
 #include "ref.h"
 
 #include "tables.h"
-
-float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {
-  float acc = 0.0f;
-  for (int64_t k0 = 0; k0 < k_total; k0 += RM_K_BLOCK) {
-    const int64_t tile = rm_packed_index(dtype, k_total, n, k0);
-    float chain[2] = {0.0f, 0.0f};  // even k, odd k
-    for (int64_t kk = 0; kk < RM_K_BLOCK; kk++) {
-      const float xv = k0 + kk < k_total ? rm_get(dtype, x, k0 + kk) : 0.0f;
-      const float wv = rm_get(dtype, w, tile + (dtype == RM_BF16 ? (kk / 2) * 32 + (kk & 1) : kk * RM_N_TILE));
-      chain[kk & 1] = fmaf(xv, wv, chain[kk & 1]);
-    }
-    acc = acc + (chain[0] + chain[1]);
-  }
-  return acc;
-}
 
 float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps) {
   float partial[RM_LANES] = {0};
@@ -36,6 +21,12 @@ static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
       const int64_t from = a->packed ? rm_packed_index(a->dtype, a->hidden, a->ids[r], k) : a->ids[r] * a->hidden + k;
       rm_copy_elem(a->dtype, a->out, r * a->hidden + k, a->table, from);
     }
+}
+
+static void gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++)
+    memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
 }
 
 static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
@@ -216,6 +207,7 @@ const rm_kernels rm_table_ref = {
     .family = "x86",
     .workspace_bytes = workspace_bytes,
     .embed = embed,
+    .gather_rows = gather_rows,
     .rms_norm = rms_norm,
     .gemm = gemm,
     .gemm_swiglu = gemm_swiglu,
@@ -228,5 +220,6 @@ const rm_kernels rm_table_ref = {
     .merge_pairs = merge_pairs,
     .sample = rm_sample_ref,
     .top_logprobs = rm_top_logprobs_ref,
+    .ranks = rm_ranks_ref,
     .pack = rm_pack_ref,
 };

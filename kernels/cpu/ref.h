@@ -5,6 +5,8 @@
 
 // The dot product of docs/numerics.md §2: x[0 … k) against column n of a packed matrix with k_total columns.
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total);
+// P·V over one block of RM_ATTN_BLOCK positions: the values of a T, zeros where a position is not live.
+float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v);
 // 1 / sqrt(mean(h²) + eps) over h[0 … n).
 float rm_ref_rms_scale(rm_dtype dtype, const void *h, int64_t n, float eps);
 
@@ -17,4 +19,5 @@ void rm_permute_ref(const rm_ctx *, const rm_permute_args *);
 void rm_combine_ref(const rm_ctx *, const rm_combine_args *);
 void rm_sample_ref(const rm_ctx *, const rm_sample_args *);
 void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *);
+void rm_ranks_ref(const rm_ctx *, const rm_ranks_args *);
 void rm_pack_ref(const rm_ctx *, rm_pack_args *);

@@ -38,9 +38,9 @@ static void add_block(const head_view *h, int64_t t0, float *m, float *l, float 
   *m = next;
   for (int j = 0; dtype == RM_BF16 && j < RM_ATTN_BLOCK; j++) p[j] = rm_bf16_to_f32(rm_f32_to_bf16(p[j]));
   for (int64_t d = 0; d < h->a->head_dim; d++) {
-    float chain[2] = {0.0f, 0.0f};  // even positions, odd positions
-    for (int64_t t = from; t <= to; t++) chain[t & 1] = fmaf(p[t - t0], value(h, t, d), chain[t & 1]);
-    acc[d] = acc[d] * alpha + (chain[0] + chain[1]);
+    float v[RM_ATTN_BLOCK] = {0};
+    for (int64_t t = from; t <= to; t++) v[t - t0] = value(h, t, d);
+    acc[d] = acc[d] * alpha + rm_ref_values_dot(dtype, p, v);
   }
 }
 

@@ -3,26 +3,14 @@
 // and its bits depend on nothing else; the states lie in ctx->workspace. Any row is right here, a prefill row too, but keys are read
 // again for each, which is what decode must do anyway. The host knows no position: it launches for the longest context that the
 // block tables can hold, and blocks without a live position return. Split by load instead would move the order of sums.
-#include "device.cuh"
+#include "attention.cuh"
 
 namespace {
 
 constexpr int THREADS = 128, WARP = 32, WARPS = THREADS / WARP, WORKSPACE_ROWS = 64, MAX_GRID_Z = 65535;
 constexpr unsigned ALL = 0xffffffffu;
+using span = rm_span;
 static_assert(WARP == static_cast<int>(RM_ATTN_BLOCK), "a lane is a position of a softmax block");
-
-struct span {
-  int64_t first, last;  // live positions, both included
-};
-
-__device__ span live(const rm_attention_args &a, int64_t row) {
-  const int64_t last = a.positions[row];
-  return {a.window > 0 ? rm_max64(0, last - a.window + 1) : 0, last};
-}
-
-// A state is head_dim values A[d], then m, then l.
-__host__ __device__ int64_t state_floats(int64_t head_dim) { return head_dim + 2; }
-__host__ __device__ int64_t count_segments(int64_t positions) { return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT; }
 
 struct head_view {  // one query head of one row
   const int32_t *pages;
@@ -91,7 +79,7 @@ __device__ void add_values(float *acc, const float *p, float alpha, const rm_att
 
 template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_kernel(rm_attention_args a, float *states, int64_t row0) {
   const int64_t row = row0 + blockIdx.x, head = blockIdx.y, segment = blockIdx.z;
-  const span s = live(a, row);
+  const span s = rm_live_span(a, row);
   const int64_t begin = segment * RM_ATTN_SEGMENT, k_padded = rm_round_up(a.head_dim, RM_K_BLOCK);
   if (begin > s.last || begin + RM_ATTN_SEGMENT <= s.first) return;
   RM_SHARED(shared);
@@ -110,7 +98,7 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_
     __syncthreads();  // p is read until the next block's first barrier, and written after it
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }
-  float *state = states + ((blockIdx.x * a.n_heads + head) * gridDim.z + segment) * state_floats(a.head_dim);
+  float *state = states + ((blockIdx.x * a.n_heads + head) * gridDim.z + segment) * rm_state_floats(a.head_dim);
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) state[d] = acc[d];
   if (threadIdx.x == 0) {
     state[a.head_dim] = m;
@@ -120,8 +108,8 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_
 
 template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, const float *states, int64_t row0, int64_t n_segments) {
-  const int64_t row = row0 + blockIdx.x, head = blockIdx.y, words = state_floats(a.head_dim);
-  const span s = live(a, row);
+  const int64_t row = row0 + blockIdx.x, head = blockIdx.y, words = rm_state_floats(a.head_dim);
+  const span s = rm_live_span(a, row);
   const int64_t from = s.first / RM_ATTN_SEGMENT, to = s.last / RM_ATTN_SEGMENT;
   const float *of_head = states + (blockIdx.x * a.n_heads + head) * n_segments * words;
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
@@ -138,30 +126,38 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, con
   }
 }
 
-template <rm_dtype DTYPE> void launch(const rm_ctx *ctx, const rm_attention_args *a, int64_t row0, int64_t rows, int64_t n_segments) {
-  const unsigned x = static_cast<unsigned>(rows), y = static_cast<unsigned>(a->n_heads);
+template <rm_dtype DTYPE> void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t) {
+  const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads), static_cast<unsigned>(t.n_segments));
   const size_t shared = (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
-  float *states = static_cast<float *>(ctx->workspace);
-  RM_LAUNCH(segment_kernel<DTYPE>, dim3(x, y, static_cast<unsigned>(n_segments)), dim3(THREADS), shared, ctx->stream, *a, states, row0);
-  RM_LAUNCH(merge_kernel<DTYPE>, dim3(x, y), dim3(THREADS), 0, ctx->stream, *a, states, row0, n_segments);
+  RM_LAUNCH(segment_kernel<DTYPE>, grid, dim3(THREADS), shared, ctx->stream, *a, states, t.row0);
+}
+
+void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t) {
+  if (a->dtype == RM_BF16) states_of<RM_BF16>(ctx, a, states, t);
+  else states_of<RM_F32>(ctx, a, states, t);
 }
 
 }  // namespace
 
 size_t rm_cuda_attention_workspace(const rm_limits *l) {
-  const int64_t per_row = l->n_heads * count_segments(l->max_positions + RM_ATTN_SEGMENT) * state_floats(l->head_dim);
+  const int64_t per_row = l->n_heads * rm_count_segments(l->max_positions + RM_ATTN_SEGMENT) * rm_state_floats(l->head_dim);
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
 }
 
 // Rows beyond what the workspace holds take their turn on the stream: it orders the states' reuse.
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) {
-  const int64_t n_segments = rm_min64(count_segments(a->max_pages * a->page_size), MAX_GRID_Z);
+void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn) {
+  const int64_t n_segments = rm_min64(rm_count_segments(a->max_pages * a->page_size), MAX_GRID_Z);
   if (a->rows <= 0 || n_segments <= 0) return;
-  const size_t per_row = static_cast<size_t>(a->n_heads * n_segments * state_floats(a->head_dim)) * sizeof(float);
+  const size_t per_row = static_cast<size_t>(a->n_heads * n_segments * rm_state_floats(a->head_dim)) * sizeof(float);
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
+  float *states = static_cast<float *>(ctx->workspace);
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
-    const int64_t rows = rm_min64(at_once, a->rows - row0);
-    if (a->dtype == RM_BF16) launch<RM_BF16>(ctx, a, row0, rows, n_segments);
-    else launch<RM_F32>(ctx, a, row0, rows, n_segments);
+    const rm_rows_turn t = {row0, rm_min64(at_once, a->rows - row0), n_segments};
+    const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads));
+    states_fn(ctx, a, states, t);
+    if (a->dtype == RM_BF16) RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, row0, n_segments);
+    else RM_LAUNCH(merge_kernel<RM_F32>, grid, dim3(THREADS), 0, ctx->stream, *a, states, row0, n_segments);
   }
 }
+
+void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) { rm_cuda_attention_by(ctx, a, fma_states); }

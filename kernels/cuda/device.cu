@@ -104,6 +104,13 @@ size_t available(void *self) {
   return done(d, cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo") == RM_DEVICE_OK ? free_bytes : 0;
 }
 
+int holds(void *self, const void *address) {
+  cudaPointerAttributes found;
+  const bool known = cudaPointerGetAttributes(&found, address) == cudaSuccess;
+  if (!known) cudaGetLastError();
+  return known && (found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged) && found.device == of(self)->ordinal;
+}
+
 // ------------------------------------------------------------------------------------------------ the queue
 void put(void *self, void *to, const void *from_host, size_t bytes) {
   cuda_device *d = of(self);
@@ -270,6 +277,7 @@ const rm_device CALLS = {
     .self = nullptr,
     .name = nullptr,
     .on_host = 0,
+    .ordinal = -1,
     .kernels = nullptr,
     .stream = nullptr,
     .map = map,
@@ -277,6 +285,7 @@ const rm_device CALLS = {
     .pin = pin,
     .unpin = unpin,
     .available = available,
+    .holds = holds,
     .put = put,
     .get = get,
     .copy = copy,
@@ -332,6 +341,7 @@ RM_EXPORT const char *rm_cuda_open(int ordinal, rm_device *out) {
   } else {
     *out = CALLS;
     out->self = d, out->name = d->name, out->kernels = rm_kernels_cuda(), out->stream = d->stream;
+    out->ordinal = ordinal;
   }
   go_back(ordinal, saved);
   return failed ? why : nullptr;

@@ -4,34 +4,13 @@
 // where its logits are, and logits that nobody keeps never reach memory. The merge is a chain over more than a thousand pairs that
 // must stay one, but only its fma: the running maxima are a prefix maximum, exact in any order, and give every exp beforehand. So a
 // warp prepares 32 steps at once and then makes them one after the other.
-#include "device.cuh"
+#include "lm_head.cuh"
 
 namespace {
 
+using turn = rm_logits_turn;
+
 constexpr int COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 256;
-
-// Rows of one call, in turns of what the workspace holds: [row0, row0 + rows) now.
-struct turn {
-  float *pairs, *target_logits;  // [n_blocks][rows][2]; [rows] or NULL
-  int64_t row0, rows;
-};
-
-// By one warp: the pair of n logits in shared memory. Both halves of the warp run the 16 chains.
-__device__ void block_pair(float *pair, const float *logits, int n, int lane) {
-  float max = -INFINITY, partial = 0.0f;
-  bool bad = false;
-  for (int i = lane; i < n; i += RM_WARP) {
-    max = rm_max_f32(logits[i], max);
-    bad |= !rm_is_finite(logits[i]);
-  }
-  max = rm_max_lanes(max);
-  for (int i = lane % RM_LANES; i < n; i += RM_LANES) partial = partial + rm_exp(logits[i] - max);
-  const float sum = rm_tree16_lanes(partial);
-  const bool finite = __ballot_sync(RM_ALL_LANES, bad) == 0;
-  if (lane != 0) return;
-  pair[0] = max;
-  pair[1] = finite ? sum : rm_float(0x7fc00000u);
-}
 
 template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, turn t) {
   RM_SHARED(shared);
@@ -54,14 +33,12 @@ template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) l
     const int64_t row = first + r;
     const float logit = rm_canon(acc[r]);
     logits[r * COLS + me] = logit;
-    if (row >= end || col >= a.vocab) continue;
-    if (a.logits) a.logits[row * a.ld_logits + col] = logit;
-    if (t.target_logits && a.targets && a.targets[row] == col) t.target_logits[row - t.row0] = logit;
+    if (row < end && col < a.vocab) rm_keep_logit(a, t, row, col, logit);
   }
   __syncthreads();
   const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
   for (int r = me / RM_WARP; r < ROWS && first + r < end; r += WARPS)
-    block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n, me % RM_WARP);
+    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n, me % RM_WARP);
 }
 
 struct stats {
@@ -143,10 +120,14 @@ template <rm_dtype DTYPE> void of_rows(const rm_ctx *ctx, const rm_lm_head_args 
   else launch_logits<DTYPE, 8>(ctx, a, t);
 }
 
-void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+  if (a->dtype == RM_BF16) of_rows<RM_BF16>(ctx, a, t);
+  else of_rows<RM_F32>(ctx, a, t);
+}
+
+void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t, rm_logits_fn logits) {
   const int64_t n_blocks = count_blocks(a->vocab);
-  if (n_blocks > 0 && a->dtype == RM_BF16) of_rows<RM_BF16>(ctx, a, t);
-  else if (n_blocks > 0) of_rows<RM_F32>(ctx, a, t);
+  if (n_blocks > 0) logits(ctx, a, t);
   RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
 }
 
@@ -156,10 +137,10 @@ size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * floats_of_row(l->vocab)) * sizeof(float);
 }
 
-void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
+void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits) {
   if (a->rows <= 0) return;
   if (a->pairs) {
-    take_turn(ctx, a, {a->pairs, a->target_logits, 0, a->rows});
+    take_turn(ctx, a, {a->pairs, a->target_logits, 0, a->rows}, logits);
     return;
   }
   float *pairs = static_cast<float *>(ctx->workspace);
@@ -167,9 +148,11 @@ void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
     const int64_t rows = rm_min64(at_once, a->rows - row0);
-    take_turn(ctx, a, {pairs, pairs + 2 * count_blocks(a->vocab) * rows, row0, rows});
+    take_turn(ctx, a, {pairs, pairs + 2 * count_blocks(a->vocab) * rows, row0, rows}, logits);
   }
 }
+
+void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) { rm_cuda_lm_head_by(ctx, a, fma_logits); }
 
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   if (a->rows <= 0) return;

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float
   for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
     const float score = scores[ids[k]];
     a.gates[row * a.top_k + k] = rm_canon(!a.renormalize || sum == 0.0f ? score : score / sum);
+    if (a.routed) a.routed[row * a.routed_stride + k] = static_cast<int16_t>(ids[k]);
   }
 }
 
@@ -168,18 +169,31 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) com
 
 }  // namespace
 
-size_t rm_cuda_router_workspace(const rm_limits *l) { return static_cast<size_t>(l->max_rows * l->n_experts) * sizeof(float); }
+static size_t logits_bytes(int64_t rows, int64_t n_experts) {
+  return static_cast<size_t>(rm_round_up(rows * n_experts * static_cast<int64_t>(sizeof(float)), 64));
+}
+size_t rm_cuda_router_workspace(const rm_limits *l) { return logits_bytes(l->max_rows, l->n_experts); }
+size_t rm_cuda_mma_router_workspace(const rm_limits *l) {
+  return l->n_experts ? rm_cuda_router_workspace(l) + rm_cuda_gemm_mma_workspace(l) : 0;
+}
 
-void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a) {
+static void router_by(const rm_ctx *ctx, const rm_router_args *a, void (*gemm_of)(const rm_ctx *, const rm_gemm_args *)) {
   if (a->rows <= 0 || a->n_experts <= 0) return;
   float *logits = static_cast<float *>(ctx->workspace);
   rm_gemm_args gemm = {};
   gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts, gemm.k = a->hidden;
   gemm.ldx = a->hidden, gemm.ldy = a->n_experts, gemm.dtype = a->dtype, gemm.y_dtype = RM_F32;
-  rm_cuda_gemm(ctx, &gemm);
+  rm_ctx behind = *ctx;  // the workspace behind the logits
+  const size_t used = logits_bytes(a->rows, a->n_experts);
+  behind.workspace = static_cast<char *>(ctx->workspace) + used;
+  behind.workspace_bytes = ctx->workspace_bytes > used ? ctx->workspace_bytes - used : 0;
+  gemm_of(&behind, &gemm);
   const size_t shared = static_cast<size_t>(a->top_k) * sizeof(float);
   RM_LAUNCH(choose_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(RM_WARP), shared, ctx->stream, *a, logits);
 }
+
+void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a) { router_by(ctx, a, rm_cuda_gemm); }
+void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a) { router_by(ctx, a, rm_cuda_mma_gemm); }
 
 void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
   const int64_t n = a->rows * a->top_k;

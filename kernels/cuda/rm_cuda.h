@@ -15,6 +15,8 @@ extern "C" {
 
 // Every slot is there. Which engine may run on it is not decided here.
 const rm_kernels *rm_kernels_cuda(void);
+// The same with bf16 on tensor cores: other sums, and packed weights and caches that lie otherwise (packing.cuh) in as many bytes.
+const rm_kernels *rm_kernels_cuda_mma(void);
 // The architectures compiled in: "sm_90a", separated by commas.
 const char *rm_cuda_archs(void);
 // The calling thread's last CUDA error since the last call, as text; NULL: none.

@@ -2,6 +2,7 @@
 // even in one row, so warps suffice, and nothing waits for a block. The norm's 16 chains run in the lanes of either half of the
 // warp; a pair (i, i + head_dim/2) is rotated by one lane, from shared memory, since two other lanes may have normed it.
 #include "device.cuh"
+#include "packing.cuh"
 
 namespace {
 
@@ -37,7 +38,7 @@ template <rm_dtype DTYPE> __device__ bool rotate_head(float *normed, const rm_qk
 }
 
 // k from shared memory, v as its own bits; zeros in place of one that is not finite.
-template <rm_dtype DTYPE>
+template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k, bool k_ok, int64_t v_at, int lane) {
   // In 32 bits: a 64-bit division is a call.
   const uint32_t slot = static_cast<uint32_t>(a.slots[row]), page_size = static_cast<uint32_t>(a.page_size);
@@ -48,8 +49,8 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
   for (int64_t d = lane; d < a.head_dim; d += RM_WARP) bad |= !rm_is_finite(rm_get(DTYPE, a.qkv, v_at + d));
   const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0;
   for (int64_t d = lane; d < a.head_dim; d += RM_WARP) {
-    rm_put(DTYPE, a.k_cache, k_base + rm_packed_index(DTYPE, a.head_dim, pos, d), k_ok ? k[d] : 0.0f);
-    const int64_t to = v_base + rm_v_index(DTYPE, a.head_dim, pos, d);
+    rm_put(DTYPE, a.k_cache, k_base + rm_weight_index<DTYPE, PACKING>(a.head_dim, pos, d), k_ok ? k[d] : 0.0f);
+    const int64_t to = v_base + rm_value_index<DTYPE, PACKING>(a.head_dim, pos, d);
     if (v_ok) rm_copy_elem(DTYPE, a.v_cache, to, a.qkv, v_at + d);
     else rm_put(DTYPE, a.v_cache, to, 0.0f);
   }
@@ -57,7 +58,7 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
   if (lane == 0 && !(k_ok && v_ok)) a.row_flags[row] |= RM_ROW_KV_NONFINITE;
 }
 
-template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
+template <rm_dtype DTYPE, rm_packing PACKING> __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
   RM_SHARED(shared);  // head_dim of each warp
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int head_dim = static_cast<int>(a.head_dim);
@@ -68,18 +69,27 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) rope_kernel
   norm_head<DTYPE>(normed, a, (of_row + head) * head_dim, kv_head < 0 ? a.q_weight : a.k_weight, head_dim, lane);
   const bool finite = rotate_head<DTYPE>(normed, a, row, head_dim, lane);
   if (kv_head >= 0) {
-    store_kv<DTYPE>(a, row, kv_head, normed, finite, (of_row + head + a.n_kv_heads) * head_dim, lane);
+    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, finite, (of_row + head + a.n_kv_heads) * head_dim, lane);
     return;
   }
   for (int d = lane; d < head_dim; d += RM_WARP) rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * head_dim + d, normed[d]);
 }
 
-}  // namespace
-
-void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0 || a->head_dim <= 0) return;
   const dim3 grid(static_cast<unsigned>(a->rows), rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
   const size_t shared = static_cast<size_t>(WARPS * a->head_dim) * sizeof(float);
-  if (a->dtype == RM_BF16) RM_LAUNCH(rope_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
-  else RM_LAUNCH(rope_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a);
+  RM_LAUNCH((rope_kernel<DTYPE, PACKING>), grid, dim3(THREADS), shared, ctx->stream, *a);
+}
+
+}  // namespace
+
+void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+  if (a->dtype == RM_BF16) launch<RM_BF16, RM_PACKING_X86>(ctx, a);
+  else launch<RM_F32, RM_PACKING_X86>(ctx, a);
+}
+
+void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
+  if (a->dtype == RM_BF16) launch<RM_BF16, RM_PACKING_MMA>(ctx, a);
+  else launch<RM_F32, RM_PACKING_X86>(ctx, a);
 }

@@ -1,15 +1,25 @@
 // table.cu: the CUDA table, and what a caller asks of the library. The arithmetic is the contract's own, E and O chains of fma, so
-// the bits should be x86's; the family has a name of its own until a GPU has shown that, and for the tensor cores to come.
+// the bits should be x86's; the family has a name of its own until a GPU has shown that. The second table has bf16 on tensor cores,
+// with sums that no x86 has; what multiplies nothing, and float32, is the first table's.
 #include "rm_cuda.h"
+
+#include <initializer_list>
 
 #include "device.cuh"
 
-static size_t workspace_bytes(const rm_limits *limits) {
-  const size_t asked[] = {rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
-                          rm_cuda_sample_workspace(limits)};
+static size_t most_of(std::initializer_list<size_t> asked) {
   size_t most = 0;
   for (const size_t bytes : asked) most = bytes > most ? bytes : most;
   return most;
+}
+
+static size_t workspace_bytes(const rm_limits *limits) {
+  return most_of({rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits), rm_cuda_lm_head_workspace(limits),
+                  rm_cuda_sample_workspace(limits)});
+}
+
+static size_t mma_workspace_bytes(const rm_limits *limits) {
+  return most_of({workspace_bytes(limits), rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)});
 }
 
 static const rm_kernels TABLE = {
@@ -17,6 +27,7 @@ static const rm_kernels TABLE = {
     .family = "cuda_fma",
     .workspace_bytes = workspace_bytes,
     .embed = rm_cuda_embed,
+    .gather_rows = rm_cuda_gather_rows,
     .rms_norm = rm_cuda_rms_norm,
     .gemm = rm_cuda_gemm,
     .gemm_swiglu = rm_cuda_gemm_swiglu,
@@ -29,9 +40,33 @@ static const rm_kernels TABLE = {
     .merge_pairs = rm_cuda_merge_pairs,
     .sample = rm_cuda_sample,
     .top_logprobs = rm_cuda_top_logprobs,
+    .ranks = rm_cuda_ranks,
     .pack = rm_cuda_pack,
 };
 
+static const rm_kernels MMA_TABLE = {
+    .isa = "cuda_sm90",
+    .family = "cuda_mma",
+    .workspace_bytes = mma_workspace_bytes,
+    .embed = rm_cuda_mma_embed,
+    .gather_rows = rm_cuda_gather_rows,
+    .rms_norm = rm_cuda_rms_norm,
+    .gemm = rm_cuda_mma_gemm,
+    .gemm_swiglu = rm_cuda_mma_gemm_swiglu,
+    .qk_rope_kv = rm_cuda_mma_qk_rope_kv,
+    .attention = rm_cuda_mma_attention,
+    .router = rm_cuda_mma_router,
+    .permute = rm_cuda_permute,
+    .combine = rm_cuda_combine,
+    .lm_head = rm_cuda_mma_lm_head,
+    .merge_pairs = rm_cuda_merge_pairs,
+    .sample = rm_cuda_sample,
+    .top_logprobs = rm_cuda_top_logprobs,
+    .ranks = rm_cuda_ranks,
+    .pack = rm_cuda_mma_pack,
+};
+
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }
+RM_EXPORT const rm_kernels *rm_kernels_cuda_mma(void) { return &MMA_TABLE; }
 
 RM_EXPORT const char *rm_cuda_archs(void) { return RM_CUDA_ARCHS; }

@@ -37,8 +37,10 @@ from rollmesh.arguments import (
     part_mask,
     prompt_list,
     request_ids,
+    share_of_memory,
 )
 from rollmesh.comm import Comm
+from rollmesh.devices import device_of
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
@@ -86,6 +88,9 @@ class EngineOptions:
     ep_backend: str
     sequence_parallel: bool
     host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
+    memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
+    cuda_library: str | None = None  # devices.py, as the next
+    cuda_ordinal: int = -1
 
 
 class Generator:
@@ -94,7 +99,7 @@ class Generator:
     spec                    what the model is
     mesh                    ranks: threads of this process that share `threads` out, or with comm processes; no bit depends on it
     comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them
-    device                  "cpu"
+    device                  "cpu"; "cuda": rank r of the mesh on GPU r, counted round; "cuda:N": all ranks of this process on that one
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
     ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp)
     sequence_parallel       norms and residuals on token shards; no effect where mesh.tp = 1
@@ -104,13 +109,16 @@ class Generator:
     max_num_seqs            samples that run at once
     max_num_batched_tokens  rows of one engine step; longer prompts are prefilled in chunks of it
     block_size              positions of a KV page, a multiple of 16
-    kv_cache_gib            2^30 bytes of KV cache
+    kv_cache_gib            2^30 bytes of KV cache; None: what memory_fraction leaves
+    memory_fraction         with kv_cache_gib=None: of the memory that the device has free when it is made, this share is for two copies
+                            of the weights and the KV cache; where ranks share a device, kv_cache_gib has to be said
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
-    isa                     None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
+    isa                     of the CPU. None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
 
-    Raises ConfigError for a setting that breaks a rule, MemoryError where memory is short.
+    Raises ConfigError for a setting that breaks a rule or a device that is not here, MemoryError where memory is short, CapacityError
+    where a GPU's is, DeviceError where CUDA fails.
     """
 
     def __init__(
@@ -129,7 +137,8 @@ class Generator:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         block_size: int = 16,
-        kv_cache_gib: float = 1.0,
+        kv_cache_gib: float | None = 1.0,
+        memory_fraction: float = 0.9,
         enable_prefix_caching: bool = True,
         threads: int | None = None,
         seed: int = 0,
@@ -137,7 +146,8 @@ class Generator:
     ):
         if not isinstance(spec, ModelSpec):
             raise ConfigError(f"spec is a {type(spec).__name__}, wanted a ModelSpec (ModelSpec.from_hf makes one)")
-        check_surroundings(mesh, comm, device, ep_backend, sequence_parallel)
+        check_surroundings(mesh, comm, ep_backend, sequence_parallel)
+        where = device_of(device)
         self.spec = spec
         self.mesh = mesh or Mesh()
         self.tokenizer = tokenizer
@@ -154,7 +164,8 @@ class Generator:
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
             block_size=page_positions("block_size", block_size),
-            kv_bytes=gib_bytes("kv_cache_gib", kv_cache_gib),
+            kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
+            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib, self.mesh, where),
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
@@ -163,6 +174,8 @@ class Generator:
             ep=self.mesh.ep,
             ep_backend=ep_backend,
             sequence_parallel=sequence_parallel,
+            cuda_library=where.cuda_library,
+            cuda_ordinal=where.cuda_ordinal,
         )
         values = spec.engine_values(self.max_model_len)
         self._engine: AnyEngine
@@ -192,7 +205,7 @@ class Generator:
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since creation, sizes in bytes, times in seconds, "isa" and "family", and kv_usage in [0, 1]."""
+        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", and kv_usage in [0, 1]."""
         with self._call():
             stats = self._engine.stats()
         pages = stats["kv_pages"]

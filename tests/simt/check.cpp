@@ -1,11 +1,15 @@
 // check.cpp: the kernels of kernels/cuda on the fibres of simt.h against the reference table, bit for bit.
-//   check OP SEED     every shape in both thread orders; prints "OK cases=… elements=…", or the first difference
+//   check OP SEED [fma | mma]     every shape in both thread orders, with the table of that family (fma); prints
+//                                 "OK cases=… elements=…", or the first difference
 // On a GPU, with gpu.cu in the place of simt.h's scheduler, that is the same test.
 //   check barrier | left | mixed | shared | shared_end | buffer | misaligned | race | warp_race     a faulty kernel: what the shim must say of it
 #include "check.h"
 
 #include <vector>
 
+#include "packing.cuh"
+
+static bool is_mma;
 static uint64_t state;
 static int64_t cases, elements;
 
@@ -36,6 +40,41 @@ void *numbers(rm_dtype dtype, int64_t n, kind k) {
     else reinterpret_cast<uint32_t *>(p)[i] = u;
   }
   return p;
+}
+
+const rm_kernels *in_test() { return is_mma ? rm_kernels_cuda_mma() : rm_kernels_cuda(); }
+const rm_kernels *oracle() { return is_mma ? &rm_table_ref_mma : &rm_table_ref; }
+
+static void *copy_of(const void *from, size_t bytes) { return memcpy(simt_buffer(bytes), from, bytes); }
+
+void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up) {
+  const int64_t n = rm_round_up(rows, RM_N_TILE), each = rm_packed_elems(gate_up ? rm_gate_up_rows(rows) : rows, k);
+  void *to = copy_of(from, static_cast<size_t>(n_matrices * each) * rm_dtype_bytes(dtype));
+  if (!is_mma || dtype == RM_F32) return to;
+  for (int64_t m = 0; m < n_matrices; m++)
+    for (int64_t r = 0; r < n * (gate_up ? 2 : 1); r++)
+      for (int64_t i = 0; i < rm_round_up(k, RM_K_BLOCK); i++) {
+        const int64_t there = gate_up ? rm_mma_gate_up_row(r / 2, r & 1) : r, here = gate_up ? rm_gate_up_row(r / 2, r & 1) : r;
+        rm_copy_elem(dtype, to, m * each + rm_mma_index(k, there, i), from, m * each + rm_packed_index(dtype, k, here, i));
+      }
+  return to;
+}
+
+void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size, int64_t head_dim, bool values) {
+  if (!values) return relaid_matrices(from, dtype, n_pages, page_size, head_dim, false);
+  const int64_t each = rm_v_page_elems(page_size, head_dim);
+  void *to = copy_of(from, static_cast<size_t>(n_pages * each) * rm_dtype_bytes(dtype));
+  if (!is_mma || dtype == RM_F32) return to;
+  for (int64_t page = 0; page < n_pages; page++)
+    for (int64_t pos = 0; pos < page_size; pos++)
+      for (int64_t d = 0; d < rm_round_up(head_dim, RM_N_TILE); d++)
+        rm_copy_elem(dtype, to, page * each + rm_mma_v_index(head_dim, pos, d), from, page * each + rm_v_index(dtype, head_dim, pos, d));
+  return to;
+}
+
+packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up, kind k_of) {
+  void *w = numbers(dtype, n_matrices * rm_packed_elems(gate_up ? rm_gate_up_rows(rows) : rows, k), k_of);
+  return {w, relaid_matrices(w, dtype, n_matrices, rows, k, gate_up)};
 }
 
 bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count) {
@@ -76,14 +115,19 @@ bool held(const char *what, std::initializer_list<output> outputs, const rm_limi
     initial.push_back(p);
     want.push_back(renew(out, p));
   }
-  const rm_ctx ref = context(&rm_table_ref, limits);
-  run(&rm_table_ref, &ref);
+  const rm_ctx ref = context(oracle(), limits);
+  run(oracle(), &ref);
+  for (size_t i = 0; i < wanted.size(); i++) {
+    if (!wanted[i].relaid) continue;
+    initial[i] = wanted[i].relaid(initial[i]);
+    want[i] = wanted[i].relaid(want[i]);
+  }
   for (int order = 0; order < 2; order++) {
     got.clear();
     for (const output &out : wanted) got.push_back(renew(out, initial[got.size()]));
-    const rm_ctx ctx = context(rm_kernels_cuda(), limits);
+    const rm_ctx ctx = context(in_test(), limits);
     simt_order(order);
-    run(rm_kernels_cuda(), &ctx);
+    run(in_test(), &ctx);
     simt_finish();
     size_t i = 0;
     for (const output &out : wanted) {
@@ -157,6 +201,7 @@ int main(int argc, char **argv) {
     bool (*run)();
   } ops[] = {
       {"embed", check_embed},
+      {"gather_rows", check_gather_rows},
       {"rms_norm", check_rms_norm},
       {"qk_rope_kv", check_qk_rope_kv},
       {"gemm", check_gemm},
@@ -169,10 +214,14 @@ int main(int argc, char **argv) {
       {"merge_pairs", check_merge_pairs},
       {"sample", check_sample},
       {"top_logprobs", check_top_logprobs},
+      {"ranks", check_ranks},
       {"pack", check_pack},
+      {"mma_places", check_mma_places},
+      {"mma_company", check_mma_company},
   };
   if (argc < 2) return 2;
   check_seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
+  is_mma = argc > 3 && strcmp(argv[3], "mma") == 0;
   for (const auto &op : ops) {
     if (strcmp(argv[1], op.name) != 0) continue;
     const uint32_t saved = rm_fp_enter();

@@ -15,7 +15,10 @@
 #include "gpu.h"
 #endif
 
-extern "C" const rm_kernels rm_table_ref;
+extern "C" const rm_kernels rm_table_ref, rm_table_ref_mma;
+
+// The table in test, and the reference over its family's sums. The reference packs as the CPU does, a table as its family does.
+const rm_kernels *in_test(), *oracle();
 
 void check_seed(uint64_t seed);
 void check_counts(int64_t *cases, int64_t *elements);
@@ -31,21 +34,33 @@ template <class T> T *array(int64_t n) { return static_cast<T *>(simt_buffer(sta
 // Bits, after counting a case of `count` elements; says where they differ.
 bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count);
 
+// Something packed, as the oracle has it and as the table in test has it.
+struct packed {
+  void *of_oracle, *of_test;
+  void *of(const rm_kernels *table) const { return table == oracle() ? of_oracle : of_test; }
+};
+void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up);
+void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size, int64_t head_dim, bool values);
+// `rows` is a matrix', with gate_up the width of each of the two.
+packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up = false, kind k_of = TAME);
+
 // A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at first, or 0xff where it was NULL.
 // Without a field it is left out.
 struct output {
   void *field;
   size_t bytes;
   int64_t count;
+  std::function<void *(const void *)> relaid = nullptr;  // from the oracle's packing to that of the table in test
 };
 // `run` is called with a table and a ctx whose workspace has that table's workspace_bytes(limits).
 bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,
           const std::function<void(const rm_kernels *, const rm_ctx *)> &run);
 
-bool check_embed(), check_rms_norm(), check_qk_rope_kv();
+bool check_embed(), check_gather_rows(), check_rms_norm(), check_qk_rope_kv();
 bool check_gemm(), check_gemm_swiglu();
 bool check_attention();
 bool check_router(), check_permute(), check_combine();
 bool check_lm_head(), check_merge_pairs();
-bool check_sample(), check_top_logprobs();
+bool check_sample(), check_top_logprobs(), check_ranks();
 bool check_pack();
+bool check_mma_places(), check_mma_company();

@@ -22,27 +22,34 @@ int64_t fill_rows(int32_t *positions, int32_t *seqs, int64_t context, bool mix) 
   return mix ? MIX : 3;
 }
 
-bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of h, int64_t page_size, int64_t window, bool mix) {
+bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of h, int64_t page_size, int64_t window, bool mix,
+                    int64_t at_once) {
   const int64_t n_seqs = 4, max_pages = (context + page_size - 1) / page_size, n_pages = n_seqs * max_pages;
   int32_t *positions = array<int32_t>(MIX), *seqs = array<int32_t>(MIX), *tables = array<int32_t>(n_pages);
   const int64_t rows = fill_rows(positions, seqs, context, mix), n_out = rows * h.n * head_dim;
   for (int64_t i = 0; i < n_pages; i++) tables[i] = static_cast<int32_t>(n_pages - 1 - i);
   rm_attention_args a = {};
   a.q = numbers(dtype, n_out, pick(8) ? TAME : WILD);
-  a.k_cache = numbers(dtype, n_pages * h.n_kv * rm_k_page_elems(page_size, head_dim));
-  a.v_cache = numbers(dtype, n_pages * h.n_kv * rm_v_page_elems(page_size, head_dim));
+  void *k = numbers(dtype, n_pages * h.n_kv * rm_k_page_elems(page_size, head_dim));
+  void *v = numbers(dtype, n_pages * h.n_kv * rm_v_page_elems(page_size, head_dim));
+  const packed keys = {k, relaid_pages(k, dtype, n_pages * h.n_kv, page_size, head_dim, false)};
+  const packed values = {v, relaid_pages(v, dtype, n_pages * h.n_kv, page_size, head_dim, true)};
   a.positions = positions, a.seq_of_row = seqs, a.block_tables = tables, a.rows = rows, a.n_seqs = n_seqs, a.max_pages = max_pages;
   a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0, a.head_dim = head_dim, a.page_size = page_size,
   a.window = window, a.dtype = dtype;
   a.scale = 1.0f / sqrtf(static_cast<float>(head_dim));
-  rm_limits limits = {};  // the workspace is that of two rows: the others take their turns
-  limits.max_rows = 2, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv, limits.group = h.group, limits.head_dim = head_dim,
+  rm_limits limits = {};  // the workspace is that of at_once rows: the others take their turns
+  limits.max_rows = at_once, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv, limits.group = h.group, limits.head_dim = head_dim,
   limits.max_positions = context;
   char what[140];
-  snprintf(what, sizeof what, "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld mix=%d",
-           dtype, context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window, mix);
+  snprintf(what, sizeof what,
+           "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld mix=%d at_once=%ld", dtype,
+           context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window, mix, at_once);
   return held(what, {{&a.out, static_cast<size_t>(n_out) * rm_dtype_bytes(dtype), n_out}}, limits,
-              [&](const rm_kernels *table, const rm_ctx *ctx) { table->attention(ctx, &a); });
+              [&](const rm_kernels *table, const rm_ctx *ctx) {
+                a.k_cache = keys.of(table), a.v_cache = values.of(table);
+                table->attention(ctx, &a);
+              });
 }
 
 }  // namespace
@@ -57,9 +64,15 @@ bool check_attention() {
         const heads_of heads[] = {{2, 1, 0, 0}, {1, 1, 0, 0}, {3, 3, 0, 0}, {4, 3, 2, 1}, {2, 1, 7, 5}, {3, 2, 4, 3}};
         const heads_of &h = heads[context > 1000 ? 1 + 3 * (turn % 2) : turn % 6];
         const bool mix = context < 100;
-        if (!attention_case(static_cast<rm_dtype>(dtype), context, dims[turn % 5], h, pages[turn % 3], window, false)) return false;
-        if (mix && !attention_case(static_cast<rm_dtype>(dtype), context, dims[turn % 3], h, pages[turn % 3], window, true)) return false;
+        const rm_dtype type = static_cast<rm_dtype>(dtype);
+        if (!attention_case(type, context, dims[turn % 5], h, pages[turn % 3], window, false, 2)) return false;
+        if (mix && !attention_case(type, context, dims[turn % 3], h, pages[turn % 3], window, true, 2)) return false;
+        if (mix && !attention_case(type, context, dims[turn % 4], h, pages[turn % 3], window, true, MIX)) return false;
         turn++;
       }
-  return true;
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})  // heads that several launches or more than one chain of the tensor cores make
+    for (const int64_t head_dim : {272, 544})
+      if (!attention_case(dtype, 40, head_dim, {9, 1, 0, 0}, 16, 0, head_dim == 272, MIX)) return false;
+  return attention_case(RM_BF16, 1100, 32, {2, 1, 0, 0}, 16, 0, true, MIX) &&
+         attention_case(RM_BF16, 1027, 64, {2, 2, 0, 0}, 32, 30, true, MIX);
 }

@@ -7,24 +7,33 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
   const int64_t ldx = k + pick(3), ldy = n + pick(3), stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k);
   int32_t *group_rows = array<int32_t>(groups + 1);
   for (int64_t g = 0; g <= groups; g++)
-    group_rows[g] = g == groups ? static_cast<int32_t>(m) : g == 0 ? 0 : static_cast<int32_t>(m * g * g / (groups * groups));
+    group_rows[g] = m >= 300 && g < groups ? 0
+                    : g == groups          ? static_cast<int32_t>(m)
+                    : g == 0               ? 0
+                                           : static_cast<int32_t>(m * g * g / (groups * groups));
   rm_gemm_args a = {};
   a.x = numbers(dtype, m * ldx, wild);
-  a.w = numbers(dtype, stride * rm_max64(groups, 1), wild);
+  const packed w = weights(dtype, rm_max64(groups, 1), n, k, swiglu, wild);
   a.bias = !swiglu && !groups && pick(2) ? numbers(dtype, n) : nullptr;
   a.group_rows = groups ? group_rows : nullptr;
   a.n_groups = groups, a.group_stride = stride, a.m = m, a.n = n, a.k = k, a.ldx = ldx, a.ldy = ldy, a.dtype = dtype, a.y_dtype = y_dtype;
   char what[140];
   snprintf(what, sizeof what, "gemm swiglu=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d", swiglu, dtype, y_dtype, m, n, k,
            groups, a.bias != nullptr, wild);
-  return held(what, {{&a.y, static_cast<size_t>(m * ldy) * rm_dtype_bytes(y_dtype), m * n}}, {},
-              [&](const rm_kernels *table, const rm_ctx *ctx) { (swiglu ? table->gemm_swiglu : table->gemm)(ctx, &a); });
+  rm_limits limits = {};  // with none, k is not split over blocks
+  if (pick(3)) limits.max_rows = m, limits.max_n = swiglu ? rm_gate_up_rows(n) : n, limits.max_k = k, limits.top_k = groups;
+  return held(what, {{&a.y, static_cast<size_t>(m * ldy) * rm_dtype_bytes(y_dtype), m * n}}, limits,
+              [&](const rm_kernels *table, const rm_ctx *ctx) {
+                a.w = w.of(table);
+                (swiglu ? table->gemm_swiglu : table->gemm)(ctx, &a);
+              });
 }
 
 bool gemms(bool swiglu) {
-  const int64_t sizes[][3] = {{0, 16, 32},  {1, 1, 1},    {1, 16, 32},  {1, 64, 96},    {3, 17, 31},   {4, 15, 33},   {5, 63, 64},
-                              {15, 64, 65}, {16, 65, 32}, {17, 80, 7},  {31, 127, 128}, {33, 128, 34}, {1, 131, 200}, {16, 16, 0},
-                              {1, 33, 512}, {2, 16, 513}, {4, 20, 300}, {5, 17, 800},   {8, 40, 1100}, {1, 16, 1060}, {9, 16, 520}};
+  const int64_t sizes[][3] = {{0, 16, 32},  {1, 1, 1},     {1, 16, 32},    {1, 64, 96},    {3, 17, 31},   {4, 15, 33},   {5, 63, 64},
+                              {15, 64, 65}, {16, 65, 32},  {17, 80, 7},    {31, 127, 128}, {33, 128, 34}, {1, 131, 200}, {16, 16, 0},
+                              {1, 33, 512}, {2, 16, 513},  {4, 20, 300},   {5, 17, 800},   {8, 40, 1100}, {1, 16, 1060}, {9, 16, 520},
+                              {64, 24, 96}, {66, 130, 40}, {70, 16, 1056}, {200, 24, 64},  {300, 16, 32}};
   for (int dtype = 0; dtype < 2; dtype++)
     for (const auto &s : sizes)
       for (int64_t groups = 0; groups < 4; groups += 3)

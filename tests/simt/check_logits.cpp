@@ -24,7 +24,8 @@ bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, w
   const size_t of_rows = static_cast<size_t>(rows) * sizeof(float);
   rm_lm_head_args a = {};
   a.ldx = hidden + pick(3), a.ld_logits = vocab + pick(3);
-  a.x = numbers(dtype, rows * a.ldx, wild), a.w = numbers(dtype, rm_packed_elems(vocab, hidden));
+  a.x = numbers(dtype, rows * a.ldx, wild);
+  const packed w = weights(dtype, 1, vocab, hidden);
   a.rows = rows, a.vocab = vocab, a.hidden = hidden, a.dtype = dtype, a.row_flags = random_flags(rows);
   a.targets = want.targets ? random_targets(rows, vocab) : nullptr;
   rm_limits limits = {};  // the workspace is that of two rows: the others take their turns
@@ -39,7 +40,7 @@ bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, w
                {logprobs ? &a.target_logprobs : nullptr, of_rows, rows},
                {target_logits ? &a.target_logits : nullptr, of_rows, rows},
                {&a.row_flags, static_cast<size_t>(rows), rows}},
-              limits, [&](const rm_kernels *table, const rm_ctx *ctx) { table->lm_head(ctx, &a); });
+              limits, [&](const rm_kernels *table, const rm_ctx *ctx) { a.w = w.of(table), table->lm_head(ctx, &a); });
 }
 
 bool merge_case(int64_t n_blocks, int64_t rows, bool flat) {

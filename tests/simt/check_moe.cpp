@@ -36,16 +36,24 @@ bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
   if (kind_of == EQUAL) memset(x, 0, static_cast<size_t>(s.rows) * row_bytes);
   if (kind_of == HALF_EQUAL) memset(w, 0, static_cast<size_t>(rm_packed_elems(s.n_experts / 2 + 1, s.hidden)) * rm_dtype_bytes(dtype));
   if (kind_of == NANS && s.rows > 1) memset(x, 0xff, row_bytes);
-  a.x = x, a.w = w, a.bias = pick(2) ? static_cast<float *>(numbers(RM_F32, s.n_experts, kind_of == NANS ? WILD : TAME)) : nullptr;
+  const packed both = {w, relaid_matrices(w, dtype, 1, s.n_experts, s.hidden, false)};
+  a.x = x, a.bias = pick(2) ? static_cast<float *>(numbers(RM_F32, s.n_experts, kind_of == NANS ? WILD : TAME)) : nullptr;
   a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.renormalize = renormalize, a.dtype = dtype;
   rm_limits limits = {};
   limits.max_rows = s.rows, limits.n_experts = s.n_experts, limits.top_k = s.top_k;
+  if (pick(2)) limits.max_k = s.hidden, limits.max_n = s.n_experts;
   char what[120];
   snprintf(what, sizeof what, "router dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld kind=%d renormalize=%d bias=%d", dtype, s.rows,
            s.hidden, s.n_experts, s.top_k, kind_of, renormalize, a.bias != nullptr);
   const int64_t n = s.rows * s.top_k;
-  return held(what, {{&a.ids, of_choices(s) * 4, n}, {&a.gates, of_choices(s) * 4, n}}, limits,
-              [&](const rm_kernels *table, const rm_ctx *ctx) { table->router(ctx, &a); });
+  const bool recorded = pick(2);  // with room between a row's ids and the next
+  a.routed_stride = s.top_k + pick(4);
+  const size_t routed_bytes = recorded && s.rows ? static_cast<size_t>((s.rows - 1) * a.routed_stride + s.top_k) * 2 : 0;
+  return held(what,
+              {{&a.ids, of_choices(s) * 4, n},
+               {&a.gates, of_choices(s) * 4, n},
+               {recorded ? static_cast<void *>(&a.routed) : nullptr, routed_bytes, recorded ? n : 0}},
+              limits, [&](const rm_kernels *table, const rm_ctx *ctx) { a.w = both.of(table), table->router(ctx, &a); });
 }
 
 bool permute_case(rm_dtype dtype, shape s) {
@@ -91,6 +99,8 @@ bool check_router() {
       for (const auto &e : experts)
         for (const rows_kind k : {PLAIN, EQUAL, HALF_EQUAL, NANS})
           if (!router_case(dtype, {1 + pick(4), hidden, e[0], e[1]}, k, static_cast<int>(pick(2)))) return false;
+  for (int again = 0; again < 6; again++)  // k split over blocks, where the workspace has room for it
+    if (!router_case(RM_BF16, {5, 600 + 600 * (again % 2), 20, 3}, PLAIN, 1)) return false;
   return router_case(RM_BF16, {0, 32, 8, 2}, PLAIN, 1);
 }
 

@@ -46,17 +46,21 @@ bool pack_case(rm_src_dtype src, rm_dtype dst, rm_layout layout, shape s, way ho
   const size_t bytes = static_cast<size_t>(n_dst) * rm_dtype_bytes(dst);
   a.dst = simt_buffer(bytes);
   rm_ctx nothing = {};
-  if (compare) rm_table_ref.pack(&nothing, &a);  // equal, and perhaps one bit that is not
+  if (compare) oracle()->pack(&nothing, &a);  // equal, and perhaps one bit that is not
   if (compare && pick(2) && bytes) static_cast<char *>(a.dst)[pick(static_cast<int64_t>(bytes))] ^= 1;
   a.compare = compare;
   char what[160];
   snprintf(what, sizeof what, "pack src=%d dst=%d layout=%d rows=%ld cols=%ld row0=%ld more=%ld way=%d compare=%d finite=%d", src, dst,
            layout, s.rows, s.cols, s.row0, s.more, how, compare, finite);
-  return held(what, {{&a.dst, bytes, s.rows * s.cols}, {&a.found, sizeof *a.found, 1}}, {},
+  const auto relaid = [=](const void *from) {
+    const bool gate_up = layout != RM_PACKED;
+    return layout == RM_PLAIN ? const_cast<void *>(from) : relaid_matrices(from, dst, 1, all_rows, s.cols, gate_up);
+  };
+  return held(what, {{&a.dst, bytes, s.rows * s.cols, relaid}, {&a.found, sizeof *a.found, 1}}, {},
               [&](const rm_kernels *table, const rm_ctx *ctx) {
                 a.digest = 0, a.nonfinite_index = a.diff_index = -2;
                 table->pack(ctx, &a);
-                if (table == &rm_table_ref) *a.found = found_in(a);
+                if (table == oracle()) *a.found = found_in(a);
               });
 }
 

@@ -263,6 +263,8 @@ static const uint64_t *meet(simt_op op, unsigned mask, uint64_t value) {
 
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane) { return meet(SIMT_SHUFFLE, mask, value)[lane]; }
 
+void simt_meet(simt_op op) { meet(op, 0xffffffffu, 0); }
+
 void __syncwarp(unsigned mask) { meet(SIMT_SYNCWARP, mask, 0); }
 
 unsigned __ballot_sync(unsigned mask, int predicate) {

@@ -82,8 +82,9 @@ inline void simt_finish() {}        // until all launches are done
 void *simt_buffer(size_t bytes);    // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
 
 // Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
-enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP };
+enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA };
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
+void simt_meet(simt_op op);  // nothing is exchanged
 
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);

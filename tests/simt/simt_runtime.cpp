@@ -403,6 +403,15 @@ cudaError_t cudaFreeHost(void *data) {
   return said(block_destroy(data, true) ? error : cudaErrorInvalidValue);
 }
 
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address) {
+  const locked hold(lock);
+  const block *b = block_of(address);
+  const bool inside = b && is_inside(b, address, 1);
+  attributes->type = !inside ? cudaMemoryTypeUnregistered : b->owner == HOST ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  attributes->device = inside && b->owner != HOST ? b->owner : -1;
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes) {
   const locked hold(lock);
   const size_t all = all_memory(), used = devices[current_device].used;

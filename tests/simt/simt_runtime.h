@@ -40,12 +40,17 @@ enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cu
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
+enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
 enum { cudaHostAllocPortable = 1, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaEnableDefault = 0 };
 
 using cudaStream_t = struct simt_stream *;
 using cudaEvent_t = struct simt_event *;
 using cudaGraph_t = struct simt_graph *;
 using cudaGraphExec_t = struct simt_graph_exec *;
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+  int device;
+};
 struct cudaFuncAttributes {
   int binaryVersion;
 };
@@ -66,6 +71,7 @@ cudaError_t cudaMalloc(void **block, size_t bytes);
 cudaError_t cudaFree(void *block);
 cudaError_t cudaHostAlloc(void **block, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void *block);
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address);
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh import vllm
+from rollmesh import nccl, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
+from rollmesh.devices import library_path
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
 
@@ -110,7 +111,8 @@ def _mesh() -> list[tuple[str, str]]:
         ("shm", _shared_memory(Path("/dev/shm"))),
         ("lost ranks", _process_ends()),
         ("torch", _torch_groups()),
-        ("NCCL, deepep", "not part of this version of rollmesh"),
+        ("nccl", "between GPUs: see below"),
+        ("deepep", "not part of this version of rollmesh"),
     ]
 
 
@@ -159,27 +161,40 @@ def _training() -> list[tuple[str, str]]:
 def _gpu() -> list[tuple[str, str]]:
     driver = _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     nvcc = _first_line(["nvcc", "--version"], last=True)
-    nccl = next((f"{v} (pip)" for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(name))), None) or _library("nccl")
     return [
         ("GPU", driver or "none found (nvidia-smi is absent or sees none)"),
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
-        ("NCCL", nccl or "missing: only needed for several GPUs (pip install nvidia-nccl-cu13)"),
+        ("NCCL", _nccl()),
         ("CUDA kernels", _cuda_kernels()),
         ('device="cuda"', _device_answer("cuda")),
     ]
 
 
+def _nccl() -> str:
+    """Which would be loaded. What torch loads when it is imported is not seen here."""
+    try:
+        library = nccl.find()
+    except rm.ConfigError as error:
+        return f"none: {plain(error)}; only needed for several GPUs"
+    least = ".".join(map(str, nccl.SHARES_GPU))
+    shares = "several ranks may have one GPU" if library.version >= nccl.SHARES_GPU else f"each rank needs a GPU of its own, before {least}"
+    return f"{library}; {shares}"
+
+
 def _cuda_kernels() -> str:
     """What the CUDA library beside the extension was compiled for, and the devices that it sees."""
-    path = Path(rm.__file__).parent / "librollmesh_cuda.so"
+    path = library_path()
     if not path.exists():
         return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"cannot be loaded: {error}"
     library.rm_cuda_archs.restype = ctypes.c_char_p
     devices = int(library.rm_cuda_devices())
     seen = "no driver here" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
-    return f"gemm and attention for {library.rm_cuda_archs().decode()}; {seen}; no engine uses them yet"
+    return f"for {library.rm_cuda_archs().decode()}; {seen}"
 
 
 def _device_answer(device: str) -> str:
@@ -187,7 +202,7 @@ def _device_answer(device: str) -> str:
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
-        return "refused: the engine for it is not built yet" if "not built" in str(error) else f"no: {error}"
+        return f"no: {error}"
     return "works"
 
 

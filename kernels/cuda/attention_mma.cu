@@ -1,0 +1,305 @@
+// attention_mma.cu: attention of the family cuda_mma in bf16, docs/numerics.md §4 with its two dot products on tensor cores: K·qᵀ is one
+// chain over head_dim, Vᵀ·P two steps from +0 for each block of 32 positions. A block of threads makes the states of one segment of
+// 1024 positions for up to 32 columns: the query heads of one kv head, times rows that stand together. Of 64 positions at a time each
+// warp makes the scores of 16, then the softmax of a quarter of the columns, then the sums of a quarter of head_dim; scores and P pass
+// through shared memory, since what is a row of K's result is a k of V's. A column knows nothing of the others: decode has the heads
+// of one row for columns, prefill 32, and the bits are the same.
+//
+// Rows of other sequences that stand in the same block take their turn there. The block tables are read on the device, so the host
+// chooses only how many columns; a K or V tile of 16 positions is read when one of them is live for one of the columns.
+#include "attention.cuh"
+#include "mma.cuh"
+
+namespace {
+
+constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, AT_ONCE = 64, BLOCKS = AT_ONCE / RM_ATTN_BLOCK;
+constexpr int SCORE_PITCH = AT_ONCE + 4, P_PITCH = AT_ONCE / 2 + 4;  // floats, words: no two lanes in a bank
+constexpr int MAX_SHARED = 48 << 10;  // what a kernel may have without asking
+constexpr float LOWEST = -INFINITY;
+
+struct shape {
+  int64_t row0, rows;   // of the turn
+  int n_segments, heads, rows_each, head_tiles;  // columns of a block: `heads` of each of rows_each rows
+  int d_tile0;          // first row of V's tiles: a head_dim of more than WARPS × DT of them takes several launches
+};
+
+// In shared memory. first > last: the column is not of the rows in work.
+template <int COLS> struct columns {
+  uint32_t *q;         // [COLS][pitch] pairs of bf16
+  float *scores;       // [COLS][SCORE_PITCH]
+  uint32_t *p;         // [COLS][P_PITCH] pairs of bf16
+  float *alpha;        // [BLOCKS][COLS]
+  int *first, *last;   // [COLS] live positions
+  int pitch;
+};
+RM_INLINE int q_pitch(int64_t head_dim) { return static_cast<int>(rm_round_up(head_dim, RM_K_BLOCK) / 2) + 4; }
+template <int COLS> RM_INLINE int shared_words(int64_t head_dim) { return COLS * (q_pitch(head_dim) + SCORE_PITCH + P_PITCH + BLOCKS + 2); }
+template <int COLS> __device__ columns<COLS> columns_in(float *shared, int64_t head_dim) {
+  columns<COLS> c;
+  c.pitch = q_pitch(head_dim);
+  c.q = reinterpret_cast<uint32_t *>(shared);
+  c.scores = shared + COLS * c.pitch;
+  c.p = reinterpret_cast<uint32_t *>(c.scores + COLS * SCORE_PITCH);
+  c.alpha = reinterpret_cast<float *>(c.p + COLS * P_PITCH);
+  c.first = reinterpret_cast<int *>(c.alpha + BLOCKS * COLS);
+  c.last = c.first + COLS;
+  return c;
+}
+
+// What a column is: a row and a query head, or nothing.
+struct owner {
+  int64_t row, head;
+  bool some;
+};
+
+struct work {  // of a block
+  int64_t row0, end, kv_head, head0, head_end;
+  int heads;
+};
+
+__device__ work work_of(const rm_attention_args &a, const shape &s) {
+  const int64_t group = a.group > 0 ? a.group : static_cast<uint32_t>(a.n_heads) / static_cast<uint32_t>(a.n_kv_heads);
+  work w;
+  w.row0 = s.row0 + blockIdx.x * static_cast<int64_t>(s.rows_each);
+  w.end = rm_min64(w.row0 + s.rows_each, s.row0 + s.rows);
+  w.kv_head = blockIdx.y / static_cast<unsigned>(s.head_tiles);
+  const int64_t first = rm_max64(0, w.kv_head * group - a.head0);
+  w.head0 = first + blockIdx.y % static_cast<unsigned>(s.head_tiles) * s.heads;
+  w.head_end = rm_min64(rm_min64((w.kv_head + 1) * group - a.head0, a.n_heads), w.head0 + s.heads);
+  w.heads = s.heads;
+  return w;
+}
+
+__device__ owner owner_of(const work &w, int column) {
+  const owner o = {w.row0 + column / w.heads, w.head0 + column % w.heads, false};
+  return {o.row, o.head, o.row < w.end && o.head < w.head_end};
+}
+
+// The queries and live positions of rows [from, to); other columns get zeros and nothing.
+template <int COLS>
+__device__ void load_columns(const columns<COLS> &c, const rm_attention_args &a, const work &w, int64_t from, int64_t to) {
+  const int words = c.pitch - 4;
+  for (int i = static_cast<int>(threadIdx.x); i < COLS * words; i += THREADS) {
+    const int column = i / words, d = i % words * 2;
+    const owner o = owner_of(w, column);
+    const uint16_t *q = static_cast<const uint16_t *>(a.q) + (o.row * a.n_heads + o.head) * a.head_dim + d;
+    const bool mine = o.some && o.row >= from && o.row < to;
+    const uint32_t even = mine && d < a.head_dim ? q[0] : 0u, odd = mine && d + 1 < a.head_dim ? q[1] : 0u;
+    c.q[column * c.pitch + i % words] = even | odd << 16;
+  }
+  if (threadIdx.x >= COLS) return;
+  const owner o = owner_of(w, static_cast<int>(threadIdx.x));
+  const bool mine = o.some && o.row >= from && o.row < to;
+  const rm_span live = mine ? rm_live_span(a, o.row) : rm_span{0, -1};
+  c.first[threadIdx.x] = static_cast<int>(live.first);
+  c.last[threadIdx.x] = static_cast<int>(live.last);
+}
+
+// Whether one of `n` positions from t on is live for a column. By a whole warp.
+template <int COLS> __device__ bool is_wanted(const columns<COLS> &c, int t, int n) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  return __ballot_sync(RM_ALL_LANES, lane < COLS && c.first[lane % COLS] < t + n && c.last[lane % COLS] >= t) != 0;
+}
+
+// The page of position t, which is the place of its kv head's part, and t's tile in it.
+struct tile_at {
+  int64_t page, tile;
+};
+__device__ tile_at tile_of(const rm_attention_args &a, const work &w, const int32_t *pages, int t) {
+  const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t);
+  return {pages[at / page_size] * a.n_kv_heads + w.kv_head, at % page_size / RM_MMA_ROWS};
+}
+
+template <int CT>
+__device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const int32_t *pages, int t) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, steps = static_cast<int>(rm_mma_steps(a.head_dim));
+  if (!is_wanted<CT * 8>(c, t, RM_MMA_ROWS)) return;
+  const tile_at at = tile_of(a, w, pages, t);
+  const uint4 *k =
+      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.k_cache) + at.page * rm_k_page_elems(a.page_size, a.head_dim)) +
+      at.tile * steps * RM_WARP + lane;
+  float acc[CT][4] = {};
+  for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
+    float sums[CT][4] = {};
+#pragma unroll 4
+    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step++) {
+      const uint4 keys = k[step * RM_WARP];
+#pragma unroll
+      for (int n = 0; n < CT; n++) {
+        const uint32_t *q = c.q + (n * 8 + lane / 4) * c.pitch + step * 8 + lane % 4;
+        rm_mma16(sums[n], keys, {q[0], q[4]});
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < CT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[n][i] = acc[n][i] + sums[n][i];
+  }
+#pragma unroll
+  for (int n = 0; n < CT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      c.scores[(n * 8 + lane % 4 * 2 + i % 2) * SCORE_PITCH + t % AT_ONCE + lane / 4 + i / 2 * 8] = acc[n][i] * a.scale;
+}
+
+// One block of 32 positions of one column, by a warp, a lane for a position: P, alpha and the running m and l.
+template <int COLS> __device__ void soften(const columns<COLS> &c, int column, int t0, int block, float *m, float *l) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, in = block * RM_ATTN_BLOCK + lane, first = c.first[column],
+            last = c.last[column];
+  const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
+  float weight = 0.0f, scaled = 1.0f;
+  if (from <= last && from + RM_ATTN_BLOCK > first) {  // all lanes, or none: the state stays as it was
+    const bool live = t >= first && t <= last;
+    const float score = c.scores[column * SCORE_PITCH + in];
+    float next = live ? rm_max_f32(score, *m) : *m;
+    next = rm_max_lanes(next);
+    weight = live ? rm_exp(score - next) : 0.0f;
+    float sum = weight;  // p_j + p_{j+16}, then the tree over 16
+    for (int step = RM_WARP / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
+    scaled = rm_bits(*m) == rm_bits(LOWEST) ? 0.0f : rm_exp(*m - next);
+    *l = fmaf(*l, scaled, sum);
+    *m = next;
+  }
+  reinterpret_cast<uint16_t *>(c.p)[column * P_PITCH * 2 + in] = rm_f32_to_bf16(weight);
+  if (lane == 0) c.alpha[block * COLS + column] = scaled;
+}
+
+// A[d] of the warp's rows of d: tiles warp, warp + WARPS, …
+template <int CT, int DT>
+__device__ void add_values(float (&acc)[DT][CT][4], const columns<CT * 8> &c, const rm_attention_args &a, const work &w,
+                           const int32_t *pages, int t0, int d_tile0) {
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim));
+  for (int block = 0; block < BLOCKS; block++) {
+    const uint4 *v[2];  // Vᵀ's tiles of 16 positions
+    const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int t = from + half * RM_MMA_K;
+      v[half] = nullptr;
+      if (!is_wanted<CT * 8>(c, t, RM_MMA_K)) continue;
+      const tile_at at = tile_of(a, w, pages, t);
+      v[half] =
+          reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.v_cache) + at.page * rm_v_page_elems(a.page_size, a.head_dim)) +
+          at.tile * d_tiles * RM_WARP + lane;
+    }
+    if (!v[0] && !v[1]) continue;
+#pragma unroll
+    for (int i = 0; i < DT; i++) {
+      const int d = d_tile0 + warp + i * WARPS;
+      if (d >= d_tiles) break;
+      float sums[CT][4] = {};
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 values = v[half] ? v[half][d * RM_WARP] : uint4{0, 0, 0, 0};
+#pragma unroll
+        for (int n = 0; n < CT; n++) {
+          const uint32_t *p = c.p + (n * 8 + lane / 4) * P_PITCH + (block * 2 + half) * 8 + lane % 4;
+          rm_mma16(sums[n], values, {p[0], p[4]});
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < CT; n++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) acc[i][n][j] = acc[i][n][j] * c.alpha[block * CT * 8 + n * 8 + lane % 4 * 2 + j % 2] + sums[n][j];
+    }
+  }
+}
+
+template <int COLS>
+__device__ float *state_of(const columns<COLS> &c, const rm_attention_args &a, const work &w, const shape &s, float *states, int column) {
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT);
+  if (c.first[column] >= begin + RM_ATTN_SEGMENT || c.last[column] < begin) return nullptr;
+  const owner o = owner_of(w, column);
+  return states + (((o.row - s.row0) * a.n_heads + o.head) * s.n_segments + blockIdx.z) * rm_state_floats(a.head_dim);
+}
+
+// Rows [from, to) of the block, all of one sequence.
+template <int CT, int DT>
+__device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const shape &s, float *states,
+                                int64_t from, int64_t to) {
+  constexpr int COLS = CT * 8, EACH = COLS / WARPS;
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT), end = begin + RM_ATTN_SEGMENT;
+  const int32_t *pages = a.block_tables + a.seq_of_row[from] * a.max_pages;
+  __syncthreads();  // before the columns of other rows are overwritten
+  load_columns<COLS>(c, a, w, from, to);
+  __syncthreads();
+  float acc[DT][CT][4] = {}, m[EACH], l[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) m[i] = LOWEST, l[i] = 0.0f;
+  for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
+    if (!is_wanted<COLS>(c, t0, AT_ONCE)) continue;  // the same for all warps
+    make_scores<CT>(c, a, w, pages, t0 + warp * RM_MMA_ROWS);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      for (int block = 0; block < BLOCKS; block++) soften<COLS>(c, warp + i * WARPS, t0, block, &m[i], &l[i]);
+    __syncthreads();  // P is read until the next scores' barrier, and written after it
+    add_values<CT, DT>(acc, c, a, w, pages, t0, s.d_tile0);
+  }
+#pragma unroll
+  for (int n = 0; n < CT; n++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float *state = state_of<COLS>(c, a, w, s, states, n * 8 + lane % 4 * 2 + j % 2);
+#pragma unroll
+      for (int i = 0; i < DT; i++) {
+        const int64_t d = (s.d_tile0 + warp + i * WARPS) * RM_MMA_ROWS + lane / 4 + j / 2 * 8;
+        if (state && d < a.head_dim) state[d] = acc[i][n][j];
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    float *state = state_of<COLS>(c, a, w, s, states, warp + i * WARPS);
+    if (!state || lane != 0) continue;
+    state[a.head_dim] = m[i];
+    state[a.head_dim + 1] = l[i];
+  }
+}
+
+template <int CT, int DT>
+__global__ void __launch_bounds__(THREADS, CT == 1 ? 6 : 3) segment_kernel(rm_attention_args a, shape s, float *states) {
+  RM_SHARED(shared);
+  const columns<CT * 8> c = columns_in<CT * 8>(shared, a.head_dim);
+  const work w = work_of(a, s);
+  if (w.head0 >= w.head_end) return;  // all of the block
+  for (int64_t from = w.row0; from < w.end;) {
+    int64_t to = from + 1;
+    while (to < w.end && a.seq_of_row[to] == a.seq_of_row[from]) to++;
+    segment_of_rows<CT, DT>(c, a, w, s, states, from, to);
+    from = to;
+  }
+}
+
+template <int CT, int DT> void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t, bool together) {
+  const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
+  shape s = {t.row0, t.rows, static_cast<int>(t.n_segments), static_cast<int>(rm_min64(group, CT * 8)), 1, 1, 0};
+  s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
+  s.rows_each = together ? CT * 8 / s.heads : 1;
+  const dim3 grid(rm_blocks(t.rows, s.rows_each), static_cast<unsigned>(a->n_kv_heads * s.head_tiles), static_cast<unsigned>(t.n_segments));
+  const size_t shared = static_cast<size_t>(shared_words<CT * 8>(a->head_dim)) * sizeof(float);
+  for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
+    RM_LAUNCH((segment_kernel<CT, DT>), grid, dim3(THREADS), shared, ctx->stream, *a, s, states);
+}
+
+template <int CT> void of_head_dim(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t, bool together) {
+  constexpr int64_t EACH = WARPS * RM_MMA_ROWS;
+  if (a->head_dim <= EACH) launch<CT, 1>(ctx, a, states, t, together);
+  else if (a->head_dim <= 2 * EACH) launch<CT, 2>(ctx, a, states, t, together);
+  else launch<CT, 4>(ctx, a, states, t, together);
+}
+
+// More rows than sequences: some of them are a prefill's and stand together.
+void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t) {
+  if (a->rows > a->n_seqs && shared_words<32>(a->head_dim) * static_cast<int>(sizeof(float)) <= MAX_SHARED)
+    of_head_dim<4>(ctx, a, states, t, true);
+  else of_head_dim<1>(ctx, a, states, t, false);
+}
+
+}  // namespace
+
+void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a) {
+  if (a->dtype == RM_BF16) rm_cuda_attention_by(ctx, a, mma_states);
+  else rm_cuda_attention(ctx, a);
+}

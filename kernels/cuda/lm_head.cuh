@@ -1,0 +1,38 @@
+// lm_head.cuh: what the two kernels that make logits share: lm_head.cu's and lm_head_mma.cu's.
+#pragma once
+
+#include "device.cuh"
+
+// Rows of one call, in turns of what the workspace holds: [row0, row0 + rows) now.
+struct rm_logits_turn {
+  float *pairs, *target_logits;  // [n_blocks][rows][2]; [rows] or NULL
+  int64_t row0, rows;
+};
+
+// Launches what makes the logits of a turn's rows, their pairs and what of them the arguments want kept.
+using rm_logits_fn = void (*)(const rm_ctx *, const rm_lm_head_args *, rm_logits_turn);
+// lm_head with `logits` for its first half.
+void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits);
+
+// By one warp: the pair of n logits in shared memory. Both halves of the warp run the 16 chains.
+__device__ inline void rm_block_pair(float *pair, const float *logits, int n, int lane) {
+  float max = -INFINITY, partial = 0.0f;
+  bool bad = false;
+  for (int i = lane; i < n; i += RM_WARP) {
+    max = rm_max_f32(logits[i], max);
+    bad |= !rm_is_finite(logits[i]);
+  }
+  max = rm_max_lanes(max);
+  for (int i = lane % RM_LANES; i < n; i += RM_LANES) partial = partial + rm_exp(logits[i] - max);
+  const float sum = rm_tree16_lanes(partial);
+  const bool finite = __ballot_sync(RM_ALL_LANES, bad) == 0;
+  if (lane != 0) return;
+  pair[0] = max;
+  pair[1] = finite ? sum : rm_float(0x7fc00000u);
+}
+
+// Logit `col` of one row of the turn, canonical, to where the arguments want it.
+__device__ inline void rm_keep_logit(const rm_lm_head_args &a, const rm_logits_turn &t, int64_t row, int64_t col, float logit) {
+  if (a.logits) a.logits[row * a.ld_logits + col] = logit;
+  if (t.target_logits && a.targets && a.targets[row] == col) t.target_logits[row - t.row0] = logit;
+}

@@ -1,0 +1,89 @@
+// mma.cuh: the tensor core's one instruction of the family cuda_mma, and copies to shared memory that nobody waits for at once.
+//
+// Weights are always A, 16 of their rows; tokens are always B, 8 of them, padded with zeros: yᵀ = W·xᵀ at every batch size, so no bit
+// rests on the hardware being symmetric. A dot product over k is, for each segment of RM_MMA_SEGMENT, a chain of this instruction
+// from +0 in ascending k; the sums of segments are added as IEEE float32 in ascending order. The instruction's own sum of 16
+// products and an accumulator is the hardware's: exact products, aligned and cut. Attention is K·qᵀ and Vᵀ·P, the same way round.
+//
+// tests/simt/simt_mma.h has all of it for a CPU, with a model of the sum.
+#pragma once
+
+#include "device.cuh"
+#include "packing.cuh"
+
+#ifdef RM_SIMT
+#include <simt_mma.h>  // tests/simt, by -I
+#endif
+
+// c ← A·B + c, by a whole warp; where elements lie: rm_mma_a_place and its like.
+__device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
+#ifdef RM_SIMT
+  simt_mma16(c, a, b);
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+#endif
+}
+
+// Weights that are read once: past the L1 cache.
+__device__ inline uint4 rm_load_stream(const uint4 *p) {
+#ifdef RM_SIMT
+  return *p;
+#else
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+#endif
+}
+
+// 16 bytes from global to shared memory, both aligned to 16; done for the calling thread once rm_copies_wait has let its group through.
+__device__ inline void rm_copy_async(void *to_shared, const void *from) {
+#ifdef RM_SIMT
+  simt_copy_async(to_shared, from);
+#else
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
+}
+__device__ inline void rm_copies_commit() {
+#ifdef RM_SIMT
+  simt_copies_commit();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Until all but the last LEFT groups of the calling thread are there.
+template <int LEFT> __device__ inline void rm_copies_wait() {
+#ifdef RM_SIMT
+  simt_copies_wait(LEFT);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+
+// Rows of bf16 that become B: x[row][k], rows from `end` and k from `k` on are zeros.
+struct rm_tokens {
+  const uint16_t *x;
+  int64_t ldx, k, row0, end;
+  bool wide;  // every row may be read 16 bytes at a time
+};
+
+__device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, int64_t row0, int64_t end) {
+  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0};
+}
+
+// k … k + 7 of row row0 + r.
+__device__ inline uint4 rm_load_tokens(const rm_tokens &t, int r, int64_t k) {
+  const int64_t row = t.row0 + r;
+  if (row >= t.end) return {0, 0, 0, 0};
+  const uint16_t *from = t.x + row * t.ldx + k;
+  if (t.wide && k + 8 <= t.k) return *reinterpret_cast<const uint4 *>(from);
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t even = k + 2 * i < t.k ? from[2 * i] : 0u, odd = k + 2 * i + 1 < t.k ? from[2 * i + 1] : 0u;
+    words[i] = even | odd << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}

@@ -1,0 +1,159 @@
+// check_mma.cpp: the index arithmetic of the tensor-core kernels, by property: places, packings and units are bijections, and the
+// words that the lanes of a warp read at once from shared memory lie in different banks. And the property that all this is for: a
+// row's bits are the same alone and in company, without an oracle.
+#include "check.h"
+
+#include <vector>
+
+#include "gemm_mma.cuh"
+#include "mma_rows.cuh"
+
+namespace {
+
+bool fails(const char *what, int64_t a, int64_t b) {
+  printf("DIFFERS %s at %ld, %ld\n", what, a, b);
+  return false;
+}
+
+// Whether each of the values 0 … n − 1 was counted once.
+struct tally {
+  std::vector<int> seen;
+  explicit tally(int64_t n) : seen(static_cast<size_t>(n), 0) {}
+  void add(int64_t value) {
+    if (value < 0 || value >= static_cast<int64_t>(seen.size())) outside = true;
+    else seen[static_cast<size_t>(value)]++;
+  }
+  bool once() const {
+    for (const int n : seen)
+      if (n != 1) return false;
+    return !outside;
+  }
+  bool outside = false;
+};
+
+// Places as the PTX manual words them: a register is 2 k of a row of A or of a column of B, or one sum.
+bool places() {
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 8; i++) {
+      const rm_mma_place p = rm_mma_a_place(i % 4 < 2 ? g : g + 8, t * 2 + (i & 1) + (i < 4 ? 0 : 8));
+      if (p.lane != lane || p.word != i / 2 || p.half != i % 2) return fails("A", lane, i);
+    }
+    for (int i = 0; i < 4; i++) {
+      const rm_mma_place p = rm_mma_b_place(t * 2 + (i & 1) + (i < 2 ? 0 : 8), g);
+      if (p.lane != lane || p.word != i / 2 || p.half != i % 2) return fails("B", lane, i);
+    }
+    for (int i = 0; i < 4; i++) {
+      const rm_mma_place p = rm_mma_c_place(i < 2 ? g : g + 8, t * 2 + (i & 1));
+      if (p.lane != lane || p.word != i || p.half != 0) return fails("C", lane, i);
+    }
+  }
+  return true;
+}
+
+bool packings() {
+  for (const int64_t n : {1, 15, 16, 17, 40})
+    for (const int64_t k : {1, 16, 31, 32, 33, 100}) {
+      const int64_t rows = rm_round_up(n, RM_N_TILE), cols = rm_round_up(k, RM_K_BLOCK);
+      tally weights(rm_packed_elems(n, k)), values(rm_v_page_elems(rows, k)), gate_up(rm_gate_up_rows(n));
+      for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) weights.add(rm_mma_index(k, r, c));
+        for (int64_t d = 0; d < rm_round_up(k, RM_N_TILE); d++) values.add(rm_mma_v_index(k, r, d));
+        for (int up = 0; up < 2; up++) gate_up.add(rm_mma_gate_up_row(r, up));
+        if (rm_mma_gate_up_row(r, 1) != rm_mma_gate_up_row(r, 0) + 8) return fails("gate and up apart", r, n);
+      }
+      if (!weights.once()) return fails("packed weights", n, k);
+      if (!values.once()) return fails("V page", n, k);
+      if (!gate_up.once()) return fails("gate and up", n, k);
+      // A warp's fragment is one run in the order of its lanes.
+      if (rm_mma_index(k, 0, 0) != 0 || rm_mma_index(k, 0, 2) != 8 || rm_mma_index(k, 1, 0) != 32) return fails("fragment", n, k);
+    }
+  return true;
+}
+
+bool units() {
+  for (const int64_t n : {1, 16, 63, 65, 640})
+    for (const int64_t k : {1, 512, 513, 2100})
+      for (const int64_t slots : {1, 3}) {
+        const int64_t segments = rm_mma_segments(k), tiles = rm_mma_tile_rows(n);
+        tally all(slots * segments * tiles);
+        for (int64_t z = 0; z < slots * segments; z++)
+          for (int64_t x = 0; x < (tiles + RM_ROWS_WARPS - 1) / RM_ROWS_WARPS; x++)
+            for (int warp = 0; warp < RM_ROWS_WARPS; warp++) {
+              const rm_rows_unit u = rm_rows_unit_of(x, z, warp, segments);
+              if (u.tile_row < tiles) all.add((u.slot * segments + u.segment) * tiles + u.tile_row);
+            }
+        if (!all.once()) return fails("units", n, k);
+        tally steps(rm_mma_steps(k));
+        for (int64_t s = 0; s < segments; s++)
+          for (int64_t i = 0; i < rm_segment_steps(k, s); i++) steps.add(s * RM_MMA_STEPS + i);
+        if (!steps.once()) return fails("steps of segments", n, k);
+      }
+  return true;
+}
+
+// Of words of shared memory that 32 lanes read at once.
+template <class F> bool no_conflict(F word_of) {
+  tally banks(32);
+  for (int lane = 0; lane < 32; lane++) banks.add(word_of(lane) % 32);
+  return banks.once();
+}
+
+bool banks() {
+  for (int word = 0; word < 2; word++)
+    for (int step = 0; step < 2; step++) {
+      if (!no_conflict([&](int lane) { return rm_staged_word<256>(0, step, lane, word); })) return fails("banks, 256", step, word);
+      if (!no_conflict([&](int lane) { return rm_staged_word<512>(8, step, lane, word); })) return fails("banks, 512", step, word);
+      if (!no_conflict([&](int lane) { return rm_tile_word(16, step, lane, word); })) return fails("banks of a tile", step, word);
+    }
+  tally chunks(RM_TILE_COLS * RM_TILE_K / 8);
+  for (int row = 0; row < RM_TILE_COLS; row++)
+    for (int chunk = 0; chunk < RM_TILE_K / 8; chunk++) {
+      chunks.add(rm_tile_chunk(row, chunk));
+      for (int pair = 0; pair < 4; pair++)  // chunk and word say the same of k = 8·chunk + 2·pair
+        if (rm_tile_word(row / 8 * 8, chunk / 2, row % 8 * 4 + pair, chunk % 2) != rm_tile_chunk(row, chunk) * 4 + pair)
+          return fails("swizzle", row, chunk);
+    }
+  return chunks.once() || fails("chunks", 0, 0);
+}
+
+// Row r of a gemm alone, and among `m` rows: another kernel, or other tiles of the same.
+bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
+  const packed w = weights(RM_BF16, 1, n, k, swiglu);
+  rm_gemm_args a = {};
+  a.x = numbers(RM_BF16, m * k), a.w = w.of_test, a.m = m, a.n = n, a.k = k, a.ldx = k, a.ldy = n, a.dtype = RM_BF16, a.y_dtype = RM_F32;
+  float *together = array<float>(m * n), *alone = array<float>(m * n);
+  rm_ctx ctx = {};
+  ctx.workspace_bytes = static_cast<size_t>(16 * m * rm_gate_up_rows(n) * rm_mma_segments(k));
+  ctx.workspace = simt_buffer(ctx.workspace_bytes);
+  const auto op = swiglu ? in_test()->gemm_swiglu : in_test()->gemm;
+  a.y = together;
+  op(&ctx, &a);
+  for (int64_t r = 0, rows; r < m; r += rows) {
+    rows = rm_min64(m - r, r == 0 ? 1 : 1 + pick(m / 2 + 1));
+    rm_gemm_args part = a;
+    rm_ctx some = ctx;
+    if (pick(2)) some.workspace_bytes = 0;  // k is not split over blocks
+    part.x = static_cast<const uint16_t *>(a.x) + r * k, part.y = alone + r * n, part.m = rows;
+    op(&some, &part);
+  }
+  simt_finish();
+  char what[100];
+  snprintf(what, sizeof what, "rows alone m=%ld n=%ld k=%ld swiglu=%d", m, n, k, swiglu);
+  return same(what, alone, together, static_cast<size_t>(m * n) * sizeof(float), m * n);
+}
+
+}  // namespace
+
+bool check_mma_company() {
+  for (const int64_t m : {2, 8, 9, 33, 64, 65, 130, 200})
+    for (int swiglu = 0; swiglu < 2; swiglu++)
+      if (!company_case(m, 24 + pick(30), 500 + pick(700), swiglu)) return false;
+  return true;
+}
+
+bool check_mma_places() {
+  int64_t bits = 0;
+  const bool ok = places() && packings() && units() && banks();
+  return same("properties", &bits, &bits, sizeof bits, 1) && ok;
+}

@@ -1,0 +1,326 @@
+// probe_mma.cu: what the family cuda_mma asks of the hardware and no CPU can say. Prints a line a question; the status is 0 where
+// everything holds that the family's bits need: P1, P2 and, where there is wgmma, P5.
+//   P1  an output does not depend on its row in A or its column in B, nor on what the other rows and columns hold
+//   P2  a step of zeros changes nothing, whatever stands against the zeros; nor does the place of a product among the 16
+//   P3  a digest of 4096 results, to be compared between cards
+//   P4  what a sum of zeros and NaNs looks like
+//   P5  wgmma m64n8k16 and m64n128k16, A from registers, give the bits of mma.sync
+//   P6  whether denormal operands, accumulators and results are kept
+//   P7  the error against exact sums, in units of 2^-23 of the largest term
+#include "mma.cuh"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int CASES = 4096, KINDS = 6;
+
+struct problem {
+  uint16_t a[16][16], b[16][8];  // [row][k], [k][col]
+  float c[16][8];
+};
+struct result {
+  float d[16][8];
+};
+
+void must(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  printf("CUDA: %s\n", cudaGetErrorString(error));
+  exit(4);
+}
+
+__device__ uint32_t pair_of(uint16_t even, uint16_t odd) { return even | static_cast<uint32_t>(odd) << 16; }
+
+__device__ uint4 load_a(const uint16_t (*a)[16], int lane) {
+  const int g = lane / 4, t = lane % 4 * 2;
+  return {pair_of(a[g][t], a[g][t + 1]), pair_of(a[g + 8][t], a[g + 8][t + 1]), pair_of(a[g][t + 8], a[g][t + 9]),
+          pair_of(a[g + 8][t + 8], a[g + 8][t + 9])};
+}
+
+__global__ void mma_kernel(const problem *problems, result *results) {
+  const problem &p = problems[blockIdx.x];
+  const int lane = static_cast<int>(threadIdx.x), g = lane / 4, t = lane % 4 * 2;
+  float c[4];
+  for (int i = 0; i < 4; i++) c[i] = p.c[g + i / 2 * 8][t + i % 2];
+  rm_mma16(c, load_a(p.a, lane), {pair_of(p.b[t][g], p.b[t + 1][g]), pair_of(p.b[t + 8][g], p.b[t + 9][g])});
+  for (int i = 0; i < 4; i++) results[blockIdx.x].d[g + i / 2 * 8][t + i % 2] = c[i];
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// B in shared memory without a swizzle: core matrices of 8 columns × 16 bytes of k, 128 bytes from one k to the next and 256 from
+// 8 columns to the next 8.
+__device__ uint64_t descriptor(const void *b) {
+  const uint64_t at = __cvta_generic_to_shared(b);
+  return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(256 >> 4) << 32;
+}
+#define RM_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define RM_D16(i) RM_D4(i), RM_D4(i + 4), RM_D4(i + 8), RM_D4(i + 12)
+__device__ void wgmma(float (&d)[4], uint4 a, uint64_t b) {
+  asm volatile("wgmma.fence.sync.aligned;\n"
+               "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n"
+               "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
+               : RM_D4(0)
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
+               : "memory");
+}
+__device__ void wgmma(float (&d)[64], uint4 a, uint64_t b) {
+  asm volatile("wgmma.fence.sync.aligned;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+               "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;\n"
+               "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
+               : RM_D16(0), RM_D16(16), RM_D16(32), RM_D16(48)
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
+               : "memory");
+}
+#endif
+
+// The 4 problems from 4·blockIdx.x on give the 64 rows; the columns of all of them are those of the first, N / 8 times.
+template <int N> __global__ void wgmma_kernel(const problem *problems, result *results, int *there) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ __align__(128) uint16_t b[N / 8][2][8][8];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4 * 2;
+  const problem *first = problems + 4 * blockIdx.x, &p = first[warp];
+  for (int i = static_cast<int>(threadIdx.x); i < N * 16; i += 128)
+    b[i / 128][i / 64 % 2][i / 8 % 8][i % 8] = first->b[i / 64 % 2 * 8 + i % 8][i / 8 % 8];
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncthreads();
+  float d[N / 2];
+  for (int i = 0; i < N / 2; i++) d[i] = p.c[g + i % 4 / 2 * 8][t + i % 2];
+  wgmma(d, load_a(p.a, lane), descriptor(b));
+  float *out = results[4 * blockIdx.x + warp].d[0];
+  for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + t + i % 2] = d[i];
+  bool same = true;  // every 8 columns are the first 8 again
+  for (int i = 4; i < N / 2; i++) same &= __float_as_uint(d[i]) == __float_as_uint(d[i % 4]);
+  if (!same) atomicAnd(there, 0);
+#else
+  if (threadIdx.x == 0) *there = -1;
+#endif
+}
+
+uint64_t state = 1;
+uint32_t random_bits() {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
+}
+// Sign and fraction at random; exponents: near 1, far apart, huge, denormal, zeros among others, or all the same.
+uint16_t number(int kind) {
+  const uint32_t sign = random_bits() & 0x8000u, fraction = random_bits() & 0x7fu;
+  const uint32_t exponent = kind == 1   ? 100 + random_bits() % 56
+                            : kind == 2 ? 180 + random_bits() % 10
+                            : kind == 3 ? random_bits() % 2 * (random_bits() % 140)
+                            : kind == 4 ? random_bits() % 3 * 60
+                            : kind == 5 ? 127
+                                        : 124 + random_bits() % 4;
+  return static_cast<uint16_t>(kind == 4 && exponent == 0 ? sign : sign | exponent << 7 | fraction);
+}
+
+problem random_problem(int kind) {
+  problem p;
+  for (auto &row : p.a)
+    for (uint16_t &x : row) x = number(kind);
+  for (auto &row : p.b)
+    for (uint16_t &x : row) x = number(kind == 2 ? 0 : kind);
+  for (auto &row : p.c)
+    for (float &x : row) x = rm_bf16_to_f32(number(kind)) * (random_bits() % 2 ? 1.0f : 0x1.234568p0f);
+  if (kind == 5)  // the second eight products take the first eight away, almost
+    for (auto &row : p.a)
+      for (int k = 0; k < 8; k++) row[k + 8] = static_cast<uint16_t>(row[k] ^ 0x8000u ^ (random_bits() % 8 == 0));
+  if (kind == 5)
+    for (int k = 0; k < 8; k++) memcpy(p.b[k + 8], p.b[k], sizeof p.b[k]);
+  return p;
+}
+
+std::vector<result> run(const std::vector<problem> &problems) {
+  problem *p;
+  result *r;
+  must(cudaMallocManaged(&p, problems.size() * sizeof *p));
+  must(cudaMallocManaged(&r, problems.size() * sizeof *r));
+  memcpy(p, problems.data(), problems.size() * sizeof *p);
+  mma_kernel<<<static_cast<unsigned>(problems.size()), 32>>>(p, r);
+  must(cudaGetLastError());
+  must(cudaDeviceSynchronize());
+  std::vector<result> results(r, r + problems.size());
+  must(cudaFree(p));
+  must(cudaFree(r));
+  return results;
+}
+
+// Equal bits, or two NaNs.
+bool equal(float x, float y) { return rm_bits(x) == rm_bits(y) || (rm_is_nan(x) && rm_is_nan(y)); }
+int64_t differing(const std::vector<result> &x, const std::vector<result> &y) {
+  int64_t n = 0;
+  for (size_t i = 0; i < x.size(); i++)
+    for (int at = 0; at < 128; at++) n += !equal(x[i].d[at / 8][at % 8], y[i].d[at / 8][at % 8]);
+  return n;
+}
+
+int say(const char *what, int64_t wrong, bool needed = true) {
+  printf("%-78s %s", what, wrong ? needed ? "NO" : "no" : "yes");
+  printf(wrong ? " (%ld outputs)\n" : "\n", static_cast<long>(wrong));
+  return wrong && needed;
+}
+
+int places(const std::vector<problem> &all, const std::vector<result> &want) {
+  std::vector<problem> moved = all, alone = all;
+  for (size_t i = 0; i < all.size(); i++)
+    for (int row = 0; row < 16; row++)
+      for (int k = 0; k < 16; k++) {
+        const int to = (row * 5 + static_cast<int>(i)) % 16;
+        moved[i].a[to][k] = all[i].a[row][k];
+        if (row >= 8) continue;
+        moved[i].b[k][(row * 3 + static_cast<int>(i)) % 8] = all[i].b[k][row];
+      }
+  for (size_t i = 0; i < all.size(); i++)
+    for (int row = 0; row < 16; row++)
+      for (int col = 0; col < 8; col++)
+        moved[i].c[(row * 5 + static_cast<int>(i)) % 16][(col * 3 + static_cast<int>(i)) % 8] = all[i].c[row][col];
+  const std::vector<result> got = run(moved);
+  std::vector<result> back = want;
+  for (size_t i = 0; i < all.size(); i++)
+    for (int row = 0; row < 16; row++)
+      for (int col = 0; col < 8; col++)
+        back[i].d[row][col] = got[i].d[(row * 5 + static_cast<int>(i)) % 16][(col * 3 + static_cast<int>(i)) % 8];
+  int wrong = say("P1 an output does not depend on its row and column", differing(back, want));
+  for (size_t i = 0; i < all.size(); i++)
+    for (int row = 0; row < 16; row++)
+      for (int k = 0; k < 16; k++) {
+        const uint16_t others[] = {0x7fc0, 0x7f80, 0xff80, 0x7f7f};
+        if (row != static_cast<int>(i) % 16) alone[i].a[row][k] = others[random_bits() % 4];
+        if (row < 8 && row != static_cast<int>(i) % 8) alone[i].b[k][row] = others[random_bits() % 4];
+      }
+  const std::vector<result> apart = run(alone);
+  int64_t n = 0;
+  for (size_t i = 0; i < all.size(); i++) n += !equal(apart[i].d[i % 16][i % 8], want[i].d[i % 16][i % 8]);
+  return wrong | say("P1 ... nor on NaNs, infinities and huge numbers in the other rows and columns", n);
+}
+
+int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
+  int wrong = 0;
+  for (int how = 0; how < 3; how++) {
+    std::vector<problem> behind = all;
+    for (size_t i = 0; i < all.size(); i++) {
+      for (int at = 0; at < 256; at++) behind[i].a[at / 16][at % 16] = static_cast<uint16_t>(how == 1 ? 0 : how == 0 ? 0 : number(2));
+      for (int at = 0; at < 128; at++) behind[i].b[at / 8][at % 8] = static_cast<uint16_t>(how == 2 ? 0 : how == 0 ? 0 : number(2));
+      memcpy(behind[i].c, want[i].d, sizeof want[i].d);
+    }
+    std::vector<result> got = run(behind), sums = want;
+    for (auto *set : {&got, &sums})
+      for (result &r : *set)
+        for (auto &row : r.d)
+          for (float &x : row) x += 0.0f;  // the sign of a zero reaches nobody
+    const char *names[] = {"zeros against zeros", "A's zeros against huge numbers", "B's zeros against huge numbers"};
+    char line[100];
+    snprintf(line, sizeof line, "P2 a step of %s leaves the sum as it is", names[how]);
+    wrong |= say(line, differing(got, sums));
+  }
+  std::vector<problem> turned = all, half = all, low = all;
+  for (size_t i = 0; i < all.size(); i++)
+    for (int k = 0; k < 16; k++) {
+      const int to = (k * 7 + static_cast<int>(i)) % 16;
+      for (int row = 0; row < 16; row++) turned[i].a[row][to] = all[i].a[row][k];
+      for (int col = 0; col < 8; col++) turned[i].b[to][col] = all[i].b[k][col];
+      for (int row = 0; k >= 8 && row < 16; row++) half[i].a[row][k] = 0, low[i].a[row][k - 8] = 0, low[i].a[row][k] = all[i].a[row][k - 8];
+      for (int col = 0; k >= 8 && col < 8; col++) low[i].b[k][col] = all[i].b[k - 8][col];
+    }
+  say("P2 the place of a product among the 16 does not matter (not needed)", differing(run(turned), want), false);
+  return wrong | say("P2 8 products and 8 zeros: which half holds which does not matter", differing(run(half), run(low)), false);
+}
+
+int wide(const std::vector<problem> &all) {
+  std::vector<problem> same_columns = all;
+  for (size_t i = 0; i < all.size(); i++) memcpy(same_columns[i].b, all[i / 4 * 4].b, sizeof all[i].b);
+  const std::vector<result> want = run(same_columns);
+  problem *p;
+  result *r;
+  int *there, wrong = 0;
+  must(cudaMallocManaged(&p, all.size() * sizeof *p));
+  must(cudaMallocManaged(&r, all.size() * sizeof *r));
+  must(cudaMallocManaged(&there, sizeof *there));
+  memcpy(p, same_columns.data(), all.size() * sizeof *p);
+  for (int n = 8; n <= 128; n += 120) {
+    *there = 1;
+    if (n == 8) wgmma_kernel<8><<<static_cast<unsigned>(all.size() / 4), 128>>>(p, r, there);
+    else wgmma_kernel<128><<<static_cast<unsigned>(all.size() / 4), 128>>>(p, r, there);
+    must(cudaGetLastError());
+    must(cudaDeviceSynchronize());
+    if (*there < 0) {
+      printf("P5 no wgmma here\n");
+      break;
+    }
+    char line[60];
+    snprintf(line, sizeof line, "P5 wgmma m64n%dk16 gives the bits of mma.sync", n);
+    wrong |= say(line, differing(std::vector<result>(r, r + all.size()), want) + !*there);
+  }
+  must(cudaFree(p));
+  must(cudaFree(r));
+  must(cudaFree(there));
+  return wrong;
+}
+
+uint64_t digest(const std::vector<result> &results) {
+  uint64_t sum = 14695981039346656037u;
+  for (const result &r : results)
+    for (const auto &row : r.d)
+      for (const float x : row) sum = (sum ^ rm_bits(rm_canon(x))) * 1099511628211u;
+  return sum;
+}
+
+// One product, and what is added to it.
+float one(uint16_t a, uint16_t b, float c) {
+  problem p = {};
+  p.a[0][0] = a, p.b[0][0] = b, p.c[0][0] = c;
+  return run({p})[0].d[0][0];
+}
+
+void edges() {
+  printf("P4 -0·1 + +0 = %08x, -0·1 + -0 = %08x, inf·0 = %08x, NaN(0xffc1)·1 = %08x, max·2 = %08x\n", rm_bits(one(0x8000, 0x3f80, 0.0f)),
+         rm_bits(one(0x8000, 0x3f80, -0.0f)), rm_bits(one(0x7f80, 0, 0.0f)), rm_bits(one(0xffc1, 0x3f80, 0.0f)),
+         rm_bits(one(0x7f7f, 0x4000, 0.0f)));
+  printf("P6 denormal operand kept: %s; accumulator kept: %s; result kept: %s\n", one(0x0001, 0x7f00, 0.0f) != 0.0f ? "yes" : "no",
+         rm_bits(one(0, 0, rm_float(1))) == 1 ? "yes" : "no", rm_bits(one(0x0080, 0x3f00, 0.0f)) != 0 ? "yes" : "no");
+}
+
+void errors(const std::vector<problem> &all, const std::vector<result> &got, int kind) {
+  double worst = 0.0;
+  int64_t nearest = 0, n = 0;
+  for (size_t i = static_cast<size_t>(kind); i < all.size(); i += KINDS)
+    for (int at = 0; at < 128; at++) {
+      const int row = at / 8, col = at % 8;
+      double sum = static_cast<double>(all[i].c[row][col]), largest = fabs(sum);
+      for (int k = 0; k < 16; k++) {
+        const double product =
+            static_cast<double>(rm_bf16_to_f32(all[i].a[row][k])) * static_cast<double>(rm_bf16_to_f32(all[i].b[k][col]));
+        sum += product;
+        largest = fmax(largest, fabs(product));
+      }
+      const double d = static_cast<double>(got[i].d[row][col]);
+      if (largest > 0.0 && std::isfinite(d)) worst = fmax(worst, fabs(d - sum) / largest * 0x1p23);
+      nearest += d == static_cast<double>(static_cast<float>(sum));
+      n++;
+    }
+  printf("P7 kind %d: error up to %.3f · 2^-23 of the largest term; %.1f %% are the nearest float32\n", kind, worst,
+         100.0 * static_cast<double>(nearest) / static_cast<double>(n));
+}
+
+}  // namespace
+
+int main() {
+  std::vector<problem> all;
+  for (int i = 0; i < CASES; i++) all.push_back(random_problem(i % KINDS));
+  const std::vector<result> want = run(all);
+  int wrong = places(all, want);
+  wrong |= zeros(all, want);
+  printf("P3 digest of %d results: %016lx\n", CASES, static_cast<unsigned long>(digest(want)));
+  edges();
+  wrong |= wide(all);
+  for (int kind = 0; kind < KINDS; kind++) errors(all, want, kind);
+  return wrong;
+}

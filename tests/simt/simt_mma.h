@@ -1,0 +1,14 @@
+// simt_mma.h: mma.cuh's instructions on the fibres of simt.h: an operation of a warp whose sums are mma_model.h's, and copies that
+// happen when they are waited for: until then their target is 0xff, so a missing wait shows, and so does a missing barrier behind it.
+#pragma once
+
+#include "simt.h"
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+
+void simt_mma16(float *c, uint4 a, uint2 b);
+void simt_copy_async(void *to, const void *from);  // 16 bytes
+void simt_copies_commit();
+void simt_copies_wait(int left);
