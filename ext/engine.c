@@ -42,6 +42,7 @@ static const rm_attribute option_fields[] = {
     OPTION("seed", RM_ATTR_U64, engine.seed),
     OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
     OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
+    OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),
 };
 
 #define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
@@ -69,6 +70,13 @@ static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **ke
   if (*kernels) return 0;
   rm_raise_code(module, RM_E_CONFIG, "isa = %R is not an instruction set that this build has and this processor can run", isa);
   return -1;
+}
+
+// A path, a view of `library`; None: the CPU.
+static int choose_library(PyObject *library, const char **path) {
+  *path = NULL;
+  if (library == Py_None) return 0;
+  return (*path = PyUnicode_AsUTF8AndSize(library, NULL)) ? 0 : -1;
 }
 
 typedef struct degrees {
@@ -124,11 +132,12 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   rm_ranks_options options = {0};
   if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
   int failed = -1;
-  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL;
+  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL, *library = NULL;
   if (choose_mesh(module, object, &options.mesh)) goto out;
   if (!(backend = PyObject_GetAttrString(object, "ep_backend")) || choose_dispatcher(module, backend, &options.dispatcher)) goto out;
   if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.engine.dtype)) goto out;
   if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.engine.kernels)) goto out;
+  if (!(library = PyObject_GetAttrString(object, "cuda_library")) || choose_library(library, &options.cuda_library)) goto out;
   if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
   if (rm_array_ids(module, eos, "eos_token_ids", &options.engine.eos_ids, &options.engine.n_eos)) goto out;
   if (ends != Py_None) {
@@ -144,6 +153,7 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   else failed = 0;
 out:
   Py_XDECREF(backend);
+  Py_XDECREF(library);
   Py_XDECREF(dtype);
   Py_XDECREF(isa);
   Py_XDECREF(eos);
@@ -162,8 +172,10 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->pid = (long)getpid();
   self->requests = PyDict_New();
   self->done = PySet_New(NULL);
-  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options, ends))
+  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options, ends)) {
+    self->stream = rm_ranks_stream(self->engine);
     return (PyObject *)self;
+  }
   Py_DECREF(self);
   return NULL;
 }
@@ -174,6 +186,7 @@ static void destroy(rm_engine_object *self) {
   rm_spec *spec = self->spec;
   self->engine = NULL;
   self->spec = NULL;
+  self->stream = NULL;
   if (self->pid != (long)getpid()) return;
   Py_BEGIN_ALLOW_THREADS
     rm_ranks_destroy(engine);

@@ -105,7 +105,7 @@ static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *o
   rm_tensor tensor;
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &key, &text, &length)) goto out;
-  if (rm_tensor_from_object(module, object, name, &tensor, &owner)) goto out;
+  if (rm_tensor_from_object(module, object, name, self->stream, &tensor, &owner)) goto out;
   if (rm_engine_enter(self)) goto out;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
@@ -137,13 +137,14 @@ typedef struct held_pair {
   PyObject *key, *owner;
 } held_pair;
 
-static int hold_pair(PyObject *module, PyObject *pair, held_pair *held, rm_entry *entry) {
+static int hold_pair(rm_engine_object *self, PyObject *pair, held_pair *held, rm_entry *entry) {
+  PyObject *module = rm_engine_module(self);
   PyObject *name, *object;
   Py_ssize_t length;
   if (!PyArg_ParseTuple(pair, "OO:sync_push_all", &name, &object)) return -1;
   if (key_bytes(module, name, &held->key, &entry->name, &length)) return -1;
   entry->length = (size_t)length;
-  return rm_tensor_from_object(module, object, name, &entry->tensor, &held->owner);
+  return rm_tensor_from_object(module, object, name, self->stream, &entry->tensor, &held->owner);
 }
 
 PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
@@ -163,7 +164,7 @@ PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
       rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "an entry is a %R, wanted a tuple (name, tensor)", (PyObject *)Py_TYPE(pair));
       goto out;
     }
-    if (hold_pair(module, pair, &held[i], &entries[i])) goto out;
+    if (hold_pair(self, pair, &held[i], &entries[i])) goto out;
   }
   if (rm_engine_enter(self)) goto out;
   rm_error err = RM_ERROR_INIT;

@@ -152,7 +152,7 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   rm_engine_leave(self);
   // clang-format off
   return Py_BuildValue(
-    "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:K,s:K,s:K,s:i,s:I,s:z,s:z,s:d,s:d,s:d,s:K,s:L,s:d}",
+    "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:K,s:K,s:K,s:i,s:I,s:z,s:z,s:z,s:d,s:d,s:d,s:K,s:L,s:d}",
     "version", (long long)s.version, "waiting", (long long)s.waiting, "running", (long long)s.running, "steps", (long long)s.steps,
     "rows", (long long)s.rows, "generated_tokens", (long long)s.generated_tokens, "prompt_tokens", (long long)s.prompt_tokens,
     "cached_tokens", (long long)s.cached_tokens, "preemptions", (long long)s.preemptions,
@@ -160,7 +160,7 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
     "prefix_misses", (long long)s.prefix_misses, "evictions", (long long)s.evictions,
     "weight_bytes", (unsigned long long)s.weight_bytes, "kv_bytes", (unsigned long long)s.kv_bytes,
     "workspace_bytes", (unsigned long long)s.workspace_bytes, "threads", s.n_threads, "asleep", s.asleep,
-    "isa", s.isa, "family", s.family, "forward_seconds", s.forward_seconds, "schedule_seconds", s.schedule_seconds,
+    "device", s.device, "isa", s.isa, "family", s.family, "forward_seconds", s.forward_seconds, "schedule_seconds", s.schedule_seconds,
     "commit_seconds", s.commit_seconds, "comm_bytes", (unsigned long long)s.comm_bytes, "comm_calls", (long long)s.comm_calls,
     "comm_seconds", s.comm_seconds);
   // clang-format on

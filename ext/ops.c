@@ -210,6 +210,22 @@ static PyObject *op_embed(kernels_object *self, PyObject *args) {
   RUN(embed, ((rm_limits){.max_rows = n, .max_k = k}), &a);
 }
 
+// (out, x, from)
+static PyObject *op_gather_rows(kernels_object *self, PyObject *args) {
+  OBJECTS(3);
+  CHECK;
+  rm_gather_rows_args a = {.rows = -1};
+  if (!PyArg_ParseTuple(args, "OOO:gather_rows", &o[0], &o[1], &o[2])) return NULL;
+  int64_t rows_of_x = -1, width = -1;
+  const rm_dtype dtype = dtype_of(&c, o[1], "x");
+  a.x = view(&c, o[1], "x", numpy_type(dtype), RM_ARRAY_IN, 2, &rows_of_x, &width, NULL);
+  a.from = view(&c, o[2], "from", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
+  a.out = view(&c, o[0], "out", numpy_type(dtype), RM_ARRAY_WRITE, 2, &a.rows, &width, NULL);
+  in_range(&c, "from", a.from, a.rows, 0, rows_of_x);
+  a.row_bytes = c.failed ? 0 : (size_t)width * rm_dtype_bytes(dtype);
+  RUN(gather_rows, ((rm_limits){.max_rows = a.rows}), &a);
+}
+
 // (out, residual, x | None, weight, eps)
 static PyObject *op_rms_norm(kernels_object *self, PyObject *args) {
   OBJECTS(4);
@@ -607,6 +623,20 @@ static PyObject *op_top_logprobs(kernels_object *self, PyObject *args) {
   RUN(top_logprobs, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
 }
 
+// (ranks, logits, tokens)
+static PyObject *op_ranks(kernels_object *self, PyObject *args) {
+  OBJECTS(3);
+  CHECK;
+  rm_ranks_args a = {.rows = -1, .vocab = -1};
+  if (!PyArg_ParseTuple(args, "OOO:ranks", &o[0], &o[1], &o[2])) return NULL;
+  a.logits = view(&c, o[1], "logits", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.vocab, NULL);
+  a.tokens = view(&c, o[2], "tokens", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
+  a.ranks = view(&c, o[0], "ranks", NPY_INT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  in_range(&c, "tokens", a.tokens, a.rows, -1, a.vocab);
+  a.ld_logits = a.vocab;
+  RUN(ranks, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
+}
+
 // (dst, src, layout, dst_row0, index0 = 0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed with dst_cols = src's columns.
 static PyObject *op_pack(kernels_object *self, PyObject *args) {
   OBJECTS(2);
@@ -678,6 +708,7 @@ static void kernels_dealloc(PyObject *object) {
 #define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))op_##name, METH_VARARGS, text}
 static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
+    METHOD(gather_rows, "(out, x, from)"),
     METHOD(rms_norm, "(out, residual, x | None, weight, eps)"),
     METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu)"),
     METHOD(qk_rope_kv,
@@ -693,6 +724,7 @@ static PyMethodDef kernels_methods[] = {
            "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
            "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
+    METHOD(ranks, "(ranks, logits, tokens)"),
     METHOD(pack, "(dst, src, layout, dst_row0, index0 = 0) -> (digest, nonfinite_index)"),
     {NULL, NULL, 0, NULL},
 };
@@ -732,45 +764,8 @@ static PyObject *rope_table(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyObject *available_isas(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
-  PyObject *names = PyList_New(0);
-  for (int isa = 0; names && isa < RM_N_ISA; isa++) {
-    if (!rm_kernels_for((rm_isa)isa)) continue;
-    PyObject *name = PyUnicode_FromString(rm_isa_name((rm_isa)isa));
-    if (!name || PyList_Append(names, name)) Py_CLEAR(names);
-    Py_XDECREF(name);
-  }
-  PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
-  Py_XDECREF(names);
-  return tuple;
-}
-
-static PyObject *best_isa(PyObject *module, PyObject *unused) {
-  (void)unused;
-  const rm_kernels *best = rm_kernels_best();
-  if (best) return PyUnicode_FromString(best->isa);
-  return rm_raise_code(module, RM_E_CONFIG,
-                       "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the processor lacks FMA");
-}
-
-static PyObject *isa_states(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
-  PyObject *states = PyDict_New();
-  for (int isa = 0; states && isa < RM_N_ISA; isa++) {
-    const rm_isa_state s = rm_isa_ask((rm_isa)isa);
-    PyObject *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False, s.gflops_one_row, s.gflops_many_rows);
-    if (!state || PyDict_SetItemString(states, rm_isa_name((rm_isa)isa), state)) Py_CLEAR(states);
-    Py_XDECREF(state);
-  }
-  return states;
-}
-
 static PyMethodDef functions[] = {
     {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
-    {"available_isas", available_isas, METH_NOARGS, "Names of the variants that this build and processor have, slowest first."},
-    {"isa_states", isa_states, METH_NOARGS, "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
-    {"best_isa", best_isa, METH_NOARGS, "The variant that an engine would take; RM_ISA in the environment caps it."},
     {NULL, NULL, 0, NULL},
 };
 

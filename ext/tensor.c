@@ -31,7 +31,7 @@ typedef struct dl_versioned {
   dl_tensor tensor;
 } dl_versioned;
 
-enum { DL_CPU = 1, DL_CUDA_HOST = 3 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
 
 static int64_t element_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
@@ -246,12 +246,16 @@ out:
 }
 
 // ------------------------------------------------------------------------------------------------ DLPack
+static int is_host(long type) { return type == DL_CPU || type == DL_CUDA_HOST; }
+static int is_cuda(long type) { return type == DL_CUDA || type == DL_CUDA_MANAGED; }
+
 static int refuse(PyObject *module, PyObject *name, const char *what) {
   rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %s; wanted a dense tensor on the CPU", name, what);
   return -1;
 }
 
-static int check_device(PyObject *module, PyObject *object, PyObject *name) {
+// *on_cuda: what it says of itself. −1 with an exception: it is where nothing here can read.
+static int check_device(PyObject *module, PyObject *object, PyObject *name, const void *stream, int *on_cuda) {
   PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
   PyObject *first = PyTuple_Check(device) && PyTuple_Size(device) == 2 ? PyTuple_GetItem(device, 0) : NULL;
@@ -259,21 +263,26 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name) {
   Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
   if (!first) return refuse(module, name, "__dlpack_device__ did not return a pair");
-  if (type == DL_CPU || type == DL_CUDA_HOST) return 0;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU",
-                name, type);
+  *on_cuda = is_cuda(type);
+  if (is_host(type) || (*on_cuda && stream)) return 0;
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU%s",
+                name, type, stream ? " or CUDA" : "");
   return -1;
 }
 
 // Asks for a versioned capsule; a producer that has not heard of versions gives the old kind.
-static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name) {
+// With a stream the data is there when that comes to what is enqueued on it from now on.
+static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name, const void *stream) {
   PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL, *capsule = NULL;
+  const unsigned long long handle = (uintptr_t)stream;
   if (method && (none = PyTuple_New(0)) && (version = Py_BuildValue("{s:(ii)}", "max_version", 1, 1))) {
-    capsule = PyObject_Call(method, none, version);
+    PyObject *number = stream ? PyLong_FromUnsignedLongLong(handle) : NULL;
+    if (!stream || (number && !PyDict_SetItemString(version, "stream", number))) capsule = PyObject_Call(method, none, version);
     if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
       PyErr_Clear();
-      capsule = PyObject_CallNoArgs(method);
+      if (!PyDict_DelItemString(version, "max_version")) capsule = PyObject_Call(method, none, version);
     }
+    Py_XDECREF(number);
   }
   Py_XDECREF(method);
   Py_XDECREF(none);
@@ -320,7 +329,7 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   return 0;
 }
 
-static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, rm_tensor *out) {
+static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int on_cuda, rm_tensor *out) {
   const dl_tensor *t;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -334,7 +343,10 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, rm_
   } else {
     return refuse(module, name, "__dlpack__ did not return a fresh DLPack capsule");
   }
-  if (t->device.type != DL_CPU && t->device.type != DL_CUDA_HOST) return refuse(module, name, "the capsule's tensor is not on the CPU");
+  if (on_cuda ? !is_cuda(t->device.type) : !is_host(t->device.type))
+    return refuse(module, name, "the capsule's tensor is not where its producer says");
+  out->on_device = on_cuda;
+  out->ordinal = t->device.id;
   if (t->n_dims > 0 && !t->shape) return refuse(module, name, "the capsule's tensor has dims but no shape");
   if (dlpack_dtype(module, name, t->dtype, &out->dtype)) return -1;
   if (take_shape(module, name, t->n_dims, t->shape, out)) return -1;
@@ -357,16 +369,16 @@ void rm_tensor_release(PyObject *owner) {
   PyErr_Restore(type, value, trace);
 }
 
-static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner) {
-  int failed = 0;
+static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, void *stream, rm_tensor *out, PyObject **owner) {
+  int failed = 0, on_cuda = 0;
   const char *objection = torch_objection(object, &failed);
   if (failed) return -1;
   if (objection) return refuse(module, name, objection);
-  if (check_device(module, object, name)) return -1;
+  if (check_device(module, object, name, stream, &on_cuda)) return -1;
   PyObject *plain = detached(object), *capsule = NULL;
   int result = -1;
-  if (!plain || !(capsule = ask_capsule(module, plain, name))) goto out;
-  if (from_capsule(module, capsule, name, out) || torch_span(module, plain, name, out)) goto out;
+  if (!plain || !(capsule = ask_capsule(module, plain, name, on_cuda ? stream : NULL))) goto out;
+  if (from_capsule(module, capsule, name, on_cuda, out) || torch_span(module, plain, name, out)) goto out;
   *owner = PyTuple_Pack(2, capsule, plain);
   result = *owner ? 0 : -1;
 out:
@@ -375,7 +387,7 @@ out:
   return result;
 }
 
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner) {
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, void *stream, rm_tensor *out, PyObject **owner) {
   memset(out, 0, sizeof *out);
   *owner = NULL;
   if (PyArray_Check(object)) {
@@ -392,5 +404,5 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, rm
     return -1;
   }
   Py_DECREF(method);
-  return from_dlpack(module, object, name, out, owner);
+  return from_dlpack(module, object, name, stream, out, owner);
 }

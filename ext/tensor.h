@@ -14,7 +14,10 @@
 // *owner: new reference that keeps the data alive; rm_tensor_release it when the tensor has been read. `name` (str) is for
 // messages.
 // 0, or −1 with the exception set: UnsupportedTensorError, DTypeError, ShapeError, LayoutError, or the producer's own.
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out, PyObject **owner);
+//
+// `stream`: the CUDA stream that will read tensors on a GPU, which their producer is asked to make wait for what writes them (DLPack's
+// protocol); NULL where nothing reads a GPU: such a tensor is UnsupportedTensorError.
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, void *stream, rm_tensor *out, PyObject **owner);
 
 // Drops a reference whose end may run the producer's code (a capsule's destructor): that code neither sees nor loses the
 // exception that is on its way. NULL is fine.

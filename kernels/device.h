@@ -27,6 +27,7 @@ typedef struct rm_device {
   void *self;
   const char *name;         // "cpu", "cuda:0"
   int on_host;              // the host may touch the device's memory: put and get may be left out
+  int ordinal;              // CUDA's number of it; −1: the CPU
   const rm_kernels *kernels;
   void *stream;             // for rm_ctx
 
@@ -37,6 +38,7 @@ typedef struct rm_device {
   rm_device_status (*pin)(void *self, size_t bytes, void **out);
   void (*unpin)(void *self, void *block, size_t bytes);
   size_t (*available)(void *self);   // bytes that map can give now; SIZE_MAX: not known
+  int (*holds)(void *self, const void *address);   // an address of the device's memory, whoever has it
 
   // Enqueued. Host memory stays as it is (put) or is not looked at (get) until the work was waited for.
   void (*put)(void *self, void *to, const void *from_host, size_t bytes);
@@ -53,7 +55,7 @@ typedef struct rm_device {
   rm_device_status (*poll)(void *self);
 
   // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
-  // Nothing waits, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.
+  // Nothing waits, marks, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.
   rm_device_status (*record)(void *self);
   rm_device_status (*recorded)(void *self, void **recording);
   void (*replay)(void *self, void *recording);

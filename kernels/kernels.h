@@ -115,6 +115,15 @@ typedef struct rm_embed_args {
   rm_dtype dtype;
 } rm_embed_args;
 
+// out[i] = x[from[i]], bits as they are. from: any rows of x, in any order, a row as often as it is named.
+typedef struct rm_gather_rows_args {
+  void *out;                // [rows] runs of row_bytes; does not overlap x
+  const void *x;            // runs of row_bytes
+  const int32_t *from;      // [rows]
+  int64_t rows;
+  size_t row_bytes;         // even
+} rm_gather_rows_args;
+
 // residual ← round(residual + x) when x is not NULL; out ← round(weight · round(residual / rms(residual))).
 typedef struct rm_rms_norm_args {
   void *out;                // T [rows][n]; may be x
@@ -182,6 +191,8 @@ RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_he
 typedef struct rm_router_args {
   int32_t *ids;             // [rows][top_k], distinct and in range whatever the input
   float *gates;             // [rows][top_k]
+  int16_t *routed;          // the ids again, as records keep them: row r's at routed + r·routed_stride; or NULL
+  int64_t routed_stride;
   const void *x;            // T [rows][hidden]
   const void *w;            // packed T [n_experts]×[hidden]
   const float *bias;        // [n_experts] or NULL
@@ -262,8 +273,9 @@ typedef struct rm_sample_args {
   const float *stats;       // [rows][2] of lm_head
   const rm_sample_params *params;  // [rows]
   const uint8_t *row_flags; // [rows]
-  int64_t rows, vocab, ld_logits;
+  int64_t rows, vocab, ld_logits;  // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and [1]
 } rm_sample_args;
+RM_INLINE int64_t rm_sampled_row(const rm_sample_args *a, int64_t r) { return a->ld_logits ? r : 0; }
 
 // The k largest logprobs of each row, descending, ties to the lowest id.
 typedef struct rm_top_logprobs_args {
@@ -273,6 +285,14 @@ typedef struct rm_top_logprobs_args {
   const float *stats;       // [rows][2]
   int64_t rows, vocab, ld_logits, k;
 } rm_top_logprobs_args;
+
+// ranks[r] = how many v have logits[r][v] ≥ logits[r][tokens[r]], the token itself among them; 0 where tokens[r] is negative.
+typedef struct rm_ranks_args {
+  int32_t *ranks;           // [rows]
+  const float *logits;      // [rows][ld_logits]; with ld_logits 0 one row for all tokens
+  const int32_t *tokens;    // [rows]
+  int64_t rows, vocab, ld_logits;
+} rm_ranks_args;
 
 // Element types that a trainer may send.
 typedef enum rm_src_dtype { RM_SRC_BF16 = 0, RM_SRC_F32 = 1, RM_SRC_F16 = 2, RM_SRC_F64 = 3 } rm_src_dtype;
@@ -312,6 +332,7 @@ typedef struct rm_kernels {
   const char *family;       // variants of one family give the same bits: "x86"
   size_t (*workspace_bytes)(const rm_limits *limits);   // enough for any op within the limits
   void (*embed)(const rm_ctx *, const rm_embed_args *);
+  void (*gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
   void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
   void (*gemm)(const rm_ctx *, const rm_gemm_args *);
   void (*gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
@@ -324,6 +345,7 @@ typedef struct rm_kernels {
   void (*merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
   void (*sample)(const rm_ctx *, const rm_sample_args *);
   void (*top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
+  void (*ranks)(const rm_ctx *, const rm_ranks_args *);
   void (*pack)(const rm_ctx *, rm_pack_args *);
 } rm_kernels;
 

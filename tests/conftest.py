@@ -64,6 +64,20 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture(scope="session")
+def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests/cuda_build.py builds: what two test files need is compiled once."""
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="session")
+def simt_library(cuda_folder: Path) -> Path:
+    """librollmesh_simt.so, which stands in for librollmesh_cuda.so."""
+    import cuda_build
+
+    return cuda_build.simt_library(cuda_folder)
+
+
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)

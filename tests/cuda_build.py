@@ -1,14 +1,16 @@
 """Builds what the tests of kernels/cuda run: the library with ptxas' reports, and tests/simt/check*.cpp over the fibres of
 tests/simt/simt.cpp or over a GPU.
 
-    python tests/cuda_build.py simt | gpu | library [--into DIR]      prints the path of the program or library
+    python tests/cuda_build.py simt | simt_library | gpu | library [--into DIR]      prints the path of the program or library
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from native_build import ROOT, run
@@ -16,25 +18,56 @@ from native_build import ROOT, run
 SIMT = ROOT / "tests" / "simt"
 INCLUDE = ["-Ikernels", "-Ikernels/cpu", "-Ikernels/cuda", f"-I{SIMT}"]
 CPU_FLAGS = ["-std=c++20", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
-CPU_FLAGS += ["-Wno-unknown-pragmas", "-DRM_SIMT", "-x", "c++"]  # nvcc's pragmas mean nothing to g++
+CPU_FLAGS += [
+    "-Wno-unknown-pragmas",
+    "-DRM_SIMT",
+    '-DRM_CUDA_ARCHS="simt"',
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-x",
+    "c++",
+]  # nvcc's pragmas mean nothing to g++
 
 
+@functools.cache
 def library(into: Path) -> Path:
     run([sys.executable, "setup.py", "-q", "cuda", "--to", str(into / "cuda")], os.environ | {"ROLLMESH_WERROR": "1"})
     return into / "cuda" / "librollmesh_cuda.so"
 
 
+@functools.cache
+def simt_object(into: Path, source: Path) -> str:
+    target = into / f"{source.stem}.simt.o"
+    run([os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, "-c", str(source), "-o", str(target)], dict(os.environ))
+    return str(target)
+
+
+def simt_objects(into: Path, sources: list[Path]) -> list[str]:
+    with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count()) as pool:
+        return list(pool.map(lambda source: simt_object(into, source), sources))
+
+
+def simt_sources() -> list[Path]:
+    return [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), *sorted(SIMT.glob("simt*.cpp"))]
+
+
+@functools.cache
 def simt(into: Path) -> Path:
     """The kernels as C++, threads as fibres: needs no CUDA."""
-    sources = [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), *sorted(SIMT.glob("simt*.cpp")), *sorted(SIMT.glob("check*.cpp"))]
-    objects = []
-    for source in sources:
-        objects.append(into / f"{source.stem}.simt.o")
-        run([os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, "-c", str(source), "-o", str(objects[-1])], dict(os.environ))
+    objects = simt_objects(into, [*simt_sources(), *sorted(SIMT.glob("check*.cpp"))])
     program = into / "check_simt"
-    libraries = [str(reference(into)), "-lm", "-pthread"]
-    run([os.environ.get("CXX", "g++"), *map(str, objects), *libraries, "-o", str(program)], dict(os.environ))
+    run([os.environ.get("CXX", "g++"), *objects, str(reference(into)), "-lm", "-pthread", "-o", str(program)], dict(os.environ))
     return program
+
+
+@functools.cache
+def simt_library(into: Path) -> Path:
+    """What stands in for librollmesh_cuda.so where there is no GPU: the same doors over the same kernels and the CUDA runtime of
+    tests/simt, so that whatever loads the one runs on the other."""
+    target = into / "librollmesh_simt.so"
+    flags = ["-shared", "-pthread", "-Wl,-z,noexecstack,-z,defs"]
+    run([os.environ.get("CXX", "g++"), *flags, *simt_objects(into, simt_sources()), "-lm", "-o", str(target)], dict(os.environ))
+    return target
 
 
 def gpu(into: Path) -> Path:
@@ -77,9 +110,9 @@ def reference(into: Path, on_gpu: bool = False) -> Path:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Build the CUDA library or a program that checks it.")
-    parser.add_argument("what", choices=("simt", "gpu", "library"))
+    parser.add_argument("what", choices=("simt", "simt_library", "gpu", "library"))
     parser.add_argument("--into", type=Path, default=ROOT / "build" / "cuda")
     options = parser.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
-    made = {"simt": simt, "gpu": gpu, "library": library}[options.what](options.into)
+    made = {"simt": simt, "simt_library": simt_library, "gpu": gpu, "library": library}[options.what](options.into)
     sys.stdout.write(f"{made}\n")

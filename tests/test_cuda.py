@@ -17,18 +17,20 @@ import pytest
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
 OPS = {
     "embed": 300,
+    "gather_rows": 900,
     "rms_norm": 1000,
     "gemm": 200,
     "gemm_swiglu": 200,
     "qk_rope_kv": 1000,
     "attention": 200,
-    "router": 1000,
+    "router": 1200,
     "permute": 400,
     "combine": 400,
     "lm_head": 1728,
     "merge_pairs": 580,
-    "sample": 550,
+    "sample": 1100,
     "top_logprobs": 150,
+    "ranks": 160,
     "pack": 1200,
 }
 # The same of the family cuda_mma, of the ops that are not the other's; its oracle is the reference over that family's sums.
@@ -37,18 +39,13 @@ needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here: 
 
 
 @pytest.fixture(scope="module")
-def into(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cuda")
+def check(cuda_folder: Path) -> Path:
+    return cuda_build.simt(cuda_folder)
 
 
 @pytest.fixture(scope="module")
-def check(into: Path) -> Path:
-    return cuda_build.simt(into)
-
-
-@pytest.fixture(scope="module")
-def library(into: Path) -> Path:
-    return cuda_build.library(into)
+def library(cuda_folder: Path) -> Path:
+    return cuda_build.library(cuda_folder)
 
 
 def said(program: Path, *words: str) -> tuple[int, str]:
@@ -122,8 +119,8 @@ def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> No
 
 
 @needs_nvcc
-def test_gpu_gives_the_references_bits(library: Path, into: Path, seed: int) -> None:
-    program = cuda_build.gpu(into)  # compiled in any case
+def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: int) -> None:
+    program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
         pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
     for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company")]:

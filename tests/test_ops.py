@@ -158,6 +158,25 @@ def test_embed(dtype: str, rng: np.random.Generator) -> None:
         assert (from_packed == table[ids]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_rows(dtype: str, rng: np.random.Generator) -> None:
+    """Rows in any order, some twice, some never, none of them; NaNs, denormals and zeros of both signs keep their bits."""
+    for many, width in ((1, 1), (9, 1), (17, 33), (100, 64), (40, 4099)):
+        x = hard(rng, (many, width), dtype)
+        x.view(np.uint16)[-1] = 0xFFFF  # a NaN that no op would store
+        for rows in (np.arange(many, dtype=np.int32), rng.integers(0, many, 23).astype(np.int32), np.zeros(0, np.int32)):
+
+            def run(isa: str, threads: int) -> tuple[Array, ...]:
+                out = Guarded((len(rows), width), x.dtype)
+                ops.gather_rows(x, rows, out=out.array, isa=isa, threads=threads)
+                out.check()
+                return (out.array.view(np.uint16), ops.gather_rows(x, rows, isa=isa, threads=threads).view(np.uint16))
+
+            given, made = assert_same_bits(run)
+            assert (given == x[rows].view(np.uint16)).all()
+            assert (made == given).all()
+
+
 def qkv_case(
     rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int, page_size: int, kind: str
 ) -> dict[str, Array]:
@@ -429,3 +448,22 @@ def test_top_logprobs(kind: str, rng: np.random.Generator) -> None:
             ids, _ = assert_same_bits(lambda isa, threads: ops.top_logprobs(logits, stats, k, isa=isa, threads=threads))
             order = np.lexsort((np.broadcast_to(np.arange(vocab), logits.shape), -logits), axis=1)
             assert (ids == order[:, :k]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks(kind: str, rng: np.random.Generator) -> None:
+    """Against NumPy's own comparison. Ties, zeros of both signs, NaNs as logits and as the token's own, rows without a token."""
+    for vocab in (1, 2, 15, 16, 17, 33, 500):
+        logits = inputs(rng, (9, vocab), "float32", kind)
+        logits[::2] = np.round(logits[::2])
+        logits[rng.random(logits.shape) < 0.05] = np.nan
+        tokens = rng.integers(0, vocab, 9).astype(np.int32)
+        tokens[4] = -1
+
+        def run(isa: str, threads: int) -> tuple[Array, ...]:
+            return (ops.ranks(logits, tokens, isa=isa, threads=threads),)
+
+        flushed = np.where(np.abs(logits) < np.finfo(np.float32).tiny, np.float32(0), logits)
+        own = np.take_along_axis(flushed, tokens[:, None], 1)
+        want = np.where(tokens < 0, 0, (flushed >= own).sum(1))
+        assert (assert_same_bits(run)[0] == want).all()

@@ -263,6 +263,16 @@ WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "embed packed of one": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=(1,))),  # type: ignore[arg-type]
     "embed packed 5": (errors.ShapeError, lambda: ops.embed(ints(0), words(512), packed=5)),  # type: ignore[arg-type]
     "embed packed list": (errors.UnsupportedTensorError, lambda: ops.embed(ints(0), [0] * 512, packed=(1, 32))),  # type: ignore[arg-type]
+    "gather rows 3": (errors.UnsupportedTensorError, lambda: ops.gather_rows(words(1, 1), 3)),  # type: ignore[arg-type]
+    "gather x of one dim": (errors.ShapeError, lambda: ops.gather_rows(words(1), ints(0))),
+    "gather row -1": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(-1))),
+    "gather row 2 of 2": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(0, 2))),
+    "gather out of other width": (errors.ShapeError, lambda: ops.gather_rows(words(2, 1), ints(0), out=words(1, 2))),
+    "gather float64": (errors.DTypeError, lambda: ops.gather_rows(np.zeros((2, 1)), ints(0))),
+    "ranks of one dim": (errors.ShapeError, lambda: ops.ranks(LOGITS[0], ints(0))),
+    "ranks token -2": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(-2))),
+    "ranks token 8 of 8": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(8))),
+    "ranks of two tokens": (errors.ShapeError, lambda: ops.ranks(LOGITS, ints(0, 1))),
     "rope_table None": (errors.UnsupportedTensorError, lambda: ops.rope_table(None, 3)),  # type: ignore[arg-type]
     "rope_table scale": (errors.ConfigError, lambda: ops.rope_table(np.ones(4, np.float32), 3, scale=LONG)),  # type: ignore[arg-type]
     "rms_norm list": (errors.UnsupportedTensorError, lambda: ops.rms_norm([[1.0]], words(1), eps=1e-6)),  # type: ignore[arg-type]

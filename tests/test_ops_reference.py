@@ -431,6 +431,15 @@ def test_top_logprobs(rng: np.random.Generator) -> None:
     assert np.abs(logprobs - want).max() < 2e-6
 
 
+def test_ranks() -> None:
+    """By hand: the likeliest is 1, ties count one another, −0 is +0, a NaN is at least nothing and nothing is at least it."""
+    nan, inf = np.nan, np.inf
+    logits = np.array([[3, 1, 2, 3], [0.0, -0.0, -1, 5], [nan, 2, nan, 1], [-inf, inf, -inf, 0], [1, 2, 3, 4]], np.float32)
+    wanted = {0: [2, 3, 0, 4, 4], 1: [4, 3, 1, 1, 3], 2: [3, 4, 0, 4, 2], 3: [2, 1, 2, 2, 1], -1: [0, 0, 0, 0, 0]}
+    for token, ranks in wanted.items():
+        assert ops.ranks(logits, np.full(5, token, np.int32), isa=REF).tolist() == ranks
+
+
 # ---------------------------------------------------------------------------------------------- environment and refusals
 def test_the_callers_floating_point_environment_is_left_alone() -> None:
     """Denormals are flushed inside an op and live outside, before and after. They are made and compared as bits, since where

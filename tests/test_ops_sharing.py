@@ -23,6 +23,8 @@ def test_an_output_may_lie_over_the_indices(isa: str) -> None:
     ids, table = memory[2:6].view(np.int32), np.full((4, 2), WILD)
     want = ops.embed(ids.copy(), table, isa=isa)
     assert (ops.embed(ids, table, out=memory.reshape(4, 2), isa=isa) == want).all()
+    memory[:] = 0
+    assert (ops.gather_rows(table, ids, out=memory.reshape(4, 2), isa=isa) == want).all()
 
     x, w = np.full((4, 32), WILD), ops.pack(np.eye(32, dtype=np.float32), dtype="float32")
     memory = np.zeros(4 * 32, np.float32)

@@ -108,6 +108,7 @@ static const char *const code_names[RM_N_CODE] = {
     [RM_E_RANK_LOST] = "RankLostError",
     [RM_E_SYNC_ABORTED] = "SyncAbortedError",
     [RM_E_AUTH] = "AuthError",
+    [RM_E_DEVICE] = "DeviceError",
 };
 
 const char *rm_code_name(rm_code code) { return (unsigned)code < RM_N_CODE && code_names[code] ? code_names[code] : "Error"; }

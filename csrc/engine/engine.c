@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <assert.h>
 #include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -15,6 +16,8 @@ enum {
   MAX_PAGE = 1 << 12,
   LOGITS_BYTES = 64 << 20,         // of logits at a time; but …
   MIN_OUT_ROWS = 32,               // … lm_head's weights should serve that many rows a pass
+  RESULTS_BYTES = 1 << 20,         // of results that a step keeps before it has to wait; at least one row's top logprobs, and the
+                                   // parameters of one draw with all tokens banned
 };
 
 static int threads_allowed(void) {
@@ -67,52 +70,64 @@ static rm_code create_cache(rm_engine *engine, rm_error *err) {
   const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};
   const rm_code code = rm_kv_create(&options, &engine->cache, err);
   if (code) return code;
-  if (!(engine->kv = rm_map(engine->kv_bytes))) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of KV cache", engine->kv_bytes);
-  return RM_OK;
+  return rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->kv, err);
 }
 
-// Everything a step writes to, in one block.
+static size_t results_bytes(const rm_engine *engine) { return RESULTS_BYTES + 2 * sizeof(float) * (size_t)engine->spec->vocab_size; }
+
+#define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
+
+// Everything a step writes to, in three blocks: the host's, the device's, and what both have.
 static rm_code create_plan(rm_engine *engine, rm_error *err) {
   rm_plan *plan = &engine->plan;
   const size_t rows = (size_t)engine->options.max_num_batched_tokens, seqs = (size_t)engine->options.max_num_seqs;
   const size_t outs = (size_t)engine->max_out_rows, draws = (size_t)engine->max_draws;
-  const rm_field fields[] = {
-      {&engine->block_tables, seqs, (size_t)engine->max_pages * sizeof(int32_t)},
+  const rm_field host[] = {
       {&engine->places, seqs, sizeof(int32_t)},
       {&engine->page_versions, (size_t)engine->options.host_pages, sizeof(int64_t)},
+      {&plan->outs, rows, sizeof(rm_out_row)},
+      {&plan->scheduled, seqs, sizeof(rm_sequence *)},
+      {&plan->draws, seqs, sizeof(rm_draw)},
+      {&plan->all_flags, engine->options.rank.tp ? rows : 0, (size_t)engine->options.rank.mesh.tp},
+      {&plan->drawn, engine->options.rank.tp ? seqs : 0, sizeof(rm_drawn)},
+      {&plan->params, draws, sizeof(rm_sample_params)},
+  };
+  const rm_field device[] = {
+      {&plan->logits, outs, (size_t)engine->ld_logits * sizeof(float)},
+      {&plan->stats, outs, 2 * sizeof(float)},
+      {&plan->unused_logprobs, draws, sizeof(float)},
+      {&plan->unused_tokens, draws, sizeof(int32_t)},
+  };
+  const rm_field both[] = {
+      {&engine->block_tables, seqs, (size_t)engine->max_pages * sizeof(int32_t)},
       {&plan->ids, rows, sizeof(int32_t)},
       {&plan->positions, rows, sizeof(int32_t)},
       {&plan->seq_of_row, rows, sizeof(int32_t)},
       {&plan->slots, rows, sizeof(int64_t)},
       {&plan->out_rows, rows, sizeof(int32_t)},
-      {&plan->outs, rows, sizeof(rm_out_row)},
-      {&plan->scheduled, seqs, sizeof(rm_sequence *)},
-      {&plan->draws, seqs, sizeof(rm_draw)},
+      {&plan->targets, rows, sizeof(int32_t)},
       {&plan->routed, engine->routed_per_token ? rows : 0, (size_t)engine->routed_per_token * sizeof(int16_t)},
       {&plan->row_flags, rows, sizeof(uint8_t)},
-      {&plan->all_flags, engine->options.rank.tp ? rows : 0, (size_t)engine->options.rank.mesh.tp},
-      {&plan->drawn, engine->options.rank.tp ? seqs : 0, sizeof(rm_drawn)},
+      {&plan->out_flags, rows, sizeof(uint8_t)},
+      {&plan->target_logprobs, rows, sizeof(float)},
       {&plan->tokens, seqs, sizeof(int32_t)},
       {&plan->logprobs, seqs, sizeof(float)},
       {&plan->sampling_logprobs, seqs, sizeof(float)},
       {&plan->ranks, seqs, sizeof(int32_t)},
-      {&plan->logits, outs, (size_t)engine->ld_logits * sizeof(float)},
-      {&plan->stats, outs, 2 * sizeof(float)},
-      {&plan->target_logprobs, outs, sizeof(float)},
-      {&plan->targets, outs, sizeof(int32_t)},
-      {&plan->out_flags, outs, sizeof(uint8_t)},
-      {&plan->params, draws, sizeof(rm_sample_params)},
-      {&plan->draw_stats, draws, 2 * sizeof(float)},
-      {&plan->draw_flags, draws, sizeof(uint8_t)},
-      {&plan->unused_logprobs, draws, sizeof(float)},
-      {&plan->unused_tokens, draws, sizeof(int32_t)},
   };
-  const size_t n = sizeof fields / sizeof *fields;
-  engine->block_bytes = rm_fields_bytes(fields, n);
+  char what[96];
+  snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);
+  engine->block_bytes = rm_fields_bytes(host, N_FIELDS(host));
+  engine->scratch_bytes = rm_fields_bytes(device, N_FIELDS(device));
   engine->block = engine->block_bytes ? rm_map(engine->block_bytes) : NULL;
-  if (!engine->block || !rm_fields_place(fields, n, engine->block, engine->block_bytes))
-    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", engine->block_bytes,
-                   rows, seqs);
+  if (!engine->block) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", engine->block_bytes, what);
+  rm_code code = rm_device_map(engine->device, engine->scratch_bytes, what, &engine->scratch, err);
+  if (!code) code = rm_mirror_create(engine->device, rm_fields_bytes(both, N_FIELDS(both)), what, &engine->mirror, err);
+  if (!code) code = rm_results_create(engine->device, results_bytes(engine), &engine->results, err);
+  if (code) return code;
+  rm_fields_place(host, N_FIELDS(host), engine->block, engine->block_bytes);   // what was asked for fits
+  rm_fields_place(device, N_FIELDS(device), engine->scratch, engine->scratch_bytes);
+  rm_fields_place(both, N_FIELDS(both), engine->mirror.here, engine->mirror.bytes);
   for (engine->n_places = 0; engine->n_places < engine->options.max_num_seqs; engine->n_places++)
     engine->places[engine->n_places] = (int32_t)(engine->options.max_num_seqs - 1 - engine->n_places);
   if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
@@ -127,8 +142,8 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
-  if ((code = rm_model_create(engine->params, engine->kernels, engine->team, &model, &engine->model, err))) return code;
-  if ((code = rm_store_create(engine->params, engine->kernels, engine->team, &engine->store, err))) return code;
+  if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
+  if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
   if ((code = create_cache(engine, err))) return code;
   return create_plan(engine, err);
 }
@@ -149,13 +164,15 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   if (code) return code;
   const rm_rank rank = options->rank.mesh.tp ? options->rank : rm_rank_alone();
   if ((code = rm_rank_check(&rank, spec, err))) return code;
-  const rm_kernels *kernels = options->kernels ? options->kernels : rm_kernels_best();
+  const rm_kernels *kernels = options->device ? options->device->kernels : options->kernels ? options->kernels : rm_kernels_best();
   if (!kernels)
     return rm_fail(err, RM_E_CONFIG, "RM_ISA=%.40s names no instruction set of this build", getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
   if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
   engine->spec = spec;
   engine->kernels = kernels;
+  engine->cpu = rm_device_cpu(kernels);
+  engine->device = options->device ? options->device : &engine->cpu;
   engine->options = *options;
   engine->options.eos_ids = NULL;
   engine->options.rank = rank;
@@ -168,7 +185,9 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
   if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
   engine->options.eos_ids = eos;
+  const rm_entered saved = rm_enter(engine);
   code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  rm_leave(engine, saved);
   if (code) {
     rm_engine_destroy(engine);
     return code;
@@ -179,14 +198,18 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
 
 void rm_engine_destroy(rm_engine *engine) {
   if (!engine) return;
+  const rm_entered saved = rm_enter(engine);
   for (uint64_t b = 0; b < engine->n_buckets; b++)
     for (rm_group *group = engine->buckets[b], *next; group; group = next) {
       next = group->next_in_bucket;
       rm_free(group);
     }
   rm_free(engine->buckets);
+  rm_results_destroy(&engine->results);
+  rm_mirror_destroy(&engine->mirror);
   rm_unmap(engine->block, engine->block_bytes);
-  rm_unmap(engine->kv, engine->kv_bytes);
+  rm_device_unmap(engine->device, engine->scratch, engine->scratch_bytes);
+  rm_device_unmap(engine->device, engine->kv, engine->kv_bytes);
   rm_kv_destroy(engine->cache);
   rm_store_destroy(engine->store);
   rm_model_destroy(engine->model);
@@ -194,6 +217,7 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_team_destroy(engine->team);
   rm_free((void *)engine->options.eos_ids);
   rm_error_clear(&engine->lost);
+  rm_leave(engine, saved);
   rm_free(engine);
 }
 
@@ -242,16 +266,26 @@ rm_code rm_engine_ready(const rm_engine *engine, rm_error *err) {
 }
 
 rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err) {
-  const uint32_t saved = rm_fp_enter();
   const rm_code code = rm_forward(engine, err);
   const double forwarded = rm_now();
   if (!code) rm_commit(engine);
-  rm_fp_leave(saved);
   if (code) return lose(engine, code, err);
   engine->stats.forward_seconds += forwarded - scheduled;
   engine->stats.commit_seconds += rm_now() - forwarded;
   engine->stats.rows += engine->plan.n_rows;
   engine->stats.steps++;
+  return RM_OK;
+}
+
+static rm_code step(rm_engine *engine, int64_t *n_work, rm_error *err) {
+  const double start = rm_now();
+  rm_schedule(engine);
+  assert(engine->plan.n_rows > 0 || !has_work(engine));   // the oldest can always go on
+  const double scheduled = rm_now();
+  const rm_code code = rm_engine_run(engine, scheduled, err);
+  if (code) return code;
+  engine->stats.schedule_seconds += scheduled - start;
+  *n_work = engine->plan.n_rows;
   return RM_OK;
 }
 
@@ -261,14 +295,10 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   if (rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a step of its own in an engine that a host schedules");
   rm_code code = rm_engine_ready(engine, err);
   if (code || (code = rm_engine_ask_all(engine, has_work(engine), &engine->had_work, err)) || !engine->had_work) return code;
-  const double start = rm_now();
-  rm_schedule(engine);
-  assert(engine->plan.n_rows > 0 || !has_work(engine));   // the oldest can always go on
-  const double scheduled = rm_now();
-  if ((code = rm_engine_run(engine, scheduled, err))) return code;
-  engine->stats.schedule_seconds += scheduled - start;
-  *n_work = engine->plan.n_rows;
-  return RM_OK;
+  const rm_entered saved = rm_enter(engine);
+  code = step(engine, n_work, err);
+  rm_leave(engine, saved);
+  return code;
 }
 
 void rm_engine_pause(rm_engine *engine, int paused) { engine->paused = paused != 0; }
@@ -309,4 +339,5 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   add_traffic(engine, out);
   out->isa = engine->kernels->isa;
   out->family = engine->kernels->family;
+  out->device = engine->device->name;
 }

@@ -21,7 +21,8 @@ typedef struct rm_engine rm_engine;
 
 typedef struct rm_engine_options {
   rm_dtype dtype;
-  const rm_kernels *kernels;    // NULL: rm_kernels_best()
+  const rm_kernels *kernels;    // of the CPU; NULL: rm_kernels_best()
+  const rm_device *device;      // NULL: the CPU; else a view, this engine's alone, and `kernels` is not looked at
   int n_threads;                // 0: one per core this process may run on
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
@@ -149,7 +150,7 @@ typedef struct rm_engine_stats {
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;
   unsigned asleep;
-  const char *isa, *family;
+  const char *isa, *family, *device;
   double forward_seconds, schedule_seconds, commit_seconds;
   uint64_t comm_bytes;          // that this rank has sent to others
   int64_t comm_calls;           // exchanges it took part in

@@ -177,11 +177,9 @@ static rm_host_result result_of(const rm_sequence *seq) {
   return result;
 }
 
-rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
-  *n_work = 0;
-  if (!rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a host's step in an engine that schedules for itself");
-  rm_code code = rm_engine_ready(engine, err);
-  if (code || (code = enter_step(engine, step, err))) return code;
+// A step that was found to be in order.
+static rm_code run_step(rm_engine *engine, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
+  rm_code code = RM_OK;
   for (int64_t i = 0; i < step->n_parts; i++) {
     rm_sequence *seq = sequence_of(engine, step->parts[i].id, NULL);
     if (seq->status != RM_DONE) take_pages(engine, seq, &step->parts[i]);
@@ -202,36 +200,72 @@ rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host
     *n_work += code || !most ? 0 : engine->plan.n_rows;
   }
   for (int64_t i = 0; i < step->n_parts && !code; i++) results[i] = result_of(sequence_of(engine, step->parts[i].id, NULL));
+  return code;
+}
+
+rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
+  *n_work = 0;
+  if (!rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a host's step in an engine that schedules for itself");
+  rm_code code = rm_engine_ready(engine, err);
+  if (code || (code = enter_step(engine, step, err))) return code;
+  const rm_entered saved = rm_enter(engine);
+  code = run_step(engine, step, results, n_work, err);
+  rm_leave(engine, saved);
   leave_step(engine, step);
   return code;
 }
 
 // ---------------------------------------------------------------------------------------------- rows that the host edits
-static void run_sample(const rm_engine *engine, const float *logits, const float *stats, const rm_sample_params *params,
-                       rm_host_result *out, float *logprob, float *sampling_logprob) {
-  const uint8_t flags = 0;
+// The draw from a row that the host has.
+static rm_code run_sample(rm_engine *engine, const float *logits, const float *stats, rm_sample_params params, rm_host_result *out,
+                          float *logprob, float *sampling_logprob, rm_error *err) {
+  static const uint8_t flags = 0;
+  rm_results *results = &engine->results;
   const int64_t vocab = engine->spec->vocab_size;
-  const rm_sample_args args = {&out->token, logprob, sampling_logprob, logits, stats, params, &flags, 1, vocab, vocab};
+  const size_t row = (size_t)vocab * sizeof *logits, banned = (size_t)params.n_banned * sizeof *params.banned;
+  const rm_code code = rm_results_reserve(results, 8, row + banned + 256, err);
+  if (code) return code;
+  params.banned = rm_results_give(results, params.banned, banned);
+  const rm_sample_args args = {
+      .tokens = rm_results_take(results, &out->token, sizeof out->token),
+      .logprobs = rm_results_take(results, logprob, sizeof *logprob),
+      .sampling_logprobs = rm_results_take(results, sampling_logprob, sizeof *sampling_logprob),
+      .logits = rm_results_give(results, logits, row),
+      .stats = rm_results_give(results, stats, 2 * sizeof *stats),
+      .params = rm_results_give(results, &params, sizeof params),
+      .row_flags = rm_results_give(results, &flags, sizeof flags),
+      .rows = 1,
+      .vocab = vocab,
+      .ld_logits = vocab,
+  };
   engine->kernels->sample(rm_model_ctx(engine->model), &args);
+  return rm_results_fetch(results, err);
+}
+
+static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
+  int32_t rank = 0;
+  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= logits[token];
+  return rank;
 }
 
 // A banned token that there is not: without one, and at temperature 1, the op takes the model's logprob for that of the draw, and here
 // the two are of different logits.
-static rm_host_result draw_row(const rm_engine *engine, const rm_sequence *seq, const rm_host_draw *draw) {
+static rm_code draw_row(rm_engine *engine, const rm_sequence *seq, const rm_host_draw *draw, rm_host_result *result, rm_error *err) {
   static const int32_t nobody = -1;
-  rm_host_result result = {.token = -1, .row = -1};
   float unused;
+  *result = (rm_host_result){.token = -1, .row = -1};
   for (int64_t v = 0; v < engine->spec->vocab_size; v++)
-    if (isnan(draw->edited[v])) return result;   // the sampler would pass over it
+    if (isnan(draw->edited[v])) return RM_OK;   // the sampler would pass over it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
-  run_sample(engine, draw->edited, draw->stats, &params, &result, &unused, &result.sampling_logprob);
-  if (result.token >= 0 && draw->edited[result.token] == -INFINITY) result.token = -1;   // the largest of a row of nothing
-  if (result.token < 0) return result;
-  const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result.token};
-  run_sample(engine, draw->raw, draw->stats, &model, &result, &result.logprob, &unused);
-  if (seq->group->want_ranks) result.rank = rm_rank_of(draw->raw, engine->spec->vocab_size, result.token);
-  return result;
+  rm_code code = run_sample(engine, draw->edited, draw->stats, params, result, &unused, &result->sampling_logprob, err);
+  if (code) return code;
+  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1;   // the largest of a row of nothing
+  if (result->token < 0) return RM_OK;
+  const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
+  code = run_sample(engine, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);
+  if (!code && seq->group->want_ranks) result->rank = rank_of(draw->raw, engine->spec->vocab_size, result->token);
+  return code;
 }
 
 rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err) {
@@ -241,11 +275,12 @@ rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_
     if (seq->status != RM_ACTIVE || seq->host_row < 0)
       return rm_fail(err, RM_E_STATE, "request %llu has no logits that wait for a draw", (unsigned long long)draws[i].id);
   }
-  const uint32_t saved = rm_fp_enter();
-  for (int64_t i = 0; i < n; i++) {
+  const rm_entered saved = rm_enter(engine);
+  rm_code code = RM_OK;
+  for (int64_t i = 0; i < n && !code; i++) {
     rm_sequence *seq = sequence_of(engine, draws[i].id, NULL);
     seq->host_row = -1;
-    results[i] = draw_row(engine, seq, &draws[i]);
+    if ((code = draw_row(engine, seq, &draws[i], &results[i], err))) break;   // the device is dead, and the next step says so too
     if (results[i].token >= 0) {
       rm_append(engine, seq, &(rm_drawn){results[i].token, results[i].rank, results[i].logprob, results[i].sampling_logprob});
     } else {
@@ -253,8 +288,8 @@ rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_
       results[i].token = RM_HOST_FAILED;
     }
   }
-  rm_fp_leave(saved);
-  return RM_OK;
+  rm_leave(engine, saved);
+  return code;
 }
 
 // ---------------------------------------------------------------------------------------------- between steps

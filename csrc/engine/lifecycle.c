@@ -55,9 +55,9 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   if (options->in_place && engine->n_live)
     return rm_fail(err, RM_E_STATE, "an in-place sync while %lld requests are unfinished; finish or abort them first",
                    (long long)engine->n_live);
-  const uint32_t saved = rm_fp_enter();
+  const rm_entered saved = rm_enter(engine);
   const rm_code code = rm_sync_begin(engine->store, options, err);
-  rm_fp_leave(saved);
+  rm_leave(engine, saved);
   if (!rm_store_weights(engine->store)) rm_kv_reset(engine->cache);   // in place: nothing that was cached can be served again
   return code;
 }
@@ -67,16 +67,16 @@ rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length,
 }
 
 rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
-  const uint32_t saved = rm_fp_enter();
+  const rm_entered saved = rm_enter(engine);
   const rm_code code = rm_sync_push(engine->store, name, length, tensor, err);
-  rm_fp_leave(saved);
+  rm_leave(engine, saved);
   return code;
 }
 
 rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n, rm_error *err) {
-  const uint32_t saved = rm_fp_enter();
+  const rm_entered saved = rm_enter(engine);
   const rm_code code = rm_sync_push_all(engine->store, entries, n, err);
-  rm_fp_leave(saved);
+  rm_leave(engine, saved);
   return code;
 }
 
@@ -93,9 +93,9 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
   if (inflight == RM_INFLIGHT_REFUSE && engine->n_live && rm_store_is_open(engine->store))
     return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)engine->n_live);
-  const uint32_t saved = rm_fp_enter();
+  const rm_entered saved = rm_enter(engine);
   const rm_code code = rm_sync_commit_together(engine->store, &engine->options.rank, report, err);
-  rm_fp_leave(saved);
+  rm_leave(engine, saved);
   if (code) return code;
   set_epoch(engine);
   apply(engine, inflight);
@@ -119,25 +119,28 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   if (parts & RM_PART_WEIGHTS && rm_store_is_open(engine->store))
     return rm_fail(err, RM_E_STATE, "the weights cannot sleep while a sync is open");
   if (!parts) return RM_OK;
+  const rm_entered saved = rm_enter(engine);
   if (rm_is_hosted(engine)) rm_host_renew(engine, 1);   // the host's requests keep their pages
   else preempt_all(engine);   // without the weights the KV is of no version, without the pages there is none
   rm_kv_reset(engine->cache);
   if (parts & RM_PART_WEIGHTS) rm_store_discard(engine->store);
   if (parts & RM_PART_KV) {
     rm_kv_renew(engine->cache);
-    rm_unmap(engine->kv, engine->kv_bytes);
+    rm_device_unmap(engine->device, engine->kv, engine->kv_bytes);
     engine->kv = NULL;
   }
+  rm_leave(engine, saved);
   engine->asleep |= parts;
   return RM_OK;
 }
 
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
-  const rm_code code = check_parts(parts, err);
+  rm_code code = check_parts(parts, err);
   if (code) return code;
   parts &= engine->asleep;
-  if (parts & RM_PART_KV && !(engine->kv = rm_map(engine->kv_bytes)))
-    return rm_fail(err, RM_E_MEMORY, "no memory to wake %zu bytes of KV cache", engine->kv_bytes);
-  engine->asleep &= ~parts;
-  return RM_OK;
+  const rm_entered saved = rm_enter(engine);
+  if (parts & RM_PART_KV) code = rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->kv, err);
+  rm_leave(engine, saved);
+  if (!code) engine->asleep &= ~parts;
+  return code;
 }

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "base/cuda.h"
 #include "base/memory.h"
 #include "mesh/region.h"
 
@@ -15,7 +16,8 @@ enum {
 };
 
 typedef struct rm_member {      // one rank
-  rm_engine *engine;            // owned, as the comms
+  rm_device device;             // owned, as all that follows; zeros on the CPU
+  rm_engine *engine;
   rm_comm *groups[N_GROUPS];
   rm_code code;                 // of the job at hand
   rm_error err;
@@ -102,10 +104,24 @@ typedef struct creation {
   const rm_ranks_options *options;
 } creation;
 
+static rm_code open_device(rm_member *member, const rm_ranks_options *options, int rank) {
+  int ordinal = options->cuda_ordinal, count = 0;
+  if (!options->cuda_library) return RM_OK;
+  if (ordinal < 0) {
+    const rm_code code = rm_cuda_count(options->cuda_library, &count, &member->err);
+    if (code) return code;
+    ordinal = count > 0 ? rank % count : 0;
+  }
+  return rm_cuda_device(options->cuda_library, ordinal, &member->device, &member->err);
+}
+
 static rm_code create_engine(rm_member *member, void *arg) {
   const creation *how = arg;
   const rm_ranks *ranks = how->ranks;
   rm_engine_options options = how->options->engine;
+  const rm_code code = open_device(member, how->options, ranks->first + (int)(member - ranks->members));
+  if (code) return code;
+  if (member->device.self) options.device = &member->device;
   options.rank = (rm_rank){
       .mesh = ranks->mesh,
       .index = ranks->first + (int32_t)(member - ranks->members),
@@ -179,6 +195,7 @@ void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
   for (int r = 0; ranks->members && r < ranks->n; r++) {
     rm_engine_destroy(ranks->members[r].engine);
+    if (ranks->members[r].device.self) ranks->members[r].device.close(ranks->members[r].device.self);
     for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
     rm_error_clear(&ranks->members[r].err);
   }
@@ -198,6 +215,7 @@ void rm_ranks_give_up(rm_ranks *ranks) {
 
 rm_mesh rm_ranks_mesh(const rm_ranks *ranks) { return ranks->mesh; }
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
+void *rm_ranks_stream(const rm_ranks *ranks) { return ranks->members[0].device.stream; }
 
 // ---------------------------------------------------------------------------------------------- replicas
 // Replicas are counted here among those of this process; `i` among the replica's ranks of this process, which are all alike.
@@ -399,9 +417,18 @@ static rm_code push_member(rm_member *member, void *arg) {
   return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
 }
 
+// Producers of tensors on a GPU have made the first member's stream wait for them: the others start when it has.
+static rm_code await_tensors(const rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+  int on_device = 0;
+  for (int64_t i = 0; i < n && ranks->n > 1; i++) on_device |= entries[i].tensor.on_device;
+  return on_device && ranks->members[0].device.self ? rm_device_wait(&ranks->members[0].device, err) : RM_OK;
+}
+
 rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   pushed it = {entries, n};
-  const rm_code code = on_all(ranks, push_member, &it, err);
+  rm_code code = await_tensors(ranks, entries, n, err);
+  if (code) return code;
+  code = on_all(ranks, push_member, &it, err);
   for (int r = 0; r < ranks->n && code; r++)
     for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
       rm_sync_forget(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);

@@ -27,6 +27,8 @@ typedef struct rm_ranks_options {
   rm_mesh mesh;
   rm_dispatcher dispatcher;
   int sequence_parallel;
+  const char *cuda_library;     // NULL: the CPU; else the ranks run on CUDA devices, by this library
+  int cuda_ordinal;             // all on this one; −1: each rank on that of its number, counted round
   const rm_ends *ends;          // NULL: all ranks are threads here; else this process is one rank
 } rm_ranks_options;
 
@@ -76,4 +78,5 @@ void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 int rm_ranks_world(const rm_ranks *ranks);
 // This process leaves the order of calls that the others make: they get RM_E_RANK_LOST where they wait.
 void rm_ranks_give_up(rm_ranks *ranks);
+void *rm_ranks_stream(const rm_ranks *ranks);             // the first member's, which a tensor's producer makes wait; NULL on the CPU
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member);  // one of those in this process; for the manifest and the version; a view

@@ -2,6 +2,9 @@
 // max_out_rows at a time, so that a long prompt with logprobs needs no logits for all of its rows at once, and rows
 // whose target's logprob is all that is wanted never have their logits stored.
 //
+// First everything is enqueued, for one lot of rows after another; then the device is waited for, once; then results go into the
+// records. What an op gives to a record directly goes by results.h.
+//
 // A call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of the
 // n samples of a prompt), which is the same call with a row stride of 0.
 #include "engine/state.h"
@@ -28,13 +31,13 @@ static int one_rank_does(const rm_out_row *out) {
   return out->draws || !group->want_ranks;
 }
 
+static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }
+
 static rm_code run_lm_head(rm_engine *engine, const char *hidden, int64_t first, rm_chunk *chunk, rm_error *err) {
   rm_plan *plan = &engine->plan;
   *chunk = (rm_chunk){first, rm_min64(plan->n_out - first, engine->max_out_rows), 0, engine->options.rank.tp != NULL};
   for (int64_t i = 0; i < chunk->n; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
-    plan->targets[i] = out->target;
-    plan->out_flags[i] = plan->row_flags[plan->out_rows[first + i]];
     chunk->has_logits |= needs_logits(out);
     chunk->own_rows &= one_rank_does(out);
   }
@@ -45,39 +48,76 @@ static rm_code run_lm_head(rm_engine *engine, const char *hidden, int64_t first,
       .own_rows = chunk->own_rows,
       .logits = chunk->has_logits ? plan->logits : NULL,
       .stats = plan->stats,
-      .target_logprobs = plan->target_logprobs,
-      .targets = plan->targets,
-      .row_flags = plan->out_flags,
+      .target_logprobs = there(engine, plan->target_logprobs + first),
+      .targets = there(engine, plan->targets + first),
+      .host_targets = plan->targets + first,
+      .row_flags = there(engine, plan->out_flags + first),
   };
-  const rm_code code = rm_model_head(engine->model, rm_store_weights(engine->store), &head, err);
-  for (int64_t i = 0; i < chunk->n; i++) plan->row_flags[plan->out_rows[first + i]] |= plan->out_flags[i];
-  return code;
+  return rm_model_head(engine->model, rm_store_weights(engine->store), &head, err);
 }
 
-// ---------------------------------------------------------------------------------------------- records of prompts
-// Rows [i, end) that belong to one prompt, positions ascending by one.
-static int64_t prompt_run(const rm_plan *plan, const rm_chunk *chunk, int64_t i) {
-  const rm_out_row *first = out_row(plan, chunk, i);
-  int64_t end = i + 1;
-  while (end < chunk->n && out_row(plan, chunk, end)->seq == first->seq && out_row(plan, chunk, end)->target >= 0) end++;
-  return end;
-}
-
-static void run_sample(rm_engine *engine, int64_t row, int64_t n, int64_t ld_logits, const float *stats, const uint8_t *flags,
+// ---------------------------------------------------------------------------------------------- ops over logits
+// Rows of the lot at hand. stats and flags are those of its first row, tokens and the rest the draws'.
+static void run_sample(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n, int64_t ld_logits, const rm_sample_params *params,
                        int32_t *tokens, float *logprobs, float *sampling_logprobs) {
   const rm_sample_args args = {
       .tokens = tokens,
       .logprobs = logprobs,
       .sampling_logprobs = sampling_logprobs,
       .logits = engine->plan.logits + row * engine->ld_logits,
-      .stats = stats,
-      .params = engine->plan.params,
-      .row_flags = flags,
+      .stats = engine->plan.stats + 2 * row,
+      .params = params,
+      .row_flags = there(engine, engine->plan.out_flags + chunk->first + row),
       .rows = n,
       .vocab = engine->spec->vocab_size,
       .ld_logits = ld_logits,
   };
   engine->kernels->sample(rm_model_ctx(engine->model), &args);
+}
+
+static void run_ranks(rm_engine *engine, int64_t row, int64_t n, int64_t ld_logits, const int32_t *tokens, int32_t *ranks) {
+  const rm_ranks_args args = {
+      .ranks = ranks,
+      .logits = engine->plan.logits + row * engine->ld_logits,
+      .tokens = tokens,
+      .rows = n,
+      .vocab = engine->spec->vocab_size,
+      .ld_logits = ld_logits,
+  };
+  engine->kernels->ranks(rm_model_ctx(engine->model), &args);
+}
+
+// Into the records at `ids` and `logprobs`, [n][k]: as many rows at a time as results have room for.
+static rm_code top_logprobs(rm_engine *engine, int64_t row, int64_t n, int64_t k, int32_t *ids, float *logprobs, rm_error *err) {
+  rm_results *results = &engine->results;
+  const size_t each = (size_t)k * sizeof(float), most = (rm_results_room(results) - 4 * RM_RESULT_ALIGN) / (2 * each);
+  for (int64_t done = 0, rows; done < n; done += rows) {
+    rows = (size_t)(n - done) < most ? n - done : (int64_t)most;
+    const size_t bytes = (size_t)rows * each;
+    const rm_code code = rm_results_reserve(results, 2, 2 * bytes, err);
+    if (code) return code;
+    const rm_top_logprobs_args args = {
+        .ids = rm_results_take(results, ids + done * k, bytes),
+        .logprobs = rm_results_take(results, logprobs + done * k, bytes),
+        .logits = engine->plan.logits + (row + done) * engine->ld_logits,
+        .stats = engine->plan.stats + 2 * (row + done),
+        .rows = rows,
+        .vocab = engine->spec->vocab_size,
+        .ld_logits = engine->ld_logits,
+        .k = k,
+    };
+    engine->kernels->top_logprobs(rm_model_ctx(engine->model), &args);
+  }
+  return RM_OK;
+}
+
+// ---------------------------------------------------------------------------------------------- records of prompts
+// Rows [i, end) that belong to one prompt, positions ascending by one.
+static int64_t prompt_run(const rm_plan *plan, int64_t i, int64_t end) {
+  const rm_out_row *first = &plan->outs[i];
+  int64_t at = i + 1;
+  while (at < end && plan->outs[at].seq == first->seq && plan->outs[at].target >= 0) at++;
+  return at;
 }
 
 static rm_sample_params plain_params(const rm_group *group) {
@@ -103,114 +143,159 @@ rm_sample_params rm_params_of(const rm_sequence *seq) {
   return params;
 }
 
-int32_t rm_rank_of(const float *logits, int64_t vocab, int32_t token) {
-  int32_t rank = 0;
-  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= logits[token];
-  return rank;
-}
-
 // Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
-static void score_sampling(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n) {
+static rm_code score_sampling(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
   rm_plan *plan = &engine->plan;
+  rm_results *results = &engine->results;
   const rm_out_row *out = out_row(plan, chunk, row);
+  const size_t given = (size_t)n * sizeof *plan->params, taken = (size_t)n * sizeof(float);
   for (int64_t i = 0; i < n; i++) {
     plan->params[i] = plain_params(out->seq->group);
     plan->params[i].forced = out[i].target;
   }
-  run_sample(engine, row, n, engine->ld_logits, plan->stats + 2 * row, plan->out_flags + row, plan->unused_tokens, plan->unused_logprobs,
-             out->seq->group->prompt_sampling + out->position);
+  const rm_code code = rm_results_reserve(results, 2, given + taken, err);
+  if (code) return code;
+  const rm_sample_params *params = rm_results_give(results, plan->params, given);
+  run_sample(engine, chunk, row, n, engine->ld_logits, params, plan->unused_tokens, plan->unused_logprobs,
+             rm_results_take(results, out->seq->group->prompt_sampling + out->position, taken));
+  return RM_OK;
 }
 
-static void top_logprobs(rm_engine *engine, int64_t row, int64_t n, int32_t k, int32_t *ids, float *logprobs) {
-  const rm_top_logprobs_args args = {
-      .ids = ids,
-      .logprobs = logprobs,
-      .logits = engine->plan.logits + row * engine->ld_logits,
-      .stats = engine->plan.stats + 2 * row,
-      .rows = n,
-      .vocab = engine->spec->vocab_size,
-      .ld_logits = engine->ld_logits,
-      .k = k,
-  };
-  engine->kernels->top_logprobs(rm_model_ctx(engine->model), &args);
+static rm_code rank_prompt(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
+  const rm_out_row *out = out_row(&engine->plan, chunk, row);
+  const size_t bytes = (size_t)n * sizeof(int32_t);
+  const rm_code code = rm_results_reserve(&engine->results, 1, bytes, err);
+  if (code) return code;
+  run_ranks(engine, row, n, engine->ld_logits, there(engine, engine->plan.targets + chunk->first + row),
+            rm_results_take(&engine->results, out->seq->group->prompt_ranks + out->position, bytes));
+  return RM_OK;
 }
 
-static void record_prompt_run(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t end) {
-  rm_plan *plan = &engine->plan;
-  const rm_out_row *out = out_row(plan, chunk, row);
+// What is wanted of the logits of rows [row, row + n) of one prompt.
+static rm_code run_prompt(rm_engine *engine, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
+  const rm_out_row *out = out_row(&engine->plan, chunk, row);
   rm_group *group = out->seq->group;
-  const int64_t n = end - row, k = group->prompt_top, at = out->position;
-  memcpy(group->prompt_logprobs + at, plan->target_logprobs + row, (size_t)n * sizeof(float));
-  if (k) top_logprobs(engine, row, n, (int32_t)k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k);
-  for (int64_t i = row; i < end && group->want_ranks; i++)
-    group->prompt_ranks[at + i - row] = rm_rank_of(plan->logits + i * engine->ld_logits, engine->spec->vocab_size, plan->targets[i]);
-  if (!group->score_sampling) return;
-  for (int64_t i = row; i < end; i += engine->max_draws) score_sampling(engine, chunk, i, rm_min64(end - i, engine->max_draws));
+  const int64_t k = group->prompt_top, at = out->position;
+  const int64_t room = (int64_t)(rm_results_room(&engine->results) / (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
+  const int64_t most = rm_min64(engine->max_draws, rm_max64(room / 2, 1));
+  rm_code code = RM_OK;
+  if (k) code = top_logprobs(engine, row, n, k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k, err);
+  if (!code && group->want_ranks) code = rank_prompt(engine, chunk, row, n, err);
+  for (int64_t i = 0; i < n && !code && group->score_sampling; i += most)
+    code = score_sampling(engine, chunk, row + i, rm_min64(n - i, most), err);
+  return code;
 }
 
-static void record_prompts(rm_engine *engine, const rm_chunk *chunk) {
+static rm_code run_prompts(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
+  const rm_device *device = engine->device;
   const int64_t vocab = engine->spec->vocab_size;
+  rm_code code = RM_OK;
   for (int64_t i = 0; i < chunk->n; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
     if (out->seq->group->logits_out)
-      memcpy(out->seq->group->logits_out + out->position * vocab, plan->logits + i * engine->ld_logits, (size_t)vocab * sizeof(float));
+      device->get(device->self, out->seq->group->logits_out + out->position * vocab, plan->logits + i * engine->ld_logits,
+                  (size_t)vocab * sizeof(float));
   }
-  for (int64_t i = 0, end; i < chunk->n; i = end) {
+  for (int64_t i = 0, end; i < chunk->n && !code; i = end) {
     end = i + 1;
     if (out_row(plan, chunk, i)->target < 0) continue;
-    end = prompt_run(plan, chunk, i);
-    record_prompt_run(engine, chunk, i, end);
+    end = prompt_run(plan, chunk->first + i, chunk->first + chunk->n) - chunk->first;
+    code = run_prompt(engine, chunk, i, end - i, err);
+  }
+  return code;
+}
+
+static void record_prompts(const rm_plan *plan) {
+  for (int64_t i = 0, end; i < plan->n_out; i = end) {
+    const rm_out_row *out = &plan->outs[i];
+    end = i + 1;
+    if (out->target < 0) continue;
+    end = prompt_run(plan, i, plan->n_out);
+    memcpy(out->seq->group->prompt_logprobs + out->position, plan->target_logprobs + i, (size_t)(end - i) * sizeof(float));
   }
 }
 
 // ---------------------------------------------------------------------------------------------- draws
-// The end of the longest run from draw d: rows that follow one another (*step 1) or are one (*step 0).
-static int64_t draw_run(const rm_engine *engine, int64_t d, int64_t end, int *step) {
+static size_t banned_bytes(const rm_draw *draw) {
+  const rm_sample_params params = rm_params_of(draw->seq);
+  return params.n_banned ? (size_t)params.n_banned * sizeof *params.banned + RM_RESULT_ALIGN : 0;
+}
+
+// The end of the longest run from draw d: rows that follow one another (*step 1) or are one (*step 0), and whose parameters have room.
+static int64_t draw_run(const rm_engine *engine, int64_t d, int64_t end, int *step, size_t *given) {
   const rm_draw *draws = engine->plan.draws;
+  const size_t room = rm_results_room(&engine->results) - 2 * RM_RESULT_ALIGN;
   int64_t at = d + 1;
   *step = at < end && draws[at].out == draws[d].out ? 0 : 1;
-  while (at < end && at - d < engine->max_draws && draws[at].out == draws[at - 1].out + *step) at++;
+  *given = sizeof(rm_sample_params) + banned_bytes(&draws[d]);
+  while (at < end && at - d < engine->max_draws && draws[at].out == draws[at - 1].out + *step) {
+    const size_t more = sizeof(rm_sample_params) + banned_bytes(&draws[at]);
+    if (more > room - *given) break;
+    *given += more;
+    at++;
+  }
   return at;
 }
 
-static void run_draws(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, int step) {
+static rm_code run_draws(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, int step, size_t given, rm_error *err) {
   rm_plan *plan = &engine->plan;
-  const int64_t first = plan->draws[d].out - chunk->first;
-  for (int64_t i = 0; i < end - d; i++) {
-    const int64_t row = first + i * step;
-    plan->params[i] = rm_params_of(plan->draws[d + i].seq);
-    memcpy(plan->draw_stats + 2 * i, plan->stats + 2 * row, 2 * sizeof(float));
-    plan->draw_flags[i] = plan->out_flags[row];
+  rm_results *results = &engine->results;
+  const int64_t first = plan->draws[d].out - chunk->first, n = end - d, ld_logits = step ? engine->ld_logits : 0;
+  int wanted = 0;
+  const rm_code code = rm_results_reserve(results, 1, given, err);
+  if (code) return code;
+  for (int64_t i = 0; i < n; i++) {
+    rm_sample_params *params = &plan->params[i];
+    *params = rm_params_of(plan->draws[d + i].seq);
+    if (params->n_banned) params->banned = rm_results_give(results, params->banned, (size_t)params->n_banned * sizeof *params->banned);
+    wanted |= plan->draws[d + i].seq->group->want_ranks;
   }
-  run_sample(engine, first, end - d, step ? engine->ld_logits : 0, plan->draw_stats, plan->draw_flags, plan->tokens + d, plan->logprobs + d,
-             plan->sampling_logprobs + d);
-  for (int64_t i = d; i < end; i++) {
-    const float *logits = plan->logits + (first + (i - d) * step) * engine->ld_logits;
-    const int wanted = plan->draws[i].seq->group->want_ranks && plan->tokens[i] >= 0;
-    plan->ranks[i] = wanted ? rm_rank_of(logits, engine->spec->vocab_size, plan->tokens[i]) : 0;
-  }
+  const rm_sample_params *params = rm_results_give(results, plan->params, (size_t)n * sizeof *plan->params);
+  int32_t *tokens = there(engine, plan->tokens + d);
+  run_sample(engine, chunk, first, n, ld_logits, params, tokens, there(engine, plan->logprobs + d),
+             there(engine, plan->sampling_logprobs + d));
+  if (wanted) run_ranks(engine, first, n, ld_logits, tokens, there(engine, plan->ranks + d));
+  return RM_OK;
 }
 
+// Tokens of draws [d, end); the host has them after the next fetch.
+static rm_code draw(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, rm_error *err) {
+  const rm_plan *plan = &engine->plan;
+  const size_t n = (size_t)(end - d);
+  rm_code code = RM_OK;
+  for (int64_t at = d, stop; at < end && !code; at = stop) {
+    int step;
+    size_t given;
+    stop = draw_run(engine, at, end, &step, &given);
+    code = run_draws(engine, chunk, at, stop, step, given, err);
+  }
+  rm_mirror_get(&engine->mirror, plan->tokens + d, n * sizeof *plan->tokens);
+  rm_mirror_get(&engine->mirror, plan->logprobs + d, n * sizeof *plan->logprobs);
+  rm_mirror_get(&engine->mirror, plan->sampling_logprobs + d, n * sizeof *plan->sampling_logprobs);
+  rm_mirror_get(&engine->mirror, plan->ranks + d, n * sizeof *plan->ranks);
+  return code;
+}
+
+// Draw d's row is another draw's too, whose record of the first token is this one's as well.
+static int is_sibling(const rm_plan *plan, int64_t d) { return d > 0 && plan->draws[d - 1].out == plan->draws[d].out; }
+
 // Top-k of the row that a draw came from, straight into the record of the token that will be appended.
-static void record_top(rm_engine *engine, const rm_chunk *chunk, int64_t d) {
+static rm_code top_of_draw(rm_engine *engine, const rm_chunk *chunk, int64_t d, rm_error *err) {
   const rm_draw *draw = &engine->plan.draws[d];
   rm_sequence *seq = draw->seq;
   const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
-  if (!k) return;
-  if (d > 0 && draw[-1].out == draw->out) {   // a sibling's: its first token, like this one
-    memcpy(seq->top_ids + at, draw[-1].seq->top_ids + at, (size_t)k * sizeof *seq->top_ids);
-    memcpy(seq->top_logprobs + at, draw[-1].seq->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
-    return;
-  }
-  top_logprobs(engine, draw->out - chunk->first, 1, (int32_t)k, seq->top_ids + at, seq->top_logprobs + at);
+  if (!k || is_sibling(&engine->plan, d)) return RM_OK;
+  return top_logprobs(engine, draw->out - chunk->first, 1, k, seq->top_ids + at, seq->top_logprobs + at, err);
 }
 
-static void draw(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end) {
-  for (int64_t at = d, stop; at < end; at = stop) {
-    int step;
-    stop = draw_run(engine, at, end, &step);
-    run_draws(engine, chunk, at, stop, step);
+static void record_siblings(const rm_plan *plan) {
+  for (int64_t d = 1; d < plan->n_draws; d++) {
+    rm_sequence *seq = plan->draws[d].seq, *other = plan->draws[d - 1].seq;
+    const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
+    if (!k || !is_sibling(plan, d)) continue;
+    memcpy(seq->top_ids + at, other->top_ids + at, (size_t)k * sizeof *seq->top_ids);
+    memcpy(seq->top_logprobs + at, other->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
   }
 }
 
@@ -228,9 +313,13 @@ static rm_code draw_own(rm_engine *engine, const rm_chunk *chunk, int64_t d, int
     const rm_range rows = rm_model_own_rows(engine->model, chunk->n, r);
     const int64_t to = draws_before(plan, from, chunk->first + rows.first + rows.n);
     counts[r] = to - from;
-    if (r == rm_comm_rank(tp)) draw(engine, chunk, from, to);
-    for (int64_t i = from; r == rm_comm_rank(tp) && i < to; i++)
-      plan->drawn[i - d] = (rm_drawn){plan->tokens[i], plan->ranks[i], plan->logprobs[i], plan->sampling_logprobs[i]};
+    if (r == rm_comm_rank(tp)) {
+      rm_code code = draw(engine, chunk, from, to, err);
+      if (!code) code = rm_results_fetch(&engine->results, err);
+      if (code) return code;
+      for (int64_t i = from; i < to; i++)
+        plan->drawn[i - d] = (rm_drawn){plan->tokens[i], plan->ranks[i], plan->logprobs[i], plan->sampling_logprobs[i]};
+    }
     from = to;
   }
   const rm_code code = rm_model_share(engine->model, plan->drawn, counts, sizeof *plan->drawn, err);
@@ -248,24 +337,27 @@ static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d,
   *d = end;
   if (first == end) return RM_OK;
   if (chunk->own_rows) return draw_own(engine, chunk, first, end, err);
-  draw(engine, chunk, first, end);
-  for (int64_t at = first; at < end; at++) record_top(engine, chunk, at);
-  return RM_OK;
+  rm_code code = draw(engine, chunk, first, end, err);
+  for (int64_t at = first; at < end && !code; at++) code = top_of_draw(engine, chunk, at, err);
+  return code;
 }
 
 // Rows that a host draws from: their logits as they are.
-static void hand_out(rm_engine *engine, const rm_chunk *chunk) {
+static rm_code hand_out(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
+  const rm_device *device = engine->device;
   const int64_t vocab = engine->spec->vocab_size;
-  for (int64_t i = 0; plan->n_host && i < chunk->n; i++) {
+  rm_code code = RM_OK;
+  for (int64_t i = 0; plan->n_host && i < chunk->n && !code; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
     const rm_group *group = out->seq->group;
     const int64_t to = out->seq->host_row, k = group->top_logprobs, at = out->seq->n_tokens * k;
     if (!out->draws || !group->host_draws) continue;
-    memcpy(plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, (size_t)vocab * sizeof(float));
-    memcpy(plan->host_stats + 2 * to, plan->stats + 2 * i, 2 * sizeof(float));
-    if (k) top_logprobs(engine, i, 1, (int32_t)k, out->seq->top_ids + at, out->seq->top_logprobs + at);
+    device->get(device->self, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, (size_t)vocab * sizeof(float));
+    device->get(device->self, plan->host_stats + 2 * to, plan->stats + 2 * i, 2 * sizeof(float));
+    if (k) code = top_logprobs(engine, i, 1, k, out->seq->top_ids + at, out->seq->top_logprobs + at, err);
   }
+  return code;
 }
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
@@ -301,10 +393,37 @@ static rm_code share_flags(rm_engine *engine, rm_error *err) {
   return code;
 }
 
-rm_code rm_forward(rm_engine *engine, rm_error *err) {
-  rm_plan *plan = &engine->plan;
+// ---------------------------------------------------------------------------------------------- a step
+static void put_inputs(const rm_engine *engine) {
+  const rm_plan *plan = &engine->plan;
+  const rm_mirror *mirror = &engine->mirror;
+  const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
+  rm_mirror_put(mirror, engine->block_tables, (size_t)(engine->n_tables * engine->max_pages) * sizeof *engine->block_tables);
+  rm_mirror_put(mirror, plan->ids, rows * sizeof *plan->ids);
+  rm_mirror_put(mirror, plan->positions, rows * sizeof *plan->positions);
+  rm_mirror_put(mirror, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
+  rm_mirror_put(mirror, plan->slots, rows * sizeof *plan->slots);
+  rm_mirror_put(mirror, plan->out_rows, outs * sizeof *plan->out_rows);
+  rm_mirror_put(mirror, plan->targets, outs * sizeof *plan->targets);
+  rm_device_zero(engine->device, there(engine, plan->row_flags), rows);
+  rm_device_zero(engine->device, there(engine, plan->out_flags), outs);
+}
+
+static rm_code get_results(rm_engine *engine, rm_error *err) {
+  const rm_plan *plan = &engine->plan;
+  const rm_mirror *mirror = &engine->mirror;
+  rm_mirror_get(mirror, plan->row_flags, (size_t)plan->n_rows);
+  rm_mirror_get(mirror, plan->out_flags, (size_t)plan->n_out);
+  rm_mirror_get(mirror, plan->target_logprobs, (size_t)plan->n_out * sizeof *plan->target_logprobs);
+  if (plan->routed) rm_mirror_get(mirror, plan->routed, (size_t)(plan->n_rows * engine->routed_per_token) * sizeof *plan->routed);
+  return rm_results_fetch(&engine->results, err);
+}
+
+static rm_code enqueue(rm_engine *engine, rm_error *err) {
+  const rm_plan *plan = &engine->plan;
   const void *hidden;
   const rm_batch batch = {
+      .mirror = &engine->mirror,
       .n_rows = plan->n_rows,
       .n_seqs = engine->options.max_num_seqs,
       .max_pages = engine->max_pages,
@@ -318,16 +437,31 @@ rm_code rm_forward(rm_engine *engine, rm_error *err) {
       .routed = plan->routed,
       .row_flags = plan->row_flags,
   };
-  memset(plan->row_flags, 0, (size_t)plan->n_rows);
-  rm_code code = agree_on_batch(engine, err);
-  if (!code) code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
-  if (!code) code = share_flags(engine, err);
+  put_inputs(engine);
+  rm_code code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += engine->max_out_rows) {
     rm_chunk chunk;
-    if ((code = run_lm_head(engine, hidden, first, &chunk, err))) break;
-    record_prompts(engine, &chunk);
-    hand_out(engine, &chunk);
-    code = draw_tokens(engine, &chunk, &d, err);
+    code = run_lm_head(engine, hidden, first, &chunk, err);
+    if (!code) code = run_prompts(engine, &chunk, err);
+    if (!code) code = hand_out(engine, &chunk, err);
+    if (!code) code = draw_tokens(engine, &chunk, &d, err);
   }
   return code;
+}
+
+rm_code rm_forward(rm_engine *engine, rm_error *err) {
+  rm_plan *plan = &engine->plan;
+  rm_code code = agree_on_batch(engine, err);
+  if (!code) code = enqueue(engine, err);
+  if (!code) code = get_results(engine, err);
+  if (code) {
+    rm_device_wait(engine->device, NULL);   // for what would be written to records, which may go
+    return code;
+  }
+  for (int64_t i = 0; i < plan->n_out; i++) plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];
+  for (int64_t d = 0; d < plan->n_draws; d++)
+    if (!plan->draws[d].seq->group->want_ranks) plan->ranks[d] = 0;
+  record_prompts(plan);
+  record_siblings(plan);
+  return share_flags(engine, err);
 }

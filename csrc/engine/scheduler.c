@@ -33,6 +33,7 @@ void rm_enqueue(rm_engine *engine, rm_sequence *seq) {
 void rm_activate(rm_engine *engine, rm_sequence *seq) {
   assert(engine->n_places > 0);
   seq->place = engine->places[--engine->n_places];
+  engine->n_tables = rm_max64(engine->n_tables, seq->place + 1);
   seq->status = RM_ACTIVE;
   insert_by_order(&engine->active, seq, 1);
   engine->n_active++;
@@ -201,6 +202,7 @@ static int start(rm_engine *engine, rm_sequence *seq) {
 static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t target, int draws) {
   const int64_t row = seq->first_row + position - seq->next;
   plan->out_rows[plan->n_out] = (int32_t)row;
+  plan->targets[plan->n_out] = target;
   plan->outs[plan->n_out++] = (rm_out_row){seq, position, target, draws};
 }
 

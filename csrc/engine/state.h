@@ -3,6 +3,7 @@
 //   rm_schedule   (scheduler.c)   which rows of which sequences; fills the plan's inputs, hands out pages
 //                 (hosted.c)      the same where a host decides
 //   rm_forward    (sampler.c)     model, lm_head, draws, logprobs of prompts; fills the plan's results
+//                                 Only here does a step touch the device: inputs are put, ops enqueued, results waited for once.
 //   rm_commit     (commit.c)      results into the records; pages indexed, prompts shared, the finished put away
 //
 // A plan is one step's batch. Its arrays are made once, for the largest step.
@@ -10,6 +11,7 @@
 
 #include "base/fields.h"
 #include "engine/kv_cache.h"
+#include "engine/results.h"
 #include "engine/sequence.h"
 
 // A row of logits that is wanted: the last row of a sequence, from which tokens are drawn, or a row of a prompt.
@@ -34,33 +36,31 @@ typedef struct rm_drawn {
 
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
-  // scheduler.c
-  int32_t *ids, *positions, *seq_of_row;   // [max_rows], see rm_batch
-  int64_t *slots;
-  int32_t *out_rows;
+  // the host's alone
   rm_out_row *outs;             // [max_rows]
   rm_sequence **scheduled;      // [max_num_seqs]
   rm_draw *draws;               // [max_num_seqs]
-  // sampler.c
-  int16_t *routed;              // [max_rows][routed_per_token]
-  uint8_t *row_flags;           // [max_rows]
   uint8_t *all_flags;           // [tp][max_rows] scratch; where tp > 1, as is the next
   rm_drawn *drawn;              // [max_num_seqs]
+  rm_sample_params *params;     // [max_draws] scratch
+  float *host_logits, *host_stats;   // the scheduling host's, or NULL: [n_host][vocab] raw logits of what it draws from, [n_host][2]
+  int64_t n_host;
+  // in `mirror`, filled by the scheduler and put
+  int32_t *ids, *positions, *seq_of_row;   // [max_rows], see rm_batch
+  int64_t *slots;
+  int32_t *out_rows, *targets;  // [max_rows] of the outs
+  // in `mirror`, made by the device and got
+  int16_t *routed;              // [max_rows][routed_per_token]
+  uint8_t *row_flags;           // [max_rows]
+  uint8_t *out_flags;           // [max_rows] of the outs
+  float *target_logprobs;       // [max_rows] of the outs
   int32_t *tokens;              // [max_num_seqs] of the draws
   float *logprobs, *sampling_logprobs;
   int32_t *ranks;               // 0: not asked for
-  float *host_logits, *host_stats;   // the host's, or NULL: [n_host][vocab] raw logits of what it draws from, [n_host][2]
-  int64_t n_host;
-  // scratch of sampler.c
+  // the device's alone
   float *logits;                // [max_out_rows][ld_logits]
   float *stats;                 // [max_out_rows][2]
-  float *target_logprobs;       // [max_out_rows]
-  int32_t *targets;             // [max_out_rows]
-  uint8_t *out_flags;           // [max_out_rows]
-  rm_sample_params *params;     // [max_draws], as are the next three
-  float *draw_stats;            // × 2
-  uint8_t *draw_flags;
-  float *unused_logprobs;
+  float *unused_logprobs;       // [max_draws], as is the next
   int32_t *unused_tokens;
 } rm_plan;
 
@@ -68,7 +68,9 @@ struct rm_engine {
   // set at creation
   const rm_spec *spec;          // view
   rm_engine_options options;    // eos_ids: owned
-  const rm_kernels *kernels;
+  rm_device cpu;                // what `device` is where the options name none
+  const rm_device *device;      // view
+  const rm_kernels *kernels;    // its
   int64_t routed_per_token;     // n_moe_layers · top_k
   int64_t max_pages;            // of one sequence
   int64_t n_pages;              // of the KV cache
@@ -80,13 +82,16 @@ struct rm_engine {
   rm_model *model;
   rm_store *store;
   rm_kv_cache *cache;
-  void *kv;                     // NULL while asleep
+  void *kv;                     // of the device, NULL while asleep
   int64_t *page_versions;       // [n_pages] hosted: of the weights that made a page's KV, −1: none
-  int32_t *block_tables;        // [max_num_seqs][max_pages]
+  int32_t *block_tables;        // [max_num_seqs][max_pages], in `mirror`
   int32_t *places;              // stack of free rows of block_tables
   int64_t n_places;
-  void *block;                  // of the plan's arrays and the two above
-  size_t block_bytes;
+  int64_t n_tables;             // rows of block_tables that were ever in use
+  void *block, *scratch;        // the plan's arrays that are the host's alone, and those that are the device's alone
+  size_t block_bytes, scratch_bytes;
+  rm_mirror mirror;             // those that both have
+  rm_results results;
   rm_plan plan;
   // scheduler.c
   rm_link waiting, active;      // sequences
@@ -117,6 +122,19 @@ void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *lead
 void rm_activate(rm_engine *engine, rm_sequence *seq);             // → ACTIVE, with a place; it is in no list
 void rm_plan_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows);            // from seq->next on, and what is drawn from the last
 
+// What a call into the engine changes of its thread, and leaves as it was: the floating-point environment and the current device.
+typedef struct rm_entered {
+  uint32_t fp;
+  int device;
+} rm_entered;
+static inline rm_entered rm_enter(const rm_engine *engine) {
+  return (rm_entered){rm_fp_enter(), engine->device->enter(engine->device->self)};
+}
+static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
+  engine->device->leave(engine->device->self, entered.device);
+  rm_fp_leave(entered.fp);
+}
+
 // engine.c
 double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
@@ -130,7 +148,6 @@ void rm_host_renew(rm_engine *engine, int pages);                  // records of
 
 // sampler.c
 rm_sample_params rm_params_of(const rm_sequence *seq);
-int32_t rm_rank_of(const float *logits, int64_t vocab, int32_t token);
 rm_code rm_forward(rm_engine *engine, rm_error *err);
 
 // requests.c

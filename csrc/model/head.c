@@ -6,9 +6,9 @@ size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
   const size_t rows = (size_t)model->options.max_out_rows, ranks = (size_t)model->shard.size;
   const size_t blocks = (size_t)(rm_round_up(model->spec->vocab_size, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK);
   const rm_field all[RM_HEAD_FIELDS] = {
-      {&model->pairs, blocks, rows * 2 * sizeof(float)},  {&model->target_logits, ranks, rows * sizeof(float)},
-      {&model->local_targets, rows, sizeof(int32_t)},     {&model->embed_ids, (size_t)model->options.max_rows, sizeof(int32_t)},
-      {&model->embed_counts, 2 * ranks, sizeof(int64_t)},
+      {&model->pairs, blocks, rows * 2 * sizeof(float)},
+      {&model->target_logits, ranks, rows * sizeof(float)},
+      {&model->own_logits, rows, sizeof(float)},
   };
   memcpy(fields, all, sizeof all);
   return RM_HEAD_FIELDS;
@@ -34,7 +34,7 @@ static rm_lm_head_args args_of(const rm_model *model, const char *weights, const
 
 static int64_t block_of(int64_t entry) { return (entry + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
 
-static void compute_shard(rm_model *model, const char *weights, const rm_head *head) {
+static rm_code compute_shard(rm_model *model, const char *weights, const rm_head *head, rm_error *err) {
   const rm_range mine = model->params->placement.vocab;
   rm_lm_head_args args = args_of(model, weights, head);
   args.pairs = model->pairs + block_of(mine.first) * head->rows * 2;
@@ -42,14 +42,17 @@ static void compute_shard(rm_model *model, const char *weights, const rm_head *h
   args.targets = NULL;
   if (head->logits) args.logits = head->logits + mine.first;
   if (head->target_logprobs) {
+    const rm_code code = rm_words_begin(model, err);
+    if (code) return code;
     for (int64_t i = 0; i < head->rows; i++) {
-      const int64_t at = head->targets[i] - mine.first;
-      model->local_targets[i] = head->targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
+      const int64_t at = head->host_targets[i] - mine.first;
+      model->local_targets[i] = head->host_targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
     }
-    args.targets = model->local_targets;
+    args.targets = rm_words_put(model, model->local_targets, head->rows);
     args.target_logits = model->target_logits + model->shard.me * head->rows;
   }
   model->kernels->lm_head(&model->ctx, &args);
+  return RM_OK;
 }
 
 static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
@@ -63,7 +66,7 @@ static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
-// To the front of target_logits comes what the owner of each target has.
+// What the owner of each target has comes to own_logits.
 static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
   const size_t each = (size_t)head->rows * sizeof(float);
@@ -71,12 +74,17 @@ static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *er
     shard->send[r] = (rm_block){model->target_logits + shard->me * head->rows, 1, each, each};
     shard->recv[r] = (rm_block){model->target_logits + r * head->rows, 1, each, each};
   }
-  const rm_code code = rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
-  for (int64_t i = 0; i < head->rows && !code; i++)
-    for (int r = 1; r < shard->size; r++)
-      if (head->targets[i] >= shard->vocab[r].first && head->targets[i] < shard->vocab[r].first + shard->vocab[r].n)
-        model->target_logits[i] = model->target_logits[r * head->rows + i];
-  return code;
+  rm_code code = rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+  if (code || (code = rm_words_begin(model, err))) return code;
+  for (int64_t i = 0; i < head->rows; i++) {
+    int owner = 0;
+    while (head->host_targets[i] >= shard->vocab[owner].first + shard->vocab[owner].n) owner++;
+    model->from_targets[i] = (int32_t)(owner * head->rows + i);
+  }
+  const int32_t *from = rm_words_put(model, model->from_targets, head->rows);
+  const rm_gather_rows_args args = {model->own_logits, model->target_logits, from, head->rows, sizeof(float)};
+  model->kernels->gather_rows(&model->ctx, &args);
+  return RM_OK;
 }
 
 static rm_code gather_logits(rm_model *model, const rm_head *head, rm_error *err) {
@@ -114,7 +122,7 @@ rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size
     shard->send[r] = (rm_block){mine, counts[shard->me], bytes, bytes};
     shard->recv[r] = (rm_block){at, counts[r], bytes, bytes};
   }
-  return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+  return rm_comm_exchange(model->options.rank.tp, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {
@@ -125,7 +133,7 @@ rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head,
     model->kernels->lm_head(&model->ctx, &args);
     return RM_OK;
   }
-  compute_shard(model, weights, head);
+  if ((code = compute_shard(model, weights, head, err))) return code;
   if ((code = gather_pairs(model, head->rows, err))) return code;
   if (head->target_logprobs && (code = gather_targets(model, head, err))) return code;
   if (head->logits && (code = head->own_rows ? exchange_logits(model, head, err) : gather_logits(model, head, err))) return code;
@@ -135,7 +143,7 @@ rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head,
       .targets = head->targets,
       .row_flags = head->row_flags,
       .pairs = model->pairs,
-      .target_logits = model->target_logits,
+      .target_logits = model->own_logits,
       .rows = head->rows,
       .n_blocks = block_of(model->spec->vocab_size),
   };

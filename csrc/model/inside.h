@@ -8,29 +8,46 @@
 struct rm_model {
   const rm_params *params;      // view
   const rm_spec *spec;          // view
-  const rm_kernels *kernels;
+  const rm_device *device;      // view
+  const rm_kernels *kernels;    // its
   rm_model_options options;
   int sequence_parallel;        // asked for, and tp > 1
   rm_ctx ctx;
   rm_shard shard;               // owned
-  void *block;                  // all that follows
+  void *block;                  // of the device, owned: all that follows but the host's
   size_t block_bytes;
   float *cos, *sin;             // [max_positions][head_dim/2]
   char *residual, *x;           // T [max_rows][hidden]
   char *qkv;                    // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
   char *q;                      // T [max_rows][heads·head_dim] of this rank
+  char *wanted;                 // T [max_rows][hidden] the stream's rows whose output is wanted
   char *inner;                  // T [max_rows][intermediate], where a layer is dense
   rm_moe moe;                   // where one is not
   // where tp > 1
   char *attended;               // T [max_rows][heads·head_dim]
   char *home;                   // T [max_rows][hidden] home rows of a block's output; what arrives while rows are looked up
-  int32_t *embed_ids;           // [max_rows]
-  int64_t *embed_counts;        // [2·tp]
-  // head.c
   float *pairs;                 // [vocabulary blocks][max_out_rows][2]
   float *target_logits;         // [tp][max_out_rows]
+  float *own_logits;            // [max_out_rows] of each target by its owner
+  // and of the host: indices that it makes, which ops read
+  rm_mirror words;              // owned: the block of those
+  int32_t *embed_ids;           // [max_rows]
+  int32_t *from_rows;           // [max_rows] of a gather
+  int64_t *embed_counts;        // [2·tp] the host's alone
   int32_t *local_targets;       // [max_out_rows]
+  int32_t *from_targets;        // [max_out_rows] where in target_logits a target's is
 };
 
-enum { RM_HEAD_FIELDS = 5 };
+// Before the host writes words: what it wrote before was read.
+static inline rm_code rm_words_begin(const rm_model *model, rm_error *err) {
+  return rm_device_check(model->device, model->device->reach(model->device->self, RM_MARK_WORDS), err);
+}
+// After it: n of them, for ops; the device's address.
+static inline int32_t *rm_words_put(const rm_model *model, const int32_t *at, int64_t n) {
+  rm_mirror_put(&model->words, at, (size_t)n * sizeof *at);
+  model->device->mark(model->device->self, RM_MARK_WORDS);
+  return rm_mirror_there(&model->words, at);
+}
+
+enum { RM_HEAD_FIELDS = 3 };
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]);

@@ -7,7 +7,9 @@
 //
 // Buffers: `residual` is the stream that blocks add to, `x` what a block reads and then writes. With sequence parallelism
 // residual has this rank's home rows only, and a block's output comes to `home`. The rows whose output is wanted are gathered
-// before the final norm; earlier they cannot be, since every row's routing is recorded.
+// before the final norm, into `wanted`; earlier they cannot be, since every row's routing is recorded.
+#include <stdio.h>
+
 #include "model/inside.h"
 
 // Of one token on this rank.
@@ -42,12 +44,13 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const int parallel = model->shard.comm != NULL;
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->head_dim / 2;
   const size_t table = (size_t)options->max_positions * sizeof(float), wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
-  enum { FIELDS = 10 };
+  enum { FIELDS = 11 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
       {&model->residual, rows, (size_t)spec->hidden_size * elem},
       {&model->x, rows, (size_t)spec->hidden_size * elem},
+      {&model->wanted, rows, (size_t)spec->hidden_size * elem},
       {&model->qkv, rows, (size_t)layer_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers ? rows : 0, (size_t)spec->intermediate_size * elem},
@@ -59,10 +62,54 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   if (parallel) n_fields += rm_head_fields(model, fields + n_fields);
   if (spec->n_moe_layers) n_fields += rm_moe_fields(&model->moe, fields + n_fields);
   model->block_bytes = rm_fields_bytes(fields, n_fields);
-  model->block = model->block_bytes ? rm_map(model->block_bytes) : NULL;
-  if (model->block && rm_fields_place(fields, n_fields, model->block, model->block_bytes)) return RM_OK;
-  return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of activations (%lld rows a step, %lld positions)", model->block_bytes,
-                 (long long)options->max_rows, (long long)options->max_positions);
+  char what[96];
+  snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)", (long long)options->max_rows,
+           (long long)options->max_positions);
+  const rm_code code = rm_device_map(model->device, model->block_bytes, what, &model->block, err);
+  if (!code) rm_fields_place(fields, n_fields, model->block, model->block_bytes);   // what was asked for fits
+  return code;
+}
+
+static void make_rope_table(const rm_model *model, float *cos, float *sin) {
+  const rm_spec *spec = model->spec;
+  const uint32_t saved = rm_fp_enter();
+  rm_rope_table(cos, sin, spec->inv_freq, model->options.max_positions, spec->head_dim / 2, spec->rope_scale, model->options.dtype);
+  rm_fp_leave(saved);
+}
+
+// The table is made by the host, whatever the device, since its bits are those of the host's functions.
+static rm_code fill_rope_table(rm_model *model, rm_error *err) {
+  const rm_device *device = model->device;
+  const size_t n = (size_t)(model->options.max_positions * (model->spec->head_dim / 2));
+  if (device->on_host) {
+    make_rope_table(model, model->cos, model->sin);
+    return RM_OK;
+  }
+  float *cos = rm_alloc(n, 2 * sizeof *cos), *sin = cos + n;
+  if (!cos) return rm_fail(err, RM_E_MEMORY, "no memory for a rope table of %lld positions", (long long)model->options.max_positions);
+  make_rope_table(model, cos, sin);
+  device->put(device->self, model->cos, cos, n * sizeof *cos);
+  device->put(device->self, model->sin, sin, n * sizeof *sin);
+  const rm_code code = rm_device_wait(device, err);
+  rm_free(cos);
+  return code;
+}
+
+// What the host says to ops where tp > 1.
+static rm_code create_words(rm_model *model, rm_error *err) {
+  const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
+  const rm_field fields[] = {
+      {&model->embed_ids, rows, sizeof(int32_t)},
+      {&model->from_rows, rows, sizeof(int32_t)},
+      {&model->local_targets, outs, sizeof(int32_t)},
+      {&model->from_targets, outs, sizeof(int32_t)},
+      {&model->embed_counts, 2 * (size_t)model->shard.size, sizeof(int64_t)},
+  };
+  const size_t n = sizeof fields / sizeof *fields;
+  if (!model->shard.comm) return RM_OK;
+  const rm_code code = rm_mirror_create(model->device, rm_fields_bytes(fields, n), "indices", &model->words, err);
+  if (!code) rm_fields_place(fields, n, model->words.here, model->words.bytes);   // what was asked for fits
+  return code;
 }
 
 static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
@@ -73,24 +120,22 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
   rm_code code = rm_shard_create(spec, &options->rank, options->dtype, &model->shard, err);
   if (code) return code;
-  if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->kernels, &options->rank, options->max_rows, err)))
+  if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->device, &options->rank, options->max_rows, err)))
     return code;
-  if ((code = create_buffers(model, &workspace, workspace_bytes, err))) return code;
+  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
+  model->ctx.stream = model->device->stream;
   model->ctx.run = rm_team_run;
   model->ctx.team = team;
-  const uint32_t saved = rm_fp_enter();
-  rm_rope_table(model->cos, model->sin, spec->inv_freq, options->max_positions, spec->head_dim / 2, spec->rope_scale, options->dtype);
-  rm_fp_leave(saved);
-  return RM_OK;
+  return fill_rope_table(model, err);
 }
 
-rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options, rm_model **out,
+rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_team *team, const rm_model_options *options, rm_model **out,
                         rm_error *err) {
   *out = NULL;
   rm_model *model = rm_alloc(1, sizeof *model);
   if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
-  *model = (rm_model){.params = params, .spec = params->spec, .kernels = kernels, .options = *options};
+  *model = (rm_model){.params = params, .spec = params->spec, .device = device, .kernels = device->kernels, .options = *options};
   model->sequence_parallel = options->rank.sequence_parallel && options->rank.mesh.tp > 1;
   const rm_code code = create_parts(model, team, err);
   if (code) {
@@ -103,7 +148,8 @@ rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_t
 
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
-  rm_unmap(model->block, model->block_bytes);
+  rm_mirror_destroy(&model->words);
+  rm_device_unmap(model->device, model->block, model->block_bytes);
   rm_moe_destroy(&model->moe);
   rm_shard_destroy(&model->shard);
   rm_free(model);
@@ -141,20 +187,18 @@ static char *v_cache(const rm_model *model, void *kv, int64_t n_pages, int64_t l
 }
 
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page) {
-  const size_t k = k_bytes(model), v = v_bytes(model);
-  for (int64_t layer = 0; layer < model->spec->n_layers; layer++) {
-    memset(k_cache(model, kv, n_pages, layer) + (size_t)page * k, 0, k);
-    memset(v_cache(model, kv, n_pages, layer) + (size_t)page * v, 0, v);
-  }
+  const rm_device *device = model->device;
+  const size_t k = k_bytes(model), v = v_bytes(model), pitch = (size_t)n_pages * (k + v), layers = (size_t)model->spec->n_layers;
+  device->zero(device->self, k_cache(model, kv, n_pages, 0) + (size_t)page * k, pitch, k, layers);
+  device->zero(device->self, v_cache(model, kv, n_pages, 0) + (size_t)page * v, pitch, v, layers);
 }
 
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from) {
-  const size_t k = k_bytes(model), v = v_bytes(model);
-  for (int64_t layer = 0; layer < model->spec->n_layers; layer++) {
-    char *ks = k_cache(model, kv, n_pages, layer), *vs = v_cache(model, kv, n_pages, layer);
-    memcpy(ks + (size_t)to * k, ks + (size_t)from * k, k);
-    memcpy(vs + (size_t)to * v, vs + (size_t)from * v, v);
-  }
+  const rm_device *device = model->device;
+  const size_t k = k_bytes(model), v = v_bytes(model), pitch = (size_t)n_pages * (k + v), layers = (size_t)model->spec->n_layers;
+  char *ks = k_cache(model, kv, n_pages, 0), *vs = v_cache(model, kv, n_pages, 0);
+  device->copy(device->self, ks + (size_t)to * k, pitch, ks + (size_t)from * k, pitch, k, layers);
+  device->copy(device->self, vs + (size_t)to * v, pitch, vs + (size_t)from * v, pitch, v, layers);
 }
 
 // ---------------------------------------------------------------------------------------------- rows
@@ -164,6 +208,14 @@ static rm_range kept(const rm_model *model, int64_t n) {
 }
 
 static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype); }
+
+static void *there(const rm_batch *batch, const void *here) { return rm_mirror_there(batch->mirror, here); }
+
+// out[i] ← x[from[i]], rows of hidden. out and x are not the same buffer.
+static void gather(rm_model *model, void *out, const void *x, const int32_t *from, int64_t rows) {
+  const rm_gather_rows_args args = {out, x, from, rows, row_bytes(model)};
+  if (rows) model->kernels->gather_rows(&model->ctx, &args);
+}
 
 static void look_up(rm_model *model, const char *weights, void *out, const int32_t *ids, int64_t rows) {
   const rm_embed_args args = {
@@ -188,35 +240,37 @@ static int owner_of(const rm_shard *shard, int32_t id) {
 static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!shard->comm) {
-    look_up(model, weights, model->residual, batch->ids, batch->n_rows);
+    look_up(model, weights, model->residual, there(batch, batch->ids), batch->n_rows);
     return RM_OK;
   }
   int64_t *counts = model->embed_counts, *next = counts + shard->size, n_mine = 0;
+  rm_code code = rm_words_begin(model, err);
+  if (code) return code;
   memset(counts, 0, (size_t)shard->size * sizeof *counts);
   for (int64_t row = 0; row < batch->n_rows; row++) {
     const int owner = owner_of(shard, batch->ids[row]);
     counts[owner]++;
     if (owner == shard->me) model->embed_ids[n_mine++] = (int32_t)(batch->ids[row] - shard->vocab[owner].first);
   }
-  look_up(model, weights, model->x, model->embed_ids, n_mine);
-  const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, counts, row_bytes(model), err);
+  look_up(model, weights, model->x, rm_words_put(model, model->embed_ids, n_mine), n_mine);
+  code = rm_shard_gather_counted(shard, model->x, model->home, counts, row_bytes(model), err);
   if (code) return code;
   const rm_range rows = kept(model, batch->n_rows);
   next[0] = 0;
   for (int r = 1; r < shard->size; r++) next[r] = next[r - 1] + counts[r - 1];
   for (int64_t row = 0; row < batch->n_rows; row++) {
-    const char *from = model->home + (size_t)next[owner_of(shard, batch->ids[row])]++ * row_bytes(model);
-    if (row >= rows.first && row < rows.first + rows.n)
-      memcpy(model->residual + (size_t)(row - rows.first) * row_bytes(model), from, row_bytes(model));
+    const int64_t from = next[owner_of(shard, batch->ids[row])]++;
+    if (row >= rows.first && row < rows.first + rows.n) model->from_rows[row - rows.first] = (int32_t)from;
   }
+  gather(model, model->residual, model->home, rm_words_put(model, model->from_rows, rows.n), rows.n);
   return RM_OK;
 }
 
 // out ← norm(residual += x), without the addition when x is NULL.
-static void norm_rows(rm_model *model, void *out, const void *x, const char *weight, int64_t rows) {
+static void norm_rows(rm_model *model, void *out, void *residual, const void *x, const char *weight, int64_t rows) {
   const rm_rms_norm_args args = {
       .out = out,
-      .residual = model->residual,
+      .residual = residual,
       .x = x,
       .weight = weight,
       .eps = model->spec->rms_norm_eps,
@@ -233,7 +287,8 @@ static char *output_of(rm_model *model) { return model->sequence_parallel ? mode
 // x ← norm(residual += the last block's output), of the rows that are kept; x has them in their places.
 static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
   const rm_range rows = kept(model, n_rows);
-  norm_rows(model, model->x + (size_t)rows.first * row_bytes(model), first ? NULL : output_of(model), weight, rows.n);
+  char *out = model->x + (size_t)rows.first * row_bytes(model);
+  norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
 }
 
 // x whole on every rank, for a block that reads all rows.
@@ -298,11 +353,11 @@ static void write_kv(rm_model *model, const rm_layer_params *layer, const char *
       .k_weight = weights + layer->k_norm,
       .cos = model->cos,
       .sin = model->sin,
-      .positions = batch->positions,
-      .slots = batch->slots,
+      .positions = there(batch, batch->positions),
+      .slots = there(batch, batch->slots),
       .k_cache = k,
       .v_cache = v,
-      .row_flags = batch->row_flags,
+      .row_flags = there(batch, batch->row_flags),
       .eps = model->spec->rms_norm_eps,
       .rows = batch->n_rows,
       .n_heads = here->heads.n,
@@ -324,9 +379,9 @@ static void attend(rm_model *model, int64_t index, const void *k, const void *v,
       .q = model->q,
       .k_cache = k,
       .v_cache = v,
-      .positions = batch->positions,
-      .seq_of_row = batch->seq_of_row,
-      .block_tables = batch->block_tables,
+      .positions = there(batch, batch->positions),
+      .seq_of_row = there(batch, batch->seq_of_row),
+      .block_tables = there(batch, batch->block_tables),
       .rows = batch->n_rows,
       .n_seqs = batch->n_seqs,
       .max_pages = batch->max_pages,
@@ -380,7 +435,7 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
   rm_moe *moe = &model->moe;
   const int64_t rows = batch->n_rows, stride = spec->n_moe_layers * spec->top_k;
   const rm_range home = rm_shard_home(shard, rows);
-  int16_t *routed = batch->routed + moe_layer * spec->top_k;
+  int16_t *routed = (int16_t *)there(batch, batch->routed) + moe_layer * spec->top_k;
   const rm_layer_params *layer = &model->params->layers[index];
   rm_code code;
   if (rm_moe_takes_home_rows(moe)) {
@@ -395,11 +450,16 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 }
 
 // ---------------------------------------------------------------------------------------------- a pass
-// Moves the wanted rows to the front. They ascend, so a row is read before anything is written over it.
-static void gather(const rm_model *model, char *rows, const int32_t *wanted, int64_t n, int64_t first) {
-  const size_t bytes = row_bytes(model);
-  for (int64_t i = 0; i < n; i++)
-    if (wanted[i] - first != i) memcpy(rows + (size_t)i * bytes, rows + (size_t)(wanted[i] - first) * bytes, bytes);
+// Which rows of those from `first` on are wanted: n of the batch's out_rows, from number `at` on.
+static rm_code counted_from(rm_model *model, const rm_batch *batch, int64_t at, int64_t n, int64_t first, const int32_t **from,
+                            rm_error *err) {
+  *from = there(batch, batch->out_rows + at);
+  if (!first) return RM_OK;
+  const rm_code code = rm_words_begin(model, err);
+  if (code) return code;
+  for (int64_t i = 0; i < n; i++) model->from_rows[i] = (int32_t)(batch->out_rows[at + i] - first);
+  *from = rm_words_put(model, model->from_rows, n);
+  return RM_OK;
 }
 
 static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch, const void **hidden, rm_error *err) {
@@ -418,10 +478,12 @@ static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch
     for (int r = 0; r < shard->me; r++) first += counts[r];
     n = counts[shard->me];
   }
-  char *out = output_of(model);
-  gather(model, model->residual, batch->out_rows + first, n, rows.first);
-  gather(model, out, batch->out_rows + first, n, rows.first);
-  norm_rows(model, model->x, out, weight, n);
+  const int32_t *from;
+  const rm_code code = counted_from(model, batch, first, n, rows.first, &from, err);
+  if (code) return code;
+  gather(model, model->wanted, model->residual, from, n);
+  gather(model, model->residual, output_of(model), from, n);  // the stream ends here
+  norm_rows(model, model->x, model->wanted, model->residual, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;
@@ -443,7 +505,7 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
     else code = mlp_block(model, layer, base, batch->n_rows, err);
   }
   if (!code && moe_layer && rm_moe_takes_home_rows(&model->moe))
-    code =
-        rm_shard_gather_rows(&model->shard, batch->routed, batch->n_rows, (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
+    code = rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows,
+                                (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
   return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);
 }

@@ -1,10 +1,12 @@
 // model.h: one forward pass over a batch of rows: token ids in, hidden states of the asked-for rows out. The model owns its
-// activations and rope table, sized at creation; weights and KV are views given per call, so a swap of either costs nothing.
+// activations and rope table, sized at creation; weights and KV are views given per call, so a swap of either costs nothing. All of
+// these, and whatever a call here gives or takes without another word, are the device's: a call enqueues, and does not wait.
 //
 // On a mesh every rank of a tensor parallel group makes the same calls with the same batch and gets the same results, bit for bit
 // those of one rank. Only moving activations between ranks can fail; the codes are comm.h's.
 #pragma once
 
+#include "base/devices.h"
 #include "base/team.h"
 #include "model/params.h"
 #include "model/rank.h"
@@ -20,8 +22,10 @@ typedef struct rm_model_options {
   rm_rank rank;
 } rm_model_options;
 
-// Views of the engine's; all arrays valid until the forward returns.
+// Views of the engine's; all arrays valid until the forward returns, and on a device until it was waited for. They are the host's, in
+// the block of `mirror`, whose owner has put them already; routed and row_flags are written on the device alone.
 typedef struct rm_batch {
+  const rm_mirror *mirror;
   int64_t n_rows, n_seqs, max_pages;
   const int32_t *ids;           // [n_rows]
   const int32_t *positions;     // [n_rows]
@@ -34,7 +38,7 @@ typedef struct rm_batch {
   uint8_t *row_flags;           // [n_rows], or-ed
 } rm_batch;
 
-rm_code rm_model_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, const rm_model_options *options, rm_model **out,
+rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_team *team, const rm_model_options *options, rm_model **out,
                         rm_error *err);
 void rm_model_destroy(rm_model *model);
 // Bytes of KV for one page over all layers, on the rank of the tp group that has most, so that all have as many pages. A block of
@@ -49,18 +53,18 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
 
 // From hidden states to logits and their statistics; as rm_lm_head_args, over the whole vocabulary. logits may be NULL, and so may
-// target_logprobs and then targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows alone, which
+// target_logprobs and then targets and host_targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows alone, which
 // rm_model_own_rows names; the other rows of `logits` are undefined.
 typedef struct rm_head {
-  const void *hidden;           // T [rows][hidden]
+  const void *hidden; // T [rows][hidden]
   int64_t rows, ld_logits;
   int own_rows;
   float *logits, *stats, *target_logprobs;
-  const int32_t *targets;
+  const int32_t *targets, *host_targets; // the same, the second the host's
   uint8_t *row_flags;
 } rm_head;
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);
 // The run of n rows that rank r of the tp group has.
 rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r);
-// What each rank has made of its rows, for all: rank r's counts[r] items of `bytes` each stand in their place of `items`.
+// What each rank has made of its rows, for all: rank r's counts[r] items of `bytes` each stand in their place of `items`, the host's.
 rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes, rm_error *err);

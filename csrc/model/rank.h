@@ -18,7 +18,8 @@ typedef enum rm_dispatcher {
 typedef struct rm_rank {
   rm_mesh mesh;
   int32_t index;                // 0 … world − 1
-  rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1
+  rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1. Of blocks that the host has
+  rm_comm *tp_there, *ep_there; // the same groups, of blocks in the device's memory; NULL: tp and ep serve, or there is none
   rm_dispatcher dispatcher;
   int sequence_parallel;        // no effect when tp = 1
 } rm_rank;

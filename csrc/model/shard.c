@@ -6,7 +6,12 @@
 rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype, rm_shard *out, rm_error *err) {
   const rm_coords at = rm_mesh_coords(&rank->mesh, rank->index);
   const size_t size = (size_t)rank->mesh.tp;
-  *out = (rm_shard){.comm = size > 1 ? rank->tp : NULL, .size = (int)size, .me = at.tp, .elem = rm_dtype_bytes(dtype)};
+  *out = (rm_shard){.comm = size < 2         ? NULL
+                            : rank->tp_there ? rank->tp_there
+                                             : rank->tp,
+                    .size = (int)size,
+                    .me = at.tp,
+                    .elem = rm_dtype_bytes(dtype)};
   out->widths[RM_CUT_HEADS] = spec->n_heads * spec->head_dim;
   out->widths[RM_CUT_HIDDEN] = spec->hidden_size;
   out->widths[RM_CUT_INNER] = spec->intermediate_size;

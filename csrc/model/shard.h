@@ -17,7 +17,7 @@
 typedef enum rm_cut { RM_CUT_HEADS, RM_CUT_HIDDEN, RM_CUT_INNER, RM_CUT_EXPERT_INNER, RM_N_CUT } rm_cut;
 
 typedef struct rm_shard {
-  rm_comm *comm;                // view; NULL: one rank
+  rm_comm *comm;                // view; NULL: one rank. Of blocks in the device's memory
   int size, me;
   size_t elem;                  // bytes of an element
   rm_range *cuts[RM_N_CUT];     // [size] columns of each rank; of HEADS in elements

@@ -15,11 +15,11 @@
 #include "weights/check.h"
 #include "weights/units.h"
 
-enum { MAX_ENTRIES = 1000000 };
+enum { MAX_ENTRIES = 1000000, MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 };
 enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been written to
 
 typedef struct version_state {
-  char *block;                  // owned; NULL: none
+  char *block;                  // of the device, owned; NULL: none
   uint64_t *sums;               // [2][n] of the stored values for which this rank answers, and of all that it holds
   uint8_t *counts;              // [n] the parameter is part of the version: all are but absent biases and a tied lm_head
   uint64_t digest;              // of names and sums, over the whole mesh
@@ -27,8 +27,9 @@ typedef struct version_state {
 
 struct rm_store {
   const rm_params *params;      // view
-  const rm_kernels *kernels;    // view
+  const rm_device *device;      // view
   rm_ctx ctx;
+  rm_ferry ferry;
   version_state serving, staging;
   int64_t version;              // of serving, −1
   int64_t last_version;         // ever committed, −1
@@ -60,13 +61,14 @@ static int create_state(version_state *state, int64_t n) {
   return state->sums && state->counts;
 }
 
-rm_code rm_store_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, rm_store **out, rm_error *err) {
+rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team, rm_store **out, rm_error *err) {
   *out = NULL;
   rm_store *store = rm_alloc(1, sizeof *store);
   if (!store) goto no_memory;
   store->params = params;
-  store->kernels = kernels;
-  store->ctx = (rm_ctx){.n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
+  store->device = store->ferry.device = device;
+  store->ferry.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES); // of float64 4 times
+  store->ctx = (rm_ctx){.stream = device->stream, .n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
   store->version = store->last_version = -1;
   store->tied_head = store->tied_embed = -1;
   if (params->spec->tie_word_embeddings) {
@@ -86,7 +88,7 @@ no_memory:
 }
 
 static void drop_block(rm_store *store, version_state *state) {
-  rm_unmap(state->block, store->params->bytes);
+  rm_device_unmap(store->device, state->block, store->params->bytes);
   state->block = NULL;
 }
 
@@ -102,6 +104,7 @@ void rm_store_destroy(rm_store *store) {
   destroy_state(store, &store->staging);
   rm_free(store->has_bias);
   rm_free(store->flags);
+  rm_ferry_free(&store->ferry);
   rm_target_clear(&store->target);
   rm_units_free(&store->units);
   rm_free(store);
@@ -118,6 +121,7 @@ void rm_store_discard(rm_store *store) {
   rm_sync_abort(store);
   drop_block(store, &store->serving);
   drop_block(store, &store->staging);
+  rm_ferry_free(&store->ferry);
   store->version = -1;
 }
 
@@ -147,19 +151,22 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
     return RM_OK;
   }
   if (store->staging.block) return RM_OK;
-  const size_t bytes = store->params->bytes, available = rm_memory_available();
+  const size_t bytes = store->params->bytes, available = store->device->available(store->device->self);
   if (bytes > available)
     return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %.2f GiB and %.2f GiB are available%s",
                    store->serving.block ? "a second copy" : "one copy", (double)bytes / 0x1p30, (double)available / 0x1p30,
                    store->serving.block ? "; mode=\"inplace\" needs none" : "");
-  store->staging.block = rm_map(bytes);
-  if (!store->staging.block) return rm_fail(err, RM_E_MEMORY, "the system gives no %.2f GiB for the weights", (double)bytes / 0x1p30);
-  return RM_OK;
+  void *block;
+  const rm_code code = rm_device_map(store->device, bytes, "the weights", &block, err);
+  store->staging.block = block;
+  return code;
 }
 
 // Partial: what is not sent keeps its value, so staging starts as a copy of what serves.
 static void copy_serving(rm_store *store) {
-  rm_copy_block(store->staging.block, store->serving.block, store->params->bytes, &store->ctx);
+  const rm_device *device = store->device;
+  if (device->on_host) rm_copy_block(store->staging.block, store->serving.block, store->params->bytes, &store->ctx);
+  else rm_device_copy(device, store->staging.block, store->serving.block, store->params->bytes);
   memcpy(store->staging.sums, store->serving.sums, 2 * (size_t)store->params->n * sizeof *store->serving.sums);
   memcpy(store->staging.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
 }
@@ -195,6 +202,21 @@ static rm_code check_new(const rm_store *store, const char *name, rm_error *err)
   return RM_OK;
 }
 
+// That the store's device can read the tensor: one that is another device's, or that is no memory at all, would end all its work.
+static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const char *name, rm_error *err) {
+  const rm_device *device = store->device;
+  const size_t each = rm_src_bytes(tensor->dtype);
+  if (!tensor->on_device) return RM_OK;
+  if (device->on_host) return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: a tensor on cuda:%d; wanted the CPU", name, tensor->ordinal);
+  if (tensor->ordinal != device->ordinal)
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: a tensor on cuda:%d; wanted %s or the CPU", name, tensor->ordinal, device->name);
+  if (!tensor->data || !device->holds(device->self, tensor->data))
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is no memory of %s", name, tensor->data, device->name);
+  if ((uintptr_t)tensor->data % each)
+    return rm_fail(err, RM_E_LAYOUT, "%s: the tensor's address %p is no multiple of the %zu bytes of an element", name, tensor->data, each);
+  return RM_OK;
+}
+
 // Everything that can be said before a byte is read. *skip: an unexpected name that allow_partial lets pass.
 static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
   *skip = 0;
@@ -208,7 +230,7 @@ static rm_code check_all(rm_store *store, const char *name, size_t length, const
   if (code) return code;
   memcpy(shown, name, length);
   shown[length] = 0;
-  if ((code = check_new(store, shown, err))) return code;
+  if ((code = check_new(store, shown, err)) || (code = check_place(store, tensor, shown, err))) return code;
   return rm_tensor_check(store->params, &store->target, tensor, store->options.cast, shown, err);
 }
 
@@ -275,6 +297,7 @@ static rm_code add_run(rm_store *store, const rm_piece *piece, const rm_entry *e
                        rm_error *err) {
   if (!run.n) return RM_OK;
   rm_unit unit = {.args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
+  unit.on_device = entry->tensor.on_device;
   unit.args.compare = twin >= 0;
   return rm_units_add(&store->units, &unit, err);
 }
@@ -289,10 +312,10 @@ static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry 
   const rm_range others = {param->first, param->held - counted.n};
   if (twin < 0) {
     store->flags[piece->param] |= DIRTY;
-    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
+    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
   }
   store->staging.sums[piece->param] = store->staging.sums[store->params->n + piece->param] = 0;
-  store->staging.counts[piece->param] = piece->param != store->tied_head;   // a tied matrix counts once
+  store->staging.counts[piece->param] = piece->param != store->tied_head; // a tied matrix counts once
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
@@ -327,8 +350,8 @@ static rm_code judge_units(rm_store *store, rm_error *err) {
 
 static rm_code make_units(rm_store *store, rm_error *err) {
   const double start = now_seconds();
-  rm_units_make(&store->units, store->kernels, &store->ctx);
-  const rm_code code = judge_units(store, err);
+  rm_code code = rm_units_make(&store->units, &store->ferry, &store->ctx, err);
+  if (!code) code = judge_units(store, err);
   store->report.copy_seconds += now_seconds() - start;
   store->units.n = 0;
   return code;
@@ -348,7 +371,7 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   }
   const rm_target *target = &store->target;
   for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
-  if (twins) code = make_units(store, err);   // what it is compared with must be there
+  if (twins) code = make_units(store, err); // what it is compared with must be there
   for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
@@ -387,7 +410,7 @@ void rm_sync_forget(rm_store *store, const char *name, size_t length) {
   }
   for (int64_t i = 0; i < store->target.n_pieces; i++) {
     const int64_t index = store->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) return;   // all of its pieces came, or none
+    if (!(store->flags[index] & SEEN)) return; // all of its pieces came, or none
     store->flags[index] &= (uint8_t)~SEEN;
     store->report.n_parameters--;
   }
@@ -448,7 +471,7 @@ static void settle_biases(rm_store *store) {
     const int has = (store->flags[i] & SEEN) || (keeps_value(store, i) && store->has_bias[param->layer]);
     store->has_bias[param->layer] = (uint8_t)has;
     if (has) continue;
-    memset(store->staging.block + param->offset, 0, (size_t)param->cols * rm_dtype_bytes(param->dtype));
+    rm_device_zero(store->device, store->staging.block + param->offset, (size_t)param->cols * rm_dtype_bytes(param->dtype));
     store->staging.counts[i] = 0;
   }
 }
@@ -458,7 +481,7 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;
-  for (int64_t i = 0; i < n && !code; i++)   // what is not there has no values, whatever another sync has left
+  for (int64_t i = 0; i < n && !code; i++) // what is not there has no values, whatever another sync has left
     if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staging.sums[i] = store->staging.sums[n + i] = 0;
   return code;
 }

@@ -3,7 +3,7 @@
 //   begin ──► push … push ──► commit        one sync at a time; begin while one is open resets the open one
 //                └──────────► abort
 //
-// The store owns two blocks of params->bytes: the one that serves and the staging one (allocated at the first sync that
+// The store owns two blocks of params->bytes of the device: the one that serves and the staging one (allocated at the first sync that
 // needs it). push copies one tensor into staging in the kernels' layout, checking name, shape, dtype, strides, range and
 // finiteness; commit checks that every required parameter has come once and swaps the blocks. Until that swap no byte of
 // the serving block changes, whatever fails. With `in_place` there is no staging: the serving block is marked unsynced at
@@ -17,6 +17,7 @@
 // The store is not thread-safe; its owner (engine.c) serialises. Nothing here waits.
 #pragma once
 
+#include "base/devices.h"
 #include "base/team.h"
 #include "model/params.h"
 #include "weights/names.h"
@@ -31,6 +32,7 @@ typedef struct rm_tensor {
   int64_t shape[4];
   int64_t strides[4];           // in elements, any sign
   int64_t span_lo, span_hi;     // bytes before / after data that belong to the owner's buffer, both 0 when not known
+  int on_device, ordinal;       // data is in the memory of this CUDA device, which has to be the store's
 } rm_tensor;
 
 typedef struct rm_entry {
@@ -56,15 +58,15 @@ typedef struct rm_sync_report {
   uint64_t digest;              // of names and stored values; the same for every spelling of the same weights
 } rm_sync_report;
 
-rm_code rm_store_create(const rm_params *params, const rm_kernels *kernels, rm_team *team, rm_store **out, rm_error *err);
+rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team, rm_store **out, rm_error *err);
 void rm_store_destroy(rm_store *store);
 
 int64_t rm_store_version(const rm_store *store);          // −1: never synced, or unsynced by a failed in-place sync
-const void *rm_store_weights(const rm_store *store);      // the serving block, NULL when unsynced; view until the next commit
+const void *rm_store_weights(const rm_store *store); // the serving block, the device's, NULL when unsynced; view until the next commit
 uint64_t rm_store_digest(const rm_store *store);
 int rm_store_is_open(const rm_store *store);
 const rm_params *rm_store_params(const rm_store *store);
-int64_t rm_sync_version(const rm_store *store);           // of the open sync, or of the last one
+int64_t rm_sync_version(const rm_store *store); // of the open sync, or of the last one
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
 rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
@@ -72,16 +74,16 @@ rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm
 rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 // The same for many at once, which costs less for each: all of them are there afterwards, or none.
 rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err);
-rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
-rm_code rm_sync_prepare(rm_store *store, rm_error *err);  // commit's checks; on failure the sync is closed, old serves
+rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err); // on failure the sync is closed, old serves
+rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on failure the sync is closed, old serves
 // Sums of what is staged, [2][params->n]: first of what this rank answers for, which are the first half of a digest when they are added
 // up over all ranks; then of all that it holds, which are equal on ranks that hold the same. A view until the sync ends.
 const uint64_t *rm_sync_sums(const rm_store *store);
-void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report);   // after prepare; sums: the whole mesh's
+void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report); // after prepare; sums: the whole mesh's
 // As if this name had not been pushed: it failed on another rank. Of a name that is not there nothing happens.
 void rm_sync_forget(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
-int rm_sync_complete(const rm_store *store);              // every required parameter has come
+int rm_sync_complete(const rm_store *store); // every required parameter has come
 
 // Sleep and wake of the weights: the blocks go back to the system; after wake the store is unsynced.
 void rm_store_discard(rm_store *store);

@@ -4,13 +4,16 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "base/memory.h"
+#include "base/fields.h"
 #include "weights/check.h"
 
 enum {
   UNIT_ELEMENTS = 1 << 17,      // some 20 µs of memory
   MAX_UNITS = 64,               // of one copy
   SERIAL_ELEMENTS = 1 << 16,    // below this waking threads costs more than it saves
+  UNIT_BYTES = 16 << 20,        // at most, but for 16 rows
+  FERRY_UNITS = 4096,           // units that a device is given before it is waited for
+  N_HALVES = 2,
 };
 
 static rm_code make_room(rm_units *units, int64_t n, rm_error *err) {
@@ -36,7 +39,9 @@ static rm_unit cut(const rm_unit *whole, int64_t begin, int64_t n) {
 rm_code rm_units_add(rm_units *units, const rm_unit *whole, rm_error *err) {
   const rm_pack_args *args = &whole->args;
   const int64_t at_least = rm_max64(UNIT_ELEMENTS / args->cols, args->rows / MAX_UNITS + 1);
-  const int64_t tile = args->layout == RM_PLAIN ? 1 : RM_N_TILE, rows = rm_round_up(at_least, RM_N_TILE);
+  const int64_t fitting = UNIT_BYTES / (args->cols * (int64_t)rm_src_bytes(args->src_dtype)) / RM_N_TILE * RM_N_TILE;
+  const int64_t tile = args->layout == RM_PLAIN ? 1 : RM_N_TILE;
+  const int64_t rows = rm_min64(rm_round_up(at_least, RM_N_TILE), rm_max64(fitting, RM_N_TILE));
   const rm_code code = make_room(units, args->rows / rows + 2, err);
   if (code) return code;
   for (int64_t begin = 0, n; begin < args->rows; begin += n) {
@@ -59,12 +64,105 @@ static void make_some(void *arg, int thread, int n_threads) {
   for (int64_t i; (i = atomic_fetch_add(&work->next, 1)) < work->units->n;) work->kernels->pack(&alone, &work->units->list[i].args);
 }
 
-void rm_units_make(const rm_units *units, const rm_kernels *kernels, const rm_ctx *ctx) {
+static void make_here(const rm_units *units, const rm_kernels *kernels, const rm_ctx *ctx) {
   making work = {.units = units, .kernels = kernels};
   int64_t elements = 0;
   for (int64_t i = 0; i < units->n && elements < SERIAL_ELEMENTS; i++) elements += units->list[i].args.rows * units->list[i].args.cols;
   if (ctx->n_threads > 1 && elements >= SERIAL_ELEMENTS) ctx->run(ctx->team, make_some, &work);
   else make_some(&work, 0, 1);
+}
+
+// ------------------------------------------------------------------------------------------------ on a device
+static rm_code ferry_open(rm_ferry *ferry, rm_error *err) {
+  if (ferry->halves.device) return RM_OK;
+  rm_code code = rm_mirror_create(ferry->device, N_HALVES * ferry->half_bytes, "tensors on their way", &ferry->halves, err);
+  if (!code) code = rm_mirror_create(ferry->device, FERRY_UNITS * sizeof(rm_pack_found), "what was found in them", &ferry->found, err);
+  if (code) rm_ferry_free(ferry);
+  return code;
+}
+
+void rm_ferry_free(rm_ferry *ferry) {
+  rm_mirror_destroy(&ferry->halves);
+  rm_mirror_destroy(&ferry->found);
+  ferry->used = 0;
+}
+
+typedef struct loading {
+  const rm_pack_args *args;
+  char *to;
+} loading;
+
+static void load_rows(void *arg, int thread, int n_threads) {
+  const loading *job = arg;
+  const rm_pack_args *args = job->args;
+  const size_t elem = rm_src_bytes(args->src_dtype), row = (size_t)args->cols * elem;
+  const int64_t each = (args->rows + n_threads - 1) / n_threads, first = each * thread, end = rm_min64(first + each, args->rows);
+  for (int64_t r = first; r < end; r++) {
+    const char *from = (const char *)args->src + r * args->row_stride * (int64_t)elem;
+    char *to = job->to + (size_t)r * row;
+    if (args->col_stride == 1) memcpy(to, from, row);
+    else
+      for (int64_t c = 0; c < args->cols; c++) memcpy(to + (size_t)c * elem, from + c * args->col_stride * (int64_t)elem, elem);
+  }
+}
+
+// The unit's source, row after row, to where the device can read it.
+static rm_code load(rm_ferry *ferry, rm_pack_args *args, const rm_ctx *ctx, rm_error *err) {
+  const rm_device *device = ferry->device;
+  const size_t bytes = (size_t)(args->rows * args->cols) * rm_src_bytes(args->src_dtype);
+  if (bytes > ferry->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
+  if (ferry->used + bytes > ferry->half_bytes) {
+    device->mark(device->self, ferry->half);
+    ferry->half = !ferry->half;
+    ferry->used = 0;
+    const rm_code code = rm_device_check(device, device->reach(device->self, ferry->half), err);
+    if (code) return code;
+  }
+  char *here = ferry->halves.here + (size_t)ferry->half * ferry->half_bytes + ferry->used;
+  loading job = {args, here};
+  if (ctx->n_threads > 1 && args->rows * args->cols >= SERIAL_ELEMENTS) ctx->run(ctx->team, load_rows, &job);
+  else load_rows(&job, 0, 1);
+  rm_mirror_put(&ferry->halves, here, bytes);
+  ferry->used += (size_t)rm_round_up((int64_t)bytes, RM_FIELD_ALIGN);
+  args->src = rm_mirror_there(&ferry->halves, here);
+  args->row_stride = args->cols;
+  args->col_stride = 1;
+  return RM_OK;
+}
+
+// Units [first, first + n), and what was found in them.
+static rm_code make_there(const rm_units *units, int64_t first, int64_t n, rm_ferry *ferry, const rm_ctx *ctx, rm_error *err) {
+  const rm_device *device = ferry->device;
+  rm_pack_found *found = (rm_pack_found *)ferry->found.here;
+  rm_code code = RM_OK;
+  for (int64_t i = 0; i < n && !code; i++) {
+    const rm_unit *unit = &units->list[first + i];
+    rm_pack_args args = unit->args;
+    args.found = rm_mirror_there(&ferry->found, found + i);
+    if (!unit->on_device) code = load(ferry, &args, ctx, err);
+    if (!code) device->kernels->pack(ctx, &args);
+  }
+  rm_mirror_get(&ferry->found, found, (size_t)n * sizeof *found);
+  const rm_code waited = rm_device_wait(device, code ? NULL : err);
+  ferry->used = 0;
+  for (int64_t i = 0; i < n && !code && !waited; i++) {
+    rm_pack_args *args = &units->list[first + i].args;
+    args->digest = found[i].digest;
+    args->nonfinite_index = found[i].nonfinite_index;
+    args->diff_index = found[i].diff_index;
+  }
+  return code ? code : waited;
+}
+
+rm_code rm_units_make(const rm_units *units, rm_ferry *ferry, const rm_ctx *ctx, rm_error *err) {
+  if (ferry->device->on_host) {
+    make_here(units, ferry->device->kernels, ctx);
+    return RM_OK;
+  }
+  rm_code code = ferry_open(ferry, err);
+  for (int64_t i = 0; i < units->n && !code; i += FERRY_UNITS)
+    code = make_there(units, i, rm_min64(units->n - i, FERRY_UNITS), ferry, ctx, err);
+  return code;
 }
 
 void rm_units_free(rm_units *units) {

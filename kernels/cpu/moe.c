@@ -59,6 +59,7 @@ static void route_row(const router_job *job, int64_t r) {
   const vf total = vf_set1(vf_tree16(partial));
   for (int64_t e = 0; e < a->n_experts; e += RM_LANES) vf_store(scores + e, vf_div(vf_load(scores + e), total));
   choose(a, scores, ids);
+  for (int64_t k = 0; a->routed && k < a->top_k; k++) a->routed[(job->row0 + r) * a->routed_stride + k] = (int16_t)ids[k];
   float sum = 0.0f;
   ascending(ids, a->top_k, order);
   for (int64_t k = 0; a->renormalize && k < a->top_k; k++) sum = sum + scores[ids[order[k]]];

@@ -1,4 +1,4 @@
-// norm.c: rms_norm with its residual, and embed: ops that go over rows of activations once.
+// norm.c: rms_norm with its residual, embed and gather_rows: ops that go over rows of activations once.
 #include "variant.h"
 
 VEC void norm_row(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
@@ -57,4 +57,17 @@ static void embed_task(void *arg, int thread, int n_threads) {
 void RM_FN(embed)(const rm_ctx *ctx, const rm_embed_args *a) {
   rm_embed_args args = *a;
   rm_parallel(ctx, a->rows * a->hidden, embed_task, &args);
+}
+
+static void gather_task(void *arg, int thread, int n_threads) {
+  const rm_gather_rows_args *a = arg;
+  int64_t from, to;
+  rm_split(a->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++)
+    memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
+}
+
+void RM_FN(gather_rows)(const rm_ctx *ctx, const rm_gather_rows_args *a) {
+  rm_gather_rows_args args = *a;
+  rm_parallel(ctx, a->rows * (int64_t)(a->row_bytes / 4), gather_task, &args);
 }

@@ -23,6 +23,12 @@ static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
     }
 }
 
+static void gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++)
+    memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
+}
+
 static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   (void)ctx;
   const rm_dtype dtype = a->dtype;
@@ -201,6 +207,7 @@ const rm_kernels rm_table_ref = {
     .family = "x86",
     .workspace_bytes = workspace_bytes,
     .embed = embed,
+    .gather_rows = gather_rows,
     .rms_norm = rms_norm,
     .gemm = gemm,
     .gemm_swiglu = gemm_swiglu,
@@ -213,5 +220,6 @@ const rm_kernels rm_table_ref = {
     .merge_pairs = merge_pairs,
     .sample = rm_sample_ref,
     .top_logprobs = rm_top_logprobs_ref,
+    .ranks = rm_ranks_ref,
     .pack = rm_pack_ref,
 };

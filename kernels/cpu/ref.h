@@ -19,4 +19,5 @@ void rm_permute_ref(const rm_ctx *, const rm_permute_args *);
 void rm_combine_ref(const rm_ctx *, const rm_combine_args *);
 void rm_sample_ref(const rm_ctx *, const rm_sample_args *);
 void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *);
+void rm_ranks_ref(const rm_ctx *, const rm_ranks_args *);
 void rm_pack_ref(const rm_ctx *, rm_pack_args *);

@@ -49,6 +49,7 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
     for (int64_t k = 0; k < a->top_k; k++) {
       const float score = scores[ids[k]];
       a->gates[r * a->top_k + k] = rm_canon(!a->renormalize || sum == 0.0f ? score : score / sum);
+      if (a->routed) a->routed[r * a->routed_stride + k] = (int16_t)ids[k];
     }
   }
 }

@@ -84,8 +84,9 @@ static float logprob_under(const filter *f, int32_t token, uint64_t total) {
 
 static void sample_row(const rm_sample_args *a, int64_t r) {
   const rm_sample_params *params = a->params + r;
+  const int64_t from = rm_sampled_row(a, r);
   const float *logits = a->logits + r * a->ld_logits;
-  const int32_t likeliest = a->row_flags[r] ? -1 : greedy(logits, a->vocab, params);
+  const int32_t likeliest = a->row_flags[from] ? -1 : greedy(logits, a->vocab, params);
   a->tokens[r] = -1;
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
   if (likeliest < 0) return;
@@ -103,7 +104,7 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
     under = logprob_under(&f, token, total);
   }
   a->tokens[r] = token;
-  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * r);
+  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);
   a->sampling_logprobs[r] = rm_samples_the_model(params, a->vocab) ? a->logprobs[r] : under;
 }
 
@@ -128,5 +129,14 @@ void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
       a->logprobs[r * a->k + k] = rm_logprob(logits[best], a->stats + 2 * r);
       last = best;
     }
+  }
+}
+
+void rm_ranks_ref(const rm_ctx *ctx, const rm_ranks_args *a) {
+  (void)ctx;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const float *logits = a->logits + r * a->ld_logits;
+    a->ranks[r] = 0;
+    for (int64_t v = 0; v < a->vocab && a->tokens[r] >= 0; v++) a->ranks[r] += logits[v] >= logits[a->tokens[r]];
   }
 }

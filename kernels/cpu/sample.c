@@ -1,4 +1,4 @@
-// sample.c: token choice of docs/numerics.md §7 and top-logprobs. A thread takes whole rows.
+// sample.c: token choice of docs/numerics.md §7, top-logprobs and ranks. A thread takes whole rows.
 //
 // Without top_k and top_p a row costs two looks at its logits: the largest, then one pass that adds up integer weights,
 // remembering the sum of every 1024 so that only the piece in which the draw falls is looked at again.
@@ -276,11 +276,12 @@ static int32_t pick_greedy(const row_view *v, float *under) {
 
 static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   const rm_sample_params *params = a->params + r;
+  const int64_t from = rm_sampled_row(a, r);
   const float *logits = a->logits + r * a->ld_logits;
   row_view v = carve(params, logits, a->vocab, memory);
   a->tokens[r] = -1;
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
-  if (a->row_flags[r]) return;
+  if (a->row_flags[from]) return;
   ban(&v);
   v.max = largest(&v);
 
@@ -292,7 +293,7 @@ static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   else token = filtered ? draw_filtered(&v, &under) : draw_from_all(&v, &under);
   if (token < 0) return;
   a->tokens[r] = token;
-  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * r);
+  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);
   a->sampling_logprobs[r] = same ? a->logprobs[r] : under;
 }
 
@@ -351,4 +352,26 @@ void RM_FN(top_logprobs)(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   if (a->k == 0) return;
   rm_top_logprobs_args args = *a;
   rm_parallel(ctx, a->rows * a->vocab, top_task, &args);
+}
+
+// ------------------------------------------------------------------------------------------------ ranks
+static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
+  const vf mine = vf_set1(logits[token]);
+  int32_t rank = 0;
+  int64_t v = 0;
+  for (; v + RM_LANES <= vocab; v += RM_LANES) rank += __builtin_popcount(vi_lanes(vf_ge(vf_load(logits + v), mine)));
+  for (; v < vocab; v++) rank += logits[v] >= logits[token];
+  return rank;
+}
+
+static void ranks_task(void *arg, int thread, int n_threads) {
+  const rm_ranks_args *a = arg;
+  int64_t from, to;
+  rm_split(a->rows, thread, n_threads, &from, &to);
+  for (int64_t r = from; r < to; r++) a->ranks[r] = a->tokens[r] < 0 ? 0 : rank_of(a->logits + r * a->ld_logits, a->vocab, a->tokens[r]);
+}
+
+void RM_FN(ranks)(const rm_ctx *ctx, const rm_ranks_args *a) {
+  rm_ranks_args args = *a;
+  rm_parallel(ctx, a->rows * a->vocab / 4, ranks_task, &args);
 }

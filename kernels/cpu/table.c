@@ -15,6 +15,7 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .family = "x86",
     .workspace_bytes = workspace_bytes,
     .embed = RM_FN(embed),
+    .gather_rows = RM_FN(gather_rows),
     .rms_norm = RM_FN(rms_norm),
     .gemm = RM_FN(gemm),
     .gemm_swiglu = RM_FN(gemm_swiglu),
@@ -27,5 +28,6 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .merge_pairs = RM_FN(merge_pairs),
     .sample = RM_FN(sample),
     .top_logprobs = RM_FN(top_logprobs),
+    .ranks = RM_FN(ranks),
     .pack = rm_cpu_pack,
 };

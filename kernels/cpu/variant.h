@@ -5,6 +5,7 @@
 #include "vec.h"
 
 void RM_FN(embed)(const rm_ctx *, const rm_embed_args *);
+void RM_FN(gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
 void RM_FN(rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
 void RM_FN(gemm)(const rm_ctx *, const rm_gemm_args *);
 void RM_FN(gemm_swiglu)(const rm_ctx *, const rm_gemm_args *);
@@ -17,6 +18,7 @@ void RM_FN(lm_head)(const rm_ctx *, const rm_lm_head_args *);
 void RM_FN(merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);
 void RM_FN(sample)(const rm_ctx *, const rm_sample_args *);
 void RM_FN(top_logprobs)(const rm_ctx *, const rm_top_logprobs_args *);
+void RM_FN(ranks)(const rm_ctx *, const rm_ranks_args *);
 
 // Workspace that each file's ops ask for, in bytes.
 size_t RM_FN(gemm_workspace)(const rm_limits *);

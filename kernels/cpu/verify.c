@@ -123,6 +123,8 @@ static void router(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
   const rm_router_args a = {.ids = out,
                             .gates = (float *)out + ROWS * TOP_K,
+                            .routed = (int16_t *)out + 4 * ROWS * TOP_K,
+                            .routed_stride = TOP_K + 3,
                             .x = in.x,
                             .w = in.w,
                             .rows = ROWS,
@@ -171,8 +173,10 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
                                  .vocab = WIDE,
                                  .ld_logits = WIDE};
   k->sample(&ctx, &sample);
-  memcpy(logprobs + 2 * ROWS, in.stats, sizeof in.stats);
-  memcpy(logprobs + 4 * ROWS, in.logits, sizeof in.logits);
+  const rm_ranks_args ranks = {(int32_t *)out + 3 * ROWS, in.logits, sample.tokens, ROWS, WIDE, WIDE};
+  k->ranks(&ctx, &ranks);
+  memcpy(logprobs + 3 * ROWS, in.stats, sizeof in.stats);
+  memcpy(logprobs + 5 * ROWS, in.logits, sizeof in.logits);
 }
 
 static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
@@ -297,7 +301,7 @@ static const struct check {
               {"attention", attention_whole},
               {"attention", attention_part},
               {"router", router},
-              {"lm_head or sample", head_and_sample},
+              {"lm_head, sample or ranks", head_and_sample},
               {"lm_head or merge_pairs", head_in_pairs},
               {"qk_rope_kv", rope},
               {"combine", combine},

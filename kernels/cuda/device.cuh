@@ -17,7 +17,10 @@
 
 #include "cpu/scalar.h"
 
+#define RM_EXPORT extern "C" __attribute__((visibility("default")))  // a door of rm_cuda.h
+
 void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a);
+void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a);
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a);
 void rm_cuda_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
@@ -31,6 +34,7 @@ void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a);
 void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a);
 void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
+void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
 // The family cuda_mma, where it differs: bf16 on tensor cores, or in their packing (packing.cuh); float32 goes to the above.
@@ -43,6 +47,9 @@ void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a);
 void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
+
+// `rows` runs of `width` bytes, any pitch; from NULL: zeros.
+void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
 
 // Bytes of ctx->workspace, of the ops that use it.
 size_t rm_cuda_attention_workspace(const rm_limits *limits);

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float
   for (int64_t k = lane; k < a.top_k; k += RM_WARP) {
     const float score = scores[ids[k]];
     a.gates[row * a.top_k + k] = rm_canon(!a.renormalize || sum == 0.0f ? score : score / sum);
+    if (a.routed) a.routed[row * a.routed_stride + k] = static_cast<int16_t>(ids[k]);
   }
 }
 

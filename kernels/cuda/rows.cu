@@ -1,4 +1,4 @@
-// rows.cu: embed and rms_norm, a block of threads for a row.
+// rows.cu: embed, gather_rows and rms_norm, a block of threads for a row.
 //
 // The norm's 16 partial sums are 16 chains, whatever the row's length, so 16 lanes of one warp run them while the others wait: all
 // threads bring the row to shared memory in chunks, which is what takes time, and a chain's step then costs one fma. A finer split
@@ -21,6 +21,11 @@ template <rm_packing PACKING> __global__ void __launch_bounds__(THREADS) embed_k
   for (int64_t k = threadIdx.x; k < a.hidden; k += THREADS)
     rm_copy_elem(a.dtype, out, k, a.table,
                  PACKING == RM_PACKING_MMA ? rm_mma_index(a.hidden, id, k) : rm_packed_index(a.dtype, a.hidden, id, k));
+}
+
+__global__ void __launch_bounds__(THREADS) gather_kernel(rm_gather_rows_args a) {
+  const int64_t row = blockIdx.x, bytes = static_cast<int64_t>(a.row_bytes);
+  rm_copy_row(static_cast<char *>(a.out) + row * bytes, static_cast<const char *>(a.x) + a.from[row] * bytes, bytes, THREADS);
 }
 
 template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
@@ -66,6 +71,11 @@ void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a) {
   if (a->dtype != RM_BF16 || !a->packed) rm_cuda_embed(ctx, a);
   else if (a->rows > 0 && a->hidden > 0)
     RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+}
+
+void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
+  if (a->rows <= 0 || a->row_bytes == 0) return;
+  RM_LAUNCH(gather_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
 }
 
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {

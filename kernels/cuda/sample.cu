@@ -1,4 +1,4 @@
-// sample.cu: token choice of docs/numerics.md §7 and top-logprobs, a block of threads for a row. Sums are of integers and exact, so
+// sample.cu: token choice of docs/numerics.md §7, top-logprobs and ranks, a block of threads for a row. Sums are of integers and exact, so
 // the threads may add in any order, and no weight is kept: each look at the row computes them again from logits in the L2 cache.
 //
 // A filter leaves the tokens of a higher key than some cut and, of those of its key, the first so many. The cut is found by a radix
@@ -274,10 +274,11 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
   RM_SHARED(shared);
   const scratch s = scratch_in(shared);
   const int64_t row = row0 + blockIdx.x;
+  const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
   row_view v = {a.logits + row * a.ld_logits, nullptr, a.vocab, 0.0f, p->temperature, p->min_p};
   drawn d = {-1, 0.0f};
-  if (!a.row_flags[row]) {
+  if (!a.row_flags[from]) {
     if (p->n_banned > 0) {
       uint32_t *bits = banned + blockIdx.x * ((a.vocab + 31) / 32);
       mark_banned(bits, p, a.vocab);
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
     else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f};
   }
   if (threadIdx.x != 0) return;
-  const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * row);
+  const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * from);
   a.tokens[row] = d.token;
   a.logprobs[row] = model;
   a.sampling_logprobs[row] = d.token < 0 ? nan : rm_samples_the_model(p, a.vocab) ? model : d.under;
@@ -322,6 +323,18 @@ __global__ void __launch_bounds__(THREADS) top_kernel(rm_top_logprobs_args a) {
   }
 }
 
+// ------------------------------------------------------------------------------------------------ ranks
+__global__ void __launch_bounds__(THREADS) ranks_kernel(rm_ranks_args a) {
+  RM_SHARED(shared);
+  const int64_t row = blockIdx.x;
+  const int32_t token = a.tokens[row];
+  const float *logits = a.logits + row * a.ld_logits;
+  uint64_t rank = 0;
+  for (int64_t id = threadIdx.x; id < a.vocab && token >= 0; id += THREADS) rank += logits[id] >= logits[token];
+  rank = rm_over_block<THREADS>(rank, reinterpret_cast<uint64_t *>(shared), rm_sum_of());
+  if (threadIdx.x == 0) a.ranks[row] = static_cast<int32_t>(rank);
+}
+
 int64_t words_of_row(int64_t vocab) { return (vocab + 31) / 32; }
 
 }  // namespace
@@ -344,4 +357,9 @@ void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
 void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   if (a->rows <= 0 || a->k <= 0) return;
   RM_LAUNCH(top_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
+}
+
+void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a) {
+  if (a->rows <= 0) return;
+  RM_LAUNCH(ranks_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), WARPS * sizeof(uint64_t), ctx->stream, *a);
 }

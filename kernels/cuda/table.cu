@@ -7,12 +7,6 @@
 
 #include "device.cuh"
 
-#ifndef RM_SIMT
-#define RM_EXPORT extern "C" __attribute__((visibility("default")))
-#else
-#define RM_EXPORT extern "C"
-#endif
-
 static size_t most_of(std::initializer_list<size_t> asked) {
   size_t most = 0;
   for (const size_t bytes : asked) most = bytes > most ? bytes : most;
@@ -33,6 +27,7 @@ static const rm_kernels TABLE = {
     .family = "cuda_fma",
     .workspace_bytes = workspace_bytes,
     .embed = rm_cuda_embed,
+    .gather_rows = rm_cuda_gather_rows,
     .rms_norm = rm_cuda_rms_norm,
     .gemm = rm_cuda_gemm,
     .gemm_swiglu = rm_cuda_gemm_swiglu,
@@ -45,6 +40,7 @@ static const rm_kernels TABLE = {
     .merge_pairs = rm_cuda_merge_pairs,
     .sample = rm_cuda_sample,
     .top_logprobs = rm_cuda_top_logprobs,
+    .ranks = rm_cuda_ranks,
     .pack = rm_cuda_pack,
 };
 
@@ -53,6 +49,7 @@ static const rm_kernels MMA_TABLE = {
     .family = "cuda_mma",
     .workspace_bytes = mma_workspace_bytes,
     .embed = rm_cuda_mma_embed,
+    .gather_rows = rm_cuda_gather_rows,
     .rms_norm = rm_cuda_rms_norm,
     .gemm = rm_cuda_mma_gemm,
     .gemm_swiglu = rm_cuda_mma_gemm_swiglu,
@@ -65,22 +62,11 @@ static const rm_kernels MMA_TABLE = {
     .merge_pairs = rm_cuda_merge_pairs,
     .sample = rm_cuda_sample,
     .top_logprobs = rm_cuda_top_logprobs,
+    .ranks = rm_cuda_ranks,
     .pack = rm_cuda_mma_pack,
 };
 
 RM_EXPORT const rm_kernels *rm_kernels_cuda(void) { return &TABLE; }
 RM_EXPORT const rm_kernels *rm_kernels_cuda_mma(void) { return &MMA_TABLE; }
 
-#ifndef RM_SIMT
 RM_EXPORT const char *rm_cuda_archs(void) { return RM_CUDA_ARCHS; }
-
-RM_EXPORT const char *rm_cuda_error(void) {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-RM_EXPORT int rm_cuda_devices(void) {
-  int n = 0;
-  return cudaGetDeviceCount(&n) == cudaSuccess ? n : -1;
-}
-#endif

@@ -28,13 +28,11 @@ REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
 
 
-def check_surroundings(mesh: Mesh | None, comm: object, device: str, ep_backend: str, sequence_parallel: bool) -> None:
+def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
     if comm is not None and not isinstance(comm, Comm):
         raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…) or rm.comm.torch(…)")
-    if not isinstance(device, str) or device != "cpu":
-        raise ConfigError(f"device = {shown(device)}, wanted 'cpu': other devices are not built yet")
     check_backend(ep_backend)
     if not isinstance(sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(sequence_parallel)}, wanted a bool")

@@ -117,13 +117,17 @@ class RankLostError(Error):
     """A rank's process has ended or the rank has given up; the message names it. The group is dead."""
 
 
+class DeviceError(Error):
+    """A GPU failed in the middle of its work; the message has CUDA's words. The engine is dead, and so is this process's context there."""
+
+
 class PluginError(Error):
     """vLLM was asked to run on rollmesh and cannot: a version that was not tried, or settings that contradict each other."""
 
 
 __all__ = [
     "AuthError", "CapacityError", "CollectiveMismatchError", "CollectiveTimeoutError", "ConfigError", "DTypeError", "DeadlineError",
-    "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError", "MeshMismatchError",
+    "DeviceError", "DuplicateKeyError", "Error", "FormatError", "IncompleteSyncError", "LayoutError", "LimitError", "MeshMismatchError",
     "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError", "PluginError", "RankLostError", "RequestError", "ShapeError",
     "StateError", "SyncAbortedError", "TiedWeightError", "UnexpectedKeyError", "UnsupportedTensorError", "VersionError",
 ]  # fmt: skip

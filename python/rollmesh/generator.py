@@ -39,6 +39,7 @@ from rollmesh.arguments import (
     request_ids,
 )
 from rollmesh.comm import Comm
+from rollmesh.devices import device_of
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
@@ -86,6 +87,8 @@ class EngineOptions:
     ep_backend: str
     sequence_parallel: bool
     host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
+    cuda_library: str | None = None  # devices.py, as the next
+    cuda_ordinal: int = -1
 
 
 class Generator:
@@ -94,7 +97,7 @@ class Generator:
     spec                    what the model is
     mesh                    ranks: threads of this process that share `threads` out, or with comm processes; no bit depends on it
     comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them
-    device                  "cpu"
+    device                  "cpu"; "cuda": rank r of the mesh on GPU r, counted round; "cuda:N": all ranks of this process on that one
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
     ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp)
     sequence_parallel       norms and residuals on token shards; no effect where mesh.tp = 1
@@ -108,9 +111,10 @@ class Generator:
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
-    isa                     None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
+    isa                     of the CPU. None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
 
-    Raises ConfigError for a setting that breaks a rule, MemoryError where memory is short.
+    Raises ConfigError for a setting that breaks a rule or a device that is not here, MemoryError where memory is short, CapacityError
+    where a GPU's is, DeviceError where CUDA fails.
     """
 
     def __init__(
@@ -137,7 +141,8 @@ class Generator:
     ):
         if not isinstance(spec, ModelSpec):
             raise ConfigError(f"spec is a {type(spec).__name__}, wanted a ModelSpec (ModelSpec.from_hf makes one)")
-        check_surroundings(mesh, comm, device, ep_backend, sequence_parallel)
+        check_surroundings(mesh, comm, ep_backend, sequence_parallel)
+        where = device_of(device)
         self.spec = spec
         self.mesh = mesh or Mesh()
         self.tokenizer = tokenizer
@@ -163,6 +168,8 @@ class Generator:
             ep=self.mesh.ep,
             ep_backend=ep_backend,
             sequence_parallel=sequence_parallel,
+            cuda_library=where.cuda_library,
+            cuda_ordinal=where.cuda_ordinal,
         )
         values = spec.engine_values(self.max_model_len)
         self._engine: AnyEngine
@@ -192,7 +199,7 @@ class Generator:
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since creation, sizes in bytes, times in seconds, "isa" and "family", and kv_usage in [0, 1]."""
+        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", and kv_usage in [0, 1]."""
         with self._call():
             stats = self._engine.stats()
         pages = stats["kv_pages"]

@@ -37,6 +37,7 @@ __all__ = [
     "best_isa",
     "combine",
     "embed",
+    "gather_rows",
     "gemm",
     "gemm_swiglu",
     "isa_states",
@@ -48,6 +49,7 @@ __all__ = [
     "pack_gate_up",
     "permute",
     "qk_rope_kv",
+    "ranks",
     "rms_norm",
     "rope_table",
     "router",
@@ -251,6 +253,14 @@ def embed(
     vocab, hidden = _size("vocab", vocab), _size("hidden", hidden)
     out = _new((len(ids), hidden), table.dtype) if out is None else _words(out)
     kernels(isa, threads).embed(out, ids, table, packed is not None, vocab, hidden)
+    return out
+
+
+def gather_rows(x: Array, rows: NDArray[np.int32], *, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+    """[len(rows), n] of x [m, n]: the rows that are named, bits as they are. out must not overlap x."""
+    x, rows = _matrix("x", x), _array("rows", rows, 1)
+    out = _new((len(rows), x.shape[1]), x.dtype) if out is None else _words(out)
+    kernels(isa, threads).gather_rows(out, x, rows)
     return out
 
 
@@ -541,3 +551,10 @@ def top_logprobs(
     ids, logprobs = _new(shape, np.int32), _new(shape, np.float32)
     kernels(isa, threads).top_logprobs(ids, logprobs, logits, stats)
     return ids, logprobs
+
+
+def ranks(logits: NDArray[np.float32], tokens: NDArray[np.int32], *, isa: str | None = None, threads: int = 1) -> NDArray[np.int32]:
+    """[rows]: how many of a row of logits [rows, vocab] are at least its token's, the token's own among them; 0 for token −1."""
+    out = np.empty(_matrix("logits", logits).shape[0], np.int32)
+    kernels(isa, threads).ranks(out, logits, tokens)
+    return out

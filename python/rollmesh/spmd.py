@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError)  # not every rank need have the same of these
 PUSHES = "a set of weights that is pushed"
-OF_A_RANK = ("threads", "isa")  # options that the bits do not depend on
+OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal")  # options that the bits do not depend on
 
 
 class SpmdEngine:

@@ -59,6 +59,7 @@ class Stats(TypedDict):
     workspace_bytes: int
     threads: int
     asleep: int  # bits: 1 weights, 2 KV
+    device: str  # "cpu", "cuda:0"
     isa: str
     family: str
     forward_seconds: float

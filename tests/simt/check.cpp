@@ -194,6 +194,7 @@ int main(int argc, char **argv) {
     bool (*run)();
   } ops[] = {
       {"embed", check_embed},
+      {"gather_rows", check_gather_rows},
       {"rms_norm", check_rms_norm},
       {"qk_rope_kv", check_qk_rope_kv},
       {"gemm", check_gemm},
@@ -206,6 +207,7 @@ int main(int argc, char **argv) {
       {"merge_pairs", check_merge_pairs},
       {"sample", check_sample},
       {"top_logprobs", check_top_logprobs},
+      {"ranks", check_ranks},
       {"pack", check_pack},
       {"mma_places", check_mma_places},
       {"mma_company", check_mma_company},

@@ -56,11 +56,11 @@ struct output {
 bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,
           const std::function<void(const rm_kernels *, const rm_ctx *)> &run);
 
-bool check_embed(), check_rms_norm(), check_qk_rope_kv();
+bool check_embed(), check_gather_rows(), check_rms_norm(), check_qk_rope_kv();
 bool check_gemm(), check_gemm_swiglu();
 bool check_attention();
 bool check_router(), check_permute(), check_combine();
 bool check_lm_head(), check_merge_pairs();
-bool check_sample(), check_top_logprobs();
+bool check_sample(), check_top_logprobs(), check_ranks();
 bool check_pack();
 bool check_mma_places(), check_mma_company();

@@ -46,8 +46,14 @@ bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
   snprintf(what, sizeof what, "router dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld kind=%d renormalize=%d bias=%d", dtype, s.rows,
            s.hidden, s.n_experts, s.top_k, kind_of, renormalize, a.bias != nullptr);
   const int64_t n = s.rows * s.top_k;
-  return held(what, {{&a.ids, of_choices(s) * 4, n}, {&a.gates, of_choices(s) * 4, n}}, limits,
-              [&](const rm_kernels *table, const rm_ctx *ctx) { a.w = both.of(table), table->router(ctx, &a); });
+  const bool recorded = pick(2);  // with room between a row's ids and the next
+  a.routed_stride = s.top_k + pick(4);
+  const size_t routed_bytes = recorded && s.rows ? static_cast<size_t>((s.rows - 1) * a.routed_stride + s.top_k) * 2 : 0;
+  return held(what,
+              {{&a.ids, of_choices(s) * 4, n},
+               {&a.gates, of_choices(s) * 4, n},
+               {recorded ? static_cast<void *>(&a.routed) : nullptr, routed_bytes, recorded ? n : 0}},
+              limits, [&](const rm_kernels *table, const rm_ctx *ctx) { a.w = both.of(table), table->router(ctx, &a); });
 }
 
 bool permute_case(rm_dtype dtype, shape s) {

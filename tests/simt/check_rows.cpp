@@ -1,4 +1,4 @@
-// check_rows.cpp: embed, rms_norm and qk_rope_kv.
+// check_rows.cpp: embed, gather_rows, rms_norm and qk_rope_kv.
 #include "check.h"
 
 namespace {
@@ -15,6 +15,20 @@ bool embed_case(rm_dtype dtype, int64_t rows, int64_t hidden, int packed) {
   snprintf(what, sizeof what, "embed dtype=%d rows=%ld hidden=%ld packed=%d", dtype, rows, hidden, packed);
   return held(what, {{&a.out, static_cast<size_t>(rows * hidden) * rm_dtype_bytes(dtype), rows * hidden}}, {},
               [&](const rm_kernels *table, const rm_ctx *ctx) { a.table = packed ? table_of.of(table) : plain, table->embed(ctx, &a); });
+}
+
+// Rows of x named in any order, or all of them in theirs; off any alignment but two bytes'.
+bool gather_case(int64_t rows, int64_t n_rows, int64_t row_bytes, int64_t skew) {
+  int32_t *from = array<int32_t>(rows);
+  const bool in_order = pick(3) == 0;
+  for (int64_t r = 0; r < rows; r++) from[r] = static_cast<int32_t>(in_order ? r % n_rows : r == 0 ? n_rows - 1 : pick(n_rows));
+  rm_gather_rows_args a = {};
+  a.x = static_cast<char *>(numbers(RM_BF16, (n_rows * row_bytes + skew) / 2, WILD)) + skew;
+  a.from = from, a.rows = rows, a.row_bytes = static_cast<size_t>(row_bytes);
+  char what[100];
+  snprintf(what, sizeof what, "gather_rows rows=%ld of %ld bytes=%ld skew=%ld", rows, n_rows, row_bytes, skew);
+  return held(what, {{&a.out, static_cast<size_t>(rows * row_bytes), rows * row_bytes / 2}}, {},
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->gather_rows(ctx, &a); });
 }
 
 enum norm_input { NO_X, OWN_X, OUT_IS_X };
@@ -86,6 +100,15 @@ bool check_embed() {
       for (const int64_t hidden : {1, 2, 7, 8, 31, 32, 34, 64, 257, 4096})
         for (int packed = 0; packed < 2; packed++)
           if (!embed_case(dtype, rows, hidden, packed)) return false;
+  return true;
+}
+
+bool check_gather_rows() {
+  for (const int64_t row_bytes : {0, 2, 4, 6, 16, 30, 32, 34, 64, 514, 4096, 8192, 10000})
+    for (const int64_t rows : {0, 1, 3, 33})
+      for (const int64_t n_rows : {1, 5, 40})
+        for (const int64_t skew : {0, 2, 4})
+          if (!gather_case(rows, n_rows, row_bytes, skew)) return false;
   return true;
 }
 

@@ -1,4 +1,4 @@
-// check_sample.cpp: sample and top_logprobs over rows of every kind and every combination of parameters, as chance has it.
+// check_sample.cpp: sample, top_logprobs and ranks over rows of every kind and every combination of parameters, as chance has it.
 #include "check.h"
 
 namespace {
@@ -50,17 +50,19 @@ rm_sample_params random_params(int64_t vocab) {
   return p;
 }
 
-bool sample_case(int64_t rows, int64_t vocab) {
+bool sample_case(int64_t rows, int64_t vocab, bool one_row = false) {
+  const int64_t sampled = one_row ? 1 : rows;
   rm_sample_params *params = array<rm_sample_params>(rows);
-  uint8_t *flags = array<uint8_t>(rows);
-  for (int64_t r = 0; r < rows; r++) params[r] = random_params(vocab), flags[r] = static_cast<uint8_t>(pick(12) ? 0 : 1 + pick(3));
+  uint8_t *flags = array<uint8_t>(sampled);
+  for (int64_t r = 0; r < rows; r++) params[r] = random_params(vocab);
+  for (int64_t r = 0; r < sampled; r++) flags[r] = static_cast<uint8_t>(pick(12) ? 0 : 1 + pick(3));
   rm_sample_args a = {};
-  a.rows = rows, a.vocab = vocab, a.ld_logits = vocab + pick(3), a.params = params, a.row_flags = flags, a.stats = random_stats(rows);
-  a.logits = random_logits(rows, vocab, a.ld_logits);
+  a.rows = rows, a.vocab = vocab, a.ld_logits = one_row ? 0 : vocab + pick(3), a.params = params, a.row_flags = flags;
+  a.stats = random_stats(sampled), a.logits = random_logits(sampled, vocab, one_row ? vocab : a.ld_logits);
   rm_limits limits = {};  // the workspace is that of three rows: the others take their turns
   limits.max_rows = 3, limits.vocab = vocab;
   char what[100];
-  snprintf(what, sizeof what, "sample rows=%ld vocab=%ld", rows, vocab);
+  snprintf(what, sizeof what, "sample rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);
   const size_t bytes = static_cast<size_t>(rows) * 4;
   return held(what, {{&a.tokens, bytes, rows}, {&a.logprobs, bytes, rows}, {&a.sampling_logprobs, bytes, rows}}, limits,
               [&](const rm_kernels *table, const rm_ctx *ctx) { table->sample(ctx, &a); });
@@ -77,15 +79,27 @@ bool top_case(int64_t rows, int64_t vocab, int64_t k) {
               [&](const rm_kernels *table, const rm_ctx *ctx) { table->top_logprobs(ctx, &a); });
 }
 
+bool ranks_case(int64_t rows, int64_t vocab, bool one_row) {
+  int32_t *tokens = array<int32_t>(rows);
+  for (int64_t r = 0; r < rows; r++) tokens[r] = static_cast<int32_t>(pick(8) ? pick(vocab) : -1 - pick(2));
+  rm_ranks_args a = {};
+  a.rows = rows, a.vocab = vocab, a.ld_logits = one_row ? 0 : vocab + pick(3), a.tokens = tokens;
+  a.logits = random_logits(one_row ? 1 : rows, vocab, one_row ? vocab : a.ld_logits);
+  char what[100];
+  snprintf(what, sizeof what, "ranks rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);
+  return held(what, {{&a.ranks, static_cast<size_t>(rows) * 4, rows}}, {},
+              [&](const rm_kernels *table, const rm_ctx *ctx) { table->ranks(ctx, &a); });
+}
+
 }  // namespace
 
 bool check_sample() {
   for (const int64_t vocab : {1, 2, 31, 32, 33, 100, 511, 513, 1023, 1024, 1025, 1500})
     for (int again = 0; again < 8; again++)
-      if (!sample_case(10, vocab)) return false;
+      if (!sample_case(10, vocab) || !sample_case(5, vocab, true)) return false;
   for (int again = 0; again < 3; again++)
     if (!sample_case(4, 17000)) return false;  // the draw narrows twice
-  return sample_case(0, 100);
+  return sample_case(0, 100) && sample_case(0, 100, true);
 }
 
 bool check_top_logprobs() {
@@ -93,4 +107,11 @@ bool check_top_logprobs() {
     for (const int64_t k : {0, 1, 2, 5, 20, 64})
       if (!top_case(4, vocab, rm_min64(k, vocab))) return false;
   return top_case(2, 100, 100) && top_case(0, 100, 5);
+}
+
+bool check_ranks() {
+  for (const int64_t vocab : {1, 2, 31, 33, 511, 512, 513, 1300})
+    for (int again = 0; again < 10; again++)
+      if (!ranks_case(7, vocab, pick(3) == 0)) return false;
+  return ranks_case(0, 100, false);
 }

@@ -2,139 +2,127 @@
 // of its block (of its warp, for an operation of a warp) stands at it.
 #include "simt.h"
 
-#include <csetjmp>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <pthread.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include <unistd.h>
-#include <vector>
+#include <xmmintrin.h>
 
 simt_state simt;
 
 namespace {
 
-enum wait_state { READY, AT_BARRIER, AT_WARP, DONE };
-enum { WARP = 32, MAX_THREADS = 1024, STACK = 64 << 10, PAGE = 4096, FAULT_STATUS = 3 };
+constexpr int FAULT_STATUS = 3;
+constexpr unsigned WARP = 32, MAX_THREADS = 1024, MXCSR_FLUSHED = 0x1f80 | 0x8000 | 0x0040;
+constexpr size_t PAGE = 4096, SHARED_MOST = 48 << 10;
+// Of a fibre's stack; a few lines more than a power of two, or all of them would lie in the same sets of the caches.
+constexpr size_t STACK = (64 << 10) + 17 * 64;
 
-struct fibre {
-  jmp_buf place;       // where it waits; a fibre is made once, at its first turn, and serves every block from then on
-  bool made;
-  wait_state state;
-  unsigned exchanges;  // operations of its warp that this thread has entered
-  simt_op op;          // the last of them
-};
+}  // namespace
 
-fibre fibres[MAX_THREADS];
-uint64_t lanes[2][MAX_THREADS];  // a lane is at most one exchange ahead of its warp, so two sets of values are enough
+// Lanes of a warp are always let go together, so they run one after the other: whoever waits gives the turn to its neighbour, the last
+// one to the scheduler. Not in the namespace without a name: a compiler that knows all uses of a variable concludes that `go`, where
+// others run, leaves it as it was.
+namespace simt_turns {
+enum wait_state : uint8_t { AT_WARP, AT_BARRIER, DONE, N_STATES };
+void *places[MAX_THREADS];     // of fibres that wait, their stack pointers; one is made at its first turn and serves every block
+void *scheduler;               // its own
+wait_state states[MAX_THREADS];
+unsigned n_waiting[N_STATES];  // of the lanes of this warp that had their turn
+simt_op op_of_warp;            // of those AT_WARP
+uint64_t lanes[2][WARP];       // what they gave; a lane is at most one exchange ahead of its warp, so two sets are enough
+unsigned set_of_warp;
+unsigned n_threads, current, n_left;  // n_left: lanes of this warp yet to come
+const simt_launch *launch;            // NULL between launches
+}  // namespace simt_turns
+using namespace simt_turns;
+
+namespace {
+
 char *stacks;
-jmp_buf scheduler;
-unsigned n_threads, current;
 bool reversed;
-const std::function<void()> *body;
+unsigned step;      // 1, or −1 when reversed
+const char *doing;  // NULL where nothing is
+pthread_t doer;     // the thread that does it
 
-[[noreturn]] void fault(const char *text) {
-  char line[160];
-  const int n =
-      snprintf(line, sizeof line, "simt: %s (block %u,%u,%u thread %u)\n", text, simt.block.x, simt.block.y, simt.block.z, current);
-  if (write(STDERR_FILENO, line, static_cast<size_t>(n)) < 0) _exit(FAULT_STATUS + 1);
-  _exit(FAULT_STATUS);
+// Leaves this stack at *from, and goes on where the stack `to` was left. It jumps instead of returning, which the processor could not
+// foresee, and the compiler keeps what it needs. The 128 bytes are the leaf's own.
+inline void go(void **from, void *to) {
+  asm volatile(R"(
+    leaq -128(%%rsp), %%rsp
+    pushq %%rbp
+    leaq 1f(%%rip), %%rax
+    pushq %%rax
+    movq %%rsp, (%0)
+    movq %1, %%rsp
+    popq %%rax
+    jmp *%%rax
+  1:
+    popq %%rbp
+    leaq 128(%%rsp), %%rsp
+)"
+               : "+D"(from), "+S"(to)
+               :
+               : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "cc", "memory", "xmm0", "xmm1", "xmm2",
+                 "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
 }
 
-void on_fault(int) { fault("access outside a buffer or outside shared memory"); }
+[[noreturn]] void serve();
 
-// _setjmp and _longjmp change stacks without a system call, which swapcontext makes at each turn.
-void wait_as(wait_state state) {
-  fibre &me = fibres[current];
-  me.state = state;
-  if (!_setjmp(me.place)) _longjmp(scheduler, 1);
+// A stack as `go` leaves one, about to enter serve as if called: 8 bytes off a multiple of 16.
+void *make_fibre(unsigned i) {
+  void **top = reinterpret_cast<void **>(stacks + (i + size_t{1}) * STACK) - 2;
+  *top = reinterpret_cast<void *>(serve);
+  return top;
+}
+
+inline void *place_of(unsigned i) { return places[i] ? places[i] : make_fibre(i); }
+
+__attribute__((noinline)) void wait_as(wait_state state) {
+  const unsigned me = current;
+  states[me] = state;
+  n_waiting[state]++;
+  if (!--n_left) {
+    go(&places[me], scheduler);
+    return;
+  }
+  simt.thread.x = current = me + step;
+  go(&places[me], place_of(current));
 }
 
 void serve() {
   for (;;) {
-    (*body)();
+    launch->thread();
     wait_as(DONE);
   }
 }
 
-void make_fibre(unsigned i) {
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = stacks + static_cast<size_t>(i) * STACK;
-  context.uc_stack.ss_size = STACK;
-  context.uc_link = nullptr;
-  makecontext(&context, serve, 0);
-  fibres[i].made = true;
-  setcontext(&context);
-}
-
-// Until it waits or ends.
-void give_turn(fibre &to) {
-  if (_setjmp(scheduler)) return;
-  if (to.made) _longjmp(to.place, 1);
-  make_fibre(current);
-}
-
-// Opens the barrier of fibres [from, to) when all of them stand at it.
-bool open_barrier(unsigned from, unsigned to, wait_state at) {
-  for (unsigned i = from; i < to; i++)
-    if (fibres[i].state != at) return false;
-  for (unsigned i = from; i < to; i++) {
-    current = i;
-    if (at == AT_WARP && fibres[i].op != fibres[from].op) fault("lanes of a warp in different operations");
-    fibres[i].state = READY;
-  }
-  return true;
-}
-
-// One warp as far as it comes, to a barrier of the block or its end: others may be that far behind it.
-bool run_warp(unsigned from) {
-  const unsigned to = from + WARP < n_threads ? from + WARP : n_threads;
-  for (bool moved = false;; moved = true) {
-    bool ran = false;
-    for (unsigned i = from; i < to; i++) {
-      current = reversed ? from + to - 1 - i : i;
-      if (fibres[current].state != READY) continue;
-      simt.thread = dim3(current, 0, 0);
-      give_turn(fibres[current]);
-      ran = true;
-    }
-    const bool opened = open_barrier(from, to, AT_WARP);
-    if (!ran && !opened) return moved;
-  }
+// One warp to a barrier of the block or its end: others may be that far behind it. False: its lanes are not all in the same.
+__attribute__((noinline)) bool run_warp(unsigned from) {
+  const unsigned n = from + WARP < n_threads ? WARP : n_threads - from;
+  do {
+    n_waiting[AT_WARP] = n_waiting[AT_BARRIER] = n_waiting[DONE] = 0;
+    n_left = n;
+    set_of_warp ^= 1;
+    simt.thread.x = current = reversed ? from + n - 1 : from;
+    go(&scheduler, place_of(current));
+  } while (n_waiting[AT_WARP] == n);
+  return n_waiting[AT_BARRIER] == n || n_waiting[DONE] == n;
 }
 
 void run_block() {
-  for (unsigned i = 0; i < n_threads; i++) {
-    fibre &f = fibres[i];
-    f.state = READY;
-    f.exchanges = 0;
-  }
-  for (;;) {
-    bool moved = false;
-    const unsigned n_warps = (n_threads + WARP - 1) / WARP;
-    for (unsigned w = 0; w < n_warps; w++) moved |= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
-    moved |= open_barrier(0, n_threads, AT_BARRIER);
-    if (moved) continue;
-    for (current = 0; current < n_threads; current++)
-      if (fibres[current].state != DONE) fault("a barrier that not all threads reach");
-    return;
-  }
-}
-
-void prepare() {
-  if (stacks) return;
-  stacks = static_cast<char *>(malloc(static_cast<size_t>(MAX_THREADS) * STACK));
-  static char signal_stack[64 << 10];
-  stack_t alternate = {};
-  alternate.ss_sp = signal_stack;
-  alternate.ss_size = sizeof signal_stack;
-  struct sigaction action = {};
-  action.sa_handler = on_fault;
-  action.sa_flags = SA_ONSTACK;
-  if (!stacks || sigaltstack(&alternate, nullptr) || sigaction(SIGSEGV, &action, nullptr)) fault("no memory");
+  const unsigned n_warps = (n_threads + WARP - 1) / WARP;
+  bool together = true;
+  do {
+    for (unsigned w = 0; w < n_warps; w++) together &= run_warp((reversed ? n_warps - 1 - w : w) * WARP);
+    for (unsigned w = 0; w < n_warps; w++) together &= states[w * WARP] == states[0];
+    if (together) continue;
+    for (current = 0; states[current] == AT_BARRIER;) current++;
+    simt_fault("a barrier that not all threads reach");
+  } while (states[0] == AT_BARRIER);
 }
 
 struct guarded {
@@ -145,56 +133,125 @@ struct guarded {
 guarded guarded_create(size_t bytes) {
   const size_t used = (bytes + 3) / 4 * 4, room = (used + PAGE - 1) / PAGE * PAGE, length = room + 2 * PAGE;
   void *raw = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED) fault("no memory");
+  if (raw == MAP_FAILED) simt_fault("no memory");
   char *base = static_cast<char *>(raw) + PAGE;
-  if (room && mprotect(base, room, PROT_READ | PROT_WRITE)) fault("no memory");
+  if (room && mprotect(base, room, PROT_READ | PROT_WRITE)) simt_fault("no memory");
   memset(base, 0xff, room);
   return {static_cast<char *>(raw), base + room - used, length};
 }
 
+// Shared memory of one size, kept from launch to launch: it ends at a page that nobody may touch.
+guarded &shared_of(size_t bytes) {
+  static guarded kept[SHARED_MOST / PAGE + 1];
+  guarded &g = kept[(bytes + PAGE - 1) / PAGE];
+  if (!g.raw) g = guarded_create((bytes + PAGE - 1) / PAGE * PAGE);
+  g.data = g.raw + g.length - PAGE - (bytes + 3) / 4 * 4;
+  return g;
+}
+
+// ------------------------------------------------------------------------------------------------ faults
+struct sigaction others;
+stack_t stack_of_thread;
+unsigned mxcsr_of_thread;
+
+void on_signal(int number, siginfo_t *info, void *) {
+  if (doing && pthread_equal(doer, pthread_self())) {
+    if (simt_open(info->si_addr)) return;
+    simt_fault("access outside a buffer or outside shared memory");
+  }
+  if (const char *whose = simt_whose(info->si_addr)) simt_fault(whose);
+  sigaction(number, &others, nullptr);  // what it was before: the access is made again
+}
+
 }  // namespace
 
+void simt_fault(const char *text) {
+  char line[400];
+  int n;
+  const bool is_doing = doing && pthread_equal(doer, pthread_self());
+  if (is_doing && launch)
+    n = snprintf(line, sizeof line, "simt: %s (block %u,%u,%u thread %u of %s)\n", text, simt.block.x, simt.block.y, simt.block.z, current,
+                 launch->kernel);
+  else n = snprintf(line, sizeof line, "simt: %s%s%s\n", text, is_doing ? " in " : "", is_doing ? doing : "");
+  if (write(STDERR_FILENO, line, static_cast<size_t>(n)) < 0) _exit(FAULT_STATUS + 1);
+  _exit(FAULT_STATUS);
+}
+
+void simt_watch() {
+  struct sigaction action = {}, before;
+  action.sa_sigaction = on_signal;
+  action.sa_flags = SA_ONSTACK | SA_SIGINFO;
+  if (sigaction(SIGSEGV, &action, &before)) simt_fault("no signal handler");
+  if (!(before.sa_flags & SA_SIGINFO) || before.sa_sigaction != on_signal) others = before;
+}
+
+void simt_begin() {
+  static char signal_stack[64 << 10];
+  stack_t alternate = {};
+  alternate.ss_sp = signal_stack;
+  alternate.ss_size = sizeof signal_stack;
+  if (!stacks) stacks = static_cast<char *>(aligned_alloc(64, MAX_THREADS * STACK));
+  if (!stacks || sigaltstack(&alternate, &stack_of_thread)) simt_fault("no memory");
+  simt_watch();
+  mxcsr_of_thread = _mm_getcsr();
+  _mm_setcsr(MXCSR_FLUSHED);
+  doer = pthread_self();
+  doing = "a launch";
+}
+
+void simt_end() {
+  doing = nullptr;
+  _mm_setcsr(mxcsr_of_thread);
+  sigaltstack(&stack_of_thread, nullptr);
+}
+
+void simt_doing(const char *what) { doing = what; }
+
+// ------------------------------------------------------------------------------------------------ launches
 void simt_order(bool reverse) { reversed = reverse; }
 
 void *simt_buffer(size_t bytes) { return guarded_create(bytes).data; }
 
-void simt_launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &thread) {
-  prepare();
-  n_threads = block.x;
-  if (block.y != 1 || block.z != 1 || !n_threads || n_threads > MAX_THREADS) fault("a block must be 1 to 1024 threads in x");
-  if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || shared_bytes > (48 << 10)) fault("a launch CUDA refuses");
-  body = &thread;
-  simt.grid = grid;
-  const guarded shared = guarded_create(shared_bytes);
-  simt.shared = reinterpret_cast<float *>(shared.data);
-  for (unsigned z = 0; z < grid.z; z++)
-    for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x++) {
+const char *simt_refused(const simt_launch &l) {
+  if (l.block.y != 1 || l.block.z != 1 || !l.block.x || l.block.x > MAX_THREADS) return "a block must be 1 to 1024 threads in x";
+  const bool fits = l.grid.x && l.grid.x <= 0x7fffffff && l.grid.y && l.grid.z && l.grid.y <= 65535 && l.grid.z <= 65535;
+  return fits && l.shared_bytes <= SHARED_MOST ? nullptr : "a launch CUDA refuses";
+}
+
+void simt_run(const simt_launch &l) {
+  launch = &l;
+  n_threads = l.block.x;
+  step = reversed ? ~0u : 1u;
+  simt.grid = l.grid;
+  const size_t shared_bytes = (l.shared_bytes + 3) / 4 * 4;
+  simt.shared = reinterpret_cast<float *>(shared_of(shared_bytes).data);
+  for (unsigned z = 0; z < l.grid.z; z++)
+    for (unsigned y = 0; y < l.grid.y; y++)
+      for (unsigned x = 0; x < l.grid.x; x++) {
         simt.block = dim3(x, y, z);
-        memset(shared.data, 0xff, (shared_bytes + 3) / 4 * 4);  // NaNs: what an earlier block left is not there
+        memset(simt.shared, 0xff, shared_bytes);  // NaNs: what an earlier block left is not there
         run_block();
       }
-  munmap(shared.raw, shared.length);
+  launch = nullptr;
 }
 
 void __syncthreads() { wait_as(AT_BARRIER); }
 
 // The set of values that the calling lane's warp has given, once all have.
 static const uint64_t *meet(simt_op op, unsigned mask, uint64_t value) {
-  if (mask != 0xffffffffu) fault("an operation of less than a warp");
-  const unsigned me = current, set = fibres[me].exchanges++ & 1u;
-  if (me / WARP * WARP + WARP > n_threads) fault("an operation of a warp that is not whole");
-  lanes[set][me] = value;
-  fibres[me].op = op;
+  if (mask != 0xffffffffu) simt_fault("an operation of less than a warp");
+  const unsigned lane = current % WARP, set = set_of_warp;
+  if (current - lane + WARP > n_threads) simt_fault("an operation of a warp that is not whole");
+  if (!n_waiting[AT_WARP]) op_of_warp = op;
+  if (op != op_of_warp) simt_fault("lanes of a warp in different operations");
+  lanes[set][lane] = value;
   wait_as(AT_WARP);
-  return lanes[set] + me / WARP * WARP;
+  return lanes[set];
 }
 
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane) { return meet(SIMT_SHUFFLE, mask, value)[lane]; }
 
 void simt_meet(simt_op op) { meet(op, 0xffffffffu, 0); }
-
-void simt_fault(const char *text) { fault(text); }
 
 void __syncwarp(unsigned mask) { meet(SIMT_SYNCWARP, mask, 0); }
 

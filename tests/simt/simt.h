@@ -11,7 +11,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
+#include <memory>
+#include <tuple>
+#include <type_traits>
+
+#include "simt_runtime.h"
 
 #define __global__
 #define __device__
@@ -38,9 +42,42 @@ extern simt_state simt;
 #define gridDim simt.grid
 #define RM_SHARED(name) float *const name = simt.shared
 #define RM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  ((void)(stream), simt_launch(grid, block, shared_bytes, [&] { kernel(__VA_ARGS__); }))
+  simt_enqueue(simt_launch_of({#kernel, grid, block, shared_bytes}, kernel __VA_OPT__(, ) __VA_ARGS__), stream)
 
-void simt_launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &thread);
+struct simt_shape {
+  const char *kernel;
+  dim3 grid, block;
+  size_t shared_bytes;
+};
+// A kernel's launch, its arguments by value as CUDA takes them.
+struct simt_launch : simt_shape {
+  explicit simt_launch(const simt_shape &shape) : simt_shape(shape) {}
+  virtual void thread() const = 0;  // one thread of it
+  virtual ~simt_launch() = default;
+};
+template <class... P> struct simt_launch_with final : simt_launch {
+  void (*function)(P...);
+  std::tuple<P...> arguments;
+  static_assert((std::is_trivially_copyable_v<P> && ...) && sizeof arguments <= 4096, "not what CUDA takes as arguments");
+  simt_launch_with(const simt_shape &shape, void (*function_)(P...), P... given)
+      : simt_launch(shape), function(function_), arguments(given...) {}
+  void thread() const override { std::apply(function, arguments); }
+};
+template <class... P, class... A>
+std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*function)(P...), A &&...given) {
+  return std::make_unique<simt_launch_with<P...>>(shape, function, static_cast<P>(given)...);
+}
+
+// Without a stream: done at once. A launch that CUDA refuses is the thread's last error, without a stream a fault.
+void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream);
+const char *simt_refused(const simt_launch &launch);  // NULL, or why
+void simt_run(const simt_launch &launch);             // by one thread of the program at a time, between begin and end
+void simt_begin(), simt_end();                        // the thread's signal stack and floating-point environment
+void simt_doing(const char *what);                    // for the message of a fault: what is done between begin and end but launches
+[[noreturn]] void simt_fault(const char *text);       // message and exit status 3
+void simt_watch();                                    // faults of this process from here on
+bool simt_open(const void *address);                  // simt_runtime.cpp, of a fault: memory that work may touch, from now on it does
+const char *simt_whose(const void *address);          // of a fault of the host: NULL, or what it must not do there
 void simt_order(bool reverse);      // of the threads, from the next launch on
 inline void simt_finish() {}        // until all launches are done
 void *simt_buffer(size_t bytes);    // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
@@ -49,7 +86,6 @@ void *simt_buffer(size_t bytes);    // ends at an unreachable page (rounded up t
 enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA };
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
 void simt_meet(simt_op op);  // nothing is exchanged
-[[noreturn]] void simt_fault(const char *text);
 
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);

@@ -3,32 +3,42 @@
 #include "model/moe/moe.h"
 
 // ---------------------------------------------------------------------------------------------- creation
-rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_kernels *kernels, const rm_rank *rank, int64_t max_rows,
-                      rm_error *err) {
+static rm_code create_groups(rm_moe *moe, rm_error *err) {
+  const size_t bytes = (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows;
+  const rm_code code = rm_mirror_create(moe->device, bytes, "counts of experts", &moe->groups, err);
+  moe->group_rows = (int32_t *)moe->groups.here;
+  return code;
+}
+
+rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device, const rm_rank *rank, int64_t max_rows, rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
-  *moe = (rm_moe){.spec = params->spec, .here = &params->placement, .kernels = kernels, .dtype = params->dtype, .max_rows = max_rows};
+  *moe = (rm_moe){.spec = params->spec, .here = &params->placement, .device = device, .dtype = params->dtype, .max_rows = max_rows};
+  moe->kernels = device->kernels;
   moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
-  if (mesh->ep == 1) return RM_OK;
-  moe->ep = rank->ep;
+  if (mesh->ep == 1) return create_groups(moe, err);
+  moe->ep = rank->ep_there ? rank->ep_there : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
   moe->send = rm_alloc((size_t)mesh->ep, 2 * sizeof *moe->send);
   if (!moe->experts || !moe->send) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
   moe->recv = moe->send + mesh->ep;
   for (int32_t i = 0; i < peers.count; i++) moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
-  if (moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
-  const rm_dispatch_options options = {.ep = moe->ep,
+  if (moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return create_groups(moe, err);
+  const rm_dispatch_options options = {.ep = rank->ep,
                                        .experts = moe->experts,
                                        .n_experts = params->spec->n_experts,
                                        .top_k = params->spec->top_k,
                                        .max_rows = (max_rows + mesh->tp - 1) / mesh->tp,
                                        .max_row_bytes = (size_t)params->spec->hidden_size * rm_dtype_bytes(params->dtype),
                                        .backend = moe->dispatcher};
-  const rm_code code = rm_dispatch_create(&options, &moe->dispatch, err);
-  return code ? code : rm_dispatch_plan_create(moe->dispatch, &moe->plan, err);
+  rm_code code = rm_dispatch_create(&options, &moe->dispatch, err);
+  if (!code) code = rm_dispatch_plan_create(moe->dispatch, &moe->plan, err);
+  return code ? code : rm_moe_stage_create(moe, options.max_rows, err);
 }
 
 void rm_moe_destroy(rm_moe *moe) {
+  rm_mirror_destroy(&moe->stage.mirror);
+  rm_mirror_destroy(&moe->groups);
   rm_dispatch_plan_destroy(moe->plan);
   rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
@@ -46,7 +56,6 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
       {&moe->gates, choices, sizeof *moe->gates},
       {&moe->inner, travels ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : choices, (size_t)spec->moe_intermediate_size * elem},
       {&moe->place, stay, sizeof *moe->place},
-      {&moe->group_rows, travels ? 0 : (size_t)spec->n_experts + 1, sizeof *moe->group_rows},
       {&moe->sorted, stay, (size_t)spec->hidden_size * elem},
       {&moe->part, cut ? choices : 0, (size_t)rm_max64(moe->here->hidden.n, 1) * elem},
   };
@@ -61,6 +70,8 @@ void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
   const rm_router_args args = {
       .ids = moe->ids,
       .gates = moe->gates,
+      .routed = routed,
+      .routed_stride = routed_stride,
       .x = x,
       .w = weights + layer->router,
       .bias = layer->router_bias == SIZE_MAX ? NULL : (const float *)(weights + layer->router_bias),
@@ -72,8 +83,6 @@ void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
       .dtype = moe->dtype,
   };
   if (rows) moe->kernels->router(ctx, &args);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < spec->top_k; i++) routed[r * routed_stride + i] = (int16_t)moe->ids[r * spec->top_k + i];
 }
 
 static rm_gemm_args grouped(const rm_moe *moe, const char *w, int64_t stride, const int32_t *group_rows, int64_t m, int64_t n, int64_t k) {
@@ -120,7 +129,7 @@ void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void 
 static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
-      .group_rows = moe->group_rows,
+      .group_rows = rm_mirror_there(&moe->groups, moe->group_rows),
       .place = moe->place,
       .x = x,
       .ids = moe->ids,
@@ -131,13 +140,14 @@ static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows)
       .dtype = moe->dtype,
   };
   if (rows) moe->kernels->permute(ctx, &args);
-  else memset(moe->group_rows, 0, (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows);
+  else rm_device_zero(moe->device, args.group_rows, moe->groups.bytes);
 }
 
 // Each expert is cut over tp: its columns of inner are completed, and its columns of the output are this rank's share.
 static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
-  rm_gemm_args up = rm_moe_up(moe, layer, weights, moe->group_rows, m), down = rm_moe_down(moe, layer, weights, moe->group_rows, m);
+  const int32_t *groups = rm_mirror_there(&moe->groups, moe->group_rows);
+  rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m), down = rm_moe_down(moe, layer, weights, groups, m);
   up.x = moe->sorted;
   up.y = moe->inner + (size_t)moe->here->expert_inner.first * shard->elem;
   up.ldy = moe->spec->moe_intermediate_size;
@@ -154,13 +164,16 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
                            rm_error *err) {
   const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, mine = (size_t)columns[shard->me].n * shard->elem;
-  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
-  rm_gemm_args up = rm_moe_up(moe, layer, weights, here, m), down = rm_moe_down(moe, layer, weights, here, m);
+  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first, *groups = rm_mirror_there(&moe->groups, here);
+  rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m), down = rm_moe_down(moe, layer, weights, groups, m);
   up.x = down.y = moe->sorted;
   up.y = moe->inner;
   down.x = moe->inner;
   moe->kernels->gemm_swiglu(ctx, &up);
   moe->kernels->gemm(ctx, &down);
+  rm_mirror_get(&moe->groups, moe->group_rows, moe->groups.bytes);
+  const rm_code code = rm_device_wait(moe->device, err);   // sizes of the blocks are the host's to know
+  if (code) return code;
   const int64_t first = here[0], n = here[moe->here->experts.n] - first;
   for (int r = 0; r < shard->size; r++) {
     const rm_range its = moe->experts[r];
@@ -187,6 +200,6 @@ rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_la
   const rm_range mine = shard->cuts[RM_CUT_HIDDEN][shard->me];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, bytes = (size_t)mine.n * shard->elem;
   rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->place, mine.n, rows);
-  for (int64_t r = 0; r < rows; r++) memcpy(x + (size_t)r * row + (size_t)mine.first * shard->elem, moe->sorted + (size_t)r * bytes, bytes);
+  if (bytes) moe->device->copy(moe->device->self, x + (size_t)mine.first * shard->elem, row, moe->sorted, bytes, bytes, (size_t)rows);
   return RM_OK;
 }

@@ -11,26 +11,40 @@
 // all ways give the bits of one rank.
 #pragma once
 
+#include "base/devices.h"
 #include "base/fields.h"
 #include "model/moe/dispatch.h"
 #include "model/params.h"
 #include "model/shard.h"
 
+// What travels, on the host as well: the dispatcher is the host's. Rows are T [hidden].
+typedef struct rm_moe_stage {
+  rm_mirror mirror;             // owned: the block of all that follows, the host's addresses
+  char *x;                      // [home rows] inputs
+  int32_t *ids;                 // [home rows][top_k]
+  char *here;                   // [rows at this rank's experts] inputs, then outputs
+  int32_t *group_rows;          // [experts here + 1]
+  char *choices;                // [home rows·top_k] outputs
+  int32_t *place;               // [home rows][top_k]
+} rm_moe_stage;
+
 // Scratch of the block, sized for max_rows rows a step on every rank; reused by every layer.
 typedef struct rm_moe {
   const rm_spec *spec;          // view
   const rm_placement *here;     // view
-  const rm_kernels *kernels;
+  const rm_device *device;      // view
+  const rm_kernels *kernels;    // its
   rm_dtype dtype;
   rm_dispatcher dispatcher;
   int64_t max_rows;
   int32_t *ids;                 // [rows][top_k], best first
   float *gates;                 // [rows][top_k]
   char *inner;                  // T [rows at this rank's experts][moe_intermediate]
-  rm_comm *ep;                  // view; NULL: ep = 1
+  rm_comm *ep;                  // view; NULL: ep = 1. Of blocks in the device's memory
   // where rows stay
   int32_t *place;               // [rows][top_k]
-  int32_t *group_rows;          // [n_experts + 1]
+  rm_mirror groups;             // owned: of the next alone
+  int32_t *group_rows;          // [n_experts + 1] the host's address
   char *sorted;                 // T [rows·top_k][hidden] inputs by expert, then outputs by expert
   char *part;                   // T [rows·top_k][hidden columns of this rank]; where tp > 1
   rm_range *experts;            // [ep] of each rank
@@ -38,11 +52,11 @@ typedef struct rm_moe {
   // where rows travel
   rm_dispatch *dispatch;        // owned; NULL where rows stay
   rm_dispatch_plan *plan;       // owned
+  rm_moe_stage stage;           // owned; where the host cannot touch the device's memory
 } rm_moe;
 
-enum { RM_MOE_FIELDS = 7 };
-rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_kernels *kernels, const rm_rank *rank, int64_t max_rows,
-                      rm_error *err);
+enum { RM_MOE_FIELDS = 6 };
+rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device, const rm_rank *rank, int64_t max_rows, rm_error *err);
 void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]);   // returns how many
 size_t rm_moe_bytes(const rm_moe *moe);                              // of what it holds beside its fields
@@ -59,6 +73,7 @@ rm_code rm_moe_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *lay
                       int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err);
 
 // ---------------------------------------------------------------------------------------------- shared by moe.c and travel.c
+rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err);   // nothing where the memory is one
 void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int64_t rows,
                   int16_t *routed, int64_t routed_stride);
 // The two grouped gemms of the experts here. group_rows: [experts here + 1] rows of x and y, of which there are m; x and y are whole

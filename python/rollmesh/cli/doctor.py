@@ -172,14 +172,17 @@ def _gpu() -> list[tuple[str, str]]:
 
 def _cuda_kernels() -> str:
     """What the CUDA library beside the extension was compiled for, and the devices that it sees."""
-    path = Path(rm.__file__).parent / "librollmesh_cuda.so"
+    path = library_path()
     if not path.exists():
         return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"cannot be loaded: {error}"
     library.rm_cuda_archs.restype = ctypes.c_char_p
-    devices = int(library.rm_cuda_devices())
+    devices = cuda_devices(path)
     seen = "no driver here" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
-    return f"gemm and attention for {library.rm_cuda_archs().decode()}; {seen}; no engine uses them yet"
+    return f"for {library.rm_cuda_archs().decode()}; {seen}"
 
 
 def _device_answer(device: str) -> str:
@@ -187,7 +190,7 @@ def _device_answer(device: str) -> str:
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
-        return "refused: the engine for it is not built yet" if "not built" in str(error) else f"no: {error}"
+        return f"no: {error}"
     return "works"
 
 

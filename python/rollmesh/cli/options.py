@@ -17,7 +17,7 @@ GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mesh", "where the generator runs; default: of a run's TOML its own, else one rank")
-    group.add_argument("--device", help="cpu (default)")
+    group.add_argument("--device", help="cpu (default), cuda or cuda:N")
     group.add_argument("--tp", type=int, help="tensor-parallel ranks")
     group.add_argument("--dp", type=int, help="data-parallel ranks")
     group.add_argument("--ep", type=int, help="ranks that the experts span: 1, tp or dp*tp")

@@ -1,4 +1,4 @@
-// head.c: trials of what stands over the vocabulary: lm_head, merge_pairs, sample, top_logprobs.
+// head.c: trials of what stands over the vocabulary: lm_head, merge_pairs, sample, top_logprobs, ranks.
 #include <math.h>
 #include <string.h>
 
@@ -114,7 +114,7 @@ const op_test op_merge_pairs = {.name = "merge_pairs",
                                 .bench = {{.rows = 1, .n = 1187, .option = HEAD_TARGETS}, {.rows = 96, .n = 1187, .option = HEAD_TARGETS}}};
 
 // ------------------------------------------------------------------------------------------------ logits that others made
-enum { LOGITS_SPREAD = 1, LOGITS_FEW = 2, LOGITS_FLAT = 3, LOGITS_HARD = 4, LOGITS_SPOILED = 5, SAMPLE_ALL = 16 };
+enum { LOGITS_SPREAD = 1, LOGITS_FEW = 2, LOGITS_FLAT = 3, LOGITS_HARD = 4, LOGITS_SPOILED = 5, SAMPLE_ALL = 16, ONE_ROW = 32 };
 
 static void draw_logits(trial *t) {
   shape *s = &t->s;
@@ -125,16 +125,26 @@ static void draw_logits(trial *t) {
   if (s->vocab > 300) s->rows = rm_min64(s->rows, 2);
 }
 
+static void draw_logits_or_one(trial *t) {
+  draw_logits(t);
+  if (one_in(t, 3)) t->s.option |= ONE_ROW;
+}
+
+// Rows of logits that there are, and the stride that says so.
+static int64_t logits_rows(const trial *t) { return t->s.option & ONE_ROW ? rm_min64(t->s.rows, 1) : t->s.rows; }
+static int64_t logits_stride(const trial *t, int64_t stride) { return t->s.option & ONE_ROW ? 0 : stride; }
+
 // Numbers of a few units, or: spread over many; of few values, so that ties decide; all equal; hard; not all finite.
 static const float *logits_input(trial *t, int64_t stride) {
   const shape *s = &t->s;
   const int what = s->option & 15;
-  float *x = strided_input(t, "logits", RM_F32, s->rows, s->vocab, stride,
+  const int64_t rows = logits_rows(t);
+  float *x = strided_input(t, "logits", RM_F32, rows, s->vocab, stride,
                            what == LOGITS_HARD      ? HARD
                            : what == LOGITS_FLAT    ? EQUAL
                            : what == LOGITS_SPOILED ? SPOILED
                                                     : PLAIN);
-  for (int64_t r = 0; r < s->rows; r++)
+  for (int64_t r = 0; r < rows; r++)
     for (int64_t v = 0; v < s->vocab; v++) {
       float *at = x + r * stride + v;
       if (what == LOGITS_SPREAD) *at *= (float)(1 << between(t, 0, 6));
@@ -144,8 +154,9 @@ static const float *logits_input(trial *t, int64_t stride) {
 }
 
 static const float *stats_input(trial *t) {
-  float *stats = input(t, "stats", t->s.rows * 2, sizeof *stats);
-  for (int64_t r = 0; r < t->s.rows; r++) {
+  const int64_t rows = logits_rows(t);
+  float *stats = input(t, "stats", rows * 2, sizeof *stats);
+  for (int64_t r = 0; r < rows; r++) {
     stats[2 * r] = (float)between(t, -8, 64) * 0.37f;
     stats[2 * r + 1] = one_in(t, 20) ? NAN : (float)between(t, 1, 1 << 20) * 0.731f;
   }
@@ -179,18 +190,17 @@ static void draw_params(trial *t, rm_sample_params *p, const int32_t *banned, in
 static void build_sample(trial *t) {
   const shape *s = &t->s;
   rm_sample_args *a = &t->args.sample;
-  *a = (rm_sample_args){.rows = s->rows, .vocab = s->vocab, .ld_logits = s->vocab + (t->timed ? 0 : between(t, 0, 20))};
-  a->logits = logits_input(t, a->ld_logits);
+  const int64_t stride = s->vocab + (t->timed ? 0 : between(t, 0, 20));
+  *a = (rm_sample_args){.rows = s->rows, .vocab = s->vocab, .ld_logits = logits_stride(t, stride)};
+  a->logits = logits_input(t, stride);
   a->stats = stats_input(t);
   const int64_t n_banned = one_in(t, 4) ? s->vocab : rm_min64(s->vocab, 5);
   int32_t *banned = input(t, "banned", n_banned, sizeof *banned);
   for (int64_t i = 0; i < n_banned; i++) banned[i] = (int32_t)(n_banned == s->vocab ? i : between(t, 0, s->vocab - 1));
   rm_sample_params *params = input(t, "params", s->rows, sizeof *params);
-  uint8_t *flags = input(t, "row_flags", s->rows, 1);
-  for (int64_t r = 0; r < s->rows; r++) {
-    draw_params(t, params + r, banned, n_banned);
-    flags[r] = !t->timed && one_in(t, 12) ? RM_ROW_LOGITS_NONFINITE : 0;
-  }
+  uint8_t *flags = input(t, "row_flags", logits_rows(t), 1);
+  for (int64_t r = 0; r < s->rows; r++) draw_params(t, params + r, banned, n_banned);
+  for (int64_t r = 0; r < logits_rows(t); r++) flags[r] = !t->timed && one_in(t, 12) ? RM_ROW_LOGITS_NONFINITE : 0;
   a->params = params;
   a->row_flags = flags;
   a->tokens = output(t, "tokens", s->rows, sizeof *a->tokens);
@@ -204,7 +214,7 @@ static void call_sample(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->s
 const op_test op_sample = {
     .name = "sample",
     .share = 1,
-    .draw = draw_logits,
+    .draw = draw_logits_or_one,
     .build = build_sample,
     .call = call_sample,
     .bench = {{.rows = 16, .vocab = 151936, .option = LOGITS_SPREAD}, {.rows = 16, .vocab = 151936, .option = LOGITS_SPREAD | SAMPLE_ALL}}};
@@ -234,3 +244,26 @@ const op_test op_top_logprobs = {.name = "top_logprobs",
                                  .build = build_top,
                                  .call = call_top,
                                  .bench = {{.rows = 16, .vocab = 151936, .k = 20, .option = LOGITS_SPREAD}}};
+
+// ------------------------------------------------------------------------------------------------ ranks
+static void build_ranks(trial *t) {
+  const shape *s = &t->s;
+  const int64_t stride = s->vocab + (t->timed ? 0 : between(t, 0, 20));
+  rm_ranks_args *a = &t->args.ranks;
+  *a = (rm_ranks_args){.rows = s->rows, .vocab = s->vocab, .ld_logits = logits_stride(t, stride)};
+  a->logits = logits_input(t, stride);
+  int32_t *tokens = input(t, "tokens", s->rows, sizeof *tokens);
+  for (int64_t r = 0; r < s->rows; r++) tokens[r] = (int32_t)(t->timed || !one_in(t, 8) ? between(t, 0, s->vocab - 1) : -1);
+  a->tokens = tokens;
+  a->ranks = output(t, "ranks", s->rows, sizeof *a->ranks);
+  t->limits = (rm_limits){.max_rows = s->rows, .vocab = s->vocab};
+}
+
+static void call_ranks(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->ranks(ctx, &t->args.ranks); }
+
+const op_test op_ranks = {.name = "ranks",
+                          .share = 4,
+                          .draw = draw_logits_or_one,
+                          .build = build_ranks,
+                          .call = call_ranks,
+                          .bench = {{.rows = 16, .vocab = 151936, .option = LOGITS_SPREAD}}};

@@ -7,7 +7,7 @@
 
 static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
 
-enum { MOE_BIAS = 1, MOE_RENORMALIZE = 2, MOE_EQUAL = 4 };
+enum { MOE_BIAS = 1, MOE_RENORMALIZE = 2, MOE_EQUAL = 4, MOE_ROUTED = 8 };
 
 static void draw_moe(trial *t) {
   shape *s = &t->s;
@@ -23,7 +23,8 @@ static void draw_moe(trial *t) {
 static void draw_router(trial *t) {
   draw_moe(t);
   if (t->s.rows > 100) t->s.top_k = rm_min64(t->s.top_k, 8);
-  t->s.option = (one_in(t, 2) ? MOE_BIAS : 0) | (one_in(t, 2) ? MOE_RENORMALIZE : 0) | (one_in(t, 4) ? MOE_EQUAL : 0);
+  t->s.option = (one_in(t, 2) ? MOE_BIAS : 0) | (one_in(t, 2) ? MOE_RENORMALIZE : 0) | (one_in(t, 4) ? MOE_EQUAL : 0) |
+                (one_in(t, 2) ? MOE_ROUTED : 0);
 }
 
 static void build_router(trial *t) {
@@ -48,6 +49,11 @@ static void build_router(trial *t) {
   if (s->option & MOE_BIAS) a->bias = float_input(t, "bias", RM_F32, s->n_experts, draw_kind(t, SPOILED));
   a->ids = output(t, "ids", s->rows * s->top_k, sizeof *a->ids);
   a->gates = output(t, "gates", s->rows * s->top_k, sizeof *a->gates);
+  if (s->option & MOE_ROUTED) {
+    a->routed_stride = s->top_k + between(t, 0, 20);
+    const int64_t room = s->rows ? (s->rows - 1) * a->routed_stride + s->top_k : 0;
+    a->routed = partial_output(t, "routed", room, sizeof *a->routed, s->rows * s->top_k);
+  }
   t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->n, .max_n = s->n_experts, .n_experts = s->n_experts, .top_k = s->top_k};
   t->flops = 2.0 * (double)(s->rows * s->n_experts) * (double)s->n;
 }

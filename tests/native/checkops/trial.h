@@ -47,6 +47,7 @@ typedef struct trial {
   buffer buffers[MAX_BUFFERS];
   union {
     rm_embed_args embed;
+    rm_gather_rows_args gather;
     rm_rms_norm_args rms_norm;
     rm_gemm_args gemm;
     rm_qk_rope_kv_args rope;
@@ -58,6 +59,7 @@ typedef struct trial {
     rm_merge_pairs_args merge_pairs;
     rm_sample_args sample;
     rm_top_logprobs_args top;
+    rm_ranks_args ranks;
     rm_pack_args pack;
   } args;
 } trial;
@@ -72,8 +74,8 @@ typedef struct op_test {
   shape bench[MAX_BENCH];       // rows = 0 ends them
 } op_test;
 
-extern const op_test op_embed, op_rms_norm, op_gemm, op_gemm_swiglu, op_qk_rope_kv, op_attention, op_router, op_permute, op_combine;
-extern const op_test op_lm_head, op_merge_pairs, op_sample, op_top_logprobs, op_pack;
+extern const op_test op_embed, op_gather_rows, op_rms_norm, op_gemm, op_gemm_swiglu, op_qk_rope_kv, op_attention, op_router, op_permute;
+extern const op_test op_combine, op_lm_head, op_merge_pairs, op_sample, op_top_logprobs, op_ranks, op_pack;
 
 // ------------------------------------------------------------------------------------------------ chance
 uint64_t next64(trial *t);

@@ -1,0 +1,34 @@
+// cuda.c: see cuda.h.
+#include "base/cuda.h"
+
+#include <dlfcn.h>
+#include <string.h>
+
+// A function of the library, into the pointer at `slot`.
+static rm_code find(const char *library, const char *name, void *slot, rm_error *err) {
+  void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (!handle) return rm_fail(err, RM_E_CONFIG, "the CUDA library cannot be loaded: %s", dlerror());
+  void *function = dlsym(handle, name);   // the handle is kept: kernels that were launched once stay loaded
+  if (!function) return rm_fail(err, RM_E_CONFIG, "%s has no %s: it is of another build", library, name);
+  memcpy(slot, &function, sizeof function);
+  return RM_OK;
+}
+
+rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
+  int (*devices)(void) = NULL;
+  const rm_code code = find(library, "rm_cuda_devices", &devices, err);
+  if (!code) *count = devices();
+  return code;
+}
+
+rm_code rm_cuda_device(const char *library, int ordinal, rm_device *out, rm_error *err) {
+  const char *(*open)(int, rm_device *) = NULL;
+  int count;
+  rm_code code = rm_cuda_count(library, &count, err);
+  if (!code) code = find(library, "rm_cuda_open", &open, err);
+  if (code) return code;
+  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
+  if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
+  const char *why = open(ordinal, out);
+  return why ? rm_fail(err, RM_E_DEVICE, "device=\"cuda:%d\": %s", ordinal, why) : RM_OK;
+}

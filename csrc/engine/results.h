@@ -1,0 +1,35 @@
+// results.h: what ops of a step give to the records of requests, and take from them. Where the host can touch the device's memory an op
+// works in the records themselves and all of this is nothing; elsewhere the bytes go through one mirrored block, from which those that
+// are wanted are copied to the records when the step is waited for.
+#pragma once
+
+#include "base/devices.h"
+
+enum { RM_MAX_RESULTS = 4096 };
+
+typedef struct rm_result {
+  void *to;
+  size_t at, bytes;
+} rm_result;
+
+typedef struct rm_results {
+  const rm_device *device;      // view
+  rm_mirror mirror;             // owned
+  rm_result *list;              // owned, [RM_MAX_RESULTS]
+  size_t used;
+  int n;
+} rm_results;
+
+rm_code rm_results_create(const rm_device *device, size_t bytes, rm_results *out, rm_error *err);
+void rm_results_destroy(rm_results *results);   // safe on a zeroed one
+size_t rm_results_room(const rm_results *results);   // bytes of one reserve at most, SIZE_MAX where nothing is copied
+// Room for n pieces of `bytes` together: if there is none left, what was taken is fetched, and what was given is gone. Then take and give
+// cannot fail. A piece costs RM_RESULT_ALIGN bytes more than it has.
+enum { RM_RESULT_ALIGN = 64 };
+rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *err);
+// Where an op puts what the host finds at `to` after the next fetch.
+void *rm_results_take(rm_results *results, void *to, size_t bytes);
+// Where an op finds what the host has at `from` now; `from` stays as it is until the op was called.
+const void *rm_results_give(rm_results *results, const void *from, size_t bytes);
+// Waits for the device, whatever was taken.
+rm_code rm_results_fetch(rm_results *results, rm_error *err);

@@ -1,0 +1,57 @@
+"""Which device a generator runs on: "cpu", "cuda" or "cuda:N".
+
+What needs CUDA is librollmesh_cuda.so beside the extension (kernels/cuda), which is loaded when a GPU is asked for and brings the CUDA
+runtime with it; a machine needs NVIDIA's driver only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollmesh import _core
+from rollmesh.errors import ConfigError
+from rollmesh.show import shown
+
+LIBRARY = "librollmesh_cuda.so"
+LIBRARY_SWITCH = "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
+
+
+class Device(NamedTuple):
+    """Where the ranks of this process run."""
+
+    cuda_library: str | None = None  # None: the CPU
+    cuda_ordinal: int = -1  # the CUDA device of all ranks here; -1: each rank has that of its number, counted round
+
+
+def library_path() -> Path:
+    return Path(os.environ.get(LIBRARY_SWITCH) or Path(_core.__file__).parent / LIBRARY)
+
+
+def cuda_devices(path: Path) -> int:
+    """Devices that the driver shows, -1 where there is no driver. OSError where the library cannot be loaded."""
+    return int(ctypes.CDLL(str(path)).rm_cuda_devices())
+
+
+def device_of(name: Any) -> Device:
+    """ConfigError says what is missing: the library, the driver, a device of that number."""
+    if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+        raise ConfigError(f"device = {shown(name)}, wanted 'cpu', 'cuda' or 'cuda:N'")
+    if name == "cpu":
+        return Device()
+    path = library_path()
+    if not path.exists():
+        raise ConfigError(f"device = {name!r}, and this build has no {path.name}: it was made without nvcc, or with ROLLMESH_CUDA=0")
+    try:
+        count = cuda_devices(path)
+    except OSError as error:
+        raise ConfigError(f"device = {name!r}, and the CUDA library cannot be loaded: {error}") from error
+    ordinal = int(name.partition(":")[2] or -1)
+    if count < 1:
+        raise ConfigError(f"device = {name!r}, and {'there is no NVIDIA driver' if count < 0 else 'the driver shows no device'} here")
+    if ordinal >= count:
+        raise ConfigError(f"device = {name!r}, and the driver shows {count} device{'' if count == 1 else 's'}, numbered from 0")
+    return Device(str(path), ordinal)

@@ -1,0 +1,178 @@
+"""kernels/device.h for ctypes: a device of librollmesh_cuda.so, or of its stand-in on the fibres of tests/simt."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+OK, BUSY, NO_MEMORY, FAULT = range(4)
+MARKS = 4
+
+
+class Embed(Structure):
+    """rm_embed_args: an op that takes every kind of argument, and whose result is easily told."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("ids", c_void_p),
+        ("table", c_void_p),
+        ("packed", c_int),
+        ("rows", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("dtype", c_int),
+    )
+
+
+class Context(Structure):
+    """rm_ctx."""
+
+    _fields_ = (
+        ("stream", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("n_threads", c_int),
+        ("run", c_void_p),
+        ("team", c_void_p),
+    )
+
+
+class Kernels(Structure):
+    """The beginning of rm_kernels."""
+
+    _fields_ = (
+        ("isa", c_char_p),
+        ("family", c_char_p),
+        ("workspace_bytes", c_void_p),
+        ("embed", CFUNCTYPE(None, POINTER(Context), POINTER(Embed))),
+    )
+
+
+class Table(Structure):
+    """rm_device."""
+
+    _fields_ = (
+        ("self", c_void_p),
+        ("name", c_char_p),
+        ("on_host", c_int),
+        ("kernels", POINTER(Kernels)),
+        ("stream", c_void_p),
+        ("map", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
+        ("unmap", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
+        ("pin", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
+        ("unpin", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
+        ("available", CFUNCTYPE(c_size_t, c_void_p)),
+        ("put", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
+        ("get", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
+        ("copy", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t)),
+        ("zero", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
+        ("mark", CFUNCTYPE(None, c_void_p, c_int)),
+        ("reach", CFUNCTYPE(c_int, c_void_p, c_int)),
+        ("wait", CFUNCTYPE(c_int, c_void_p)),
+        ("poll", CFUNCTYPE(c_int, c_void_p)),
+        ("record", CFUNCTYPE(c_int, c_void_p)),
+        ("recorded", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p))),
+        ("replay", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("forget", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("enter", CFUNCTYPE(c_int, c_void_p)),
+        ("leave", CFUNCTYPE(None, c_void_p, c_int)),
+        ("message", CFUNCTYPE(c_char_p, c_void_p)),
+        ("close", CFUNCTYPE(None, c_void_p)),
+    )
+
+
+class Refused(Exception):
+    """What rm_cuda_open says."""
+
+
+class Library:
+    def __init__(self, path: Path) -> None:
+        self.loaded = ctypes.CDLL(str(path))
+        self.loaded.rm_cuda_open.restype = c_char_p
+        self.loaded.rm_cuda_error.restype = c_char_p
+        self.loaded.rm_cuda_archs.restype = c_char_p
+        self.is_simt = hasattr(self.loaded, "simt_contexts")
+
+    def devices(self) -> int:
+        return int(self.loaded.rm_cuda_devices())
+
+    @contextmanager
+    def open(self, ordinal: int = 0) -> Iterator[Device]:
+        """A device between enter and leave, with what it still holds given back at the end."""
+        device = Device(self, ordinal)
+        saved = device.table.enter(device.table.self)
+        try:
+            yield device
+        finally:
+            device.give_back()
+            device.table.leave(device.table.self, saved)
+            device.table.close(device.table.self)
+
+
+class Device:
+    """Calls by name: device.put(to, from, bytes). Addresses are ints."""
+
+    def __init__(self, library: Library, ordinal: int) -> None:
+        self.table = Table()
+        why = library.loaded.rm_cuda_open(ordinal, byref(self.table))
+        if why is not None:
+            raise Refused(why.decode())
+        self.name = self.table.name.decode()
+        self.held: list[tuple[str, int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.table, name)
+        return lambda *arguments: call(self.table.self, *arguments)
+
+    def message(self) -> str:
+        return str(self.table.message(self.table.self).decode())
+
+    def take(self, call: str, size: int) -> int:
+        """A block of map or of pin."""
+        out = c_void_p()
+        status = getattr(self.table, call)(self.table.self, size, byref(out))
+        assert status == OK, (status, self.message())
+        assert out.value is not None
+        self.held.append((call, out.value, size))
+        return out.value
+
+    def give_back(self) -> None:
+        while self.held:
+            self.drop(self.held[-1][1])
+
+    def drop(self, block: int) -> None:
+        call, at, size = next(entry for entry in self.held if entry[1] == block)
+        self.held.remove((call, at, size))
+        getattr(self.table, f"un{call}")(self.table.self, at, size)
+
+    def map(self, size: int) -> int:
+        return self.take("map", size)
+
+    def pin(self, size: int) -> int:
+        return self.take("pin", size)
+
+    def recorded(self) -> tuple[int, int | None]:
+        out = c_void_p()
+        return self.table.recorded(self.table.self, byref(out)), out.value
+
+    def write(self, to: int, data: bytes) -> None:
+        """put of ordinary memory, waited for."""
+        self.put(to, data, len(data))
+        assert self.wait() == OK, self.message()
+
+    def read(self, at: int, size: int) -> bytes:
+        """get to ordinary memory, waited for."""
+        out = ctypes.create_string_buffer(size)
+        self.get(ctypes.addressof(out), at, size)
+        assert self.wait() == OK, self.message()
+        return out.raw
+
+    def embed(self, out: int, ids: int, table: int, rows: int, hidden: int) -> None:
+        """out[r] = table[ids[r]] of float32: an op, enqueued."""
+        context = Context(stream=self.table.stream, n_threads=1)
+        arguments = Embed(out=out, ids=ids, table=table, rows=rows, hidden=hidden, dtype=1)
+        self.table.kernels.contents.embed(byref(context), byref(arguments))
+        ctypes.memset(byref(arguments), 0, ctypes.sizeof(arguments))  # they are not the op's behind its call

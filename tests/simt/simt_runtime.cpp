@@ -1,0 +1,553 @@
+// simt_runtime.cpp: simt_runtime.h over simt.cpp. One lock over everything: the fibres, which are one set, and the tables below.
+#include "simt.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <sys/mman.h>
+#include <thread>
+#include <vector>
+
+namespace {
+
+enum { PAGE = 4096, CHUNK = 16 * PAGE, MAX_OPEN = 4096, ALIGNMENT = 256, MAX_DEVICES = 64, HOST = -1, FRESH = 0xff, SLACK = 0xa5 };
+
+struct block {
+  char *raw, *room, *data;          // guard page, then pages of which the last hold the block, then a guard page
+  size_t length, room_bytes, bytes;  // of the mapping, of its pages that may be touched, of the block
+  int owner;                        // a device, or HOST
+  char *slack_from() const { return std::max(room, data - ALIGNMENT); }
+};
+
+struct device {
+  bool has_context;
+  cudaError_t sticky;
+  size_t used;
+  int n_streams;
+};
+
+// One of the three kinds: a launch, a copy (`from`), a fill.
+struct work {
+  std::shared_ptr<const simt_launch> launch;
+  char *to;
+  const char *from;
+  int value;
+  size_t bytes;
+};
+
+std::mutex lock;
+using locked = std::lock_guard<std::mutex>;
+std::map<const char *, block> blocks;  // by data
+device devices[MAX_DEVICES];
+thread_local cudaError_t last;
+thread_local int current_device;
+thread_local cudaStream_t captured;  // by this thread
+
+long from_environment(const char *name, long otherwise) {
+  const char *text = getenv(name);
+  return text && *text ? atol(text) : otherwise;
+}
+
+cudaError_t said(cudaError_t error) {
+  if (error != cudaSuccess) last = error;
+  return error;
+}
+
+}  // namespace
+
+struct simt_stream {
+  int owner;
+  std::deque<work> queue;
+  uint64_t n_enqueued, n_done;
+  long n_launches, fault_at;
+  std::vector<work> *capture;  // NULL: not recording
+  std::thread::id capturer;
+  bool is_invalid;
+};
+struct simt_event {
+  cudaStream_t stream;
+  uint64_t place;  // work of the stream before it
+  bool is_captured;
+};
+struct simt_graph {
+  std::vector<work> list;
+};
+struct simt_graph_exec {
+  std::vector<work> list;
+};
+
+// ------------------------------------------------------------------------------------------------ blocks
+namespace {
+
+// The block that [at, at + bytes) begins in, if it may be touched by nobody else.
+const block *block_of(const void *at) {
+  auto found = blocks.upper_bound(static_cast<const char *>(at));
+  if (found == blocks.begin()) return nullptr;
+  const block &b = std::prev(found)->second;
+  return at < b.data + b.bytes ? &b : nullptr;
+}
+
+bool is_inside(const block *b, const void *at, size_t bytes) {
+  return b && bytes <= b->bytes && static_cast<const char *>(at) <= b->data + (b->bytes - bytes);
+}
+
+bool is_on(int owner, const void *at, size_t bytes) {
+  const block *b = block_of(at);
+  return b && b->owner == owner && is_inside(b, at, bytes);
+}
+
+cudaError_t block_create(int owner, size_t bytes, void **out) {
+  const size_t used = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, room = (used + PAGE - 1) / PAGE * PAGE;
+  block b = {};
+  b.length = room + 2 * PAGE, b.room_bytes = room, b.bytes = bytes, b.owner = owner;
+  void *raw = mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) return cudaErrorMemoryAllocation;
+  b.raw = static_cast<char *>(raw), b.room = b.raw + PAGE, b.data = b.room + room - used;
+  if (mprotect(b.room, room, PROT_READ | PROT_WRITE)) simt_fault("mprotect");
+  memset(b.slack_from(), SLACK, static_cast<size_t>(b.room + room - b.slack_from()));
+  memset(b.data, FRESH, bytes);
+  if (owner != HOST && mprotect(b.room, room, PROT_NONE)) simt_fault("mprotect");
+  blocks[b.data] = b;
+  *out = b.data;
+  return cudaSuccess;
+}
+
+// Device memory is opened where work touches it, in pieces, and closed when the drain ends: to open all of it would cost more than most
+// launches do. A piece of work says what it touches, a kernel is met by simt_open at its first access.
+struct opened {
+  const block *b;
+  char *from, *to;
+};
+opened open_now[MAX_OPEN];
+int n_open, drains = HOST;  // whose memory may be opened
+
+void protect(char *from, const char *to, int protection) {
+  if (mprotect(from, static_cast<size_t>(to - from), protection)) simt_fault("mprotect");
+}
+
+bool is_slack(const char *from, const char *to) {
+  return std::all_of(from, to, [](char c) { return static_cast<unsigned char>(c) == SLACK; });
+}
+
+[[noreturn]] void slack_written(const block &b) {
+  char text[120];
+  snprintf(text, sizeof text, "bytes beside a block of %zu bytes were written", b.bytes);
+  simt_fault(text);
+}
+
+void check_slack(const block &b) {
+  if (!is_slack(b.slack_from(), b.data) || !is_slack(b.data + b.bytes, b.room + b.room_bytes)) slack_written(b);
+}
+
+// What lies beside a block is in its first and its last chunk.
+void close_all() {
+  for (int i = 0; i < n_open; i++) {
+    const opened &o = open_now[i];
+    if (o.from == o.b->room && !is_slack(o.b->slack_from(), o.b->data)) slack_written(*o.b);
+    if (o.to == o.b->room + o.b->room_bytes && !is_slack(o.b->data + o.b->bytes, o.to)) slack_written(*o.b);
+  }
+  for (int i = 0; i < n_open; i++) protect(open_now[i].from, open_now[i].to, PROT_NONE);
+  n_open = 0;
+}
+
+// The chunks of b that hold [from, to).
+void open_chunks(const block &b, const char *from, const char *to) {
+  const ptrdiff_t first = (from - b.room) / CHUNK * CHUNK, behind = (to - b.room + CHUNK - 1) / CHUNK * CHUNK;
+  const opened wanted = {&b, b.room + first, b.room + std::min(behind, static_cast<ptrdiff_t>(b.room_bytes))};
+  for (int i = 0; i < n_open; i++)
+    if (open_now[i].from <= wanted.from && wanted.to <= open_now[i].to) return;
+  if (n_open == MAX_OPEN) close_all();  // what is needed of it again opens again
+  open_now[n_open++] = wanted;
+  protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
+}
+
+bool block_destroy(void *data, bool on_host) {
+  auto found = blocks.find(static_cast<char *>(data));
+  if (found == blocks.end() || (found->second.owner == HOST) != on_host) return false;
+  const block &b = found->second;
+  if (on_host) check_slack(b);
+  else devices[b.owner].used -= b.bytes;
+  munmap(b.raw, b.length);
+  blocks.erase(found);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------ the queue
+void do_work(simt_stream *s, const work &w) {
+  if (w.launch) {
+    if (++s->n_launches == s->fault_at) devices[s->owner].sticky = cudaErrorIllegalAddress;
+    else simt_run(*w.launch);
+    return;
+  }
+  simt_doing(w.from ? "cudaMemcpyAsync" : "cudaMemsetAsync");
+  for (const char *at : {static_cast<const char *>(w.to), w.from}) {
+    const block *b = at ? block_of(at) : nullptr;
+    if (b && b->owner == s->owner && w.bytes) open_chunks(*b, at, at + w.bytes);
+  }
+  if (w.from) memcpy(w.to, w.from, w.bytes);
+  else memset(w.to, w.value, w.bytes);
+}
+
+// Does what was enqueued before `place`, with the device's memory open to it, and `now` behind it.
+void drain(simt_stream *s, uint64_t place, const work *now = nullptr) {
+  const device &d = devices[s->owner];
+  if (d.sticky == cudaSuccess && (s->n_done < place || now)) {
+    simt_begin();
+    drains = s->owner;
+    for (; s->n_done < place && d.sticky == cudaSuccess; s->n_done++) {
+      const work w = std::move(s->queue.front());
+      s->queue.pop_front();
+      do_work(s, w);
+    }
+    if (now && d.sticky == cudaSuccess) do_work(s, *now);
+    drains = HOST;
+    close_all();
+    for (const auto &[data, b] : blocks)
+      if (b.owner == HOST) check_slack(b);
+    simt_end();
+  }
+  if (d.sticky == cudaSuccess) return;
+  s->queue.clear();
+  s->n_done = s->n_enqueued;
+}
+
+cudaError_t enqueue(simt_stream *s, work w) {
+  if (devices[s->owner].sticky != cudaSuccess) return devices[s->owner].sticky;
+  if (s->capture) {
+    if (s->is_invalid) return cudaErrorStreamCaptureInvalidated;
+    s->capture->push_back(std::move(w));
+    return cudaSuccess;
+  }
+  s->queue.push_back(std::move(w));
+  s->n_enqueued++;
+  if (from_environment("ROLLMESH_SIMT_EAGER", 0)) drain(s, s->n_enqueued);
+  return cudaSuccess;
+}
+
+// A call that the thread's capture does not allow.
+cudaError_t forbid(simt_stream *s) {
+  s->is_invalid = true;
+  return cudaErrorStreamCaptureUnsupported;
+}
+
+// Whether the current device can do what is no stream's; makes its context.
+cudaError_t ready() {
+  if (captured) return forbid(captured);
+  devices[current_device].has_context = true;
+  return devices[current_device].sticky;
+}
+
+}  // namespace
+
+bool simt_open(const void *address) {
+  auto next = blocks.upper_bound(static_cast<const char *>(address));
+  if (next == blocks.end() || address < next->second.room) {
+    if (next == blocks.begin()) return false;
+    next--;
+  }
+  const block &b = next->second;
+  const char *at = static_cast<const char *>(address);
+  if (b.owner == HOST || b.owner != drains || at < b.room || at >= b.room + b.room_bytes) return false;
+  open_chunks(b, at, at + 1);
+  return true;
+}
+
+const char *simt_whose(const void *address) {
+  static char text[120];
+  for (const auto &[data, b] : blocks) {
+    if (address < b.raw || address >= b.raw + b.length) continue;
+    const char *memory = b.owner == HOST ? "pinned memory" : "memory of a device";
+    snprintf(text, sizeof text, "the host touched %s, byte %td of a block of %zu", memory, static_cast<const char *>(address) - b.data,
+             b.bytes);
+    return text;
+  }
+  return nullptr;
+}
+
+void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
+  const locked hold(lock);
+  const char *refused = simt_refused(*launch);
+  if (stream) {
+    said(refused ? cudaErrorInvalidConfiguration
+                 : enqueue(static_cast<simt_stream *>(stream), {std::move(launch), nullptr, nullptr, 0, 0}));
+    return;
+  }
+  if (refused) simt_fault(refused);
+  simt_begin();
+  simt_run(*launch);
+  simt_end();
+}
+
+// ------------------------------------------------------------------------------------------------ errors and devices
+const char *cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidDeviceFunction: return "invalid device function";
+    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
+    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
+    case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
+    case cudaErrorNotReady: return "device not ready";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureWrongThread: return "attempt to terminate a thread-local capture sequence from another thread";
+    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
+  }
+  return "unrecognized error code";
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last;
+  last = cudaSuccess;
+  return error;
+}
+
+cudaError_t cudaGetDeviceCount(int *n) {
+  *n = static_cast<int>(std::min(from_environment("ROLLMESH_SIMT_DEVICES", 8), static_cast<long>(MAX_DEVICES)));
+  return said(*n > 0 ? cudaSuccess : cudaErrorNoDevice);
+}
+
+cudaError_t cudaGetDevice(int *ordinal) {
+  *ordinal = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int ordinal) {
+  int n = 0;
+  if (cudaGetDeviceCount(&n) != cudaSuccess || ordinal < 0 || ordinal >= n) return said(cudaErrorInvalidDevice);
+  const locked hold(lock);
+  current_device = ordinal;
+  devices[ordinal].has_context = true;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+  const int architecture = static_cast<int>(from_environment("ROLLMESH_SIMT_SM", 90));
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
+  return cudaSuccess;
+}
+
+cudaError_t simt_function_attributes(cudaFuncAttributes *attributes) {
+  attributes->binaryVersion = 90;
+  return said(from_environment("ROLLMESH_SIMT_SM", 90) == 90 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
+}
+
+static int primary_context_state(int ordinal, unsigned *flags, int *is_active) {
+  const locked hold(lock);
+  *flags = 0, *is_active = devices[ordinal].has_context;
+  return 0;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult *found) {
+  const bool is_known = !strcmp(name, "cuDevicePrimaryCtxGetState");
+  *entry = is_known ? reinterpret_cast<void *>(primary_context_state) : nullptr;
+  *found = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+// For tests: a bit for each device that has a context.
+extern "C" __attribute__((visibility("default"))) uint64_t simt_contexts() {
+  const locked hold(lock);
+  uint64_t bits = 0;
+  for (int i = 0; i < MAX_DEVICES; i++) bits |= static_cast<uint64_t>(devices[i].has_context) << i;
+  return bits;
+}
+
+// ------------------------------------------------------------------------------------------------ memory
+static size_t all_memory() { return static_cast<size_t>(from_environment("ROLLMESH_SIMT_MEMORY", 1l << 30)); }
+
+cudaError_t cudaMalloc(void **out, size_t bytes) {
+  const locked hold(lock);
+  cudaError_t error = ready();
+  device &d = devices[current_device];
+  if (error == cudaSuccess && (bytes > all_memory() || d.used > all_memory() - bytes)) error = cudaErrorMemoryAllocation;
+  if (error == cudaSuccess) error = block_create(current_device, bytes, out);
+  if (error == cudaSuccess) d.used += bytes;
+  return said(error);
+}
+
+cudaError_t cudaFree(void *data) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  if (!data || captured) return said(error);
+  const block *b = block_of(data);
+  if (b && b->data == data && b->owner != HOST) {
+    mprotect(b->room, b->room_bytes, PROT_READ);
+    check_slack(*b);
+  }
+  return said(block_destroy(data, false) ? error : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  return said(error == cudaSuccess ? block_create(HOST, bytes, out) : error);
+}
+
+cudaError_t cudaFreeHost(void *data) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  if (!data || captured) return said(error);
+  return said(block_destroy(data, true) ? error : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address) {
+  const locked hold(lock);
+  const block *b = block_of(address);
+  const bool inside = b && is_inside(b, address, 1);
+  attributes->type = !inside ? cudaMemoryTypeUnregistered : b->owner == HOST ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  attributes->device = inside && b->owner != HOST ? b->owner : -1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes) {
+  const locked hold(lock);
+  const size_t all = all_memory(), used = devices[current_device].used;
+  *all_bytes = all, *free_bytes = all > used ? all - used : 0;
+  devices[current_device].has_context = true;
+  return said(devices[current_device].sticky);
+}
+
+// ------------------------------------------------------------------------------------------------ streams and events
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  if (error != cudaSuccess) return said(error);
+  *stream = new simt_stream();
+  (*stream)->owner = current_device;
+  (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
+  devices[current_device].n_streams++;
+  simt_order(from_environment("ROLLMESH_SIMT_REVERSED", 0) != 0);
+  simt_watch();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t s) {
+  const locked hold(lock);
+  drain(s, s->n_enqueued);
+  device &d = devices[s->owner];
+  if (--d.n_streams == 0) d.sticky = cudaSuccess;
+  if (captured == s) captured = nullptr;
+  delete s->capture;
+  delete s;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+  const locked hold(lock);
+  if (s->capture) return said(forbid(s));
+  drain(s, s->n_enqueued);
+  return said(devices[s->owner].sticky);
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t s) {
+  const locked hold(lock);
+  if (s->capture) return said(forbid(s));
+  if (s->n_done == s->n_enqueued) return said(devices[s->owner].sticky);
+  drain(s, s->n_done + 1);
+  return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady : devices[s->owner].sticky);
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s) {
+  const locked hold(lock);
+  const bool to_device = kind != cudaMemcpyDeviceToHost, from_device = kind != cudaMemcpyHostToDevice;
+  if ((to_device && !is_on(s->owner, to, bytes)) || (from_device && !is_on(s->owner, from, bytes))) return said(cudaErrorInvalidValue);
+  const work w = {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes};
+  if (to_device && from_device) return said(enqueue(s, w));
+  const void *host = to_device ? from : to;
+  const block *b = block_of(host);
+  if (b && (b->owner != HOST || !is_inside(b, host, bytes))) return said(cudaErrorInvalidValue);
+  if (b) return said(enqueue(s, w));
+  if (s->capture) return said(forbid(s));
+  drain(s, s->n_enqueued, &w);
+  return said(devices[s->owner].sticky);
+}
+
+cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t s) {
+  const locked hold(lock);
+  if (!is_on(s->owner, at, bytes)) return said(cudaErrorInvalidValue);
+  return said(enqueue(s, {nullptr, static_cast<char *>(at), nullptr, value, bytes}));
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+  *event = new simt_event();
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) {
+  const locked hold(lock);
+  *event = {s, s->n_enqueued, s->capture != nullptr};
+  return said(devices[s->owner].sticky);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  const locked hold(lock);
+  if (captured) return said(forbid(captured));
+  if (event->is_captured) return said(cudaErrorCapturedEvent);
+  if (!event->stream) return cudaSuccess;
+  drain(event->stream, event->place);
+  return said(devices[event->stream->owner].sticky);
+}
+
+// ------------------------------------------------------------------------------------------------ graphs
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+  const locked hold(lock);
+  if (s->capture || captured) return said(cudaErrorIllegalState);
+  if (devices[s->owner].sticky != cudaSuccess) return said(devices[s->owner].sticky);
+  s->capture = new std::vector<work>();
+  s->capturer = std::this_thread::get_id();
+  s->is_invalid = false;
+  captured = s;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
+  const locked hold(lock);
+  *graph = nullptr;
+  if (!s->capture) return said(cudaErrorIllegalState);
+  if (s->capturer != std::this_thread::get_id()) return said(cudaErrorStreamCaptureWrongThread);
+  const std::unique_ptr<std::vector<work>> list(s->capture);
+  s->capture = nullptr;
+  captured = nullptr;
+  if (devices[s->owner].sticky != cudaSuccess) return said(devices[s->owner].sticky);
+  if (s->is_invalid) return said(cudaErrorStreamCaptureInvalidated);
+  *graph = new simt_graph{std::move(*list)};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {
+  *made = new simt_graph_exec{graph->list};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t s) {
+  const locked hold(lock);
+  cudaError_t error = devices[s->owner].sticky;
+  for (size_t i = 0; i < made->list.size() && error == cudaSuccess; i++) error = enqueue(s, made->list[i]);
+  return said(error);
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made) {
+  delete made;
+  return cudaSuccess;
+}

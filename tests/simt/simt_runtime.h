@@ -1,0 +1,94 @@
+// simt_runtime.h: the calls of the CUDA runtime that kernels/cuda makes, by their own names, on the shim: memory, streams, events,
+// graphs. It is as strict as a GPU is at its slowest:
+//   - what is enqueued is done when something waits for it, on the thread that waits, and not before: arguments are kept by value,
+//     pinned memory is read and written then. cudaStreamQuery does one step. Copies of memory that is not pinned drain the stream.
+//   - the host cannot touch a device's memory, and no device another's; a block has pages that nobody may touch on both ends, and the
+//     bytes between those and its own are looked at after each drain. A fault is a message and exit status 3, in any program.
+//   - fresh memory holds 0xff, also that of the host.
+// Threads may use it at once, as CUDA says; work is done by one at a time.
+//
+// The environment, read when it is needed:
+//   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
+//   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB)
+//   ROLLMESH_SIMT_SM=90          their architecture: kernels have code for 90 alone
+//   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
+//   ROLLMESH_SIMT_EAGER=1        everything is done when it is enqueued: as strict as a GPU at its fastest
+//   ROLLMESH_SIMT_REVERSED=1     threads in descending order
+#pragma once
+
+#include <cstddef>
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorInvalidResourceHandle = 400,
+  cudaErrorIllegalState = 401,
+  cudaErrorNotReady = 600,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901,
+  cudaErrorStreamCaptureWrongThread = 908,
+  cudaErrorCapturedEvent = 907,
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
+enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
+enum { cudaHostAllocPortable = 1, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaEnableDefault = 0 };
+
+using cudaStream_t = struct simt_stream *;
+using cudaEvent_t = struct simt_event *;
+using cudaGraph_t = struct simt_graph *;
+using cudaGraphExec_t = struct simt_graph_exec *;
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+  int device;
+};
+struct cudaFuncAttributes {
+  int binaryVersion;
+};
+
+const char *cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetLastError();
+
+cudaError_t cudaGetDeviceCount(int *n);
+cudaError_t cudaGetDevice(int *ordinal);
+cudaError_t cudaSetDevice(int ordinal);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
+cudaError_t simt_function_attributes(cudaFuncAttributes *attributes);
+template <class T> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *) { return simt_function_attributes(attributes); }
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned version, unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult *found);
+
+cudaError_t cudaMalloc(void **block, size_t bytes);
+cudaError_t cudaFree(void *block);
+cudaError_t cudaHostAlloc(void **block, size_t bytes, unsigned flags);
+cudaError_t cudaFreeHost(void *block);
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address);
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes);
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream);
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t stream);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made);

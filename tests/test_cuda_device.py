@@ -1,0 +1,552 @@
+"""What kernels/device.h promises of a device, held on the fibres of tests/simt and, where there is one, on a GPU.
+
+The stand-in is lazy: what is enqueued is done when something waits for it. So a promise to wait shows (the bytes are there), and so
+does a host that reads too early or writes again too early: those bytes are not what an eager machine would give.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import cuda_build
+import numpy as np
+import pytest
+from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Library, Refused
+
+
+@pytest.fixture(scope="module", params=["simt", "gpu"])
+def library(request: pytest.FixtureRequest, cuda_folder: Path) -> Library:
+    if request.param == "simt":
+        return Library(request.getfixturevalue("simt_library"))
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc here: kernels/cuda not compiled")
+    if not Path("/dev/nvidiactl").exists():
+        pytest.skip("no GPU here")
+    found = Library(cuda_build.library(cuda_folder))
+    if found.devices() < 1:
+        pytest.skip("no GPU here")
+    return found
+
+
+@pytest.fixture
+def device(library: Library) -> Iterator[Device]:
+    with library.open() as opened:
+        yield opened
+
+
+@pytest.fixture
+def simt(simt_library: Path) -> Library:
+    return Library(simt_library)
+
+
+def seen(at: int, size: int) -> bytes:
+    """Host memory as it is now."""
+    return ctypes.string_at(at, size)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 4095, 4096, 4097, 100_000])
+def test_blocks_are_zeroed_and_aligned(device: Device, size: int) -> None:
+    for call in ("map", "pin"):
+        for _ in range(2):  # the second block may lie where the first one was
+            block = device.take(call, size)
+            assert call == "pin" or block % 256 == 0
+            assert (device.read(block, size) if call == "map" else seen(block, size)) == bytes(size)
+            if call == "map":
+                device.write(block, b"\xaa" * size)
+            else:
+                ctypes.memset(block, 0xAA, size)
+            device.drop(block)
+
+
+def test_a_block_of_no_bytes_is_a_block(device: Device) -> None:
+    device.drop(device.map(0))
+    device.drop(device.pin(0))
+
+
+def test_available_follows_what_is_mapped(device: Device) -> None:
+    before = device.available()
+    block = device.map(32 << 20)
+    assert device.available() <= before - (32 << 20)
+    device.drop(block)
+    assert before - (4 << 20) <= device.available()
+
+
+def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", "1000000")
+    with library.open() as device:
+        block, too_much, out = device.map(4), 1_000_001 if library.is_simt else 1 << 50, ctypes.c_void_p()
+        device.write(block, b"here")
+        assert device.table.map(device.table.self, too_much, ctypes.byref(out)) == NO_MEMORY
+        assert out.value is None
+        assert device.message() == f"cudaMalloc of {too_much} bytes: out of memory"
+        assert (device.wait(), device.poll()) == (OK, OK)
+        assert device.read(block, 4) == b"here"
+        device.drop(device.map(1000))
+
+
+# ------------------------------------------------------------------------------------------------ the queue
+@pytest.mark.parametrize("pinned", [False, True])
+def test_put_and_get(device: Device, rng: np.random.Generator, pinned: bool) -> None:
+    for size in (0, 1, 3, 4096, 70_001):
+        data = rng.bytes(size)
+        block = device.map(size + 2)
+        host = device.pin(size + 1) if pinned else ctypes.addressof(keep := ctypes.create_string_buffer(size + 1))
+        ctypes.memmove(host, data, size)
+        device.put(block + 1, host, size)
+        assert device.wait() == OK
+        ctypes.memset(host, 0x55, size + 1)
+        device.get(host, block + 1, size)
+        assert device.wait() == OK
+        assert seen(host, size + 1) == data + b"\x55"
+        assert device.read(block, size + 2) == b"\0" + data + b"\0"
+        keep = None  # noqa: F841
+
+
+def test_the_queue_keeps_its_order(device: Device) -> None:
+    """A chain in which every step undoes or moves what the step before it has done."""
+    a, b, host = device.map(64), device.map(64), device.pin(64 * 4)
+    for i, fill in enumerate((0x11, 0x22)):
+        ctypes.memset(host + 64 * i, fill, 64)
+    device.put(a, host, 64)
+    device.copy(b, 16, a, 16, 16, 4)
+    device.put(a, host + 64, 64)
+    device.zero(b, 32, 8, 2)
+    device.copy(a + 1, 4, b, 4, 2, 16)
+    device.get(host + 128, a, 64)
+    device.get(host + 192, b, 64)
+    device.zero(a, 64, 64, 1)
+    assert device.wait() == OK
+    want_b = (bytes(8) + b"\x11" * 24) * 2
+    want_a = bytearray(b"\x22" * 64)
+    for row in range(16):
+        want_a[4 * row + 1 : 4 * row + 3] = want_b[4 * row : 4 * row + 2]
+    assert seen(host + 192, 64) == want_b
+    assert seen(host + 128, 64) == want_a
+    assert device.read(a, 64) == bytes(64)
+
+
+def runs(rng: np.random.Generator) -> tuple[int, int, int]:
+    """Width, rows, and a pitch that keeps the runs apart."""
+    width, rows = int(rng.choice([1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 48, 100, 257, 1024, 3000])), int(rng.choice([1, 2, 3, 7, 33, 130]))
+    return width, rows, width + int(rng.choice([0, 0, 1, 2, 4, 5, 8, 16, 64, 4096]))
+
+
+def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
+    """The whole of both blocks is compared: what lies between the runs stays."""
+    size = 700_000
+    a, b = device.map(size), device.map(size)
+    for _ in range(40):
+        width, rows, to_pitch = runs(rng)
+        from_pitch = width + int(rng.choice([0, 1, 2, 4, 16, 32]))
+        to, start = int(rng.choice([0, 1, 2, 4, 16, 33])), int(rng.choice([0, 1, 2, 4, 16, 48]))
+        source, want = rng.integers(1, 256, size, np.uint8), rng.integers(1, 256, size, np.uint8)
+        device.write(a, source.tobytes())
+        device.write(b, want.tobytes())
+        device.copy(b + to, to_pitch, a + start, from_pitch, width, rows)
+        for row in range(rows):
+            want[to + row * to_pitch :][:width] = source[start + row * from_pitch :][:width]
+        assert device.read(b, size) == want.tobytes(), (width, rows, to_pitch, from_pitch, to, start)
+        assert device.read(a, size) == source.tobytes()
+
+
+def test_zeros_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
+    size = 700_000
+    block = device.map(size)
+    for _ in range(40):
+        width, rows, pitch = runs(rng)
+        at = int(rng.choice([0, 1, 2, 4, 16, 33]))
+        want = rng.integers(1, 256, size, np.uint8)
+        device.write(block, want.tobytes())
+        device.zero(block + at, pitch, width, rows)
+        for row in range(rows):
+            want[at + row * pitch :][:width] = 0
+        assert device.read(block, size) == want.tobytes(), (width, rows, pitch, at)
+
+
+def test_no_runs_are_nothing(device: Device) -> None:
+    block = device.map(16)
+    device.write(block, b"x" * 16)
+    for width, rows in ((0, 4), (4, 0), (0, 0)):
+        device.copy(block, 4, block + 8, 4, width, rows)
+        device.zero(block, 4, width, rows)
+    device.put(block, None, 0)
+    device.get(None, block, 0)
+    assert device.read(block, 16) == b"x" * 16
+
+
+def test_an_op_is_enqueued_with_its_arguments(device: Device) -> None:
+    ids, table, out = device.map(8), device.map(64), device.map(32)
+    device.write(ids, np.array([3, 1], np.int32).tobytes())
+    device.write(table, np.arange(16, dtype=np.float32).tobytes())
+    device.embed(out, ids, table, 2, 4)
+    assert np.frombuffer(device.read(out, 32), np.float32).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
+
+
+# ------------------------------------------------------------------------------------------------ marks and waiting
+def test_marks_are_reached_in_any_order(device: Device) -> None:
+    for number in range(MARKS):
+        assert device.reach(number) == OK  # never set
+    block, host = device.map(MARKS * 1024), device.pin(MARKS * 1024)
+    source = device.pin(1024)
+    ctypes.memset(source, 0x77, 1024)
+    for number in range(MARKS):
+        device.put(block + 1024 * number, source, 1024)
+        device.get(host + 1024 * number, block + 1024 * number, 1024)
+        device.mark(number)
+    for number in (2, 0, 3, 1):
+        assert device.reach(number) == OK
+        assert seen(host, 1024 * (number + 1)) == b"\x77" * 1024 * (number + 1)
+    ctypes.memset(host, 0, 1024)
+    device.get(host, block, 1024)
+    device.mark(0)  # a number names the place where it was set last
+    assert device.reach(0) == OK
+    assert seen(host, 1024) == b"\x77" * 1024
+
+
+def test_poll_ends(device: Device) -> None:
+    block, host = device.map(1 << 20), device.pin(1 << 20)
+    assert device.wait() == OK  # for the zeros of the block
+    assert device.poll() == OK
+    for _ in range(20):
+        device.zero(block, 1 << 20, 1 << 20, 1)
+        device.get(host, block, 1 << 20)
+    device.copy(block, 3, block + 99_999, 3, 2, 10_000)
+    statuses = [device.poll()]
+    while statuses[-1] == BUSY:
+        statuses.append(device.poll())
+    assert statuses[-1] == OK
+
+
+def test_unmap_and_unpin_wait(device: Device) -> None:
+    block, host = device.map(5000), device.pin(5000)
+    device.write(block, b"q" * 5000)
+    device.get(host, block, 5000)
+    device.drop(block)
+    assert seen(host, 5000) == b"q" * 5000
+    block = device.map(5000)
+    device.put(block, host, 5000)
+    device.drop(host)
+    assert device.read(block, 5000) == b"q" * 5000
+
+
+# ------------------------------------------------------------------------------------------------ recordings
+def test_a_recording_is_kept_and_replayed(device: Device) -> None:
+    """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the addresses of then."""
+    ids, table, out, wide = device.map(8), device.map(64), device.map(32), device.map(64)
+    host_ids, host_out = device.pin(8), device.pin(64)
+    device.write(table, np.arange(16, dtype=np.float32).tobytes())
+    assert device.record() == OK
+    device.put(ids, host_ids, 8)
+    device.embed(out, ids, table, 2, 4)
+    device.copy(wide, 32, out, 16, 16, 2)
+    device.zero(wide + 16, 32, 4, 2)
+    device.get(host_out, wide, 64)
+    status, recording = device.recorded()
+    assert status == OK, device.message()
+    assert device.wait() == OK
+    assert seen(host_out, 64) == bytes(64)  # nothing of it was done
+    assert device.read(out, 32) == bytes(32)
+    for pair in ([3, 1], [0, 2], [0, 0]):
+        ctypes.memmove(host_ids, np.array(pair, np.int32).tobytes(), 8)
+        device.replay(recording)
+        assert device.wait() == OK
+        got = np.frombuffer(seen(host_out, 64), np.float32)
+        assert got[[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [4.0 * row + i for row in pair for i in range(4)]
+        assert got[[4, 12]].tolist() == [0, 0]
+    device.replay(recording)
+    device.forget(recording)  # waits for it
+    device.forget(None)
+    assert device.wait() == OK
+
+
+def test_replays_stand_in_the_queue(device: Device) -> None:
+    """Replays and what is enqueued between them: done in that order, one recording several times before anything waits."""
+    block, host = device.map(16), device.pin(64)
+    assert device.record() == OK
+    device.copy(block + 4, 4, block, 4, 4, 1)
+    device.copy(block + 8, 4, block + 4, 4, 4, 1)
+    status, recording = device.recorded()
+    assert status == OK
+    for i, word in enumerate((b"aaaa", b"bbbb")):
+        ctypes.memmove(host + 4 * i, word, 4)
+        device.put(block, host + 4 * i, 4)
+        device.replay(recording)
+        device.get(host + 32 + 16 * i, block, 16)
+    assert device.wait() == OK
+    assert seen(host + 32, 32) == b"aaaa" * 3 + bytes(4) + b"bbbb" * 3 + bytes(4)
+    device.forget(recording)
+
+
+def test_two_recordings_and_an_empty_one(device: Device) -> None:
+    block, made = device.map(16), []
+    device.write(block, b"0123456789abcdef")
+    for calls in ([], [(block + 8, block)], [(block, block + 12)]):
+        assert device.record() == OK
+        for to, start in calls:
+            device.copy(to, 4, start, 4, 4, 1)
+        status, recording = device.recorded()
+        assert status == OK
+        made.append(recording)
+    for recording in (*made, made[1]):
+        device.replay(recording)
+    assert device.read(block, 16) == b"cdef4567cdefcdef"
+    for recording in made:
+        device.forget(recording)
+
+
+@pytest.mark.parametrize("call", ["wait", "poll", "map", "pin"])
+def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
+    with library.open() as device:
+        block = device.map(16)
+        assert device.record() == OK
+        device.zero(block, 16, 16, 1)
+        if call in ("map", "pin"):
+            out = ctypes.c_void_p()
+            assert getattr(device.table, call)(device.table.self, 16, ctypes.byref(out)) == FAULT
+        else:
+            assert getattr(device, call)() == FAULT
+        assert "capturing" in device.message()
+        assert device.recorded() == (FAULT, None)
+
+
+# ------------------------------------------------------------------------------------------------ faults
+def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second launch fails some time after its call; what was done before it stands, what comes after it is dropped."""
+    monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
+    with simt.open() as device:
+        block, host = device.map(64), device.pin(64)
+        device.write(block, b"x" * 64)
+        device.zero(block, 8, 4, 8)
+        device.get(host, block, 64)
+        device.mark(0)
+        device.zero(block + 4, 8, 4, 8)  # this one
+        device.get(host, block, 64)
+        device.mark(1)
+        assert device.reach(0) == OK
+        assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
+        assert device.reach(1) == FAULT
+        first = device.message()
+        assert first == "cudaEventSynchronize: an illegal memory access was encountered"
+        device.zero(block, 64, 64, 1)
+        device.get(host, block, 64)
+        device.replay(None)
+        out = ctypes.c_void_p()
+        assert device.table.map(device.table.self, 4, ctypes.byref(out)) == FAULT
+        assert device.table.pin(device.table.self, 4, ctypes.byref(out)) == FAULT
+        for status in (device.wait(), device.poll(), device.reach(0), device.reach(3), device.record(), device.recorded()[0]):
+            assert status == FAULT
+        assert device.available() == 0
+        assert device.message() == first
+        assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
+    monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
+    with simt.open() as device:  # a context lives from a stream to the last
+        device.drop(device.map(4))
+
+
+def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
+    """A grid of more than 2^31 − 1 rows: refused by the call itself, which has no status to say so."""
+    assert device.wait() == OK
+    device.embed(device.map(4), device.map(4), device.map(4), (1 << 32) - 1, 1)
+    assert device.poll() == FAULT
+    assert device.message() == "a launch: invalid configuration argument"
+
+
+def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
+    with library.open() as broken:
+        broken.embed(broken.map(4), broken.map(4), broken.map(4), (1 << 32) - 1, 1)
+    with library.open() as device:
+        assert device.wait() == OK
+    assert library.loaded.rm_cuda_error() is None
+
+
+def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
+    there = ctypes.create_string_buffer(64)
+    at = ctypes.addressof(there)
+    for wrong in ("put", "get", "copy", "zero", "beyond"):
+        with simt.open() as device:
+            block = device.map(64)
+            calls = {
+                "put": lambda d=device, b=block: d.put(at, b, 8),
+                "get": lambda d=device, b=block: d.get(b, at, 8),
+                "copy": lambda d=device, b=block: d.copy(b, 8, at, 8, 8, 1),
+                "zero": lambda d=device, b=block: d.zero(at, 8, 8, 1),
+                "beyond": lambda d=device, b=block: d.put(b + 60, at, 8),
+            }
+            calls[wrong]()
+            assert device.wait() == FAULT, wrong
+            assert device.message().endswith(": invalid argument"), wrong
+
+
+# ------------------------------------------------------------------------------------------------ the shim's strictness
+def test_nothing_is_done_before_something_waits(simt: Library) -> None:
+    """Reads before the wait see the old bytes, and a buffer that is written again too early sends the new ones."""
+    with simt.open() as device:
+        block, host, back = device.map(16), device.pin(16), device.pin(16)
+        ctypes.memmove(host, b"first", 5)
+        device.put(block, host, 5)
+        device.copy(block + 8, 4, block, 4, 2, 1)
+        device.get(back, block, 16)
+        device.mark(0)
+        assert seen(back, 16) == bytes(16)
+        ctypes.memmove(host, b"later", 5)
+        device.get(back, block, 0)
+        assert device.poll() == BUSY
+        assert device.reach(0) == OK
+        assert seen(back, 16) == b"later" + bytes(3) + b"la" + bytes(6)
+
+
+def test_a_mark_does_no_more_than_it_must(simt: Library) -> None:
+    with simt.open() as device:
+        block, host = device.map(8), device.pin(8)
+        ctypes.memmove(host, b"abcdefgh", 8)
+        device.put(block, host, 4)
+        device.mark(1)
+        device.get(host + 4, block, 4)
+        assert device.reach(1) == OK
+        assert seen(host, 8) == b"abcdefgh"
+        assert device.wait() == OK
+        assert seen(host, 8) == b"abcdabcd"
+
+
+def test_eager_is_at_once(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_EAGER", "1")
+    with simt.open() as device:
+        block, host = device.map(8), device.pin(8)
+        ctypes.memmove(host, b"now", 3)
+        device.put(block, host, 3)
+        device.get(host + 4, block, 3)
+        assert seen(host, 8) == b"now\0now\0"
+
+
+SCRIPT = """
+import ctypes, sys, threading
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from cuda_device import Library
+library = Library(Path({path!r}))
+def body():
+    with library.open(1) as other:
+        elsewhere = other.map(100)
+        with library.open(0) as device:
+            block, host = device.map(100), device.pin(100)
+            {body}
+            device.wait()
+            print("unseen")
+thread = threading.Thread(target=body) if {threaded} else None
+if thread: thread.start(); thread.join()
+else: body()
+"""
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("ctypes.memset(block, 0, 1)", "the host touched memory of a device, byte 0 of a block of 100"),
+        ("ctypes.string_at(block + 99, 1)", "the host touched memory of a device, byte 99 of a block of 100"),
+        ("ctypes.string_at(host + 300, 1)", "the host touched pinned memory, byte 300 of a block of 100"),
+        ("device.embed(block + 256, block, block, 1, 1)", "access outside"),
+        ("device.embed(block, block, elsewhere, 1, 1)", "access outside"),
+        ("device.embed(block, 8, block, 1, 1)", "access outside"),
+        ("device.embed(block + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
+        ("device.embed(block - 4, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
+        ("device.embed(host + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
+        ("device.get(host, block, 100)", "unseen"),
+    ],
+)
+def test_the_shim_ends_a_program_that_touches_what_it_must_not(simt_library: Path, body: str, message: str, threaded: bool) -> None:
+    """Inside Python, whose own handlers of signals are in place, on its main thread and on another."""
+    script = SCRIPT.format(tests=str(Path(__file__).parent), path=str(simt_library), body=body, threaded=threaded)
+    command = [sys.executable, "-X", "faulthandler", "-c", script]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    assert message in done.stdout, done.stdout
+    assert done.returncode == (0 if message == "unseen" else 3), done.stdout
+    assert ("simt: " in done.stdout) == (message != "unseen")
+
+
+# ------------------------------------------------------------------------------------------------ opening
+def test_a_device_that_is_not_there_is_refused(library: Library) -> None:
+    for ordinal in (-1, library.devices()):
+        with pytest.raises(Refused, match=rf"cuda:{ordinal}: the driver shows {library.devices()} devices"):
+            Device(library, ordinal)
+
+
+def test_no_driver_is_said(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", "0")
+    assert simt.devices() == -1
+    with pytest.raises(Refused, match="no CUDA device: no CUDA-capable device is detected"):
+        Device(simt, 0)
+
+
+def test_an_architecture_without_code_is_refused(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_SM", "86")
+    with pytest.raises(Refused, match=r"cuda:2 is an sm_86, for which this library has no code, but for simt \("):
+        Device(simt, 2)
+    assert simt.loaded.rm_cuda_error() is None
+
+
+def test_what_a_device_is(library: Library) -> None:
+    with library.open() as device:
+        assert device.name == "cuda:0"
+        assert not device.table.on_host
+        assert device.table.stream
+        assert device.table.kernels.contents.family == b"cuda_fma"
+
+
+def test_a_thread_goes_back_to_a_device_only_where_it_has_a_context(simt_library: Path) -> None:
+    """cudaSetDevice would make one, some hundred MiB of a device that the process does not use."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from cuda_device import Library
+library = Library(Path({str(simt_library)!r}))
+with library.open(3) as three:
+    assert library.loaded.simt_contexts() == 8, library.loaded.simt_contexts()
+    with library.open(1) as one:
+        assert one.table.enter(one.table.self) == 1
+        assert three.table.enter(three.table.self) == 1
+        three.table.leave(three.table.self, 1)
+        assert one.table.enter(one.table.self) == 1
+    assert three.table.enter(three.table.self) == 3
+assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+def test_devices_of_several_threads(library: Library, rng: np.random.Generator) -> None:
+    """Each thread its own device, at the same time: copies there and back, ops, recordings, waits."""
+    ordinals = [i % library.devices() for i in range(6)]
+    failures: list[str] = []
+
+    def work(ordinal: int, data: bytes) -> None:
+        with library.open(ordinal) as device:
+            ids, table, out, host = device.map(4), device.map(len(data)), device.map(len(data)), device.pin(len(data))
+            for turn in range(8):
+                device.put(table, data, len(data))
+                if turn % 2:
+                    device.record()
+                device.embed(out, ids, table, 1, len(data) // 4)
+                device.get(host, out, len(data))
+                if turn % 2:
+                    recording = device.recorded()[1]
+                    device.replay(recording)
+                    device.forget(recording)
+                if device.wait() != OK or seen(host, len(data)) != data:
+                    failures.append(f"cuda:{ordinal} turn {turn}: {device.message()}")
+                device.zero(out, 16, 8, len(data) // 16)
+                ctypes.memset(host, 0, len(data))
+
+    threads = [Thread(target=work, args=(ordinal, rng.bytes(4000 + 400 * i))) for i, ordinal in enumerate(ordinals)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
