@@ -18,7 +18,7 @@ static PyObject *cuda_available(PyObject *module, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   rm_device device;
   if (!PyArg_ParseTuple(args, "si:cuda_available", &library, &ordinal)) return NULL;
-  if (rm_cuda_device(library, ordinal, &device, &err)) return rm_raise(module, &err);
+  if (rm_cuda_device(library, ordinal, NULL, &device, &err)) return rm_raise(module, &err);
   const int saved = device.enter(device.self);
   const size_t bytes = device.available(device.self);
   device.leave(device.self, saved);

@@ -104,6 +104,30 @@ def test_all_that_a_caller_sees_is_the_cpus(make: Callable[..., rm.Generator], c
     assert gpu.metrics()["family"] == "cuda_fma"
 
 
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_tensor_cores_are_a_family_of_their_own(make: Callable[..., rm.Generator], config: helpers.Config) -> None:
+    """On the shim over a model of the instruction: near the CPU's numbers, and the same bits alone, in company, in chunks, scored."""
+    state = helpers.numpy_state_dict(config, seed=1)
+    cpu = make(config, "cpu")
+    gpu, small = make(config, isa="cuda_mma"), make(config, isa="cuda_mma", max_num_batched_tokens=5, max_num_seqs=1)
+    reports = [generator.sync_weights(state, cast=True) for generator in (cpu, gpu, small)]
+    assert len({report.digest for report in reports}) == 1
+    near, own = cpu.logits([[4] * 40])[0], gpu.logits([[4] * 40])[0]
+    assert 0 < np.abs(near - own).max() < 0.02 * np.abs(near).max()
+    assert everything(gpu)[2:] == everything(small)[2:]
+    params = rm.SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+    together = gpu.generate([[1, 2, 3], [9] * 30, [5, 6]], params, use_tqdm=False)
+    alone = [small.generate([list(output.prompt_token_ids)], params, use_tqdm=False)[0] for output in together]
+    for one, other in zip(together, alone, strict=True):
+        tokens, logprobs = one.outputs[0].token_ids, one.outputs[0].logprobs
+        assert bits([tokens, logprobs]) == bits([other.outputs[0].token_ids, other.outputs[0].logprobs])
+        scored = gpu.score([[*one.prompt_token_ids.tolist(), *tokens.tolist()]])[0]
+        assert scored[-len(tokens) :].tobytes() == logprobs.tobytes()
+        assert one.outputs[0].contract.family == "cuda_mma"
+    with pytest.raises(rm.ConfigError, match="isa = 'avx2', wanted one of cuda_fma, cuda_mma"):
+        make(config, isa="avx2")
+
+
 @pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
 def test_logits_of_each_shape(make: Callable[..., rm.Generator], case: helpers.Case) -> None:
     cpu, gpu = make(case.config, "cpu", dtype="float32"), make(case.config, dtype="float32")

@@ -37,19 +37,20 @@ void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
 void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
-// `rows` runs of `width` bytes, any pitch; from NULL: zeros.
-void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
-
 // The family cuda_mma, where it differs: bf16 on tensor cores, or in their packing (packing.cuh); float32 goes to the above.
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
 bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);  // false: too many rows, nothing was done
+bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);   // false: k is too long
 void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a);
 void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
+
+// `rows` runs of `width` bytes, any pitch; from NULL: zeros.
+void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
 
 // Bytes of ctx->workspace, of the ops that use it.
 size_t rm_cuda_attention_workspace(const rm_limits *limits);

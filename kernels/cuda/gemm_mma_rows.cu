@@ -1,8 +1,8 @@
 // gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, which is reading W once. A block takes 64 rows of W, a warp 16,
-// against up to 64 tokens. Where those blocks are too few for the card, each takes one segment of k only and leaves its sums in the
-// workspace; a second launch adds them in the order of the segments, which is the order that a block with all of k adds them in. So
-// neither the split nor the number of tokens can change a bit. A counter and the last block instead of the second launch would need
-// memory that is zero between ops; a cluster of blocks over the segments needs sm_90.
+// against up to 64 tokens (gemm_mma_few.cu has up to 8 of them). Where those blocks are too few for the card, each takes one segment of
+// k only and leaves its sums in the workspace; a second launch adds them in the order of the segments, which is the order that a block
+// with all of k adds them in. So neither the split nor the number of tokens can change a bit. A counter and the last block instead of
+// the second launch would need memory that is zero between ops; a cluster of blocks over the segments needs sm_90.
 //
 // Groups that have no rows cost nothing: a block finds the group of its slot among those that have some, so there are never more
 // slots than rows.
@@ -12,27 +12,9 @@
 namespace {
 
 constexpr int WARPS = RM_ROWS_WARPS, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
-static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> && WARPS * RM_PUT_WORDS<1> <= RM_STAGED_WORDS<1>);
+static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> && WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
 constexpr int64_t FEW_ROWS = 64, ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
 constexpr int64_t MAX_WORKSPACE = 64 << 20;
-
-// Group of the slot-th that has rows, or −1. By a whole warp.
-__device__ int64_t group_of(const rm_gemm_args &a, int64_t slot) {
-  if (!a.group_rows) return 0;
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  for (int64_t from = 0; from < a.n_groups; from += RM_WARP) {
-    const int64_t g = from + lane;
-    unsigned live = __ballot_sync(RM_ALL_LANES, g < a.n_groups && a.group_rows[g + 1] > a.group_rows[g]);
-    const int n = __popc(live);
-    if (slot >= n) {
-      slot -= n;
-      continue;
-    }
-    for (; slot > 0; slot--) live &= live - 1;
-    return from + __ffs(static_cast<int>(live)) - 1;
-  }
-  return -1;
-}
 
 // parts: [segment][row of y][row of W]
 template <int NT>
@@ -51,7 +33,7 @@ template <bool SWIGLU, int NT> __global__ void __launch_bounds__(THREADS, NT <= 
   RM_SHARED(shared);
   const int64_t segments = parts ? rm_mma_segments(a.k) : 1, tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n));
   const rm_rows_unit u = rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, segments);
-  const int64_t group = group_of(a, u.slot);
+  const int64_t group = rm_group_of_slot(a, u.slot);
   if (group < 0) return;  // all of the block
   const int64_t begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : a.m;
   const int64_t pitch = tile_rows * RM_MMA_ROWS, all_steps = rm_mma_steps(a.k);
@@ -104,8 +86,8 @@ template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args
 template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
   const int64_t groups = a->group_rows ? a->n_groups : 1;
   const int64_t rows = a->group_rows ? rm_min64(a->m, 2 * ((a->m + groups - 1) / groups)) : a->m;
-  if (rows <= 8) launch<SWIGLU, 1>(ctx, a);
-  else if (rows <= 16) launch<SWIGLU, 2>(ctx, a);
+  if (rows <= RM_MMA_COLS && rm_cuda_gemm_mma_few(ctx, a, SWIGLU)) return;
+  if (rows <= 16) launch<SWIGLU, 2>(ctx, a);
   else if (rows <= 32) launch<SWIGLU, 4>(ctx, a);
   else launch<SWIGLU, 8>(ctx, a);
 }

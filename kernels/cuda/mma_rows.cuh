@@ -22,29 +22,34 @@ RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int war
 // k that are staged at once, for NT × 8 tokens: what fits into 48 KB of shared memory.
 template <int NT> constexpr int RM_CHUNK = NT <= 2 ? 512 : 256;
 template <int CHUNK> constexpr int RM_STAGED_PITCH = CHUNK / 2 + 4;  // words
-template <int NT> constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<RM_CHUNK<NT>>;
+template <int NT, int CHUNK = RM_CHUNK<NT>> constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<CHUNK>;
 
 // Where a lane finds word 0 or 1 of B, for 8 tokens from `token` on and a step of 16 k.
 template <int CHUNK> RM_INLINE int rm_staged_word(int token, int step, int lane, int word) {
   return (token + lane / 4) * RM_STAGED_PITCH<CHUNK> + step * (RM_MMA_K / 2) + word * 4 + lane % 4;
 }
 
-template <int NT, int THREADS> __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t k0) {
-  constexpr int CHUNK = RM_CHUNK<NT>, EIGHTS = CHUNK / 8;
+template <int NT, int THREADS, int CHUNK> __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t k0) {
+  constexpr int EIGHTS = CHUNK / 8;
   const int64_t end = rm_round_up(t.k, RM_K_BLOCK);
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < RM_MMA_COLS * NT * EIGHTS; i += THREADS) {
+  for (int i = static_cast<int>(threadIdx.x) % THREADS; i < RM_MMA_COLS * NT * EIGHTS; i += THREADS) {
     const int r = i / EIGHTS, at = i % EIGHTS * 8;
     if (k0 + at < end) *reinterpret_cast<uint4 *>(to + r * RM_STAGED_PITCH<CHUNK> + at / 2) = rm_load_tokens(t, r, k0 + at);
   }
 }
 
-// Steps [step0, step0 + steps) of W's row of tiles at w against NT × 8 tokens, by a block of THREADS, each warp for itself; step0 is a
-// segment's first. `live`: the warp has such a row. Sums: rm_mma_c_place.
-template <int NT, int THREADS>
+template <int THREADS> __device__ inline void rm_sync_stagers() {
+  if constexpr (THREADS == RM_WARP) __syncwarp();
+  else __syncthreads();
+}
+
+// Steps [step0, step0 + steps) of W's row of tiles at w against NT × 8 tokens, each warp for itself; step0 is a segment's first. `live`:
+// the warp has such a row. THREADS stage together: all of a block, or each warp what it needs. Sums: rm_mma_c_place.
+template <int NT, int THREADS, int CHUNK = RM_CHUNK<NT>>
 __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t, const uint4 *w, bool live, int step0,
                                    int steps) {
-  constexpr int CHUNK = RM_CHUNK<NT>, OF_CHUNK = CHUNK / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
+  constexpr int OF_CHUNK = CHUNK / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   w += static_cast<int64_t>(step0) * RM_WARP + lane;
   uint4 a[AHEAD];
@@ -54,9 +59,9 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
 #pragma unroll
   for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
   for (int at = 0; at < steps; at += OF_CHUNK) {
-    __syncthreads();  // before what is staged is overwritten
-    rm_stage_tokens<NT, THREADS>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
-    __syncthreads();
+    rm_sync_stagers<THREADS>();  // before what is staged is overwritten
+    rm_stage_tokens<NT, THREADS, CHUNK>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
+    rm_sync_stagers<THREADS>();
     if (at % RM_MMA_STEPS == 0)
 #pragma unroll
       for (int n = 0; n < NT; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
@@ -85,4 +90,22 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
 #pragma unroll
       for (int i = 0; i < 4; i++) acc[n][i] = acc[n][i] + sums[n][i];
   }
+}
+
+// Group of the slot-th that has rows, or −1. By a whole warp.
+__device__ inline int64_t rm_group_of_slot(const rm_gemm_args &a, int64_t slot) {
+  if (!a.group_rows) return 0;
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  for (int64_t from = 0; from < a.n_groups; from += RM_WARP) {
+    const int64_t g = from + lane;
+    unsigned live = __ballot_sync(RM_ALL_LANES, g < a.n_groups && a.group_rows[g + 1] > a.group_rows[g]);
+    const int n = __popc(live);
+    if (slot >= n) {
+      slot -= n;
+      continue;
+    }
+    for (; slot > 0; slot--) live &= live - 1;
+    return from + __ffs(static_cast<int>(live)) - 1;
+  }
+  return -1;
 }

@@ -16,6 +16,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.show import shown
 
 LIBRARY = "librollmesh_cuda.so"
+CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
 LIBRARY_SWITCH = "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
 
 

@@ -40,7 +40,7 @@ from rollmesh.arguments import (
     share_of_memory,
 )
 from rollmesh.comm import Comm
-from rollmesh.devices import device_of
+from rollmesh.devices import CUDA_FAMILIES, device_of
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
@@ -91,6 +91,7 @@ class EngineOptions:
     memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
     cuda_library: str | None = None  # devices.py, as the next
     cuda_ordinal: int = -1
+    cuda_family: str | None = None
 
 
 class Generator:
@@ -115,7 +116,9 @@ class Generator:
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
-    isa                     of the CPU. None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
+    isa                     of the CPU: None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it. Of a GPU: None or
+                            "cuda_fma": the contract's own arithmetic, whose bits are the CPU's; "cuda_mma": tensor cores for bfloat16,
+                            a family of bits of its own, the same whatever the batch and the mesh
 
     Raises ConfigError for a setting that breaks a rule or a device that is not here, MemoryError where memory is short, CapacityError
     where a GPU's is, DeviceError where CUDA fails.
@@ -158,7 +161,7 @@ class Generator:
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
             dtype=dtype,
-            isa=None if isa is None else choice("isa", isa, _core.available_isas()),
+            isa=None if isa is None or where.cuda_library else choice("isa", isa, _core.available_isas()),
             threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
@@ -176,6 +179,7 @@ class Generator:
             sequence_parallel=sequence_parallel,
             cuda_library=where.cuda_library,
             cuda_ordinal=where.cuda_ordinal,
+            cuda_family=None if isa is None or not where.cuda_library else choice("isa", isa, CUDA_FAMILIES),
         )
         values = spec.engine_values(self.max_model_len)
         self._engine: AnyEngine

@@ -100,7 +100,7 @@ bool check_router() {
         for (const rows_kind k : {PLAIN, EQUAL, HALF_EQUAL, NANS})
           if (!router_case(dtype, {1 + pick(4), hidden, e[0], e[1]}, k, static_cast<int>(pick(2)))) return false;
   for (int again = 0; again < 6; again++)  // k split over blocks, where the workspace has room for it
-    if (!router_case(RM_BF16, {5, 600 + 600 * (again % 2), 20, 3}, PLAIN, 1)) return false;
+    if (!router_case(RM_BF16, {12, 600 + 600 * (again % 2), 20, 3}, PLAIN, 1)) return false;
   return router_case(RM_BF16, {0, 32, 8, 2}, PLAIN, 1);
 }
 
