@@ -99,6 +99,7 @@ void rm_comm_destroy(rm_comm *comm) {
 int rm_comm_rank(const rm_comm *comm) { return comm->rank; }
 int rm_comm_size(const rm_comm *comm) { return comm->size; }
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch) { comm->epoch = epoch; }
+double rm_comm_timeout(const rm_comm *comm) { return comm->timeout; }
 void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = within_clock(seconds); }
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 

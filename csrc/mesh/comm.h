@@ -97,6 +97,7 @@ int rm_comm_size(const rm_comm *comm);
 // Weight version that this rank serves; part of every header.
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch);
 void rm_comm_set_timeout(rm_comm *comm, double seconds);
+double rm_comm_timeout(const rm_comm *comm);
 
 typedef struct rm_comm_stats {
   int64_t calls[RM_N_COMM_OP];

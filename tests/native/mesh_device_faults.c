@@ -194,7 +194,8 @@ static rm_code last_step(rank *self, rm_error *err) {
   if (waits_for_abort && !is_culprit(self)) usleep(100000);   // the culprit stands in its wait by then
   rm_code code = is_culprit(self) ? misbehave(self, err) : step(self, 0, err);
   if (!code && compares) code = rm_comm_compare(self->comm, self->host, err);
-  if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, patience, err);
+  rm_comm *const groups[] = {NULL, self->comm};
+  if (!code) code = rm_comm_wait(groups, 2, &self->device->device, patience, err);
   if (waits_for_abort && is_culprit(self)) pthread_join(self->other, NULL);
   return code;
 }
