@@ -139,6 +139,7 @@ static void run_chain(const rank *self) {
   for (size_t i = 0; i < bytes; i++) here[i] = talk_byte(w->seed + (uint64_t)self->rank, i);
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->put(device->self, there, here, bytes);
+  if (rm_comm_can_be_recorded(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
     if (device->record(device->self)) tiny_die("nothing can be recorded");
     chain_on_device(self, &on_device);
