@@ -99,6 +99,7 @@ void rm_comm_destroy(rm_comm *comm) {
 int rm_comm_rank(const rm_comm *comm) { return comm->rank; }
 int rm_comm_size(const rm_comm *comm) { return comm->size; }
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch) { comm->epoch = epoch; }
+double rm_comm_timeout(const rm_comm *comm) { return comm->timeout; }
 void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = within_clock(seconds); }
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
@@ -316,10 +317,18 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
   }
 }
 
+// Nothing in the queue waits for another rank.
+static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, rm_error *err) {
+  if (device->wait(device->self) == RM_DEVICE_OK) return look_back(comms, n, err);
+  return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
+}
+
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {
   rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
   rm_error *said = err ? err : &own;
-  const rm_code code = wait_for(comms, n, device, within_clock(timeout), said);
+  int watched = 0;
+  for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
+  const rm_code code = watched ? wait_for(comms, n, device, within_clock(timeout), said) : wait_alone(comms, n, device, said);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
@@ -328,6 +337,8 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, dou
   rm_error_clear(&own);
   return code;
 }
+
+int rm_comm_can_be_recorded(const rm_comm *comm) { return comm->transport.waits_there; }
 
 uint64_t rm_comm_digest(const rm_comm *comm) { return comm->digest; }
 

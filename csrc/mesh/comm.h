@@ -80,8 +80,11 @@ rm_code rm_comm_look(rm_comm *comm, rm_error *err);
 // What the engine calls instead of device->wait where calls of `comms` may stand in the device's queue (NULL ones are left out): until
 // all of it is done. Meanwhile it looks at the groups; where one has failed, or the queue is not at its end after `timeout` seconds,
 // all of them are given up, which ends what stands in the queue. RM_E_RANK_LOST and the like, as the group says;
-// RM_E_COLLECTIVE_TIMEOUT; RM_E_DEVICE where the device itself has failed.
+// RM_E_COLLECTIVE_TIMEOUT; RM_E_DEVICE where the device itself has failed. Without a group that waits there, it is device->wait.
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err);
+
+// Whether calls do no more than enqueue, so that a recording of the device may hold them; barriers never do.
+int rm_comm_can_be_recorded(const rm_comm *comm);
 
 // Transports that send no header (nccl) cannot compare what the ranks are doing. This does, once a step: a word for all calls of
 // this end so far, the same on all ranks that made the same (op, sequence, epoch, and the sizes of gathers). What a recording replays
@@ -97,6 +100,7 @@ int rm_comm_size(const rm_comm *comm);
 // Weight version that this rank serves; part of every header.
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch);
 void rm_comm_set_timeout(rm_comm *comm, double seconds);
+double rm_comm_timeout(const rm_comm *comm);
 
 typedef struct rm_comm_stats {
   int64_t calls[RM_N_COMM_OP];

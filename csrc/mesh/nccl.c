@@ -197,6 +197,7 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
   rm_nccl_end *end;
   rm_nccl_id id;
   hello mine = {0};
+  const double kept = rm_comm_timeout(host);
   *out = NULL;
   rm_code code = make_end(host, device, options, &end, said);
   if (code) {
@@ -227,6 +228,7 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
   }
   *out = NULL;
 out:
+  rm_comm_set_timeout(host, kept);
   rm_error_clear(&own);
   return code;
 }

@@ -222,6 +222,15 @@ static rm_code all_gather(rm_nccl_end *end, call *c, const char *what, double ti
   return code;
 }
 
+// The ranks, on the host, whose deadline is lent.
+static rm_code meet(rm_nccl_end *end, double seconds, rm_error *err) {
+  const double kept = rm_comm_timeout(end->host);
+  rm_comm_set_timeout(end->host, seconds);
+  const rm_code code = rm_comm_barrier(end->host, err);
+  rm_comm_set_timeout(end->host, kept);
+  return code;
+}
+
 rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                          const rm_block recv[], rm_error *err) {
   rm_nccl_end *end = self;
@@ -233,8 +242,7 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
   rm_code code = RM_OK;
   int moves = 0;
   if (op == RM_COMM_BARRIER) {   // no bytes meet, so the ranks do
-    rm_comm_set_timeout(end->host, timeout);
-    if ((code = rm_comm_barrier(end->host, err))) rm_nccl_give_up(end);
+    if ((code = meet(end, timeout, err))) rm_nccl_give_up(end);
     return code;
   }
   size_t sent = c.gathered ? 0 : place(end, send, op == RM_COMM_GATHER || op == RM_COMM_BROADCAST, end->out, end->from);
@@ -271,8 +279,7 @@ rm_code rm_nccl_look(void *self, rm_error *err) {
 // NCCL's own way out is one that all ranks go together: who has left is lost to a rank whose queue is not at its end. So they meet
 // first. Where one does not come soon, this rank goes by itself.
 static rm_code part(rm_nccl_end *end, rm_error *err) {
-  rm_comm_set_timeout(end->host, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS);
-  rm_code code = rm_comm_barrier(end->host, err);
+  rm_code code = meet(end, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS, err);
   if (code) return code;
   pthread_mutex_lock(&end->lock);
   const int result = end->comm ? end->api.finalize(end->comm) : RM_NCCL_SUCCESS;

@@ -3,12 +3,13 @@
 //
 // Talk: each case is a world of 2 … 8 ranks that talks by both transports (common/device_talk.h), byte for byte as threads do. Then a
 // chain of exchanges and copies without a wait between, over and over; with nccl it is recorded once and replayed. Ranks compare
-// their accounts on the way.
+// their accounts on the way. Before, each allocation of a group of one rank fails once, and a process with one forks.
 //
 //   mesh_device [--cases 40] [--seconds S] [--seed 1] [--first 0] [--transport 0: both, 1: staged, 2: nccl]
 //     --plant 1: a bit of what a rank sends       2: a rank is one call behind the chain's recording    (each must end in a failure)
 //             3: what comes is looked at before it was waited for                                        (only TSan sees it)
 #include <stdatomic.h>
+#include <sys/wait.h>
 
 #include "base/memory.h"
 #include "common/device_talk.h"
@@ -138,6 +139,7 @@ static void run_chain(const rank *self) {
   for (size_t i = 0; i < bytes; i++) here[i] = talk_byte(w->seed + (uint64_t)self->rank, i);
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->put(device->self, there, here, bytes);
+  if (rm_comm_can_be_recorded(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
     if (device->record(device->self)) tiny_die("nothing can be recorded");
     chain_on_device(self, &on_device);
@@ -211,6 +213,64 @@ static void run_world(fuzz *f, int is_nccl) {
   rm_region_release(w.region);
 }
 
+// ------------------------------------------------------------------------------------------------ making
+static rm_code make_alone(fake_device *device, int is_nccl, rm_comm **host, rm_comm **comm, rm_error *err) {
+  const rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = 1000, .timeout = 60};
+  *comm = NULL;
+  const rm_code code = rm_comm_create_alone(host, err);
+  if (code) return code;
+  return is_nccl ? rm_comm_create_nccl(*host, &device->device, &options, comm, err)
+                 : rm_comm_create_staged(*host, &device->device, 1000, comm, err);
+}
+
+// The n-th allocation of the host, or of the device, fails, for every n: nothing is made, nothing is kept, and the next try works.
+static void no_memory(int is_nccl, int of_device) {
+  int failures = 0;
+  for (int n = 1;; n++) {
+    rm_error err = RM_ERROR_INIT;
+    rm_comm *host, *comm;
+    fake_device *device = fake_device_open(1 << 20);
+    rm_memory_fail_at(of_device ? 0 : n, 0);
+    device->refuse_at = of_device ? n : 0;
+    const rm_code code = make_alone(device, is_nccl, &host, &comm, &err);
+    const int failed = of_device ? device->refuse_at == 0 : rm_memory_failed() > 0;
+    rm_memory_fail_at(0, 0);
+    device->refuse_at = 0;
+    if (failed != (code == RM_E_MEMORY || code == RM_E_CAPACITY) || (code && comm))
+      tiny_die("allocation %d: %s \"%s\"", n, rm_code_name(code), rm_error_message(&err));
+    rm_error_clear(&err);
+    rm_comm_destroy(comm);
+    rm_comm_destroy(host);
+    fake_device_close(device);   // which counts
+    if (rm_memory_blocks()) tiny_die("allocation %d: %zu blocks were not given back", n, rm_memory_blocks());
+    if (!failed) break;
+    failures++;
+  }
+  if (failures < 3) tiny_die("%d allocations failed", failures);
+}
+
+// A forked child may give its copy back, and nothing else; the parent hears nothing of it.
+static void forked(int is_nccl) {
+  rm_error err = RM_ERROR_INIT;
+  rm_comm *host, *comm;
+  fake_device *device = fake_device_open(1 << 20);
+  int status;
+  tiny_must(make_alone(device, is_nccl, &host, &comm, &err), &err);
+  const pid_t child = fork();
+  if (child == 0) {
+    const rm_code code = rm_comm_barrier(comm, &err);
+    rm_comm_abort(comm, RM_E_STATE);
+    rm_comm_destroy(comm);
+    _exit(code == RM_E_STATE ? 0 : 1);
+  }
+  if (waitpid(child, &status, 0) != child || status) tiny_die("a forked child ended with %d", status);
+  tiny_must(rm_comm_barrier(comm, &err), &err);
+  tiny_must(rm_comm_wait(&comm, 1, &device->device, 60, &err), &err);
+  rm_comm_destroy(comm);
+  rm_comm_destroy(host);
+  fake_device_close(device);
+}
+
 int main(int argc, char **argv) {
   long transport = 0;
   fuzz f = {.seed = 1};
@@ -227,6 +287,11 @@ int main(int argc, char **argv) {
   clock_gettime(CLOCK_MONOTONIC, &f.begin);
   if (transport != 1 && !getenv("STANDIN_LIBRARY")) tiny_die("STANDIN_LIBRARY is not set");
   if (f.plant == 1) setenv("STANDIN_FLIP", "1:7", 1);
+  for (int is_nccl = transport == 2; is_nccl < (transport == 1 ? 1 : 2); is_nccl++) {
+    no_memory(is_nccl, 0);
+    no_memory(is_nccl, 1);
+    forked(is_nccl);
+  }
   while (fuzz_next_case(&f)) {
     if (transport != 2) run_world(&f, 0);
     if (transport != 1) run_world(&f, 1);

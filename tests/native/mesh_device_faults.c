@@ -6,6 +6,7 @@
 //
 //   mesh_device_faults [--cases 2] [--seed 1]           cases: of each fault
 //     --plant N: the Nth fault is left out              (must end in a failure)
+#include <dlfcn.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
@@ -20,7 +21,7 @@
 enum { RANKS = 6, CALLS = 6, CULPRIT = 1, ROOM = 4 << 20, CAPACITY = 2000, BYTES = 3000 };
 static const double PATIENCE = 0.5, SOON = 20;   // a machine that runs tests may stand still
 
-typedef enum when { MAKING, CALLING, WAITING, COMPARING, ABORTING, DEVICE, LEAVING } when;
+typedef enum when { MAKING, CALLING, WAITING, COMPARING, ABORTING, DEVICE, LEAVING, PARTING } when;
 
 typedef struct fault {
   const char *name, *variable, *value;   // of the environment; value: "rank:call:result" with the culprit and the call at hand
@@ -58,6 +59,7 @@ static const fault faults[] = {
     {"an abort from another thread", NULL, "other", ABORTING, RM_E_RANK_LOST, "rank 1 has given up: NumericsError", 1},
     {"a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
     {"a rank leaves", NULL, NULL, LEAVING, RM_OK, "", 0},
+    {"the last way out is shut", "STANDIN_FINALIZE", "1", PARTING, RM_OK, "", 0},
     {"too much", NULL, "room", CALLING, RM_E_CAPACITY, "sends 2998 bytes with rows apart in one exchange, and there is room for 2000", 0},
     {"staged: too much", NULL, "room", CALLING, RM_E_CAPACITY, "sends 2998 bytes in one exchange, and there is room for 2000", 0},
     {"staged: no room", NULL, "room", MAKING, RM_E_MEMORY, "no memory for exchanges of", 0},
@@ -72,7 +74,9 @@ typedef struct trial {
   const fault *fault;
   rm_region *region;
   const char *where;
+  atomic_int failed;            // ranks that have
   int size, plant;
+  long aborts;                  // that the stand-in has seen
   long before;                  // calls that go well first
   rm_code codes[RANKS];         // each rank writes its own
   char texts[RANKS][512];
@@ -108,7 +112,7 @@ static rm_code make(rank *self, rm_error *err) {
   const int one_gpu = strncmp(f->name, "one GPU", 7) == 0;
   rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = SOON};
   if (one_gpu && !self->t->plant) options.gpu = "the one";
-  if (f->when == MAKING && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
+  if ((f->when == MAKING || f->when == PARTING) && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
   if (is_culprit(self) && is_file) options.library = f->value;
   if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
@@ -194,7 +198,8 @@ static rm_code last_step(rank *self, rm_error *err) {
   if (waits_for_abort && !is_culprit(self)) usleep(100000);   // the culprit stands in its wait by then
   rm_code code = is_culprit(self) ? misbehave(self, err) : step(self, 0, err);
   if (!code && compares) code = rm_comm_compare(self->comm, self->host, err);
-  if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, patience, err);
+  rm_comm *const groups[] = {NULL, self->comm};
+  if (!code) code = rm_comm_wait(groups, 2, &self->device->device, patience, err);
   if (waits_for_abort && is_culprit(self)) pthread_join(self->other, NULL);
   return code;
 }
@@ -236,6 +241,9 @@ static void *run_rank(void *arg) {
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   rm_error_clear(&err);
   if (code && t->fault->when == MAKING && t->fault->own_word_for_all) tiny_must(rm_comm_barrier(self->host, &err), &err);   // lives
+  atomic_fetch_add(&t->failed, 1);
+  // The others hear it while the culprit does nothing more.
+  for (double until = now() + SOON; t->fault->when == CALLING && atomic_load(&t->failed) < t->size && now() < until;) usleep(1000);
   if (code && self->comm) stays_dead(self, code, t->texts[self->rank]);
   rm_comm_destroy(self->comm);
   rm_comm_destroy(self->host);
@@ -257,6 +265,10 @@ static void judge(const trial *t) {
     const char *text = t->texts[r];
     const int own = r == CULPRIT || (shared && strcmp(f->name, "no name") != 0);
     if (t->seconds[r] > SOON) tiny_die("%s: %s: rank %d failed after %.1f s: %s", t->where, f->name, r, t->seconds[r], text);
+    if (f->when == PARTING) {
+      if (code || !t->aborts) tiny_die("%s: %s: rank %d has %s after %ld aborts", t->where, f->name, r, rm_code_name(code), t->aborts);
+      continue;
+    }
     if (own && f->own && code != f->own)
       tiny_die("%s: %s: rank %d has %s \"%s\", wanted %s", t->where, f->name, r, rm_code_name(code), text, rm_code_name(f->own));
     if (!own && !shared && !is_group_end(code)) tiny_die("%s: %s: rank %d has %s \"%s\"", t->where, f->name, r, rm_code_name(code), text);
@@ -270,10 +282,19 @@ static void set_fault(const trial *t) {
   char value[40];
   const char *star = f->variable ? strchr(f->value, '*') : NULL;
   if (!f->variable || t->plant) return;
-  // Two groups prove the end, and each step that goes well is two.
-  if (star) snprintf(value, sizeof value, "%.*s%ld%s", (int)(star - f->value), f->value, 3 + 2 * t->before, star + 1);
+  // Two groups prove the end, and each step that goes well is two. What is waited for is the second of the last.
+  const long call = 3 + 2 * t->before + (f->when == WAITING);
+  if (star) snprintf(value, sizeof value, "%.*s%ld%s", (int)(star - f->value), f->value, call, star + 1);
   else snprintf(value, sizeof value, "%s", f->value);
   setenv(f->variable, value, 1);
+}
+
+static long aborts_so_far(void) {
+  void *library = dlopen(getenv("STANDIN_LIBRARY"), RTLD_NOW | RTLD_LOCAL), *found = library ? dlsym(library, "standin_aborts") : NULL;
+  long (*count)(void);
+  if (!found) tiny_die("%s is no stand-in", getenv("STANDIN_LIBRARY"));
+  memcpy(&count, &found, sizeof count);
+  return count();
 }
 
 static void try_fault(fuzz *f, const fault *which) {
@@ -284,6 +305,7 @@ static void try_fault(fuzz *f, const fault *which) {
   const rm_region_options options = {.world = t.size, .n_groups = 1, .buffer_bytes = 4096, .timeout = SOON};
   tiny_must(rm_region_create(&options, &t.region, &err), &err);
   set_fault(&t);
+  t.aborts = -aborts_so_far();
   rank ranks[RANKS];
   for (int r = 0; r < t.size; r++) {
     ranks[r] = (rank){.t = &t, .rank = r};
@@ -291,6 +313,7 @@ static void try_fault(fuzz *f, const fault *which) {
   }
   for (int r = 0; r < t.size; r++) pthread_join(ranks[r].thread, NULL);
   if (which->variable) unsetenv(which->variable);
+  t.aborts += aborts_so_far();
   judge(&t);
   rm_region_release(t.region);
   if (rm_memory_blocks()) tiny_die("%s: %zu blocks were not given back", t.where, rm_memory_blocks());

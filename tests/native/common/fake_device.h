@@ -47,6 +47,7 @@ typedef struct fake_device {
   int late_us, closing;
   long waits;                   // calls of wait and reach: what may not be recorded
   atomic_int fault;
+  int refuse_at;                // the so-manieth map or pin from now finds no memory; 0: none
 } fake_device;
 
 static inline void fake_append(fake_list *list, void (*run)(void *), const void *data, size_t bytes) {
@@ -107,7 +108,7 @@ static inline rm_device_status fake_map(void *self, size_t bytes, void **out) {
   const size_t rounded = (bytes + 255) / 256 * 256;
   *out = NULL;
   if (atomic_load(&d->fault)) return RM_DEVICE_FAULT;
-  if (rounded > d->room - d->used) return RM_DEVICE_NO_MEMORY;
+  if (rounded > d->room - d->used || (d->refuse_at && --d->refuse_at == 0)) return RM_DEVICE_NO_MEMORY;
   memset(d->memory + d->used, 0, bytes);
   *out = d->there + d->used;
   d->used += rounded;
@@ -137,7 +138,8 @@ static inline void fake_unmap(void *self, void *block, size_t bytes) {
 
 static inline rm_device_status fake_pin(void *self, size_t bytes, void **out) {
   fake_device *d = self;
-  if (!(*out = calloc(1, bytes))) return RM_DEVICE_NO_MEMORY;
+  *out = NULL;
+  if ((d->refuse_at && --d->refuse_at == 0) || !(*out = calloc(1, bytes))) return RM_DEVICE_NO_MEMORY;
   d->pins++;
   return RM_DEVICE_OK;
 }

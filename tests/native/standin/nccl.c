@@ -3,7 +3,8 @@
 // time after ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers as kernels would, until
 // they are through or the communicator is aborted. A size or a kind that a peer does not expect is a hang, as it may be there.
 //
-// What NCCL forbids ends the program: a communicator that is used while it is busy, after its end, or by two threads at once.
+// What NCCL forbids ends the program: a communicator that is used while it is busy, after its end, or by two threads at
+// once, or destroyed before it was finalized.
 //
 // Faults are planted by the environment, read when a communicator is made; calls are groups of it, counted from 1:
 //   STANDIN_VERSION=22907                     what ncclGetVersion says
@@ -61,7 +62,7 @@ typedef struct fault {
 
 typedef struct comm {
   unsigned alive;               // MAGIC until its end
-  int rank, size;
+  int rank, size, is_final;     // is_final: its end was asked for
   meeting *shared;
   char name[64];
   atomic_int state, dead, users;
@@ -96,6 +97,7 @@ typedef struct group {          // of a thread, between start and end
 static _Thread_local group now;
 static _Thread_local char last[256] = "";
 static atomic_ulong names;
+static atomic_long n_aborts;
 static _Atomic(comm *) made;
 
 static void wrong(const char *what) {
@@ -168,6 +170,7 @@ static void run_kernel(void *data) {
   kernel *k = data;
   comm *c = k->comm;
   atomic_fetch_add(&c->running, 1);
+  for (int i = 0; i < 1500 && k->fails && !atomic_load(&c->dead); i++) nap();   // who began it has gone on
   if (k->fails && !atomic_load(&c->dead)) atomic_store(&c->state, k->fails);
   for (int i = 0; i < k->n && k->flips && !atomic_load(&c->dead); i++)
     if (k->ops[i].sends && k->ops[i].bytes) k->ops[i].at[0] ^= 1;
@@ -298,8 +301,11 @@ static void bury(comm *c) {
   munmap(c->shared, sizeof *c->shared);
 }
 
+EXPORT long standin_aborts(void) { return atomic_load(&n_aborts); }
+
 EXPORT int ncclCommAbort(comm *c) {
   enter(c, 1);
+  atomic_fetch_add(&n_aborts, 1);
   atomic_store(&c->dead, 1);
   shm_unlink(c->name);
   bury(c);
@@ -318,12 +324,14 @@ static void *finalize_comm(void *data) {
 EXPORT int ncclCommFinalize(comm *c) {
   enter(c, 0);
   const int result = begin(c, finalize_comm, c);
+  c->is_final = result == IN_PROGRESS;
   leave(c);
   return result;
 }
 
 EXPORT int ncclCommDestroy(comm *c) {
   enter(c, 0);
+  if (!c->is_final) wrong("a communicator is destroyed that would wait for its peers there");
   bury(c);
   return SUCCESS;
 }
