@@ -265,8 +265,9 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name, cons
   if (!first) return refuse(module, name, "__dlpack_device__ did not return a pair");
   *on_cuda = is_cuda(type);
   if (is_host(type) || (*on_cuda && stream)) return 0;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU%s",
-                name, type, stream ? " or CUDA" : "");
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+                "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU%s", name, type,
+                stream ? " or CUDA" : "");
   return -1;
 }
 
