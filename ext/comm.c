@@ -4,6 +4,7 @@
 #include "comm.h"
 
 #include <string.h>
+#include <time.h>
 
 #include "base/memory.h"
 #include "mesh/block.h"
@@ -43,6 +44,7 @@ typedef struct caller {         // the transport's self
   PyObject *exchange;           // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) → [bytes-like]
   PyObject *module;             // owned
   int size, rank;
+  int64_t looked;               // when exchange.look was asked last; 0: never
 } caller;
 
 static PyObject *packed(const rm_block *block) {
@@ -147,6 +149,26 @@ static void call_abort(void *self, rm_code why) {
   PyGILState_Release(gil);
 }
 
+// The exchange's own look(), where it has one. Not more often than pays: each waits for the GIL, which another thread may have.
+static rm_code call_look(void *self, rm_error *err) {
+  static const int64_t EVERY_NANOSECONDS = 100000000;
+  caller *c = self;
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const int64_t at = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+  if (c->looked && at - c->looked < EVERY_NANOSECONDS) return RM_OK;
+  c->looked = at;
+  rm_code code = RM_OK;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  PyObject *method = PyObject_GetAttrString(c->exchange, "look"), *done = method ? PyObject_CallNoArgs(method) : NULL;
+  if (method && !done) code = code_of_exception(c, err);
+  PyErr_Clear();
+  Py_XDECREF(done);
+  Py_XDECREF(method);
+  PyGILState_Release(gil);
+  return code;
+}
+
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"exchange", "rank", "size", "name", NULL};
   PyObject *exchange, *module = PyType_GetModule(type);
@@ -159,8 +181,9 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     Py_XDECREF((PyObject *)self);
     return self ? PyErr_NoMemory() : NULL;
   }
-  *c = (caller){Py_NewRef(exchange), Py_NewRef(module), size, rank};
-  const rm_transport transport = {.name = "torch", .self = c, .exchange = call_exchange, .abort = call_abort, .destroy = forget};
+  *c = (caller){Py_NewRef(exchange), Py_NewRef(module), size, rank, 0};
+  const rm_transport transport = {
+      .name = "torch", .self = c, .exchange = call_exchange, .abort = call_abort, .look = call_look, .destroy = forget};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
   forget(c);

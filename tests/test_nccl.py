@@ -201,3 +201,61 @@ def test_a_gpu_has_one_name_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 3")
     assert comms._gpu_name(1) == third
     assert comms._gpu_name(0) != third
+
+
+# ---------------------------------------------------------------------------------------------- looking for the others, over torch
+class Exchange:
+    """What a torch group is to the C side."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.looks = error, 0
+
+    def look(self) -> None:
+        self.looks += 1
+        if self.error:
+            raise self.error
+
+
+def test_an_exchange_is_asked_now_and_then() -> None:
+    fine = Exchange(None)
+    comm = rm._core.Comm(fine, 0, 2)  # type: ignore[arg-type]
+    for _ in range(50):
+        comm.look()
+    assert fine.looks < 50
+    with pytest.raises(rm.RankLostError, match="rank 1 is gone"):
+        rm._core.Comm(Exchange(rm.RankLostError("rank 1 is gone")), 0, 2).look()  # type: ignore[arg-type]
+    rm._core.Comm(lambda *ignored: [], 0, 2).look()  # type: ignore[arg-type]
+
+
+class Peers:
+    """comm.Torch, as far as an exchange asks it."""
+
+    def __init__(self, ended: list[int], gave_up: int | None) -> None:
+        self._ended, self._gave_up, self.heard = ended, gave_up, False
+
+    def ended(self) -> list[int]:
+        return self._ended
+
+    def who_gave_up(self) -> int | None:
+        return self._gave_up
+
+
+@pytest.mark.parametrize(
+    "ended, gave_up, said",
+    [([], None, None), ([2], None, "lost rank 2: the process has ended"), ([], 1, "lost rank 1: it has given up")],
+)
+def test_a_torch_group_says_who_is_lost(ended: list[int], gave_up: int | None, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comms, "ASK_S", -1.0)
+    peers = Peers(ended, gave_up)
+    exchange = comms._Exchange(peers, object(), 0, 3)  # type: ignore[arg-type]
+    if said is None:
+        exchange.look()
+    else:
+        with pytest.raises(rm.RankLostError, match=said):
+            exchange.look()
+    assert peers.heard == (said is not None)
+
+
+def test_a_torch_group_that_was_left_says_so() -> None:
+    with pytest.raises(rm.RankLostError, match="rank 0 has given up or left the group"):
+        comms._Exchange(Peers([], None), None, 0, 3).look()  # type: ignore[arg-type]

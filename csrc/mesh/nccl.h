@@ -1,5 +1,5 @@
-// nccl.h: a transport for blocks in GPUs' memory, by NVIDIA's NCCL: one rank a GPU, over NVLink, PCIe or a network, or several ranks on one
-// GPU where NCCL is 2.30.3 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 is in the environment before it is loaded.
+// nccl.h: a transport for blocks in GPUs' memory, by NVIDIA's NCCL: one rank a GPU, over NVLink, PCIe or a network, or several on one GPU
+// where NCCL is 2.30.3 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 is in the environment before its first group is made.
 //
 // A call packs strided blocks with copies of the device, enqueues one group of sends and receives, and unpacks. It waits for nothing of
 // the device, so it can be recorded; ranks record the same calls, and replay them at the same places. It compares no headers: ranks
@@ -20,15 +20,14 @@
 #include "mesh/comm.h"
 
 typedef struct rm_nccl_options {
-  const char *library; // the path of libnccl.so.2, which is loaded if it was not
-  const char *gpu; // names this rank's GPU, alike where two ranks have the same one; NULL: not known
-  size_t capacity; // bytes of blocks with rows apart in one exchange, of what is sent and of what is received each;
-  // an all_gather counts those of all ranks
-  double timeout; // seconds: of creation, of leaving, and the first value of the comm's
+  const char *library;          // the path of libnccl.so.2, which is loaded if it was not
+  const char *gpu;              // names this rank's GPU, alike where two ranks have the same one; NULL: not known
+  size_t capacity;              // bytes of blocks with rows apart, in one exchange and direction; an all_gather's are all ranks'
+  double timeout;               // seconds: of creation, of leaving, and the first value of the comm's
 } rm_nccl_options;
 
-// Every rank of `host` calls it. `host` and `device` are views, used by the thread that uses the new one, which has entered the
-// device; the strings may go. The group is made, and proved by an exchange in which each rank tells each a word.
+// Every rank of `host` calls it. `host` and `device` are views, used by the thread that uses the new one, which has entered the device;
+// device->stream is a CUDA stream. The strings may go. The group is made, and proved by an exchange in which each rank tells each a word.
 //
 //   RM_E_CONFIG          no library, an old one, or one that does not allow two ranks on a GPU; on the other ranks too, with the rank
 //   RM_E_MESH_MISMATCH   ranks have NCCL of different versions
@@ -36,5 +35,5 @@ typedef struct rm_nccl_options {
 //   RM_E_DEVICE          CUDA failed: no driver, or no such GPU
 //   RM_E_COLLECTIVE_TIMEOUT, RM_E_RANK_LOST
 //
-// After the last two, and RM_E_DEVICE, `host` is dead as well.
+// `host` lives on where the ranks did not get as far as NCCL's own part: no library, an old one, another, no room. Else it is dead.
 rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_comm **out, rm_error *err);

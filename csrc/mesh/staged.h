@@ -10,8 +10,9 @@
 
 #include "mesh/comm.h"
 
-// `host` and `device` are views, used by the thread that uses the new one, which has entered the device; calls of `host` may stand between
-// those of the new one, on all ranks at the same places. Headers and errors are the host's, whose epoch and deadline each call sets: a
-// failure of one is the end of both. One exchange may send `capacity` bytes and receive as many; an all_gather sends its block once. More is RM_E_CAPACITY, which
-// names both numbers and ends the group. Takes twice `capacity` of the device's memory and of the host's.
+// `host` and `device` are views, used by the thread that uses the new one, which has entered the device; calls of `host` may stand
+// between those of the new one, on all ranks at the same places. Headers and errors are the host's, whose epoch and deadline each call
+// sets: a failure of one is the end of both. One exchange may send `capacity` bytes and receive as many; an all_gather sends its block
+// once. More is RM_E_CAPACITY, which names both numbers and ends the group. Takes twice `capacity` of the device's memory and of the
+// host's.
 rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t capacity, rm_comm **out, rm_error *err);

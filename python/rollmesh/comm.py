@@ -19,6 +19,7 @@ import os
 import re
 import select
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -45,6 +46,7 @@ OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine"
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
 BOARD_S = 2.0  # for a word in torch's store
+ASK_S = 1.0  # between two questions to it, while nothing else says whether a rank has given up
 GAVE_UP = "rollmesh: the rank that gave up"
 CUDA_LIBRARY = "librollmesh_cuda.so"  # beside the extension, where this build has kernels for GPUs
 DEVICE = re.compile(r"cuda(?::(\d{1,3}))?")
@@ -252,6 +254,7 @@ class _Exchange:
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
         self._comm, self._group, self._rank, self._size, self._process = comm, group, rank, size, os.getpid()
+        self._asked = time.monotonic()  # of the store, when
 
     def store(self) -> Any:
         """Of the group; None where torch is too old to tell."""
@@ -302,6 +305,19 @@ class _Exchange:
             return RankLostError(f"lost rank {ended}: the process has ended ({where})")
         who = self._comm.who_gave_up()
         return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has given up ({where})")
+
+    def look(self) -> None:
+        """For a rank that waits for its GPU, and for the others there: raises RankLostError where it is known that one will not come."""
+        if self._group is None:
+            raise RankLostError(f"rank {self._rank} has given up or left the group")
+        if ended := ", ".join(map(str, self._comm.ended())):
+            self._comm.heard = True
+            raise RankLostError(f"lost rank {ended}: the process has ended")
+        if time.monotonic() - self._asked > ASK_S:
+            self._asked = time.monotonic()
+            if (who := self._comm.who_gave_up()) is not None:
+                self._comm.heard = True
+                raise RankLostError(f"lost rank {who}: it has given up")
 
     def abort(self) -> None:
         """The others lose the connection, which they notice where they wait, and find out why."""
