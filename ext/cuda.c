@@ -8,7 +8,11 @@ static PyObject *cuda_count(PyObject *module, PyObject *path) {
   int count = 0;
   const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
   if (!library) return NULL;
-  if (rm_cuda_count(library, &count, &err)) return rm_raise(module, &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_count(library, &count, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(module, &err);
   return PyLong_FromLong(count);
 }
 
@@ -18,12 +22,18 @@ static PyObject *cuda_available(PyObject *module, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   rm_device device;
   if (!PyArg_ParseTuple(args, "si:cuda_available", &library, &ordinal)) return NULL;
-  if (rm_cuda_device(library, ordinal, NULL, &device, &err)) return rm_raise(module, &err);
-  const int saved = device.enter(device.self);
-  const size_t bytes = device.available(device.self);
-  device.leave(device.self, saved);
-  device.close(device.self);
-  return PyLong_FromSize_t(bytes);
+  rm_code code;
+  size_t bytes = 0;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_device(library, ordinal, NULL, &device, &err);
+    if (!code) {
+      const int saved = device.enter(device.self);
+      bytes = device.available(device.self);
+      device.leave(device.self, saved);
+      device.close(device.self);
+    }
+  Py_END_ALLOW_THREADS
+  return code ? rm_raise(module, &err) : PyLong_FromSize_t(bytes);
 }
 
 static PyMethodDef functions[] = {

@@ -79,7 +79,7 @@ def simt_library(into: Path) -> Path:
 
 def gpu(into: Path) -> Path:
     """The kernels as the library has them, called by the same check; beside it probe_mma, which asks the hardware what the family
-    cuda_mma needs of it. Needs nvcc to build and a GPU to run."""
+    cuda_mma needs of it, and bench_mma, which times ops one by one. Needs nvcc to build and a GPU to run."""
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
     flags = ["-std=c++20", "-O2", "-fmad=false", "-ftz=true", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", *INCLUDE]
@@ -91,6 +91,8 @@ def gpu(into: Path) -> Path:
     oracle = str(reference(into, on_gpu=True))
     run(["nvcc", "-cudart=static", *made, *map(str, objects), oracle, "-lm", "-o", str(program)], dict(os.environ))
     run(["nvcc", *flags, "-cudart=static", str(SIMT / "probe_mma.cu"), "-o", str(into / "probe_mma")], dict(os.environ))
+    bench = [str(SIMT / "bench_mma.cu"), *map(str, objects), "-o", str(into / "bench_mma")]
+    run(["nvcc", *flags, "-cudart=static", *bench], dict(os.environ))
     return program
 
 

@@ -408,7 +408,7 @@ def test_the_cache_takes_what_is_left(make: Callable[..., rm.Generator], simt: N
     for wrong in (0, -1, 1.5, True, "all"):
         with pytest.raises(rm.ConfigError, match="memory_fraction"):
             make(kv_cache_gib=None, memory_fraction=wrong)
-    with pytest.raises(rm.ConfigError, match="kv_cache_gib = None with 2 ranks"):
+    with pytest.raises(rm.ConfigError, match="kv_cache_gib = None with 2 ranks, wanted the GiB of each"):
         make(MOE, "cuda:0", mesh=rm.Mesh(dp=2), kv_cache_gib=None)
 
 

@@ -63,8 +63,11 @@ static rm_code kv_wanted(const rm_engine *engine, uint64_t *bytes, rm_error *err
   *bytes = options->kv_bytes;
   if (*bytes || options->host_pages || !(options->memory_fraction > 0)) return RM_OK;
   const size_t available = engine->device->available(engine->device->self);
-  const double share = (double)available * options->memory_fraction, weights = 2.0 * (double)engine->params->bytes;
-  if (available == SIZE_MAX || share <= weights)
+  const double share = (double)available * options->memory_fraction;
+  const double weights = 2.0 * (double)engine->params->bytes + (double)rm_store_ferry_bytes(engine->store);
+  if (available == SIZE_MAX)
+    return rm_fail(err, RM_E_CONFIG, "how much memory %s has free is not known: wanted kv_bytes", engine->device->name);
+  if (share <= weights)
     return rm_fail(err, RM_E_CAPACITY,
                    "memory_fraction=%g of the %.2f GiB that %s has free is %.2f GiB, wanted more than two copies of the "
                    "weights, %.2f GiB",
@@ -149,7 +152,6 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   rm_fields_place(both, N_FIELDS(both), engine->mirror.here, engine->mirror.bytes);
   for (engine->n_places = 0; engine->n_places < engine->options.max_num_seqs; engine->n_places++)
     engine->places[engine->n_places] = (int32_t)(engine->options.max_num_seqs - 1 - engine->n_places);
-  if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
   return RM_OK;
 }
 
@@ -187,8 +189,9 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
-  if ((code = create_cache(engine, err))) return code;
-  return create_plan(engine, err);
+  if ((code = create_plan(engine, err)) || (code = create_cache(engine, err))) return code;   // which takes what is left
+  if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
+  return RM_OK;
 }
 
 static void derive(rm_engine *engine) {
@@ -378,7 +381,8 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   out->evictions = kv.evictions;
   out->weight_bytes = engine->params->bytes;
   out->kv_bytes = engine->kv ? engine->kv_bytes : 0;
-  out->workspace_bytes = rm_model_workspace_bytes(engine->model) + engine->block_bytes;
+  out->workspace_bytes = rm_model_workspace_bytes(engine->model) + engine->block_bytes + engine->scratch_bytes + engine->mirror.bytes +
+                         engine->results.mirror.bytes;
   out->n_threads = rm_team_threads(engine->team);
   out->asleep = engine->asleep;
   add_traffic(engine, out);

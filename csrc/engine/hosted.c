@@ -269,6 +269,7 @@ static rm_code draw_row(rm_engine *engine, const rm_sequence *seq, const rm_host
 }
 
 rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err) {
+  if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
   for (int64_t i = 0; i < n; i++) {
     const rm_sequence *seq = sequence_of(engine, draws[i].id, err);
     if (!seq) return RM_E_REQUEST;

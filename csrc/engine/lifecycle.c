@@ -83,8 +83,9 @@ rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int6
 // From here on a rank that serves another version is found out by the header of whatever it sends.
 static void set_epoch(rm_engine *engine) {
   const rm_rank *rank = &engine->options.rank;
-  if (rank->tp) rm_comm_set_epoch(rank->tp, rm_store_version(engine->store));
-  if (rank->ep) rm_comm_set_epoch(rank->ep, rm_store_version(engine->store));
+  rm_comm *const groups[] = {rank->tp, rank->ep, engine->tp_there, engine->ep_there};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_set_epoch(groups[i], rm_store_version(engine->store));
 }
 
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err) {

@@ -421,7 +421,12 @@ static rm_code push_member(rm_member *member, void *arg) {
 static rm_code await_tensors(const rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   int on_device = 0;
   for (int64_t i = 0; i < n && ranks->n > 1; i++) on_device |= entries[i].tensor.on_device;
-  return on_device && ranks->members[0].device.self ? rm_device_wait(&ranks->members[0].device, err) : RM_OK;
+  const rm_device *device = &ranks->members[0].device;
+  if (!on_device || !device->self) return RM_OK;
+  const int saved = device->enter(device->self);
+  const rm_code code = rm_device_wait(device, err);
+  device->leave(device->self, saved);
+  return code;
 }
 
 rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {

@@ -45,9 +45,14 @@ void *rm_results_take(rm_results *results, void *to, size_t bytes) {
 const void *rm_results_give(rm_results *results, const void *from, size_t bytes) {
   if (results->device->on_host) return from;
   char *here = carve(results, bytes);
-  memcpy(here, from, bytes);
+  if (bytes) memcpy(here, from, bytes);
   rm_mirror_put(&results->mirror, here, bytes);
   return rm_mirror_there(&results->mirror, here);
+}
+
+void rm_results_drop(rm_results *results) {
+  results->n = 0;
+  results->used = 0;
 }
 
 rm_code rm_results_fetch(rm_results *results, rm_error *err) {
@@ -56,7 +61,6 @@ rm_code rm_results_fetch(rm_results *results, rm_error *err) {
   const rm_code code = rm_device_wait(results->device, err);
   for (int i = 0; i < results->n && !code; i++)
     memcpy(results->list[i].to, results->mirror.here + results->list[i].at, results->list[i].bytes);
-  results->n = 0;
-  results->used = 0;
+  rm_results_drop(results);
   return code;
 }

@@ -31,5 +31,6 @@ rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *e
 void *rm_results_take(rm_results *results, void *to, size_t bytes);
 // Where an op finds what the host has at `from` now; `from` stays as it is until the op was called.
 const void *rm_results_give(rm_results *results, const void *from, size_t bytes);
+void rm_results_drop(rm_results *results);   // what was taken and not fetched is not wanted any more
 // Waits for the device, whatever was taken.
 rm_code rm_results_fetch(rm_results *results, rm_error *err);

@@ -2,8 +2,8 @@
 // max_out_rows at a time, so that a long prompt with logprobs needs no logits for all of its rows at once, and rows
 // whose target's logprob is all that is wanted never have their logits stored.
 //
-// First everything is enqueued, for one lot of rows after another; then the device is waited for, once; then results go into the
-// records. What an op gives to a record directly goes by results.h.
+// First everything is enqueued, for one lot of rows after another; then the device is waited for, once but for rows of logits that a
+// caller wants; then results go into the records. What an op gives to a record directly goes by results.h.
 //
 // A call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of the
 // n samples of a prompt), which is the same call with a row stride of 0.
@@ -398,7 +398,9 @@ static void put_inputs(const rm_engine *engine) {
   const rm_plan *plan = &engine->plan;
   const rm_mirror *mirror = &engine->mirror;
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
-  rm_mirror_put(mirror, engine->block_tables, (size_t)(engine->n_tables * engine->max_pages) * sizeof *engine->block_tables);
+  int64_t n_tables = 0;
+  for (int64_t i = 0; i < plan->n_scheduled; i++) n_tables = rm_max64(n_tables, plan->scheduled[i]->place + 1);
+  rm_mirror_put(mirror, engine->block_tables, (size_t)(n_tables * engine->max_pages) * sizeof *engine->block_tables);
   rm_mirror_put(mirror, plan->ids, rows * sizeof *plan->ids);
   rm_mirror_put(mirror, plan->positions, rows * sizeof *plan->positions);
   rm_mirror_put(mirror, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
@@ -456,6 +458,7 @@ rm_code rm_forward(rm_engine *engine, rm_error *err) {
   if (!code) code = get_results(engine, err);
   if (code) {
     rm_device_wait(engine->device, NULL);   // for what would be written to records, which may go
+    rm_results_drop(&engine->results);
     return code;
   }
   for (int64_t i = 0; i < plan->n_out; i++) plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];

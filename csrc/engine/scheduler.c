@@ -33,7 +33,6 @@ void rm_enqueue(rm_engine *engine, rm_sequence *seq) {
 void rm_activate(rm_engine *engine, rm_sequence *seq) {
   assert(engine->n_places > 0);
   seq->place = engine->places[--engine->n_places];
-  engine->n_tables = rm_max64(engine->n_tables, seq->place + 1);
   seq->status = RM_ACTIVE;
   insert_by_order(&engine->active, seq, 1);
   engine->n_active++;

@@ -88,7 +88,6 @@ struct rm_engine {
   int32_t *block_tables;        // [max_num_seqs][max_pages], in `mirror`
   int32_t *places;              // stack of free rows of block_tables
   int64_t n_places;
-  int64_t n_tables;             // rows of block_tables that were ever in use
   void *block, *scratch;        // the plan's arrays that are the host's alone, and those that are the device's alone
   size_t block_bytes, scratch_bytes;
   rm_mirror mirror;             // those that both have

@@ -141,6 +141,7 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
                                   .destroy = destroy};
   rm_code code = make_runs(s, err);
   if (!code) code = rm_comm_create(&transport, rank, size, out, err);
+  if (!code) rm_comm_set_timeout(*out, rm_comm_timeout(host));
   if (code) {
     leave(s);
     destroy(s);

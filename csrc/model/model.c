@@ -85,8 +85,9 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
     make_rope_table(model, model->cos, model->sin);
     return RM_OK;
   }
-  float *cos = rm_alloc(n, 2 * sizeof *cos), *sin = cos + n;
+  float *cos = rm_alloc(n, 2 * sizeof *cos);
   if (!cos) return rm_fail(err, RM_E_MEMORY, "no memory for a rope table of %lld positions", (long long)model->options.max_positions);
+  float *sin = cos + n;
   make_rope_table(model, cos, sin);
   device->put(device->self, model->cos, cos, n * sizeof *cos);
   device->put(device->self, model->sin, sin, n * sizeof *sin);
@@ -156,7 +157,7 @@ void rm_model_destroy(rm_model *model) {
 }
 
 const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
-size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes + rm_moe_bytes(&model->moe); }
+size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes + model->words.bytes + rm_moe_bytes(&model->moe); }
 
 // ---------------------------------------------------------------------------------------------- KV pages
 // Bytes of one page's K, and of its V, in one layer, of n kv heads.

@@ -114,6 +114,7 @@ int64_t rm_store_version(const rm_store *store) { return store->version; }
 const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
 uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
 int rm_store_is_open(const rm_store *store) { return store->open; }
+size_t rm_store_ferry_bytes(const rm_store *store) { return store->device->on_host ? 0 : 2 * store->ferry.half_bytes; }
 const rm_params *rm_store_params(const rm_store *store) { return store->params; }
 int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
 

@@ -14,7 +14,8 @@
 // strides are checked whole, and of the values just those of the part are read, checked and copied. Then a commit has two phases,
 // between which the ranks vote: prepare says whether this rank can, and swap, which cannot fail, does it.
 //
-// The store is not thread-safe; its owner (engine.c) serialises. Nothing here waits.
+// The store is not thread-safe; its owner (engine.c) serialises. A push waits until the device has read the tensor; nothing waits for
+// other ranks.
 #pragma once
 
 #include "base/devices.h"
@@ -64,6 +65,7 @@ void rm_store_destroy(rm_store *store);
 int64_t rm_store_version(const rm_store *store);          // −1: never synced, or unsynced by a failed in-place sync
 const void *rm_store_weights(const rm_store *store); // the serving block, the device's, NULL when unsynced; view until the next commit
 uint64_t rm_store_digest(const rm_store *store);
+size_t rm_store_ferry_bytes(const rm_store *store);       // of the device, which a sync takes besides the weights
 int rm_store_is_open(const rm_store *store);
 const rm_params *rm_store_params(const rm_store *store);
 int64_t rm_sync_version(const rm_store *store); // of the open sync, or of the last one

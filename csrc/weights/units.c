@@ -112,10 +112,10 @@ static rm_code load(rm_ferry *ferry, rm_pack_args *args, const rm_ctx *ctx, rm_e
   const size_t bytes = (size_t)(args->rows * args->cols) * rm_src_bytes(args->src_dtype);
   if (bytes > ferry->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
   if (ferry->used + bytes > ferry->half_bytes) {
-    device->mark(device->self, ferry->half);
+    device->mark(device->self, RM_MARK_FERRY + ferry->half);
     ferry->half = !ferry->half;
     ferry->used = 0;
-    const rm_code code = rm_device_check(device, device->reach(device->self, ferry->half), err);
+    const rm_code code = rm_device_check(device, device->reach(device->self, RM_MARK_FERRY + ferry->half), err);
     if (code) return code;
   }
   char *here = ferry->halves.here + (size_t)ferry->half * ferry->half_bytes + ferry->used;

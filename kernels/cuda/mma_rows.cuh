@@ -1,6 +1,6 @@
 // mma_rows.cuh: 16 rows of packed W by a warp against up to 64 tokens that its block holds: the inner loop of what reads W once, the
 // gemm of few rows and lm_head. A lane's share of a tile is one load of 16 bytes straight to registers, AHEAD tiles before they are
-// multiplied; only x passes through shared memory, [token][CHUNK of k], 8 bytes more a row so that no two lanes meet in a bank.
+// multiplied; only x passes through shared memory, [token][CHUNK of k], 16 bytes more a row so that no two lanes meet in a bank.
 #pragma once
 
 #include "mma.cuh"

@@ -112,7 +112,7 @@ class Generator:
     block_size              positions of a KV page, a multiple of 16
     kv_cache_gib            2^30 bytes of KV cache; None: what memory_fraction leaves
     memory_fraction         with kv_cache_gib=None: of the memory that the device has free when it is made, this share is for two copies
-                            of the weights and the KV cache; where ranks share a device, kv_cache_gib has to be said
+                            of the weights and the KV cache; on a mesh kv_cache_gib has to be said
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
@@ -168,7 +168,7 @@ class Generator:
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
             block_size=page_positions("block_size", block_size),
             kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
-            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib, self.mesh, where),
+            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib, self.mesh),
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),

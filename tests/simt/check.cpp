@@ -2,12 +2,13 @@
 //   check OP SEED [fma | mma]     every shape in both thread orders, with the table of that family (fma); prints
 //                                 "OK cases=… elements=…", or the first difference
 // On a GPU, with gpu.cu in the place of simt.h's scheduler, that is the same test.
-//   check barrier | left | mixed | shared | shared_end | buffer | misaligned | race | warp_race     a faulty kernel: what the shim must say of it
+//   check barrier | left | mixed | mma | copies | shared | shared_end | buffer | misaligned | race | warp_race     a faulty kernel: what
+//                                 the shim must say of it
 #include "check.h"
 
 #include <vector>
 
-#include "packing.cuh"
+#include "mma.cuh"
 
 static bool is_mma;
 static uint64_t state;
@@ -173,6 +174,17 @@ static void missing_syncwarp(float *y) {
   y[threadIdx.x] = x[threadIdx.x ^ 31];
 }
 
+static void forgotten_copy(const float *y) {
+  RM_SHARED(x);
+  rm_copy_async(x, y);
+  rm_copies_commit();
+}
+static void mma_meets_shuffle() {
+  float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (threadIdx.x & 1) rm_mma16(c, {0, 0, 0, 0}, {0, 0});
+  else __shfl_sync(0xffffffffu, 1.0f, 0);
+}
+
 static int faulty(const char *name) {
   const dim3 one(1), threads(64);
   const size_t bytes = 64 * sizeof(float);
@@ -180,6 +192,8 @@ static int faulty(const char *name) {
   if (!strcmp(name, "barrier")) RM_LAUNCH(odd_threads_wait, one, threads, 0, nullptr);
   if (!strcmp(name, "left")) RM_LAUNCH(first_warp_stays, one, threads, 0, nullptr);
   if (!strcmp(name, "mixed")) RM_LAUNCH(ballot_meets_shuffle, one, threads, 0, nullptr);
+  if (!strcmp(name, "mma")) RM_LAUNCH(mma_meets_shuffle, one, threads, 0, nullptr);
+  if (!strcmp(name, "copies")) RM_LAUNCH(forgotten_copy, dim3(2), threads, bytes, nullptr, y);
   if (!strcmp(name, "shared")) RM_LAUNCH(past_shared, one, threads, bytes, nullptr);
   if (!strcmp(name, "shared_end")) RM_LAUNCH(past_shared_by_less, one, threads, sizeof(float), nullptr);
   if (!strcmp(name, "misaligned")) RM_LAUNCH(misaligned, one, threads, 0, nullptr, y);

@@ -45,7 +45,9 @@ void rm_moe_destroy(rm_moe *moe) {
   rm_free(moe->send);
 }
 
-size_t rm_moe_bytes(const rm_moe *moe) { return moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0; }
+size_t rm_moe_bytes(const rm_moe *moe) {
+  return moe->groups.bytes + moe->stage.mirror.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
+}
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;

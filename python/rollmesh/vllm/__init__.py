@@ -21,6 +21,7 @@ NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
 CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.cpu.RollmeshCpuPlatform", "rollmesh.vllm.cuda.RollmeshCudaPlatform"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # what stock configs name
 DEVICE_SWITCH = "ROLLMESH_VLLM_DEVICE"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's, of engine cores and workers
 
 
 def asked_for(name: str = NAME) -> bool:
@@ -54,7 +55,10 @@ def platform() -> str | None:
         return None
     try:
         check_version()
-        return CUDA_PLATFORM if _device() == "cuda" else CPU_PLATFORM
+        if _device() == "cpu":
+            return CPU_PLATFORM
+        os.environ.setdefault(START_METHOD, "spawn")  # CUDA, which the front end asks for its memory, does not survive a fork
+        return CUDA_PLATFORM
     except PluginError:
         return f"{__name__}.refuse"
 

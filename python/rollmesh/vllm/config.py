@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rollmesh import _core
 from rollmesh.arguments import check_backend, choice, integer, page_positions
+from rollmesh.devices import CUDA_FAMILIES
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import Mesh
 from rollmesh.show import listed, shown
@@ -221,8 +222,10 @@ def options(vllm_config: Any) -> Options:
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(chosen.sequence_parallel)}, wanted a bool")
+    from vllm.platforms import current_platform  # which is being made when this module is imported
+
     if chosen.isa is not None and _workers_are_here(vllm_config):
-        choice("isa", chosen.isa, _core.available_isas())
+        choice("isa", chosen.isa, CUDA_FAMILIES if current_platform.engine_device == "cuda" else _core.available_isas())
     return chosen
 
 
@@ -245,6 +248,15 @@ def num_threads(vllm_config: Any) -> int:
         return asked
     shares = [max(1, len(os.sched_getaffinity(0)) // local_workers(vllm_config.parallel_config)), *_share_of_vllm()]
     return min(256, *shares)
+
+
+def cuda_ordinal(parallel: Any, local_rank: int, devices: int) -> int:
+    """The CUDA device of a worker, as this process counts them: the one that vLLM has assigned, else by its number on this machine."""
+    assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
+    if assigned:
+        physical, visible = str(assigned[local_rank]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return visible.index(physical) if physical in visible else int(physical)
+    return int((parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank) % devices
 
 
 def local_workers(parallel: Any) -> int:

@@ -6,14 +6,25 @@ so neither vLLM's CUDA platform nor its kernels are loaded, and any build of tor
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from rollmesh import _core
 from rollmesh.devices import device_of
+from rollmesh.errors import ConfigError
+from rollmesh.vllm import START_METHOD
 from rollmesh.vllm.cpu import RollmeshCpuPlatform
 
 
 class RollmeshCudaPlatform(RollmeshCpuPlatform):
     engine_device = "cuda"
-    device_control_env_var = "CUDA_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        if os.environ.get(START_METHOD) == "fork":
+            raise ConfigError(f"{START_METHOD} = 'fork', wanted 'spawn': CUDA does not survive a fork")
+        super().check_and_update_config(vllm_config)
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -21,6 +32,6 @@ class RollmeshCudaPlatform(RollmeshCpuPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """What is free of it: the whole, where nothing else runs there yet."""
+        """What is free of it now: vLLM makes defaults of it, and nothing of rollmesh's."""
         library, _ = device_of(cls.engine_device)
         return 0 if library is None else _core.cuda_available(library, device_id)

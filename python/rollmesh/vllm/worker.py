@@ -114,7 +114,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             return int(self.cache_config.kv_cache_memory_bytes)
         mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
         weights = sum(rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize) for matrix in matrices(self.spec))
-        share = _available_memory(self._index(), config.local_workers(self.parallel_config)) * self.cache_config.gpu_memory_utilization
+        share = self._available_memory() * self.cache_config.gpu_memory_utilization
         if share <= 2 * weights:
             raise CapacityError(
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
@@ -122,15 +122,26 @@ class Worker(WorkerBase):  # type: ignore[misc]
             )
         return int(share - 2 * weights)
 
+    def _available_memory(self) -> float:
+        """Bytes that this worker's device can give it without taking them from others."""
+        library, workers = _device().cuda_library, config.local_workers(self.parallel_config)
+        if library is None:
+            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+            return int(lines["MemAvailable"].split()[0]) * 1024 / workers
+        devices = _core.cuda_count(library)
+        free = _core.cuda_available(library, config.cuda_ordinal(self.parallel_config, self.local_rank, devices))
+        return free / -(-workers // devices)
+
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Makes the engine, together with the other ranks."""
         options = config.options(self.vllm_config)
+        library = _device().cuda_library
         engine_options = EngineOptions(
             dtype=config.dtype_name(self.model_config.dtype),
-            isa=options.isa,
+            isa=None if library else options.isa,
             threads=config.num_threads(self.vllm_config),
             max_model_len=self.model_config.max_model_len,
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -146,7 +157,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
             ep_backend=options.ep_backend,
             sequence_parallel=options.sequence_parallel,
             host_pages=kv_cache_config.num_blocks,
-            cuda_library=_device().cuda_library,
+            cuda_library=library,
+            cuda_ordinal=-1 if library is None else config.cuda_ordinal(self.parallel_config, self.local_rank, _core.cuda_count(library)),
+            cuda_family=options.isa if library else None,
         )
         host = HostLogits(self.vllm_config)
         engine = self._make_engine(engine_options)
@@ -316,16 +329,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if made is not None:
             made.updates.shutdown()
             made.engine.close()
-
-
-def _available_memory(index: int, workers: int) -> float:
-    """Bytes that this worker's device can give it without taking them from others, of `workers` on this machine."""
-    library, _ = _device()
-    if library is not None:
-        devices = _core.cuda_count(library)
-        return _core.cuda_available(library, index % devices) / -(-workers // devices)
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 / workers
 
 
 def _device() -> Device:
