@@ -51,7 +51,13 @@ if TYPE_CHECKING:
     from rollmesh.requests import Ids
 
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
-ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)  # not every rank need have the same of these
+ALONE = (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    RankLostError,
+    DeadlineError,
+    DeviceError,
+)  # not every rank need have the same of these
 PUSHES = "a set of weights that is pushed"
 OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal")  # options that the bits do not depend on
 
