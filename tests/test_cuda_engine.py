@@ -160,14 +160,15 @@ def test_batch_chunks_and_preemption_leave_no_trace(make: Callable[..., rm.Gener
 
 
 def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.Generator]) -> None:
-    """Top logprobs over the whole vocabulary: many times what a step keeps."""
-    state = helpers.numpy_state_dict(DENSE, seed=1)
-    wide = DENSE["vocab_size"]
+    """Top logprobs over the whole vocabulary: 1.1 MB of one prompt, and a step keeps 1 (RESULTS_BYTES of csrc/engine/engine.c)."""
+    wide = 1600
+    config = helpers.tiny_config(vocab_size=wide)
+    state = helpers.numpy_state_dict(config, seed=1)
     params = rm.SamplingParams(max_tokens=3, seed=1, logprobs=wide, prompt_logprobs=wide, n=2)
-    prompts = [[1 + i % 7 for i in range(60)]] * 3
+    prompts = [[1 + i % 7 for i in range(length)] for length in (90, 3)]
     found = []
     for device in ("cpu", "cuda"):
-        generator = make(DENSE, device, dtype="float32", max_num_batched_tokens=64)
+        generator = make(config, device, dtype="float32", max_num_batched_tokens=128)
         generator.sync_weights(state)
         found.append(told(generator.generate(prompts, params, use_tqdm=False)))
     assert found[0] == found[1]
@@ -220,6 +221,14 @@ def strided(array: np.ndarray, how: str) -> np.ndarray:
 def test_sources_of_any_stride_and_type(make: Callable[..., rm.Generator], how: str, dtype: str) -> None:
     state = {name: strided(value.astype(dtype), how) for name, value in helpers.numpy_state_dict(MOE, seed=1).items()}
     reports = [make(MOE, device).sync_weights(state, cast=True) for device in ("cpu", "cuda")]
+    assert reports[0].digest == reports[1].digest
+
+
+def test_more_than_the_ferry_holds_is_ferried(make: Callable[..., rm.Generator]) -> None:
+    """82 MB at once through two halves of 32 (csrc/weights/sync.c): the first is filled again while the queue may still read it."""
+    config = helpers.tiny_config(vocab_size=80_000)
+    state = {name: value.astype("float64") for name, value in helpers.numpy_state_dict(config, seed=1).items()}
+    reports = [make(config, device).sync_weights(state, cast=True) for device in ("cpu", "cuda")]
     assert reports[0].digest == reports[1].digest
 
 
