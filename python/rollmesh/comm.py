@@ -4,7 +4,7 @@
     Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: a process is a rank, shared memory between (one machine)
     Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
     Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
-    Generator(…, device="cuda:0", comm=rm.comm.nccl(rm.comm.shm(), "cuda:0"))     a process is a rank on a GPU, NCCL between their memories
+    rm.comm.nccl(rm.comm.shm(…), "cuda:0")                        NCCL between the memories of GPUs; no engine takes it yet
 
 A comm is used by one generator. Bytes are moved and never added: what comes out does not depend on which it is.
 """
