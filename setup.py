@@ -31,10 +31,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -156,6 +157,12 @@ def run(path: Path, command: list[str]) -> str | None:
     return None
 
 
+def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[str]:
+    """What the compilers said that failed, several running at once."""
+    with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count() or 1) as pool:
+        return [message for message in pool.map(compile_one, todo) if message]
+
+
 def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
     """Compiles what is not fresh, several at once, and returns the objects' paths."""
     flags = [*COMMON, *WARNINGS, *INCLUDE, *shared_flags()]
@@ -169,9 +176,7 @@ def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
         command = [*compiler(), *flags, *unit.flags, *flags_end, "-MMD", "-c", str(unit.source), "-o", str(path)]
         return None if is_fresh(path, command) and not force else run(path, command)
 
-    with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count() or 1) as pool:
-        failed = [message for message in pool.map(compile_one, todo) if message]
-    if failed:
+    if failed := at_once(compile_one, todo):
         raise CompileError("\n".join(failed))
     return [str(temp / unit.object) for unit in todo]
 
@@ -190,19 +195,24 @@ def build_cuda(target: Path, temp: Path) -> None:
     flags = [*CUDA_FLAGS, *targets, f"-Xcompiler={CUDA_HOST_FLAGS}", f'-DRM_CUDA_ARCHS="{",".join(archs)}"', "-Ikernels", "-Ikernels/cpu"]
     if os.environ.get("ROLLMESH_WERROR") == "1":
         flags.append("-Werror=all-warnings")
-    objects = []
-    for source in files("kernels/cuda", "*.cu"):
+
+    def compile_one(source: Path) -> str | None:
         path = (temp / source).with_suffix(".o")
-        objects.append(str(path))
         command = [nvcc, *flags, "-MMD", "-MF", str(path.with_suffix(".d")), "-c", str(source), "-o", str(path)]
         if is_fresh(path, command):
-            continue
+            return None
         path.parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:
-            raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
+            return f"{shlex.join(command)}\n{done.stdout}"
         path.with_suffix(".ptxas").write_text(done.stdout)
         path.with_suffix(".cmd").write_text(shlex.join(command))
+        return None
+
+    sources = files("kernels/cuda", "*.cu")
+    if failed := at_once(compile_one, sources):
+        raise CompileError("\n".join(failed))
+    objects = [str((temp / source).with_suffix(".o")) for source in sources]
     target.parent.mkdir(parents=True, exist_ok=True)
     link = [nvcc, "-shared", "-cudart=static", "-Xlinker=--as-needed,--exclude-libs=ALL,-z,noexecstack", *objects, "-o", str(target)]
     if message := run(target, link):
@@ -216,7 +226,7 @@ class BuildExt(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         for stale in target.parent.glob(target.name.split(".")[0] + ".*.so"):
             stale.unlink()  # one with another tag would be imported before the new one
-        link = [*compiler(), "-shared", "-pthread", *shared_flags(), *objects, "-o", str(target)]
+        link = [*compiler(), "-shared", "-pthread", *shared_flags(), *objects, "-ldl", "-o", str(target)]
         if message := run(target, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))]):
             raise LinkError(message)
         self.build_cuda_beside(target)

@@ -43,9 +43,13 @@ static int store(const rm_attribute *attribute, PyObject *value, char *member) {
     memcpy(member, &truth, sizeof truth);
     return 0;
   }
-  if (attribute->type == RM_ATTR_F32) {
+  if (attribute->type == RM_ATTR_F32 || attribute->type == RM_ATTR_F64) {
     const double wide = PyFloat_AsDouble(value);
     if (wide == -1.0 && PyErr_Occurred()) return -1;
+    if (attribute->type == RM_ATTR_F64) {
+      memcpy(member, &wide, sizeof wide);
+      return 0;
+    }
     const float narrow = to_float(wide);
     memcpy(member, &narrow, sizeof narrow);
     return 0;

@@ -7,7 +7,7 @@
 
 #include "core.h"
 
-typedef enum rm_attribute_type { RM_ATTR_BOOL, RM_ATTR_INT, RM_ATTR_I32, RM_ATTR_I64, RM_ATTR_U64, RM_ATTR_F32 } rm_attribute_type;
+typedef enum rm_attribute_type { RM_ATTR_BOOL, RM_ATTR_INT, RM_ATTR_I32, RM_ATTR_I64, RM_ATTR_U64, RM_ATTR_F32, RM_ATTR_F64 } rm_attribute_type;
 
 typedef struct rm_attribute {
   const char *name;             // of the Python attribute

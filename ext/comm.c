@@ -8,6 +8,7 @@
 #include "base/memory.h"
 #include "mesh/block.h"
 #include "mesh/mesh.h"
+#include "mesh/nccl_library.h"
 #include "mesh/region.h"
 
 typedef struct comm_object {
@@ -337,6 +338,16 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   return code ? rm_raise(module, &err) : out;
 }
 
+// ------------------------------------------------------------------------------------------------ NCCL
+static PyObject *nccl_version(PyObject *module, PyObject *args) {
+  const char *path;
+  rm_nccl api;
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
+  if (rm_nccl_load(path, &api, &err)) return rm_raise(module, &err);
+  return PyLong_FromLong(api.version);
+}
+
 // ------------------------------------------------------------------------------------------------ the type
 #define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, PyDoc_STR(doc)}
 static PyMethodDef methods[] = {
@@ -352,6 +363,7 @@ static PyMethodDef methods[] = {
 static PyMethodDef functions[] = {
     {"attach", attach, METH_VARARGS,
      "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control, lockstep), None where alone."},
+    {"nccl_version", nccl_version, METH_VARARGS, "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
     {0},
 };
 

@@ -38,6 +38,7 @@ static const rm_attribute option_fields[] = {
     OPTION("max_num_batched_tokens", RM_ATTR_I64, engine.max_num_batched_tokens),
     OPTION("block_size", RM_ATTR_I64, engine.page_size),
     OPTION("kv_bytes", RM_ATTR_U64, engine.kv_bytes),
+    OPTION("memory_fraction", RM_ATTR_F64, engine.memory_fraction),
     OPTION("host_pages", RM_ATTR_I64, engine.host_pages),
     OPTION("seed", RM_ATTR_U64, engine.seed),
     OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
@@ -72,11 +73,11 @@ static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **ke
   return -1;
 }
 
-// A path, a view of `library`; None: the CPU.
-static int choose_library(PyObject *library, const char **path) {
-  *path = NULL;
-  if (library == Py_None) return 0;
-  return (*path = PyUnicode_AsUTF8AndSize(library, NULL)) ? 0 : -1;
+// A view of `word`; NULL for None.
+static int optional_text(PyObject *word, const char **text) {
+  *text = NULL;
+  if (word == Py_None) return 0;
+  return (*text = PyUnicode_AsUTF8AndSize(word, NULL)) ? 0 : -1;
 }
 
 typedef struct degrees {
@@ -132,12 +133,13 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   rm_ranks_options options = {0};
   if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
   int failed = -1;
-  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL, *library = NULL;
+  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL, *library = NULL, *family = NULL;
   if (choose_mesh(module, object, &options.mesh)) goto out;
   if (!(backend = PyObject_GetAttrString(object, "ep_backend")) || choose_dispatcher(module, backend, &options.dispatcher)) goto out;
   if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.engine.dtype)) goto out;
   if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.engine.kernels)) goto out;
-  if (!(library = PyObject_GetAttrString(object, "cuda_library")) || choose_library(library, &options.cuda_library)) goto out;
+  if (!(library = PyObject_GetAttrString(object, "cuda_library")) || optional_text(library, &options.cuda_library)) goto out;
+  if (!(family = PyObject_GetAttrString(object, "cuda_family")) || optional_text(family, &options.cuda_family)) goto out;
   if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
   if (rm_array_ids(module, eos, "eos_token_ids", &options.engine.eos_ids, &options.engine.n_eos)) goto out;
   if (ends != Py_None) {
@@ -154,6 +156,7 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
 out:
   Py_XDECREF(backend);
   Py_XDECREF(library);
+  Py_XDECREF(family);
   Py_XDECREF(dtype);
   Py_XDECREF(isa);
   Py_XDECREF(eos);

@@ -55,7 +55,7 @@ static int load_errors(rm_module_state *state) {
 static int module_exec(PyObject *module) {
   import_array1(-1);
   if (load_errors(rm_state(module))) return -1;
-  if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_comm_type_add(module)) return -1;
+  if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_cuda_add(module) || rm_comm_type_add(module)) return -1;
   if (rm_dispatch_types_add(module)) return -1;
   return rm_engine_type_add(module);
 }

@@ -2,6 +2,7 @@
 tests/simt/simt.cpp or over a GPU.
 
     python tests/cuda_build.py simt | simt_library | gpu | library [--into DIR]      prints the path of the program or library
+    python tests/cuda_build.py report [--into DIR]      what ptxas says of each kernel, for each of ROLLMESH_CUDA_ARCHS
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from native_build import ROOT, run
 
@@ -27,6 +32,8 @@ CPU_FLAGS += [
     "-x",
     "c++",
 ]  # nvcc's pragmas mean nothing to g++
+# A GPU faults where an address is not a multiple of its word; here that is an illegal instruction.
+CPU_FLAGS += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
 
 @functools.cache
@@ -110,11 +117,68 @@ def reference(into: Path, on_gpu: bool = False) -> Path:
     return archive
 
 
+class Kernel(NamedTuple):
+    """One entry function for one architecture, in ptxas' words. Shared memory of a size known to the launch alone is not in `shared`."""
+
+    source: str
+    name: str
+    arch: str
+    registers: int
+    stack: int
+    spilled: int  # bytes stored and bytes loaded
+    shared: int
+
+
+def kernels(built: Path) -> list[Kernel]:
+    """Of the library `built`, in the order of its sources."""
+    found = []
+    for path in sorted(built.parent.glob("kernels/cuda/*.ptxas")):
+        for entry in path.read_text().split("Compiling entry function ")[1:]:
+            name, arch = re.match(r"'(\w+)' for '(\w+)'", entry).groups()
+            stack, stores, loads = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry).groups()
+            registers, shared = re.search(r"Used (\d+) registers", entry)[1], re.search(r"(\d+) bytes smem", entry)
+            figures = int(registers), int(stack), int(stores) + int(loads), int(shared[1]) if shared else 0
+            found.append(Kernel(path.stem, name, arch, *figures))
+    return found
+
+
+def report(into: Path) -> str:
+    """A line for each kernel, a column for each architecture: registers, then bytes of stack, spills and shared memory where there
+    are any."""
+    found = kernels(library(into))
+    archs, names = list(dict.fromkeys(k.arch for k in found)), list(dict.fromkeys((k.source, k.name) for k in found))
+    of = {(k.source, k.name, k.arch): k for k in found}
+    plain = dict(zip(names, demangled([name for _, name in names])))
+    width = max(len(text) for text in plain.values())
+    lines = [f"{'':16} {'kernel':{width}} " + " ".join(f"{arch:>16}" for arch in archs)]
+    for source, name in names:
+        cells = []
+        for arch in archs:
+            k = of.get((source, name, arch))
+            extra = (
+                [f"{bytes_}{letter}" for bytes_, letter in ((k.stack, "st"), (k.spilled, "sp"), (k.shared, "sh")) if bytes_] if k else []
+            )
+            cells.append(f"{' '.join([*extra, str(k.registers) if k else '-']):>16}")
+        lines.append(f"{source:16} {plain[source, name]:{width}} {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def demangled(names: list[str]) -> list[str]:
+    """Without arguments and namespaces; as they are where there is no c++filt."""
+    if not shutil.which("c++filt"):
+        return names
+    done = subprocess.run(["c++filt"], input="\n".join(names), stdout=subprocess.PIPE, text=True, check=True)
+    return [
+        re.sub(r"^void |\(anonymous namespace\)::|_GLOBAL__N_\w+::|\(rm_dtype\)", "", line).partition("(")[0]
+        for line in done.stdout.splitlines()
+    ]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Build the CUDA library or a program that checks it.")
-    parser.add_argument("what", choices=("simt", "simt_library", "gpu", "library"))
+    parser.add_argument("what", choices=("simt", "simt_library", "gpu", "library", "report"))
     parser.add_argument("--into", type=Path, default=ROOT / "build" / "cuda")
     options = parser.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
-    made = {"simt": simt, "simt_library": simt_library, "gpu": gpu, "library": library}[options.what](options.into)
+    made = {"simt": simt, "simt_library": simt_library, "gpu": gpu, "library": library, "report": report}[options.what](options.into)
     sys.stdout.write(f"{made}\n")

@@ -39,8 +39,20 @@ def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> P
     flags = [*FLAGS, "-UNDEBUG", "-Ikernels", "-Icsrc", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    run([*compiler(), *flags, *map(str, sources), str(at / "librollmesh.a"), "-lm", "-o", str(program)], environment)
+    run([*compiler(), *flags, *map(str, sources), str(at / "librollmesh.a"), "-lm", "-ldl", "-o", str(program)], environment)
     return program
+
+
+def standin(into: Path, sanitize: str = "") -> Path:
+    """The stand-in for libnccl.so.2, tests/native/standin/nccl.c, to be loaded by drivers with the same sanitizer."""
+    at = into / (sanitize.replace(",", "-") or "plain")
+    at.mkdir(parents=True, exist_ok=True)
+    library = at / "libnccl.so.2"
+    flags = [*FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", f"-I{FOLDER}"]
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    run([*compiler(), *flags, str(FOLDER / "standin" / "nccl.c"), "-lrt", "-o", str(library)], dict(os.environ))
+    return library
 
 
 def run(command: list[str], environment: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ does a host that reads too early or writes again too early: those bytes are not 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Library, Refused
+from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -48,6 +49,21 @@ def simt(simt_library: Path) -> Library:
 def seen(at: int, size: int) -> bytes:
     """Host memory as it is now."""
     return ctypes.string_at(at, size)
+
+
+@pytest.mark.parametrize("header, name, structure", [("device", "rm_device", Table), ("kernels", "rm_embed_args", Embed)])
+def test_the_structures_of_these_tests_are_the_headers(header: str, name: str, structure: type[ctypes.Structure]) -> None:
+    text = (cuda_build.ROOT / "kernels" / f"{header}.h").read_text()
+    body = re.sub(r"//[^\n]*", "", re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", text, re.DOTALL)[1])
+    declared = [
+        re.findall(r"\(\*(\w+)\)|(\w+)$", part.strip())[0] for line in body.split(";") for part in split_names(line) if part.strip()
+    ]
+    assert [a or b for a, b in declared] == [field for field, _ in structure._fields_]
+
+
+def split_names(line: str) -> list[str]:
+    """The declarators of one line: "int64_t rows, hidden" declares two, a function pointer one."""
+    return [line] if "(" in line else line.split(",")
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -154,6 +170,17 @@ def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
             want[to + row * to_pitch :][:width] = source[start + row * from_pitch :][:width]
         assert device.read(b, size) == want.tobytes(), (width, rows, to_pitch, from_pitch, to, start)
         assert device.read(a, size) == source.tobytes()
+
+
+@pytest.mark.parametrize("width, rows", [(65, 66_000), (300_001, 2)])
+def test_copies_of_more_runs_or_words_than_a_grid_has(device: Device, rng: np.random.Generator, width: int, rows: int) -> None:
+    source = rng.integers(1, 256, (rows, width + 2), np.uint8)
+    a, b = device.map(source.size), device.map(source.size)
+    device.write(a, source.tobytes())
+    device.copy(b, width + 1, a, width + 2, width, rows)
+    got = np.frombuffer(device.read(b, rows * (width + 1)), np.uint8).reshape(rows, width + 1)
+    assert np.array_equal(got[:, :width], source[:, :width])
+    assert not got[:, width].any()
 
 
 def test_zeros_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
@@ -359,11 +386,15 @@ def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
 
 
 def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
-    with library.open() as broken:
-        broken.embed(broken.map(4), broken.map(4), broken.map(4), (1 << 32) - 1, 1)
-    with library.open() as device:
-        assert device.wait() == OK
-    assert library.loaded.rm_cuda_error() is None
+    """Also where the thread leaves it before any status was asked for."""
+    with library.open() as device, library.open() as broken:
+        block = broken.map(4)
+        saved = broken.enter()
+        broken.embed(block, block, block, (1 << 32) - 1, 1)
+        broken.leave(saved)
+        assert library.loaded.rm_cuda_error() is None
+        assert (device.wait(), broken.wait()) == (OK, FAULT)
+        assert broken.message() == "a launch: invalid configuration argument"
 
 
 def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
@@ -436,6 +467,7 @@ def body():
         elsewhere = other.map(100)
         with library.open(0) as device:
             block, host = device.map(100), device.pin(100)
+            device.wait()
             {body}
             device.wait()
             print("unseen")

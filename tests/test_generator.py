@@ -86,7 +86,7 @@ def test_manifest_is_the_checkpoint(moe: bool, dtype: str) -> None:
 
 
 BAD_SETTINGS: list[dict[str, Any]] = [
-    {"device": "cuda"},
+    {"device": "gpu"},
     {"dtype": "float16"},
     {"dtype": np.float32},
     {"comm": object()},

@@ -259,6 +259,26 @@ def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any])
     assert engine.host_top(np.array([number], np.uint64), 2)[0].tolist() == wanted.outputs[0].top_logprobs.ids[:1].tolist()
 
 
+def test_ranks_of_samples_that_share_a_row(oracles: list[Any]) -> None:
+    """Without a host: the first tokens of a prompt's samples are drawn from one row of logits, beside rows that want no ranks."""
+    made = make_engine(host_pages=0, kv_bytes=1 << 22, seed=3)
+    push(made, 0)
+    prompt = list(range(9, 40))
+    add(made, prompt[5:], max_tokens=6, temperature=2.0, seed=1)
+    number = add(made, prompt, n=4, max_tokens=6, temperature=2.0, ranks=True)
+    while made.unfinished():
+        made.step()
+    seen = set()
+    for index in range(4):
+        sample = made.sample(number, index)
+        tokens = sample["token_ids"].tolist()
+        logits = oracles[0].logits([prompt + tokens])[0][len(prompt) - 1 :]
+        assert sample["ranks"].tolist() == [int((row >= row[token]).sum()) for row, token in zip(logits, tokens)]
+        seen.add(tokens[0])
+    assert len(seen) > 1
+    made.close()
+
+
 def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(engine: Any, oracles: list[Any]) -> None:
     prompt = np.random.default_rng(1).integers(2, 150, size=40).tolist()
     first, second, third = (add(engine, prompt) for _ in range(3))

@@ -366,35 +366,23 @@ def test_torch_accelerator_where_there_is_none(configure: Configure) -> None:
 
 
 @needs_vllm
-def test_the_platform_of_a_gpu(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a stand-in for vLLM's CUDA platform, which only loads where CUDA is: ours comes first, then vLLM's; until the engine is
-    built for it, a configuration is refused with the way out."""
-    from types import ModuleType
+@pytest.mark.parametrize("model, dtype", [("dense", "float32"), ("moe", "bfloat16")])
+def test_vllm_over_a_cuda_device(simt_library: Path, tmp_path: Path, model: str, dtype: str) -> None:
+    """On the fibres of tests/simt: vLLM's side stays on the host, and all that the worker computes is the device's."""
+    environment = os.environ | {"VLLM_PLUGINS": "rollmesh", "ROLLMESH_VLLM_DEVICE": "cuda", "ROLLMESH_CUDA_LIBRARY": str(simt_library)}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, str(Path(__file__).with_name("vllm_device.py")), model, dtype, str(tmp_path / "model")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["platform"], found["device"]) == ("RollmeshCudaPlatform", "cuda:0")
+    assert found["compared"] > 500
 
-    from rollmesh.vllm import config
 
-    seen = []
+@needs_vllm
+def test_a_device_that_is_not_here_is_said_in_the_users_own_call(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollmesh.vllm.cuda import RollmeshCudaPlatform
 
-    class CudaPlatform:
-        device_type = "cuda"
-
-        @classmethod
-        def check_and_update_config(cls, vllm_config: Any) -> None:
-            seen.append(vllm_config.parallel_config.worker_cls)
-
-        @classmethod
-        def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-            raise AssertionError
-
-    stand_in = ModuleType("vllm.platforms.cuda")
-    stand_in.CudaPlatform = CudaPlatform  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.platforms.cuda", stand_in)
-    monkeypatch.delitem(sys.modules, "rollmesh.vllm.cuda", raising=False)
-    ours = importlib.import_module("rollmesh.vllm.cuda").RollmeshCudaPlatform
-    made = configure()
-    made.parallel_config.worker_cls = "auto"
-    with pytest.raises(rm.ConfigError, match=r"device = 'cuda', wanted 'cpu'.*ROLLMESH_VLLM_DEVICE=cpu"):
-        ours.check_and_update_config(made)
-    monkeypatch.setattr(config, "check_device", lambda device: None)
-    ours.check_and_update_config(made)
-    assert seen == [config.WORKER]
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", "/nowhere/none.so")
+    with pytest.raises(rm.ConfigError, match=r"device = 'cuda', and this build has no none\.so"):
+        RollmeshCudaPlatform.check_and_update_config(configure())

@@ -21,14 +21,24 @@ rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
   return code;
 }
 
-rm_code rm_cuda_device(const char *library, int ordinal, rm_device *out, rm_error *err) {
+rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err) {
   const char *(*open)(int, rm_device *) = NULL;
+  const rm_kernels *(*tables[])(void) = {NULL, NULL}, *kernels = NULL;
   int count;
   rm_code code = rm_cuda_count(library, &count, err);
   if (!code) code = find(library, "rm_cuda_open", &open, err);
+  if (!code) code = find(library, "rm_kernels_cuda", &tables[0], err);
+  if (!code) code = find(library, "rm_kernels_cuda_mma", &tables[1], err);
   if (code) return code;
+  for (size_t i = 0; i < sizeof tables / sizeof *tables && !kernels; i++)
+    if (!family || strcmp(tables[i]()->family, family) == 0) kernels = tables[i]();
+  if (!kernels)
+    return rm_fail(err, RM_E_CONFIG, "isa=\"%.40s\" is no family of ops of a CUDA device: %s and %s are", family, tables[0]()->family,
+                   tables[1]()->family);
   if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
   if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
   const char *why = open(ordinal, out);
-  return why ? rm_fail(err, RM_E_DEVICE, "device=\"cuda:%d\": %s", ordinal, why) : RM_OK;
+  if (why) return rm_fail(err, RM_E_DEVICE, "device=\"cuda:%d\": %s", ordinal, why);
+  out->kernels = kernels;
+  return RM_OK;
 }

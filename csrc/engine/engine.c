@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "engine/state.h"
+#include "mesh/staged.h"
 
 enum {
   MAX_POSITIONS = 1 << 24,         // float32 counts that far, and rope multiplies positions in float32
@@ -56,8 +57,27 @@ static void zero_page(void *owner, int32_t page) {
   rm_model_zero_page(engine->model, engine->kv, engine->n_pages, page);
 }
 
+// Bytes of KV cache: what was asked for, or what is left of the memory that may be used.
+static rm_code kv_wanted(const rm_engine *engine, uint64_t *bytes, rm_error *err) {
+  const rm_engine_options *options = &engine->options;
+  *bytes = options->kv_bytes;
+  if (*bytes || options->host_pages || !(options->memory_fraction > 0)) return RM_OK;
+  const size_t available = engine->device->available(engine->device->self);
+  const double share = (double)available * options->memory_fraction, weights = 2.0 * (double)engine->params->bytes;
+  if (available == SIZE_MAX || share <= weights)
+    return rm_fail(err, RM_E_CAPACITY,
+                   "memory_fraction=%g of the %.2f GiB that %s has free is %.2f GiB, wanted more than two copies of the "
+                   "weights, %.2f GiB",
+                   options->memory_fraction, (double)available / 0x1p30, engine->device->name, share / 0x1p30, weights / 0x1p30);
+  *bytes = (uint64_t)(share - weights);
+  return RM_OK;
+}
+
 static rm_code create_cache(rm_engine *engine, rm_error *err) {
-  const uint64_t page_bytes = rm_model_page_bytes(engine->model), wanted = engine->options.kv_bytes;
+  const uint64_t page_bytes = rm_model_page_bytes(engine->model);
+  uint64_t wanted;
+  rm_code code = kv_wanted(engine, &wanted, err);
+  if (code) return code;
   const int64_t host_pages = engine->options.host_pages;
   if (host_pages > 0 && (uint64_t)host_pages > SIZE_MAX / 2 / page_bytes)
     return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes are more than there is", (long long)host_pages,
@@ -68,8 +88,7 @@ static rm_code create_cache(rm_engine *engine, rm_error *err) {
   engine->n_pages = host_pages ? host_pages : (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
   engine->kv_bytes = (size_t)engine->n_pages * page_bytes;
   const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};
-  const rm_code code = rm_kv_create(&options, &engine->cache, err);
-  if (code) return code;
+  if ((code = rm_kv_create(&options, &engine->cache, err))) return code;
   return rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->kv, err);
 }
 
@@ -134,13 +153,37 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
+// The most that ranks exchange at once: whole rows of a step, a row for each expert of each, or logits.
+static size_t most_exchanged(const rm_engine *engine) {
+  const rm_spec *spec = engine->spec;
+  const int64_t outputs = spec->hidden_size * rm_max64(spec->top_k, 1), heads = spec->n_heads * spec->head_dim;
+  const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size * rm_max64(spec->top_k, 1));
+  const size_t row = (size_t)rm_max64(rm_max64(outputs, heads), inner) * rm_dtype_bytes(engine->options.dtype);
+  const size_t routed = (size_t)engine->routed_per_token * sizeof(int16_t), logits = (size_t)engine->ld_logits * sizeof(float);
+  const size_t rows = (size_t)engine->options.max_num_batched_tokens * (row > routed ? row : routed);
+  return rows > (size_t)engine->max_out_rows * logits ? rows : (size_t)engine->max_out_rows * logits;
+}
+
+// Activations on a device travel by way of the host's groups.
+static rm_code create_groups(rm_engine *engine, rm_error *err) {
+  const rm_rank *rank = &engine->options.rank;
+  rm_code code = RM_OK;
+  if (engine->device->on_host) return RM_OK;
+  if (rank->tp) code = rm_comm_create_staged(rank->tp, engine->device, most_exchanged(engine), &engine->tp_there, err);
+  if (code || !rank->ep || rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE) return code;
+  return rm_comm_create_staged(rank->ep, engine->device, most_exchanged(engine), &engine->ep_there, err);
+}
+
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  const rm_model_options model = {
+  rm_model_options model = {
       options->dtype, options->max_num_batched_tokens, options->max_model_len, engine->max_out_rows, options->page_size, options->rank};
   const rm_placement placement = rm_placement_of(engine->spec, &options->rank.mesh, options->rank.index);
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
+  if ((code = create_groups(engine, err))) return code;
+  model.rank.tp_there = engine->tp_there;
+  model.rank.ep_there = engine->ep_there;
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
@@ -214,6 +257,8 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_store_destroy(engine->store);
   rm_model_destroy(engine->model);
   rm_params_destroy(engine->params);
+  rm_comm_destroy(engine->tp_there);
+  rm_comm_destroy(engine->ep_there);
   rm_team_destroy(engine->team);
   rm_free((void *)engine->options.eos_ids);
   rm_error_clear(&engine->lost);

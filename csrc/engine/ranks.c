@@ -112,7 +112,7 @@ static rm_code open_device(rm_member *member, const rm_ranks_options *options, i
     if (code) return code;
     ordinal = count > 0 ? rank % count : 0;
   }
-  return rm_cuda_device(options->cuda_library, ordinal, &member->device, &member->err);
+  return rm_cuda_device(options->cuda_library, ordinal, options->cuda_family, &member->device, &member->err);
 }
 
 static rm_code create_engine(rm_member *member, void *arg) {

@@ -29,6 +29,7 @@ typedef struct rm_ranks_options {
   int sequence_parallel;
   const char *cuda_library;     // NULL: the CPU; else the ranks run on CUDA devices, by this library
   int cuda_ordinal;             // all on this one; −1: each rank on that of its number, counted round
+  const char *cuda_family;      // of the ops; NULL: base/cuda.h's choice
   const rm_ends *ends;          // NULL: all ranks are threads here; else this process is one rank
 } rm_ranks_options;
 

@@ -77,7 +77,8 @@ struct rm_engine {
   size_t kv_bytes;
   int64_t max_out_rows, ld_logits;
   int64_t max_draws;            // tokens of one call of the sample op
-  rm_team *team;                // owned, as all below
+  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU
+  rm_team *team;
   rm_params *params;
   rm_model *model;
   rm_store *store;

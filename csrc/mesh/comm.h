@@ -15,6 +15,11 @@
 // One thread at a time may use an end of a group; rm_comm_abort may come from any. Deadlines are per call, counted from when this rank
 // has come to it.
 //
+// The bases of blocks are addresses of the memory that the transport is for. Most are for the host's; those of staged.h and nccl.h are
+// for a device's (kernels/device.h), and there a call has enqueued, in the device's one queue, what is done later: it reads what was
+// enqueued before it has made, and what is enqueued after it reads what came. A call that went well says no more than that;
+// rm_comm_wait says the rest, and so "is complete at return" means "was waited for" there.
+//
 // An end belongs to the process that made it. The copy in a forked child may be destroyed, which frees it there and tells nobody;
 // rm_comm_abort does nothing on it, and calls are RM_E_STATE.
 #pragma once
@@ -23,6 +28,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "device.h"
 
 typedef struct rm_comm rm_comm;   // one rank's end of one group
 
@@ -52,8 +58,8 @@ static inline size_t rm_block_bytes(const rm_block *block) { return (size_t)bloc
 
 // Gives send[r] to rank r and takes recv[r] from it, for every r of the group, this rank too: recv[r] has as many bytes here as
 // rank r's block for this rank has there, and may cut them into rows of another length. The blocks of this rank for itself may be
-// the same memory; otherwise nothing that is received overlaps anything that is sent. Where `op` is RM_COMM_GATHER or
-// RM_COMM_BROADCAST all of send is the same block (or empty), and it is moved once.
+// the same memory; otherwise nothing that is received overlaps anything that is sent. Where `op` is RM_COMM_BROADCAST all of send is
+// the same block (or empty), and it is moved once; where it is RM_COMM_GATHER too, and no other rank's is empty unless all are.
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err);
 
 // Rank r's bytes[r] bytes to everyone, one after another in `out`. `send` may be its own place in `out`.
@@ -71,11 +77,30 @@ void rm_comm_abort(rm_comm *comm, rm_code why);
 // that works for long between two calls; costs microseconds. RM_OK always where the transport cannot see it.
 rm_code rm_comm_look(rm_comm *comm, rm_error *err);
 
+// What the engine calls instead of device->wait where calls of `comms` may stand in the device's queue (NULL ones are left out): until
+// all of it is done. Meanwhile it looks at the groups; where one has failed, or the queue is not at its end after `timeout` seconds,
+// all of them are given up, which ends what stands in the queue. RM_E_RANK_LOST and the like, as the group says;
+// RM_E_COLLECTIVE_TIMEOUT; RM_E_DEVICE where the device itself has failed. Without a group that waits there, it is device->wait.
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err);
+
+// Whether calls do no more than enqueue, so that a recording of the device may hold them; barriers never do.
+int rm_comm_can_be_recorded(const rm_comm *comm);
+
+// Transports that send no header (nccl) cannot compare what the ranks are doing. This does, once a step: a word for all calls of
+// this end so far, the same on all ranks that made the same (op, sequence, epoch, and the sizes of gathers). What a recording replays
+// was called once, when it was recorded: which one a step replays is for the engine to compare.
+uint64_t rm_comm_digest(const rm_comm *comm);
+// The whole comparison, over another group of the same ranks in the same order: each two ranks compare all calls so far and the bytes
+// of each between them. RM_E_COLLECTIVE_MISMATCH on ranks that differ, which names two of them; `comm` is dead then, and the others
+// hear it there. May be left out on any step, by all ranks alike.
+rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err);
+
 int rm_comm_rank(const rm_comm *comm);                 // in the group, 0 … size − 1
 int rm_comm_size(const rm_comm *comm);
 // Weight version that this rank serves; part of every header.
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch);
 void rm_comm_set_timeout(rm_comm *comm, double seconds);
+double rm_comm_timeout(const rm_comm *comm);
 
 typedef struct rm_comm_stats {
   int64_t calls[RM_N_COMM_OP];
@@ -91,9 +116,11 @@ rm_code rm_comm_create_alone(rm_comm **out, rm_error *err);
 // ---------------------------------------------------------------------------------------------- transports
 // What a transport provides; comm.c checks arguments, keeps the books and moves this rank's block for itself.
 typedef struct rm_transport {
-  const char *name;             // "threads", "shm", "torch"
+  const char *name;             // "threads", "shm", "torch", "staged", "nccl"
+  int moves_own;                // of a device's memory: exchange moves this rank's block for itself too
+  int waits_there;              // calls wait for the other ranks in the device's queue, where rm_comm_wait has to watch them
   void *self;                   // of the transport; owned by the comm from its creation on
-  // rm_comm_exchange for all ranks but this one. `sequence` counts the calls of the group from 1.
+  // rm_comm_exchange for all ranks but this one, or for all. `sequence` counts the calls of the group from 1.
   rm_code (*exchange)(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                       const rm_block recv[], rm_error *err);
   void (*abort)(void *self, rm_code why);

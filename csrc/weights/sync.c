@@ -151,7 +151,10 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
     return RM_OK;
   }
   if (store->staging.block) return RM_OK;
-  const size_t bytes = store->params->bytes, available = store->device->available(store->device->self);
+  const rm_device *device = store->device;
+  const rm_device_status status = device->poll(device->self);
+  if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);   // it has no memory any more either
+  const size_t bytes = store->params->bytes, available = device->available(device->self);
   if (bytes > available)
     return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %.2f GiB and %.2f GiB are available%s",
                    store->serving.block ? "a second copy" : "one copy", (double)bytes / 0x1p30, (double)available / 0x1p30,

@@ -144,11 +144,15 @@ size_t rm_cuda_attention_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
 }
 
-// Rows beyond what the workspace holds take their turn on the stream: it orders the states' reuse.
+// Rows beyond what the workspace holds take their turn on the stream: it orders the states' reuse. Of segments it has all that a
+// position within the limits can be in; those of the last pages' ends, where pages are longer than segments, are never live.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn) {
-  const int64_t n_segments = rm_min64(rm_count_segments(a->max_pages * a->page_size), MAX_GRID_Z);
-  if (a->rows <= 0 || n_segments <= 0) return;
-  const size_t per_row = static_cast<size_t>(a->n_heads * n_segments * rm_state_floats(a->head_dim)) * sizeof(float);
+  if (a->rows <= 0 || a->n_heads <= 0) return;
+  const size_t per_segment = static_cast<size_t>(a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
+  const int64_t room = rm_min64(static_cast<int64_t>(ctx->workspace_bytes / per_segment), MAX_GRID_Z);
+  const int64_t n_segments = rm_min64(rm_count_segments(a->max_pages * a->page_size), room);
+  if (n_segments <= 0) return;
+  const size_t per_row = per_segment * static_cast<size_t>(n_segments);
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   float *states = static_cast<float *>(ctx->workspace);
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {

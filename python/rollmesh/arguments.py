@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.comm import Comm
+from rollmesh.comm import Comm, Nccl
+from rollmesh.devices import Device
 from rollmesh.errors import CapacityError, ConfigError, RequestError
 from rollmesh.mesh import Mesh
 from rollmesh.sampling import SamplingParams
@@ -32,7 +33,9 @@ def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequenc
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
     if comm is not None and not isinstance(comm, Comm):
-        raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…) or rm.comm.torch(…)")
+        raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…)")
+    if isinstance(comm, Nccl):
+        raise ConfigError(f"comm is for the memory of {comm.device}, and no engine takes it yet: wanted rm.comm.shm(…) or rm.comm.torch(…)")
     check_backend(ep_backend)
     if not isinstance(sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(sequence_parallel)}, wanted a bool")
@@ -73,6 +76,15 @@ def gib_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
         raise ConfigError(f"{name} = {shown(value)}, wanted a number of GiB above 0 and below {MAX_GIB}")
     return int(float(value) * 2**30)
+
+
+def share_of_memory(fraction: Any, kv_cache_gib: float | None, mesh: Mesh, where: Device) -> float:
+    """memory_fraction, 0 where the size of the KV cache is said."""
+    if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
+    if kv_cache_gib is None and mesh.world > 1 and (where.cuda_library is None or where.cuda_ordinal >= 0):
+        raise ConfigError(f"kv_cache_gib = None with {mesh.world} ranks on one device, wanted the GiB of each rank")
+    return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
 def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) -> tuple[int, ...]:

@@ -4,12 +4,14 @@
     Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: a process is a rank, shared memory between (one machine)
     Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
     Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
+    Generator(…, device="cuda:0", comm=rm.comm.nccl(rm.comm.shm(), "cuda:0"))     a process is a rank on a GPU, NCCL between their memories
 
 A comm is used by one generator. Bytes are moved and never added: what comes out does not depend on which it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import numbers
@@ -21,9 +23,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollmesh import _core
+from rollmesh import nccl as _nccl
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -42,6 +46,8 @@ MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
 BOARD_S = 2.0  # for a word in torch's store
 GAVE_UP = "rollmesh: the rank that gave up"
+CUDA_LIBRARY = "librollmesh_cuda.so"  # beside the extension, where this build has kernels for GPUs
+DEVICE = re.compile(r"cuda(?::(\d{1,3}))?")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -311,6 +317,81 @@ class _Exchange:
             distributed.destroy_process_group(group)
 
 
+class Nccl(Comm):
+    """A comm of the host, and what the engine needs to make groups of NCCL over it: `library`, `device`, `gpu`. What ranks say to one
+    another besides activations (plans, requests, votes, outputs) goes by the host's, and so does word of a rank that is lost."""
+
+    def __init__(self, group: Comm, device: str, library: str | os.PathLike[str] | None):
+        if not isinstance(group, Comm) or isinstance(group, Nccl):
+            raise ConfigError(f"group = {shown(group)}, wanted a comm of the host: rm.comm.shm(…) or rm.comm.torch(…)")
+        self.index = _cuda_index(device)
+        self.device = f"cuda:{self.index}"
+        _check_cuda(self.index)
+        self.library = _nccl.find(library)
+        self.gpu = _gpu_name(self.index)  # alike on ranks that have the same one
+        self.group = group
+        super().__init__(group.rank, group.world, group.timeout)
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        ends = self.group.connect(mesh)
+        if ends.control is not None:
+            mine = {"NCCL": ".".join(map(str, self.library.version)), "GPU": self.gpu}
+            check_gpus([json.loads(part) for part in ends.control.all_gather(json.dumps(mine).encode())])
+        return ends
+
+    def look(self, control: _core.Comm) -> None:
+        self.group.look(control)
+
+    def abort(self) -> None:
+        self.group.abort()
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def check_gpus(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raises MeshMismatchError where ranks have NCCL of different versions, and ConfigError where two have one GPU and theirs does not
+    allow it; where it does, it is told to."""
+    check_alike([{"NCCL": its["NCCL"]} for its in everyone])
+    first: dict[str, int] = {}
+    shared = [(first[its["GPU"]], rank) for rank, its in enumerate(everyone) if first.setdefault(its["GPU"], rank) != rank]
+    if not shared:
+        return
+    version = everyone[0]["NCCL"]
+    if tuple(map(int, version.split("."))) < _nccl.SHARES_GPU:
+        raise ConfigError(
+            f"ranks {shared[0][0]} and {shared[0][1]} have one GPU, which NCCL {version} does not allow, wanted "
+            f"{'.'.join(map(str, _nccl.SHARES_GPU))} or later ({_nccl.INSTALL}), or a GPU for each"
+        )
+    os.environ[_nccl.SHARES_GPU_VARIABLE] = "1"  # NCCL reads it when the first group of the process is made
+
+
+def _cuda_index(device: object) -> int:
+    found = DEVICE.fullmatch(device) if isinstance(device, str) else None
+    if found is None:
+        raise ConfigError(f"device = {shown(device)}, wanted 'cuda' or 'cuda:0', 'cuda:1', …")
+    return int(found[1] or 0)
+
+
+def _check_cuda(index: int) -> None:
+    """That this build and this machine have what a GPU needs."""
+    path = Path(__file__).parent / CUDA_LIBRARY
+    if not path.exists():
+        raise ConfigError(f"this build of rollmesh has no kernels for GPUs ({CUDA_LIBRARY}), wanted one made where nvcc is")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigError(f"no NVIDIA driver is here: {error}") from error
+    devices = int(ctypes.CDLL(str(path)).rm_cuda_devices())
+    if not index < devices:
+        raise ConfigError(f"device = 'cuda:{index}', and {max(devices, 0)} GPUs are visible to this process")
+
+
+def _gpu_name(index: int) -> str:
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return f"{_machine() or socket.gethostname()} {visible[index] if index < len(visible) else index}"
+
+
 def threads() -> None:
     """All ranks in this process: what Generator does without a comm."""
 
@@ -340,4 +421,16 @@ def torch(group: Any = None, timeout: float = 600.0) -> Torch:
     return Torch(group, timeout)
 
 
-__all__ = ["Comm", "Ends", "Shm", "Torch", "shm", "threads", "torch"]
+def nccl(group: Comm, device: str = "cuda", library: str | os.PathLike[str] | None = None) -> Nccl:
+    """This process as a rank on a GPU: `group` (rm.comm.shm or rm.comm.torch) is how its ranks find one another, and NCCL moves what
+    lies in their GPUs' memories. device: "cuda" is "cuda:0", of those that CUDA_VISIBLE_DEVICES leaves this process. library: the path
+    of a libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says which). Deadlines
+    are the group's. Two ranks may have one GPU with NCCL 2.30.3 and later; NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then.
+
+    ConfigError: this build has no kernels for GPUs; there is no driver, no such GPU, no NCCL, or too old a one; ranks share a GPU and
+    NCCL does not allow it. MeshMismatchError, when the generator is made: ranks have NCCL of different versions. Then and in any call
+    RankLostError, CollectiveTimeoutError and CollectiveMismatchError as with any comm, and DeviceError where CUDA fails."""
+    return Nccl(group, device, library)
+
+
+__all__ = ["Comm", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

@@ -6,7 +6,6 @@ runtime with it; a machine needs NVIDIA's driver only.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.show import shown
 
 LIBRARY = "librollmesh_cuda.so"
+CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
 LIBRARY_SWITCH = "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
 
 
@@ -31,11 +31,6 @@ def library_path() -> Path:
     return Path(os.environ.get(LIBRARY_SWITCH) or Path(_core.__file__).parent / LIBRARY)
 
 
-def cuda_devices(path: Path) -> int:
-    """Devices that the driver shows, -1 where there is no driver. OSError where the library cannot be loaded."""
-    return int(ctypes.CDLL(str(path)).rm_cuda_devices())
-
-
 def device_of(name: Any) -> Device:
     """ConfigError says what is missing: the library, the driver, a device of that number."""
     if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
@@ -45,10 +40,7 @@ def device_of(name: Any) -> Device:
     path = library_path()
     if not path.exists():
         raise ConfigError(f"device = {name!r}, and this build has no {path.name}: it was made without nvcc, or with ROLLMESH_CUDA=0")
-    try:
-        count = cuda_devices(path)
-    except OSError as error:
-        raise ConfigError(f"device = {name!r}, and the CUDA library cannot be loaded: {error}") from error
+    count = _core.cuda_count(str(path))
     ordinal = int(name.partition(":")[2] or -1)
     if count < 1:
         raise ConfigError(f"device = {name!r}, and {'there is no NVIDIA driver' if count < 0 else 'the driver shows no device'} here")

@@ -37,9 +37,10 @@ from rollmesh.arguments import (
     part_mask,
     prompt_list,
     request_ids,
+    share_of_memory,
 )
 from rollmesh.comm import Comm
-from rollmesh.devices import device_of
+from rollmesh.devices import CUDA_FAMILIES, device_of
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
@@ -87,8 +88,10 @@ class EngineOptions:
     ep_backend: str
     sequence_parallel: bool
     host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
+    memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
     cuda_library: str | None = None  # devices.py, as the next
     cuda_ordinal: int = -1
+    cuda_family: str | None = None
 
 
 class Generator:
@@ -107,11 +110,15 @@ class Generator:
     max_num_seqs            samples that run at once
     max_num_batched_tokens  rows of one engine step; longer prompts are prefilled in chunks of it
     block_size              positions of a KV page, a multiple of 16
-    kv_cache_gib            2^30 bytes of KV cache
+    kv_cache_gib            2^30 bytes of KV cache; None: what memory_fraction leaves
+    memory_fraction         with kv_cache_gib=None: of the memory that the device has free when it is made, this share is for two copies
+                            of the weights and the KV cache; where ranks share a device, kv_cache_gib has to be said
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
-    isa                     of the CPU. None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it
+    isa                     of the CPU: None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it. Of a GPU: None or
+                            "cuda_fma": the contract's own arithmetic, whose bits are the CPU's; "cuda_mma": tensor cores for bfloat16,
+                            a family of bits of its own, the same whatever the batch and the mesh
 
     Raises ConfigError for a setting that breaks a rule or a device that is not here, MemoryError where memory is short, CapacityError
     where a GPU's is, DeviceError where CUDA fails.
@@ -133,7 +140,8 @@ class Generator:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         block_size: int = 16,
-        kv_cache_gib: float = 1.0,
+        kv_cache_gib: float | None = 1.0,
+        memory_fraction: float = 0.9,
         enable_prefix_caching: bool = True,
         threads: int | None = None,
         seed: int = 0,
@@ -153,13 +161,14 @@ class Generator:
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
         options = EngineOptions(
             dtype=dtype,
-            isa=None if isa is None else choice("isa", isa, _core.available_isas()),
+            isa=None if isa is None or where.cuda_library else choice("isa", isa, _core.available_isas()),
             threads=integer("threads", len(os.sched_getaffinity(0)) if threads is None else threads, 1, 256),
             max_model_len=self.max_model_len,
             max_num_seqs=integer("max_num_seqs", max_num_seqs, 1, 2**20),
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
             block_size=page_positions("block_size", block_size),
-            kv_bytes=gib_bytes("kv_cache_gib", kv_cache_gib),
+            kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
+            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib, self.mesh, where),
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
@@ -170,6 +179,7 @@ class Generator:
             sequence_parallel=sequence_parallel,
             cuda_library=where.cuda_library,
             cuda_ordinal=where.cuda_ordinal,
+            cuda_family=None if isa is None or not where.cuda_library else choice("isa", isa, CUDA_FAMILIES),
         )
         values = spec.engine_values(self.max_model_len)
         self._engine: AnyEngine

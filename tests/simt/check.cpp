@@ -2,7 +2,8 @@
 //   check OP SEED [fma | mma]     every shape in both thread orders, with the table of that family (fma); prints
 //                                 "OK cases=… elements=…", or the first difference
 // On a GPU, with gpu.cu in the place of simt.h's scheduler, that is the same test.
-//   check barrier | left | mixed | mma | copies | shared | buffer | race | warp_race     a faulty kernel: what the shim must say of it
+//   check barrier | left | mixed | mma | copies | shared | shared_end | buffer | misaligned | race | warp_race     a faulty kernel: what
+//                                 the shim must say of it
 #include "check.h"
 
 #include <vector>
@@ -156,6 +157,11 @@ static void past_shared() {
   RM_SHARED(x);
   x[threadIdx.x + 1] = 1.0f;
 }
+static void past_shared_by_less() {
+  RM_SHARED(x);
+  if (threadIdx.x == 0) x[1] = 1.0f;
+}
+static void misaligned(float *y) { *reinterpret_cast<uint64_t *>(y + threadIdx.x) = 0; }
 static void past_buffer(float *y) { y[threadIdx.x + 1] = 1.0f; }
 static void missing_barrier(float *y) {
   RM_SHARED(x);
@@ -189,6 +195,8 @@ static int faulty(const char *name) {
   if (!strcmp(name, "mma")) RM_LAUNCH(mma_meets_shuffle, one, threads, 0, nullptr);
   if (!strcmp(name, "copies")) RM_LAUNCH(forgotten_copy, dim3(2), threads, bytes, nullptr, y);
   if (!strcmp(name, "shared")) RM_LAUNCH(past_shared, one, threads, bytes, nullptr);
+  if (!strcmp(name, "shared_end")) RM_LAUNCH(past_shared_by_less, one, threads, sizeof(float), nullptr);
+  if (!strcmp(name, "misaligned")) RM_LAUNCH(misaligned, one, threads, 0, nullptr, y);
   if (!strcmp(name, "buffer")) RM_LAUNCH(past_buffer, one, threads, 0, nullptr, y);
   if (strcmp(name, "race") != 0 && strcmp(name, "warp_race") != 0) return 2;
   const auto kernel = strcmp(name, "race") == 0 ? missing_barrier : missing_syncwarp;

@@ -74,6 +74,9 @@ bool check_attention() {
   for (const rm_dtype dtype : {RM_BF16, RM_F32})  // heads that several launches or more than one chain of the tensor cores make
     for (const int64_t head_dim : {272, 544})
       if (!attention_case(dtype, 40, head_dim, {9, 1, 0, 0}, 16, 0, head_dim == 272, MIX)) return false;
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})  // pages whose ends reach further than the workspace; no heads
+    if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, false, 1) || !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, false, 1))
+      return false;
   return attention_case(RM_BF16, 1100, 32, {2, 1, 0, 0}, 16, 0, true, MIX) &&
          attention_case(RM_BF16, 1027, 64, {2, 2, 0, 0}, 32, 30, true, MIX);
 }

@@ -140,27 +140,37 @@ guarded guarded_create(size_t bytes) {
   return {static_cast<char *>(raw), base + room - used, length};
 }
 
-// Shared memory of one size, kept from launch to launch: it ends at a page that nobody may touch.
-guarded &shared_of(size_t bytes) {
+// Shared memory of one size, kept from launch to launch: aligned as a GPU's is, behind it less than 16 bytes, then a page that nobody
+// may touch.
+char *shared_of(size_t room) {
   static guarded kept[SHARED_MOST / PAGE + 1];
-  guarded &g = kept[(bytes + PAGE - 1) / PAGE];
-  if (!g.raw) g = guarded_create((bytes + PAGE - 1) / PAGE * PAGE);
-  g.data = g.raw + g.length - PAGE - (bytes + 3) / 4 * 4;
-  return g;
+  guarded &g = kept[(room + PAGE - 1) / PAGE];
+  if (!g.raw) g = guarded_create((room + PAGE - 1) / PAGE * PAGE);
+  return g.raw + g.length - PAGE - room;
+}
+
+void run_block_in(char *shared, size_t bytes, size_t room) {
+  memset(shared, 0xff, room);  // NaNs: what an earlier block left is not there
+  run_block();
+  for (size_t i = bytes; i < room; i++)
+    if (static_cast<unsigned char>(shared[i]) != 0xff) simt_fault("access outside a buffer or outside shared memory");
 }
 
 // ------------------------------------------------------------------------------------------------ faults
-struct sigaction others;
+struct sigaction of_others[2];
+const int SIGNALS[2] = {SIGSEGV, SIGILL};  // the second is how tests/cuda_build.py's sanitizer ends an access that is not aligned
 stack_t stack_of_thread;
 unsigned mxcsr_of_thread;
 
 void on_signal(int number, siginfo_t *info, void *) {
   if (doing && pthread_equal(doer, pthread_self())) {
+    if (number == SIGILL) simt_fault("an address that is not aligned");
     if (simt_open(info->si_addr)) return;
     simt_fault("access outside a buffer or outside shared memory");
   }
-  if (const char *whose = simt_whose(info->si_addr)) simt_fault(whose);
-  sigaction(number, &others, nullptr);  // what it was before: the access is made again
+  const char *whose = number == SIGILL ? nullptr : simt_whose(info->si_addr);
+  if (whose) simt_fault(whose);
+  sigaction(number, &of_others[number == SIGILL], nullptr);  // what it was before: the access is made again
 }
 
 }  // namespace
@@ -181,8 +191,10 @@ void simt_watch() {
   struct sigaction action = {}, before;
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_ONSTACK | SA_SIGINFO;
-  if (sigaction(SIGSEGV, &action, &before)) simt_fault("no signal handler");
-  if (!(before.sa_flags & SA_SIGINFO) || before.sa_sigaction != on_signal) others = before;
+  for (int i = 0; i < 2; i++) {
+    if (sigaction(SIGNALS[i], &action, &before)) simt_fault("no signal handler");
+    if (!(before.sa_flags & SA_SIGINFO) || before.sa_sigaction != on_signal) of_others[i] = before;
+  }
 }
 
 void simt_begin() {
@@ -223,14 +235,14 @@ void simt_run(const simt_launch &l) {
   n_threads = l.block.x;
   step = reversed ? ~0u : 1u;
   simt.grid = l.grid;
-  const size_t shared_bytes = (l.shared_bytes + 3) / 4 * 4;
-  simt.shared = reinterpret_cast<float *>(shared_of(shared_bytes).data);
+  const size_t room = (l.shared_bytes + 15) / 16 * 16;
+  char *const shared = shared_of(room);
+  simt.shared = reinterpret_cast<float *>(shared);
   for (unsigned z = 0; z < l.grid.z; z++)
     for (unsigned y = 0; y < l.grid.y; y++)
       for (unsigned x = 0; x < l.grid.x; x++) {
         simt.block = dim3(x, y, z);
-        memset(simt.shared, 0xff, shared_bytes);  // NaNs: what an earlier block left is not there
-        run_block();
+        run_block_in(shared, l.shared_bytes, room);
       }
   launch = nullptr;
 }

@@ -1,11 +1,10 @@
 // simt.h: enough of CUDA for the kernels of kernels/cuda to run on a CPU as C++. Blocks run one after another, the threads of a block
 // as fibres that change places at barriers and warp operations only, in ascending or descending order (simt_order), a warp as far as
 // it comes before another: a missing barrier, of a block or of a warp, shows as bits that the reference does not have, in one order
-// or the other. Caught with a message
-// and exit status 3: threads that leave or wait elsewhere while others stand at a barrier, lanes of one warp in different
-// operations, an access outside shared memory or outside a simt_buffer (both end at a page that nobody may touch). What is not
-// modelled: blocks at the same time, so atomics are plain; that shuffles and ballots order no memory; rounding that the hardware does
-// its own way.
+// or the other. Caught with a message and exit status 3: threads that leave or wait elsewhere while others stand at a barrier, lanes
+// of one warp in different operations, an address that is no multiple of its word, an access outside shared memory or outside a
+// simt_buffer (both end at a page that nobody may touch). What is not modelled: blocks at the same time, so atomics are plain; that
+// shuffles and ballots order no memory; rounding that the hardware does its own way. simt_runtime.h is the rest of CUDA.
 #pragma once
 
 #include <cstddef>

@@ -78,6 +78,8 @@ struct simt_graph {
 };
 struct simt_graph_exec {
   std::vector<work> list;
+  cudaStream_t stream;  // where it was launched last, and the place behind it
+  uint64_t behind;
 };
 
 // ------------------------------------------------------------------------------------------------ blocks
@@ -531,7 +533,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {
-  *made = new simt_graph_exec{graph->list};
+  *made = new simt_graph_exec{graph->list, nullptr, 0};
   return cudaSuccess;
 }
 
@@ -544,10 +546,13 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t s) {
   const locked hold(lock);
   cudaError_t error = devices[s->owner].sticky;
   for (size_t i = 0; i < made->list.size() && error == cudaSuccess; i++) error = enqueue(s, made->list[i]);
+  made->stream = s, made->behind = s->n_enqueued;
   return said(error);
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made) {
+  const locked hold(lock);
+  if (made->stream && made->stream->n_done < made->behind) simt_fault("a graph is destroyed that a stream is still to run");
   delete made;
   return cudaSuccess;
 }

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh import vllm
+from rollmesh import nccl, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
+from rollmesh.devices import library_path
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
 
@@ -110,7 +111,8 @@ def _mesh() -> list[tuple[str, str]]:
         ("shm", _shared_memory(Path("/dev/shm"))),
         ("lost ranks", _process_ends()),
         ("torch", _torch_groups()),
-        ("NCCL, deepep", "not part of this version of rollmesh"),
+        ("nccl", "between GPUs: see below"),
+        ("deepep", "not part of this version of rollmesh"),
     ]
 
 
@@ -159,15 +161,25 @@ def _training() -> list[tuple[str, str]]:
 def _gpu() -> list[tuple[str, str]]:
     driver = _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     nvcc = _first_line(["nvcc", "--version"], last=True)
-    nccl = next((f"{v} (pip)" for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(name))), None) or _library("nccl")
     return [
         ("GPU", driver or "none found (nvidia-smi is absent or sees none)"),
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
-        ("NCCL", nccl or "missing: only needed for several GPUs (pip install nvidia-nccl-cu13)"),
+        ("NCCL", _nccl()),
         ("CUDA kernels", _cuda_kernels()),
         ('device="cuda"', _device_answer("cuda")),
     ]
+
+
+def _nccl() -> str:
+    """Which would be loaded. What torch loads when it is imported is not seen here."""
+    try:
+        library = nccl.find()
+    except rm.ConfigError as error:
+        return f"none: {plain(error)}; only needed for several GPUs"
+    least = ".".join(map(str, nccl.SHARES_GPU))
+    shares = "several ranks may have one GPU" if library.version >= nccl.SHARES_GPU else f"each rank needs a GPU of its own, before {least}"
+    return f"{library}; {shares}"
 
 
 def _cuda_kernels() -> str:
@@ -180,7 +192,7 @@ def _cuda_kernels() -> str:
     except OSError as error:
         return f"cannot be loaded: {error}"
     library.rm_cuda_archs.restype = ctypes.c_char_p
-    devices = cuda_devices(path)
+    devices = int(library.rm_cuda_devices())
     seen = "no driver here" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
     return f"for {library.rm_cuda_archs().decode()}; {seen}"
 

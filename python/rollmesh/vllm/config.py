@@ -21,7 +21,6 @@ from rollmesh.errors import ConfigError
 from rollmesh.mesh import Mesh
 from rollmesh.show import listed, shown
 from rollmesh.spec import ModelSpec
-from rollmesh.vllm import DEVICE_SWITCH
 
 WORKER = "rollmesh.vllm.worker.Worker"
 SCHEDULER, ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.Scheduler", "rollmesh.vllm.scheduler.AsyncScheduler"
@@ -96,14 +95,6 @@ _ABSENT = {
 
 
 # ---------------------------------------------------------------------------------------------------------------- refuse
-def check_device(device: str) -> None:
-    """ConfigError unless there is an engine for it."""
-    if device != "cpu":
-        raise ConfigError(
-            f"device = {shown(device)}, wanted 'cpu': its engine is not built yet; {DEVICE_SWITCH}=cpu serves from the CPU here"
-        )
-
-
 def check(vllm_config: Any) -> None:
     """ConfigError for the first thing that is asked for and not done. Without a model (as vLLM's own tests have it): nothing."""
     if vllm_config.model_config is None:

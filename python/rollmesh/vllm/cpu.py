@@ -20,14 +20,16 @@ import numpy as np
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from rollmesh.devices import device_of
 from rollmesh.vllm import config
 
 REASONS = "rollmesh.vllm.serve.Reasons"
 
 
 class RollmeshPlatform:
-    """What both platforms of rollmesh add to vLLM's."""
+    """What rollmesh's platform adds to vLLM's."""
 
+    engine_device = "cpu"  # as rm.Generator's `device`
     logprobs_modes: ClassVar[set[str]] = set()  # of the engines of this process: a request does not say whose it is
 
     @classmethod
@@ -39,7 +41,7 @@ class RollmeshPlatform:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        config.check_device(cls.device_type)  # type: ignore[attr-defined]
+        device_of(cls.engine_device)
         config.check(vllm_config)
         config.update(vllm_config)
         if vllm_config.model_config is not None:

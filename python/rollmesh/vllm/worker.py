@@ -23,6 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rollmesh import _core, comm
+from rollmesh.devices import Device, device_of
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.generator import EngineOptions
 from rollmesh.placement import placements
@@ -113,7 +114,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             return int(self.cache_config.kv_cache_memory_bytes)
         mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
         weights = sum(rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize) for matrix in matrices(self.spec))
-        share = _available_memory() * self.cache_config.gpu_memory_utilization / config.local_workers(self.parallel_config)
+        share = _available_memory(self._index(), config.local_workers(self.parallel_config)) * self.cache_config.gpu_memory_utilization
         if share <= 2 * weights:
             raise CapacityError(
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
@@ -145,6 +146,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             ep_backend=options.ep_backend,
             sequence_parallel=options.sequence_parallel,
             host_pages=kv_cache_config.num_blocks,
+            cuda_library=_device().cuda_library,
         )
         host = HostLogits(self.vllm_config)
         engine = self._make_engine(engine_options)
@@ -316,7 +318,18 @@ class Worker(WorkerBase):  # type: ignore[misc]
             made.engine.close()
 
 
-def _available_memory() -> int:
-    """Bytes that this machine can give without taking them from others."""
+def _available_memory(index: int, workers: int) -> float:
+    """Bytes that this worker's device can give it without taking them from others, of `workers` on this machine."""
+    library, _ = _device()
+    if library is not None:
+        devices = _core.cuda_count(library)
+        return _core.cuda_available(library, index % devices) / -(-workers // devices)
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    return int(lines["MemAvailable"].split()[0]) * 1024 / workers
+
+
+def _device() -> Device:
+    """What the platform says that engines run on."""
+    from vllm.platforms import current_platform
+
+    return device_of(current_platform.engine_device)

@@ -1,0 +1,38 @@
+// nccl_end.h: one rank's end of an NCCL group, which nccl.c makes and nccl_end.c works with. Only they include it.
+#pragma once
+
+#include <pthread.h>
+
+#include "mesh/comm.h"
+#include "mesh/nccl_library.h"
+
+typedef struct rm_nccl_end {    // the transport's self
+  rm_nccl api;
+  rm_comm *host;                // view
+  const rm_device *device;      // view
+  int rank, size;
+  size_t capacity;
+  double timeout;               // of leaving
+  char *out, *in;               // owned: [capacity] of the device each, for blocks with rows apart
+  char **from, **to;            // [size] each, carved: where the bytes of a call lie for each rank
+  // NCCL is told to block nowhere, so the lock is held for microseconds, and an abort from another thread gets it soon. A group of
+  // calls is one hold: between its start and its end NCCL must not be told anything else of this communicator.
+  pthread_mutex_t lock;
+  rm_nccl_comm *comm;           // owned; NULL before it is made and after it was given up
+} rm_nccl_end;
+
+double rm_nccl_clock(void);
+// How a failure is taken: whether the host's group is told, and whether this is while the end is made, when a mistake is one of settings.
+enum { RM_NCCL_TELLS = 1, RM_NCCL_MAKING = 2 };
+// What NCCL's result means; RM_OK for success and "in progress". Where it is a failure the end is given up.
+rm_code rm_nccl_judge(rm_nccl_end *end, const char *what, int result, int how, rm_error *err);
+// Waits until what NCCL was told last is under way, "in progress" no more, or says why it never will be, as above.
+rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int how, rm_error *err);
+void rm_nccl_give_up(rm_nccl_end *end);   // the end alone; what stands in the device's queue comes to its end
+// The functions of rm_transport.
+rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
+                         const rm_block recv[], rm_error *err);
+void rm_nccl_abort(void *self, rm_code why);
+rm_code rm_nccl_look(void *self, rm_error *err);
+void rm_nccl_leave(void *self);
+void rm_nccl_destroy(void *self);

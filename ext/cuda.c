@@ -1,0 +1,35 @@
+// cuda.c: what Python asks of the CUDA library before there is an engine.
+#include "core.h"
+
+#include "base/cuda.h"
+
+static PyObject *cuda_count(PyObject *module, PyObject *path) {
+  rm_error err = RM_ERROR_INIT;
+  int count = 0;
+  const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
+  if (!library) return NULL;
+  if (rm_cuda_count(library, &count, &err)) return rm_raise(module, &err);
+  return PyLong_FromLong(count);
+}
+
+static PyObject *cuda_available(PyObject *module, PyObject *args) {
+  const char *library;
+  int ordinal;
+  rm_error err = RM_ERROR_INIT;
+  rm_device device;
+  if (!PyArg_ParseTuple(args, "si:cuda_available", &library, &ordinal)) return NULL;
+  if (rm_cuda_device(library, ordinal, NULL, &device, &err)) return rm_raise(module, &err);
+  const int saved = device.enter(device.self);
+  const size_t bytes = device.available(device.self);
+  device.leave(device.self, saved);
+  device.close(device.self);
+  return PyLong_FromSize_t(bytes);
+}
+
+static PyMethodDef functions[] = {
+    {"cuda_count", cuda_count, METH_O, "(library): devices that the driver shows, -1 where there is no driver."},
+    {"cuda_available", cuda_available, METH_VARARGS, "(library, ordinal): bytes of a device's memory that are free."},
+    {0},
+};
+
+int rm_cuda_add(PyObject *module) { return PyModule_AddFunctions(module, functions); }
