@@ -5,8 +5,9 @@
 // through shared memory, since what is a row of K's result is a k of V's. A column knows nothing of the others: decode has the heads
 // of one row for columns, prefill 32, and the bits are the same.
 //
-// Rows of other sequences that stand in the same block take their turn there. The block tables are read on the device, so the host
-// chooses only how many columns; a K or V tile of 16 positions is read when one of them is live for one of the columns.
+// Which rows are of one sequence is read on the device. Where some may be, one launch makes all tiles of rows that are, 32 columns each,
+// and a second one the rows of the other tiles, one by one, as in decode; the blocks of either return where the other has the work. A K
+// or V tile of 16 positions is read when one of them is live for one of the columns.
 #include "attention.cuh"
 #include "mma.cuh"
 
@@ -20,10 +21,11 @@ constexpr float LOWEST = -INFINITY;
 struct shape {
   int64_t row0, rows;   // of the turn
   int n_segments, heads, rows_each, head_tiles;  // columns of a block: `heads` of each of rows_each rows
+  int tile_rows;        // rows of a tile of the launch for tiles, in the launch for the rows of mixed ones; else 0
   int d_tile0;          // first row of V's tiles: a head_dim of more than WARPS × DT of them takes several launches
 };
 
-// In shared memory. first > last: the column is not of the rows in work.
+// In shared memory. first > last: the column is nothing.
 template <int COLS> struct columns {
   uint32_t *q;         // [COLS][pitch] pairs of bf16
   float *scores;       // [COLS][SCORE_PITCH]
@@ -75,22 +77,19 @@ __device__ owner owner_of(const work &w, int column) {
   return {o.row, o.head, o.row < w.end && o.head < w.head_end};
 }
 
-// The queries and live positions of rows [from, to); other columns get zeros and nothing.
-template <int COLS>
-__device__ void load_columns(const columns<COLS> &c, const rm_attention_args &a, const work &w, int64_t from, int64_t to) {
+// The queries and live positions of the columns; those that are nothing get zeros.
+template <int COLS> __device__ void load_columns(const columns<COLS> &c, const rm_attention_args &a, const work &w) {
   const int words = c.pitch - 4;
   for (int i = static_cast<int>(threadIdx.x); i < COLS * words; i += THREADS) {
     const int column = i / words, d = i % words * 2;
     const owner o = owner_of(w, column);
     const uint16_t *q = static_cast<const uint16_t *>(a.q) + (o.row * a.n_heads + o.head) * a.head_dim + d;
-    const bool mine = o.some && o.row >= from && o.row < to;
-    const uint32_t even = mine && d < a.head_dim ? q[0] : 0u, odd = mine && d + 1 < a.head_dim ? q[1] : 0u;
+    const uint32_t even = o.some && d < a.head_dim ? q[0] : 0u, odd = o.some && d + 1 < a.head_dim ? q[1] : 0u;
     c.q[column * c.pitch + i % words] = even | odd << 16;
   }
   if (threadIdx.x >= COLS) return;
   const owner o = owner_of(w, static_cast<int>(threadIdx.x));
-  const bool mine = o.some && o.row >= from && o.row < to;
-  const rm_span live = mine ? rm_live_span(a, o.row) : rm_span{0, -1};
+  const rm_span live = o.some ? rm_live_span(a, o.row) : rm_span{0, -1};
   c.first[threadIdx.x] = static_cast<int>(live.first);
   c.last[threadIdx.x] = static_cast<int>(live.last);
 }
@@ -214,16 +213,14 @@ __device__ float *state_of(const columns<COLS> &c, const rm_attention_args &a, c
   return states + (((o.row - s.row0) * a.n_heads + o.head) * s.n_segments + blockIdx.z) * rm_state_floats(a.head_dim);
 }
 
-// Rows [from, to) of the block, all of one sequence.
+// The rows of the block, all of one sequence.
 template <int CT, int DT>
-__device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const shape &s, float *states,
-                                int64_t from, int64_t to) {
+__device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const shape &s, float *states) {
   constexpr int COLS = CT * 8, EACH = COLS / WARPS;
   const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT), end = begin + RM_ATTN_SEGMENT;
-  const int32_t *pages = a.block_tables + a.seq_of_row[from] * a.max_pages;
-  __syncthreads();  // before the columns of other rows are overwritten
-  load_columns<COLS>(c, a, w, from, to);
+  const int32_t *pages = a.block_tables + a.seq_of_row[w.row0] * a.max_pages;
+  load_columns<COLS>(c, a, w);
   __syncthreads();
   float acc[DT][CT][4] = {}, m[EACH], l[EACH];
 #pragma unroll
@@ -258,43 +255,57 @@ __device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_arg
   }
 }
 
-template <int CT, int DT>
-__global__ void __launch_bounds__(THREADS, CT == 1 ? 6 : 3) segment_kernel(rm_attention_args a, shape s, float *states) {
-  RM_SHARED(shared);
-  const columns<CT * 8> c = columns_in<CT * 8>(shared, a.head_dim);
-  const work w = work_of(a, s);
-  if (w.head0 >= w.head_end) return;  // all of the block
-  for (int64_t from = w.row0; from < w.end;) {
-    int64_t to = from + 1;
-    while (to < w.end && a.seq_of_row[to] == a.seq_of_row[from]) to++;
-    segment_of_rows<CT, DT>(c, a, w, s, states, from, to);
-    from = to;
-  }
+// Whether rows [from, to) are of one sequence.
+__device__ bool is_one_sequence(const rm_attention_args &a, int64_t from, int64_t to) {
+  for (int64_t row = from + 1; row < to; row++)
+    if (a.seq_of_row[row] != a.seq_of_row[from]) return false;
+  return true;
 }
 
-template <int CT, int DT> void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t, bool together) {
+// Blocks of a multiprocessor that the registers allow.
+template <int CT, int DT> constexpr int AT_LEAST = (CT == 1 ? 6 : 3) - DT / 4;
+
+template <int CT, int DT>
+__global__ void __launch_bounds__(THREADS, AT_LEAST<CT, DT>) segment_kernel(rm_attention_args a, shape s, float *states) {
+  RM_SHARED(shared);
+  const work w = work_of(a, s);
+  if (w.head0 >= w.head_end) return;  // all of the block, here and below
+  const int64_t each = s.tile_rows > 0 ? s.tile_rows : s.rows_each, tile = s.row0 + (w.row0 - s.row0) / each * each;
+  const bool whole = is_one_sequence(a, tile, rm_min64(tile + each, s.row0 + s.rows));
+  if (whole == (s.tile_rows > 0)) return;
+  segment_of_rows<CT, DT>(columns_in<CT * 8>(shared, a.head_dim), a, w, s, states);
+}
+
+template <int CT, int DT> void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, shape s) {
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
-  shape s = {t.row0, t.rows, static_cast<int>(t.n_segments), static_cast<int>(rm_min64(group, CT * 8)), 1, 1, 0};
+  s.heads = static_cast<int>(rm_min64(group, CT * 8));
   s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
-  s.rows_each = together ? CT * 8 / s.heads : 1;
-  const dim3 grid(rm_blocks(t.rows, s.rows_each), static_cast<unsigned>(a->n_kv_heads * s.head_tiles), static_cast<unsigned>(t.n_segments));
+  const dim3 grid(rm_blocks(s.rows, s.rows_each), static_cast<unsigned>(a->n_kv_heads * s.head_tiles), static_cast<unsigned>(s.n_segments));
   const size_t shared = static_cast<size_t>(shared_words<CT * 8>(a->head_dim)) * sizeof(float);
   for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
     RM_LAUNCH((segment_kernel<CT, DT>), grid, dim3(THREADS), shared, ctx->stream, *a, s, states);
 }
 
-template <int CT> void of_head_dim(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t, bool together) {
+template <int CT> void of_head_dim(const rm_ctx *ctx, const rm_attention_args *a, float *states, const shape &s) {
   constexpr int64_t EACH = WARPS * RM_MMA_ROWS;
-  if (a->head_dim <= EACH) launch<CT, 1>(ctx, a, states, t, together);
-  else if (a->head_dim <= 2 * EACH) launch<CT, 2>(ctx, a, states, t, together);
-  else launch<CT, 4>(ctx, a, states, t, together);
+  if (a->head_dim <= EACH) launch<CT, 1>(ctx, a, states, s);
+  else if (a->head_dim <= 2 * EACH) launch<CT, 2>(ctx, a, states, s);
+  else launch<CT, 4>(ctx, a, states, s);
 }
 
 // More rows than sequences: some of them are a prefill's and stand together.
 void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t) {
-  if (a->rows > a->n_seqs && shared_words<32>(a->head_dim) * static_cast<int>(sizeof(float)) <= MAX_SHARED)
-    of_head_dim<4>(ctx, a, states, t, true);
-  else of_head_dim<1>(ctx, a, states, t, false);
+  constexpr int COLS = 32;
+  const int64_t tile_rows = COLS / rm_min64(COLS, rm_query_group(a->group, a->n_heads, a->n_kv_heads));
+  const bool fits = shared_words<COLS>(a->head_dim) * static_cast<int>(sizeof(float)) <= MAX_SHARED;
+  shape s = {};
+  s.row0 = t.row0, s.rows = t.rows, s.n_segments = static_cast<int>(t.n_segments), s.rows_each = 1;
+  if (a->rows > a->n_seqs && tile_rows > 1 && fits) {
+    s.rows_each = static_cast<int>(tile_rows);
+    of_head_dim<COLS / 8>(ctx, a, states, s);
+    s.rows_each = 1, s.tile_rows = static_cast<int>(tile_rows);
+  }
+  of_head_dim<1>(ctx, a, states, s);
 }
 
 }  // namespace

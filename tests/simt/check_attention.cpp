@@ -8,16 +8,16 @@ struct heads_of {  // query heads, kv heads, and of a rank's part the model's gr
   int64_t n, n_kv, group, head0;
 };
 
-constexpr int64_t MIX = 12;
+constexpr int64_t MIX = 40, CHUNK = 20, CHUNKS = 36;  // rows of a mix: two chunks of prefill, the rest decode
 
 // Rows of a call: positions and sequences.
 int64_t fill_rows(int32_t *positions, int32_t *seqs, int64_t context, bool mix) {
   const int64_t alone[] = {context - 1, context / 2, 0};
   for (int64_t r = 0; r < (mix ? MIX : 3); r++) {
-    const int64_t in_chunk = r < 5 ? r : r - 5;
-    const int64_t at = !mix ? alone[r] : r < 5 ? context - 5 + in_chunk : r < 9 ? in_chunk : r == 9 ? context - 1 : pick(context);
+    const int64_t of_mix = r < CHUNK ? context - CHUNK + r : r < CHUNKS ? r - CHUNK : r == CHUNKS ? context - 1 : pick(context);
+    const int64_t at = mix ? of_mix : alone[r];
     positions[r] = static_cast<int32_t>(rm_min64(rm_max64(at, 0), context - 1));
-    seqs[r] = static_cast<int32_t>(!mix ? r % 2 : r < 5 ? 0 : r < 9 ? 1 : 2 + r % 2);
+    seqs[r] = static_cast<int32_t>(!mix ? r % 2 : r < CHUNK ? 0 : r < CHUNKS ? 1 : 2 + r % 2);
   }
   return mix ? MIX : 3;
 }
@@ -67,7 +67,8 @@ bool check_attention() {
         const rm_dtype type = static_cast<rm_dtype>(dtype);
         if (!attention_case(type, context, dims[turn % 5], h, pages[turn % 3], window, false, 2)) return false;
         if (mix && !attention_case(type, context, dims[turn % 3], h, pages[turn % 3], window, true, 2)) return false;
-        if (mix && !attention_case(type, context, dims[turn % 4], h, pages[turn % 3], window, true, MIX)) return false;
+        if (mix && !attention_case(type, context, dims[turn % 4], h, pages[turn % 3], window, true, turn / 2 % 2 ? CHUNK : MIX))
+          return false;
         turn++;
       }
   for (const rm_dtype dtype : {RM_BF16, RM_F32})  // heads that several launches or more than one chain of the tensor cores make
