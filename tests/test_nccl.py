@@ -174,10 +174,10 @@ def test_what_the_engine_needs_is_there(pretended: comms.Nccl, stand_in: str) ->
         rm.comm.nccl(pretended)
 
 
-def test_a_cpu_does_not_take_it(pretended: comms.Nccl) -> None:
+def test_no_generator_takes_it_yet(pretended: comms.Nccl) -> None:
     import helpers
 
-    with pytest.raises(rm.ConfigError, match="comm is for the memory of cuda:1 and device = 'cpu'"):
+    with pytest.raises(rm.ConfigError, match="comm is for the memory of cuda:1, and no engine takes it yet"):
         rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), mesh=rm.Mesh(tp=2), comm=pretended)
 
 
