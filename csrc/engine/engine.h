@@ -27,70 +27,70 @@ typedef struct rm_engine_options {
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
   int64_t page_size;            // a multiple of 16
-  uint64_t kv_bytes;            // of KV cache; at least one page. 0: …
-  double memory_fraction; // … what this share of the device's free memory leaves beside two copies of the weights, above 0, at most 1
-  uint64_t seed; // seeds of requests that bring none
+  uint64_t kv_bytes;            // of KV cache; at least one page. 0: what memory_fraction leaves
+  double memory_fraction;       // of the device's free memory, for two copies of the weights and the KV cache; in (0, 1]
+  uint64_t seed;                // seeds of requests that bring none
   int prefix_caching;
-  int64_t host_pages; // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (hosted.h)
+  int64_t host_pages;           // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (hosted.h)
   int64_t n_eos;
-  const int32_t *eos_ids; // view during create
-  rm_rank rank; // a place on a mesh, whose comms are views; all zeros: alone
+  const int32_t *eos_ids;       // view during create
+  rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
 } rm_engine_options;
 
 // kind of work
 typedef enum rm_request_kind { RM_GENERATE, RM_SCORE } rm_request_kind;
 
-typedef struct rm_request { // all pointers are views during add, except logits_out: until the request has finished
+typedef struct rm_request {     // all pointers are views during add, except logits_out: until the request has finished
   rm_request_kind kind;
-  const int32_t *prompt; // [n_prompt] token ids
+  const int32_t *prompt;        // [n_prompt] token ids
   int64_t n_prompt;
-  int32_t n; // samples, 1 … 16384; RM_GENERATE, as is the next line
-  int64_t max_tokens, min_tokens; // min_tokens > 0: at least one token of the vocabulary must be neither eos nor a stop
+  int32_t n;                    // samples, 1 … 16384; RM_GENERATE, as is the next line
+  int64_t max_tokens, min_tokens;   // min_tokens > 0: at least one token of the vocabulary must be neither eos nor a stop
   float temperature, top_p, min_p;
   int32_t top_k;
-  int has_seed; // 0: the engine's seed is mixed with `seed`, the caller's count of such requests
+  int has_seed;                 // 0: the engine's seed is mixed with `seed`, the caller's count of such requests
   uint64_t seed;
-  const int32_t *stop_ids; // [n_stop_ids] besides eos
+  const int32_t *stop_ids;      // [n_stop_ids] besides eos
   int64_t n_stop_ids;
   int ignore_eos;
-  int32_t logprobs; // top-k of generated tokens, 0: only the sampled one
-  int32_t prompt_logprobs; // −1: none; k ≥ 0: of the prompt, with top-k
-  float *logits_out; // RM_SCORE: float32 [n_prompt][vocab] or NULL
-  int wants_logits; // RM_SCORE without logits_out: logits are made, and given to nobody, since another rank wants them
-  uint64_t id; // 0: the engine numbers it; else its number, above that of every request before
-  int score_sampling; // RM_SCORE: also logprobs under (temperature, top_p, …)
-  int ranks; // also how many tokens are as likely as each sampled one, and as each of the prompt if that has logprobs
-  int host_draws; // its tokens are drawn by rm_engine_host_draw; hosted engines only
+  int32_t logprobs;             // top-k of generated tokens, 0: only the sampled one
+  int32_t prompt_logprobs;      // −1: none; k ≥ 0: of the prompt, with top-k
+  float *logits_out;            // RM_SCORE: float32 [n_prompt][vocab] or NULL
+  int wants_logits;             // RM_SCORE without logits_out: logits are made, and given to nobody, since another rank wants them
+  uint64_t id;                  // 0: the engine numbers it; else its number, above that of every request before
+  int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
+  int ranks;                    // also how many tokens are as likely as each sampled one, and as each of the prompt if that has logprobs
+  int host_draws;               // its tokens are drawn by rm_engine_host_draw; hosted engines only
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;
 
 typedef struct rm_sample_view { // of one sample; valid until the next step or release
   rm_finish finish;
-  int32_t stop_token; // the id that ended it, −1: none
+  int32_t stop_token;           // the id that ended it, −1: none
   int64_t n_tokens;
-  const int32_t *tokens; // [n_tokens]
-  const float *logprobs, *sampling_logprobs; // [n_tokens]
-  const int64_t *versions; // [n_tokens]
-  const uint8_t *no_contract; // [n_tokens] 1 where stale KV was used (keep_kv)
-  const int32_t *ranks; // [n_tokens] with ranks: tokens at least as likely, itself included; else NULL
-  int32_t n_top; // logprobs of the request
-  const int32_t *top_ids; // [n_tokens][n_top]
+  const int32_t *tokens;        // [n_tokens]
+  const float *logprobs, *sampling_logprobs;   // [n_tokens]
+  const int64_t *versions;      // [n_tokens]
+  const uint8_t *no_contract;   // [n_tokens] 1 where stale KV was used (keep_kv)
+  const int32_t *ranks;         // [n_tokens] with ranks: tokens at least as likely, itself included; else NULL
+  int32_t n_top;                // logprobs of the request
+  const int32_t *top_ids;       // [n_tokens][n_top]
   const float *top_logprobs;
-  const int16_t *routed; // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
+  const int16_t *routed;        // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
 } rm_sample_view;
 
 typedef struct rm_request_view {
   uint64_t id;
-  int finished; // all samples are
-  rm_code error; // RM_OK, or what ended it (RM_FINISH_ERROR)
+  int finished;                 // all samples are
+  rm_code error;                // RM_OK, or what ended it (RM_FINISH_ERROR)
   const char *message;
-  int64_t n_prompt, n_cached; // prompt tokens served by the prefix cache
-  int64_t n_scored; // leading entries of the next four that were computed; all, unless it was aborted or failed
+  int64_t n_prompt, n_cached;   // prompt tokens served by the prefix cache
+  int64_t n_scored;             // leading entries of the next four that were computed; all, unless it was aborted or failed
   const float *prompt_logprobs; // [n_prompt − 1]; NULL when not asked for
-  const float *prompt_sampling_logprobs; // [n_prompt − 1] with score_sampling
-  const int32_t *prompt_ranks; // [n_prompt − 1] with ranks
-  const int32_t *prompt_top_ids; // [n_prompt − 1][k]
+  const float *prompt_sampling_logprobs;       // [n_prompt − 1] with score_sampling
+  const int32_t *prompt_ranks;  // [n_prompt − 1] with ranks
+  const int32_t *prompt_top_ids;               // [n_prompt − 1][k]
   const float *prompt_top_logprobs;
   const int16_t *prompt_routed; // [n_prompt][moe_layers][k]; NULL in a dense model
   int32_t n;
@@ -101,7 +101,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
 void rm_engine_destroy(rm_engine *engine);
 
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
-rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err); // add's refusals, nothing added
+rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err);   // add's refusals, nothing added
 // One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused).
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
 // Whether in the last step this rank, or one that steps together with it, had work.
@@ -111,16 +111,16 @@ int64_t rm_engine_unfinished(const rm_engine *engine);
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
 // The one that rm_engine_finished would give next, 0 when there is none: for a caller that may fail to take it.
 uint64_t rm_engine_next_finished(const rm_engine *engine);
-int rm_engine_has(const rm_engine *engine, uint64_t id); // it was added and not released
+int rm_engine_has(const rm_engine *engine, uint64_t id);       // it was added and not released
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err);
 rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err);
-rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err); // of a finished one
-rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err); // what was generated stays readable
+rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err);      // of a finished one
+rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err);        // what was generated stays readable
 // Ends one sample at n_tokens (a stop string matched there); finish = stop. Also of one that has ended by itself meanwhile;
 // RM_E_STATE for one that was aborted or failed.
 rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err);
 
-void rm_engine_pause(rm_engine *engine, int paused); // a paused engine schedules nothing
+void rm_engine_pause(rm_engine *engine, int paused);           // a paused engine schedules nothing
 void rm_engine_reset_prefix_cache(rm_engine *engine);
 
 // Weights: sync.h with the engine's rules on top. What happens to running requests at commit:
@@ -134,7 +134,7 @@ typedef enum rm_inflight { RM_INFLIGHT_REFUSE, RM_INFLIGHT_RESTART, RM_INFLIGHT_
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
 rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
-rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n, rm_error *err); // all or none
+rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int64_t n, rm_error *err);   // all or none
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 
@@ -145,7 +145,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
 
 typedef struct rm_engine_stats {
-  int64_t version; // −1: not synced
+  int64_t version;              // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
@@ -153,10 +153,10 @@ typedef struct rm_engine_stats {
   unsigned asleep;
   const char *isa, *family, *device;
   double forward_seconds, schedule_seconds, commit_seconds;
-  uint64_t comm_bytes; // that this rank has sent to others
-  int64_t comm_calls; // exchanges it took part in
-  double comm_seconds; // of forward_seconds and commits, inside exchanges
+  uint64_t comm_bytes;          // that this rank has sent to others
+  int64_t comm_calls;           // exchanges it took part in
+  double comm_seconds;          // of forward_seconds and commits, inside exchanges
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
 const rm_params *rm_engine_params(const rm_engine *engine);
-rm_store *rm_engine_store(rm_engine *engine); // for the version and digest; not for syncing
+rm_store *rm_engine_store(rm_engine *engine);   // for the version and digest; not for syncing

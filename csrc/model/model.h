@@ -53,8 +53,8 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
 
 // From hidden states to logits and their statistics; as rm_lm_head_args, over the whole vocabulary. logits may be NULL, and so may
-// target_logprobs and then targets and host_targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows alone, which
-// rm_model_own_rows names; the other rows of `logits` are undefined.
+// target_logprobs and then targets and host_targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows
+// alone, which rm_model_own_rows names; the other rows of `logits` are undefined.
 typedef struct rm_head {
   const void *hidden; // T [rows][hidden]
   int64_t rows, ld_logits;
