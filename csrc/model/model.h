@@ -56,7 +56,7 @@ const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for 
 // target_logprobs and then targets and host_targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows
 // alone, which rm_model_own_rows names; the other rows of `logits` are undefined.
 typedef struct rm_head {
-  const void *hidden; // T [rows][hidden]
+  const void *hidden;           // T [rows][hidden]
   int64_t rows, ld_logits;
   int own_rows;
   float *logits, *stats, *target_logprobs;

@@ -316,10 +316,10 @@ static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry 
   const rm_range others = {param->first, param->held - counted.n};
   if (twin < 0) {
     store->flags[piece->param] |= DIRTY;
-    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
+    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
   }
   store->staging.sums[piece->param] = store->staging.sums[store->params->n + piece->param] = 0;
-  store->staging.counts[piece->param] = piece->param != store->tied_head; // a tied matrix counts once
+  store->staging.counts[piece->param] = piece->param != store->tied_head;   // a tied matrix counts once
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
@@ -375,7 +375,7 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   }
   const rm_target *target = &store->target;
   for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
-  if (twins) code = make_units(store, err); // what it is compared with must be there
+  if (twins) code = make_units(store, err);   // what it is compared with must be there
   for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
@@ -414,7 +414,7 @@ void rm_sync_forget(rm_store *store, const char *name, size_t length) {
   }
   for (int64_t i = 0; i < store->target.n_pieces; i++) {
     const int64_t index = store->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) return; // all of its pieces came, or none
+    if (!(store->flags[index] & SEEN)) return;   // all of its pieces came, or none
     store->flags[index] &= (uint8_t)~SEEN;
     store->report.n_parameters--;
   }
@@ -485,7 +485,7 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;
-  for (int64_t i = 0; i < n && !code; i++) // what is not there has no values, whatever another sync has left
+  for (int64_t i = 0; i < n && !code; i++)   // what is not there has no values, whatever another sync has left
     if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staging.sums[i] = store->staging.sums[n + i] = 0;
   return code;
 }

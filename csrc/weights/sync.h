@@ -68,7 +68,7 @@ uint64_t rm_store_digest(const rm_store *store);
 size_t rm_store_ferry_bytes(const rm_store *store);       // of the device, which a sync takes besides the weights
 int rm_store_is_open(const rm_store *store);
 const rm_params *rm_store_params(const rm_store *store);
-int64_t rm_sync_version(const rm_store *store); // of the open sync, or of the last one
+int64_t rm_sync_version(const rm_store *store);           // of the open sync, or of the last one
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
 rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm_tensor *tensor,
@@ -76,16 +76,16 @@ rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm
 rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 // The same for many at once, which costs less for each: all of them are there afterwards, or none.
 rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm_error *err);
-rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err); // on failure the sync is closed, old serves
-rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on failure the sync is closed, old serves
+rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err);   // on failure the sync is closed, old serves
+rm_code rm_sync_prepare(rm_store *store, rm_error *err);  // commit's checks; on failure the sync is closed, old serves
 // Sums of what is staged, [2][params->n]: first of what this rank answers for, which are the first half of a digest when they are added
 // up over all ranks; then of all that it holds, which are equal on ranks that hold the same. A view until the sync ends.
 const uint64_t *rm_sync_sums(const rm_store *store);
-void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report); // after prepare; sums: the whole mesh's
+void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report);   // after prepare; sums: the whole mesh's
 // As if this name had not been pushed: it failed on another rank. Of a name that is not there nothing happens.
 void rm_sync_forget(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
-int rm_sync_complete(const rm_store *store); // every required parameter has come
+int rm_sync_complete(const rm_store *store);              // every required parameter has come
 
 // Sleep and wake of the weights: the blocks go back to the system; after wake the store is unsynced.
 void rm_store_discard(rm_store *store);
