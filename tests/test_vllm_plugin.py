@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -386,3 +387,57 @@ def test_a_device_that_is_not_here_is_said_in_the_users_own_call(configure: Conf
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", "/nowhere/none.so")
     with pytest.raises(rm.ConfigError, match=r"device = 'cuda', and this build has no none\.so"):
         RollmeshCudaPlatform.check_and_update_config(configure())
+
+
+def test_a_platform_of_a_gpu_has_processes_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front end asks CUDA for a device's memory, and CUDA does not survive a fork; one's own choice stands, to be refused by name."""
+    pretend(monkeypatch, plugin.TRIED[0])
+    monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "cuda")
+    for before, after in (("", "spawn"), ("fork", "fork")):
+        monkeypatch.setenv(plugin.START_METHOD, before)
+        if not before:
+            monkeypatch.delenv(plugin.START_METHOD)
+        assert plugin.platform() == plugin.CUDA_PLATFORM
+        assert os.environ[plugin.START_METHOD] == after
+    monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "cpu")
+    monkeypatch.delenv(plugin.START_METHOD)
+    assert plugin.platform() == plugin.CPU_PLATFORM
+    assert plugin.START_METHOD not in os.environ
+
+
+@needs_vllm
+def test_a_fork_is_refused_on_a_gpu(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollmesh.vllm.cuda import RollmeshCudaPlatform
+
+    monkeypatch.setenv(plugin.START_METHOD, "fork")
+    with pytest.raises(rm.ConfigError, match="VLLM_WORKER_MULTIPROC_METHOD = 'fork', wanted 'spawn'"):
+        RollmeshCudaPlatform.check_and_update_config(configure())
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "assigned, visible, replica, local_rank, devices, ordinal",
+    [
+        ([4, 5], "", None, 1, 8, 5),
+        ([4, 5], "2,4,5", 1, 1, 3, 2),
+        (None, "", None, 1, 8, 1),
+        (None, "", 3, 1, 8, 7),
+        (None, "", 3, 1, 4, 3),
+        ([], "", 1, 0, 1, 0),
+    ],
+)
+def test_each_worker_has_a_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    assigned: list[int] | None,
+    visible: str,
+    replica: int | None,
+    local_rank: int,
+    devices: int,
+    ordinal: int,
+) -> None:
+    """Two workers an engine; what vLLM has assigned is physical, what a process counts is what it sees."""
+    from rollmesh.vllm import config
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parallel = types.SimpleNamespace(assigned_physical_gpu_ids=assigned, data_parallel_rank_local=replica, local_world_size=2)
+    assert config.cuda_ordinal(parallel, local_rank, devices) == ordinal
