@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/devices.h"
 #include "base/memory.h"
 #include "mesh/block.h"
 
@@ -307,7 +308,7 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
     const rm_device_status status = device->poll(device->self);
     const double now = seconds_now();
     if (status == RM_DEVICE_OK) return look_back(comms, n, err);
-    if (status != RM_DEVICE_BUSY) return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
+    if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
     if (now - looked >= LOOK_SECONDS || now - start >= timeout) {
       const rm_code code = look_on(comms, n, device, timeout, now - start, err);
       if (code) return code;
@@ -319,8 +320,8 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
 
 // Nothing in the queue waits for another rank.
 static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, rm_error *err) {
-  if (device->wait(device->self) == RM_DEVICE_OK) return look_back(comms, n, err);
-  return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
+  const rm_code code = rm_device_wait(device, err);
+  return code ? code : look_back(comms, n, err);
 }
 
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {

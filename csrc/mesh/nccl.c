@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/devices.h"
 #include "base/memory.h"
 #include "mesh/nccl_end.h"
 
@@ -33,7 +34,7 @@ static rm_code map_run(const rm_nccl_end *end, char **out, rm_error *err) {
   const rm_device_status status = device->map(device->self, end->capacity, &block);
   if (status == RM_DEVICE_OK) *out = block;
   if (status == RM_DEVICE_OK) return RM_OK;
-  if (status != RM_DEVICE_NO_MEMORY) return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
+  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   return rm_fail(err, RM_E_CAPACITY, "no room on %s for exchanges of %zu bytes, twice", device->name, end->capacity);
 }
 

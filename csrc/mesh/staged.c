@@ -3,6 +3,7 @@
 // and each costs a device some microseconds however short it is.
 #include "mesh/staged.h"
 
+#include "base/devices.h"
 #include "base/memory.h"
 #include "mesh/device_block.h"
 
@@ -18,10 +19,6 @@ typedef struct staged {
   run out, in;
   rm_block *send, *recv;        // [size] each, carved from this block: of the host
 } staged;
-
-static rm_code device_failed(const staged *s, rm_error *err) {
-  return rm_fail(err, RM_E_DEVICE, "%s: %s", s->device->name, s->device->message(s->device->self));
-}
 
 // ------------------------------------------------------------------------------------------------ one call
 static int is_one_block(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
@@ -55,7 +52,7 @@ static rm_code fetch(staged *s, const rm_block send[], size_t sent, rm_error *er
   }
   if (sent > 0) s->device->get(s->device->self, s->out.here, s->out.there, sent);
   // Also what the exchange before has put out of s->in.here is done then.
-  return s->device->wait(s->device->self) == RM_DEVICE_OK ? RM_OK : device_failed(s, err);
+  return rm_device_wait(s->device, err);
 }
 
 static void deliver(staged *s, const rm_block recv[], size_t received) {
@@ -118,7 +115,7 @@ static rm_code make_runs(staged *s, rm_error *err) {
   rm_device_status status = make_run(s->device, &s->out, s->capacity);
   if (status == RM_DEVICE_OK) status = make_run(s->device, &s->in, s->capacity);
   if (status == RM_DEVICE_OK) return RM_OK;
-  if (status != RM_DEVICE_NO_MEMORY) return device_failed(s, err);
+  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(s->device, status, err);
   return rm_fail(err, RM_E_MEMORY, "no memory for exchanges of %zu bytes: twice as much of %s and of the host's", s->capacity,
                  s->device->name);
 }

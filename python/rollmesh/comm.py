@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollmesh import _core
 from rollmesh import nccl as _nccl
+from rollmesh.devices import library_path
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -48,7 +48,6 @@ SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
 BOARD_S = 2.0  # for a word in torch's store
 ASK_S = 1.0  # between two questions to it, while nothing else says whether a rank has given up
 GAVE_UP = "rollmesh: the rank that gave up"
-CUDA_LIBRARY = "librollmesh_cuda.so"  # beside the extension, where this build has kernels for GPUs
 DEVICE = re.compile(r"cuda(?::(\d{1,3}))?")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
@@ -391,14 +390,14 @@ def _cuda_index(device: object) -> int:
 
 def _check_cuda(index: int) -> None:
     """That this build and this machine have what a GPU needs."""
-    path = Path(__file__).parent / CUDA_LIBRARY
+    path = library_path()
     if not path.exists():
-        raise ConfigError(f"this build of rollmesh has no kernels for GPUs ({CUDA_LIBRARY}), wanted one made where nvcc is")
+        raise ConfigError(f"this build of rollmesh has no kernels for GPUs ({path.name}), wanted one made where nvcc is")
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise ConfigError(f"no NVIDIA driver is here: {error}") from error
-    devices = int(ctypes.CDLL(str(path)).rm_cuda_devices())
+    devices = _core.cuda_count(str(path))
     if not index < devices:
         raise ConfigError(f"device = 'cuda:{index}', and {max(devices, 0)} GPUs are visible to this process")
 

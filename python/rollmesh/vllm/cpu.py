@@ -26,18 +26,29 @@ from rollmesh.vllm import config
 REASONS = "rollmesh.vllm.serve.Reasons"
 
 
-class RollmeshPlatform:
-    """What rollmesh's platform adds to vLLM's."""
-
+class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"  # vLLM makes torch devices of it
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    ray_device_key = "GPU"  # a worker takes one of what Ray counts under this name: ray start --num-gpus=N says how many fit
+    simple_compile_backend = "eager"  # of small functions of vLLM's: a compiler would cost seconds
+    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; nothing reads it
     engine_device = "cpu"  # as rm.Generator's `device`
     logprobs_modes: ClassVar[set[str]] = set()  # of the engines of this process: a request does not say whose it is
+
+    def __init__(self) -> None:
+        if not torch.accelerator.is_available():
+            for name in ("synchronize", "empty_cache", "empty_host_cache"):
+                setattr(torch.accelerator, name, _nothing)
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Before the command line of a server is read, whose --middleware then has ours by default; one's own come after it."""
         if parser is not None and (given := parser.get_default("middleware")) is not None and REASONS not in given:
             parser.set_defaults(middleware=[*given, REASONS])
-        super().pre_register_and_update(parser)  # type: ignore[misc]
+        super().pre_register_and_update(parser)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -46,7 +57,7 @@ class RollmeshPlatform:
         config.update(vllm_config)
         if vllm_config.model_config is not None:
             cls.logprobs_modes.add(vllm_config.model_config.logprobs_mode)
-        super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        super().check_and_update_config(vllm_config)
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -56,22 +67,6 @@ class RollmeshPlatform:
         sampling.refuse(params)
         for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():  # where there are two, the worker says it
             sampling.refuse_mode(params, mode)
-
-
-class RollmeshCpuPlatform(RollmeshPlatform, Platform):  # type: ignore[misc]
-    _enum = PlatformEnum.OOT
-    device_name = "cpu"  # vLLM makes torch devices of it
-    device_type = "cpu"
-    dispatch_key = "CPU"
-    dist_backend = "gloo"
-    ray_device_key = "GPU"  # a worker takes one of what Ray counts under this name: ray start --num-gpus=N says how many fit
-    simple_compile_backend = "eager"  # of small functions of vLLM's: a compiler would cost seconds
-    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; nothing reads it
-
-    def __init__(self) -> None:
-        if not torch.accelerator.is_available():
-            for name in ("synchronize", "empty_cache", "empty_host_cache"):
-                setattr(torch.accelerator, name, _nothing)
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
