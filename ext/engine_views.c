@@ -152,10 +152,10 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   rm_engine_leave(self);
   // clang-format off
   return Py_BuildValue(
-    "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:K,s:K,s:K,s:i,s:I,s:z,s:z,s:z,s:d,s:d,s:d,s:K,s:L,s:d}",
+    "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:K,s:K,s:K,s:i,s:I,s:z,s:z,s:z,s:d,s:d,s:d,s:K,s:L,s:d}",
     "version", (long long)s.version, "waiting", (long long)s.waiting, "running", (long long)s.running, "steps", (long long)s.steps,
     "rows", (long long)s.rows, "generated_tokens", (long long)s.generated_tokens, "prompt_tokens", (long long)s.prompt_tokens,
-    "cached_tokens", (long long)s.cached_tokens, "preemptions", (long long)s.preemptions,
+    "cached_tokens", (long long)s.cached_tokens, "preemptions", (long long)s.preemptions, "graph_replays", (long long)s.replays,
     "kv_pages", (long long)s.kv_pages, "kv_pages_free", (long long)s.kv_pages_free, "prefix_hits", (long long)s.prefix_hits,
     "prefix_misses", (long long)s.prefix_misses, "evictions", (long long)s.evictions,
     "weight_bytes", (unsigned long long)s.weight_bytes, "kv_bytes", (unsigned long long)s.kv_bytes,

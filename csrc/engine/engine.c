@@ -106,6 +106,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   const size_t outs = (size_t)engine->max_out_rows, draws = (size_t)engine->max_draws;
   const rm_field host[] = {
       {&engine->places, seqs, sizeof(int32_t)},
+      {&engine->table_changed, seqs, sizeof(uint8_t)},
       {&engine->page_versions, (size_t)engine->options.host_pages, sizeof(int64_t)},
       {&plan->outs, rows, sizeof(rm_out_row)},
       {&plan->scheduled, seqs, sizeof(rm_sequence *)},
@@ -136,6 +137,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
       {&plan->logprobs, seqs, sizeof(float)},
       {&plan->sampling_logprobs, seqs, sizeof(float)},
       {&plan->ranks, seqs, sizeof(int32_t)},
+      {&engine->decode.block, engine->decode.block_bytes, 1},
   };
   char what[96];
   snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);
@@ -189,6 +191,7 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
+  rm_decode_plan(engine);
   if ((code = create_plan(engine, err)) || (code = create_cache(engine, err))) return code;   // which takes what is left
   if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
   return RM_OK;
@@ -251,6 +254,7 @@ void rm_engine_destroy(rm_engine *engine) {
       rm_free(group);
     }
   rm_free(engine->buckets);
+  rm_decode_forget(engine);
   rm_results_destroy(&engine->results);
   rm_mirror_destroy(&engine->mirror);
   rm_unmap(engine->block, engine->block_bytes);

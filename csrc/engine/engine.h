@@ -31,6 +31,7 @@ typedef struct rm_engine_options {
   double memory_fraction;       // of the device's free memory, for two copies of the weights and the KV cache; in (0, 1]
   uint64_t seed;                // seeds of requests that bring none
   int prefix_caching;
+  int enforce_eager;            // record nothing (decode.h)
   int64_t host_pages;           // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (hosted.h)
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
@@ -147,6 +148,7 @@ rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
+  int64_t replays;              // of steps, as recordings (decode.h)
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;

@@ -94,7 +94,7 @@ static void take_pages(rm_engine *engine, rm_sequence *seq, const rm_host_part *
     rm_activate(engine, seq);
   }
   if (fresh || part->replace) seq->n_pages = 0;
-  int32_t *table = rm_block_table(engine, seq);
+  int32_t *table = rm_change_table(engine, seq);
   for (int64_t i = 0; i < part->n_pages; i++, seq->n_pages++) {
     table[seq->n_pages] = part->pages[i];
     if (seq->n_pages * engine->options.page_size >= part->n_computed) engine->page_versions[part->pages[i]] = -1;

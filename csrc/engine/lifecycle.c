@@ -124,6 +124,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   if (rm_is_hosted(engine)) rm_host_renew(engine, 1);   // the host's requests keep their pages
   else preempt_all(engine);   // without the weights the KV is of no version, without the pages there is none
   rm_kv_reset(engine->cache);
+  rm_decode_forget(engine);
   if (parts & RM_PART_WEIGHTS) rm_store_discard(engine->store);
   if (parts & RM_PART_KV) {
     rm_kv_renew(engine->cache);

@@ -510,7 +510,7 @@ void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out) {
     out->waiting += its.waiting, out->running += its.running, out->rows += its.rows;
     out->steps = rm_max64(out->steps, its.steps);
     out->generated_tokens += its.generated_tokens, out->prompt_tokens += its.prompt_tokens, out->cached_tokens += its.cached_tokens;
-    out->preemptions += its.preemptions, out->evictions += its.evictions;
+    out->preemptions += its.preemptions, out->replays += its.replays, out->evictions += its.evictions;
     out->kv_pages += its.kv_pages, out->kv_pages_free += its.kv_pages_free;
     out->prefix_hits += its.prefix_hits, out->prefix_misses += its.prefix_misses;
   }

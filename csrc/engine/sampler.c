@@ -394,13 +394,20 @@ static rm_code share_flags(rm_engine *engine, rm_error *err) {
 }
 
 // ---------------------------------------------------------------------------------------------- a step
+// Those that were changed, neighbours together. Nothing where the memory is one.
+static void put_tables(const rm_engine *engine) {
+  uint8_t *changed = engine->table_changed;
+  for (int64_t i = 0, end; i < engine->options.max_num_seqs && !engine->device->on_host; i = end + 1) {
+    for (end = i; end < engine->options.max_num_seqs && changed[end]; end++) changed[end] = 0;
+    rm_mirror_put(&engine->mirror, engine->block_tables + i * engine->max_pages,
+                  (size_t)((end - i) * engine->max_pages) * sizeof *engine->block_tables);
+  }
+}
+
 static void put_inputs(const rm_engine *engine) {
   const rm_plan *plan = &engine->plan;
   const rm_mirror *mirror = &engine->mirror;
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
-  int64_t n_tables = 0;
-  for (int64_t i = 0; i < plan->n_scheduled; i++) n_tables = rm_max64(n_tables, plan->scheduled[i]->place + 1);
-  rm_mirror_put(mirror, engine->block_tables, (size_t)(n_tables * engine->max_pages) * sizeof *engine->block_tables);
   rm_mirror_put(mirror, plan->ids, rows * sizeof *plan->ids);
   rm_mirror_put(mirror, plan->positions, rows * sizeof *plan->positions);
   rm_mirror_put(mirror, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
@@ -451,11 +458,17 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
   return code;
 }
 
+static rm_code run(rm_engine *engine, rm_error *err) {
+  put_tables(engine);
+  if (rm_decode_serves(engine)) return rm_decode_run(engine, err);
+  const rm_code code = enqueue(engine, err);
+  return code ? code : get_results(engine, err);
+}
+
 rm_code rm_forward(rm_engine *engine, rm_error *err) {
   rm_plan *plan = &engine->plan;
   rm_code code = agree_on_batch(engine, err);
-  if (!code) code = enqueue(engine, err);
-  if (!code) code = get_results(engine, err);
+  if (!code) code = run(engine, err);
   if (code) {
     rm_device_wait(engine->device, NULL);   // for what would be written to records, which may go
     rm_results_drop(&engine->results);

@@ -64,7 +64,7 @@ void rm_preempt(rm_engine *engine, rm_sequence *seq) {
 void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *leader) {
   engine->n_joining--;
   rm_activate(engine, seq);
-  int32_t *table = rm_block_table(engine, seq);
+  int32_t *table = rm_change_table(engine, seq);
   const int32_t *from = rm_block_table(engine, leader);
   for (seq->n_pages = 0; seq->n_pages < leader->n_pages; seq->n_pages++) {
     rm_kv_retain(engine->cache, from[seq->n_pages]);
@@ -81,8 +81,9 @@ static int64_t pages_for(const rm_engine *engine, int64_t n_positions) {
 
 // Takes pages until n_positions fit. There are enough.
 static void extend(rm_engine *engine, rm_sequence *seq, int64_t n_positions) {
-  int32_t *table = rm_block_table(engine, seq);
-  for (const int64_t n = pages_for(engine, n_positions); seq->n_pages < n; seq->n_pages++) {
+  const int64_t n = pages_for(engine, n_positions);
+  if (seq->n_pages >= n) return;
+  for (int32_t *table = rm_change_table(engine, seq); seq->n_pages < n; seq->n_pages++) {
     table[seq->n_pages] = rm_kv_alloc(engine->cache);
     assert(table[seq->n_pages] >= 0);
   }
@@ -97,7 +98,7 @@ static int64_t shared_page(const rm_engine *engine, const rm_sequence *seq, int6
 
 // Logprobs need no copy: they are written when the page is full.
 static void copy_page(rm_engine *engine, rm_sequence *seq, int64_t index) {
-  int32_t *entry = &rm_block_table(engine, seq)[index];
+  int32_t *entry = &rm_change_table(engine, seq)[index];
   const int32_t to = rm_kv_alloc(engine->cache), from = *entry;
   assert(to >= 0);
   rm_model_copy_page(engine->model, engine->kv, engine->n_pages, to, from);
@@ -150,7 +151,7 @@ static void take_records(rm_engine *engine, rm_sequence *seq, int64_t index, int
 
 // Takes the cached pages that its tokens begin with. Records are taken over later, when it is sure to start.
 static void match_prefix(rm_engine *engine, rm_sequence *seq) {
-  int32_t *table = rm_block_table(engine, seq), parent = -1;
+  int32_t *table = rm_change_table(engine, seq), parent = -1;
   const int64_t size = engine->options.page_size, n = rm_sequence_length(seq) / size;
   seq->n_pages = 0;
   if (!engine->options.prefix_caching) return;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "base/fields.h"
+#include "engine/decode.h"
 #include "engine/kv_cache.h"
 #include "engine/results.h"
 #include "engine/sequence.h"
@@ -86,6 +87,7 @@ struct rm_engine {
   void *kv;                     // of the device, NULL while asleep
   int64_t *page_versions;       // [n_pages] hosted: of the weights that made a page's KV, −1: none
   int32_t *block_tables;        // [max_num_seqs][max_pages], in `mirror`
+  uint8_t *table_changed;       // [max_num_seqs] since it was put
   int32_t *places;              // stack of free rows of block_tables
   int64_t n_places;
   void *block, *scratch;        // the plan's arrays that are the host's alone, and those that are the device's alone
@@ -93,6 +95,7 @@ struct rm_engine {
   rm_mirror mirror;             // those that both have
   rm_results results;
   rm_plan plan;
+  rm_decode decode;
   // scheduler.c
   rm_link waiting, active;      // sequences
   int64_t n_waiting, n_active, n_joining;
@@ -162,4 +165,9 @@ void rm_finish_group(rm_engine *engine, rm_group *group, rm_finish finish);     
 
 static inline int32_t *rm_block_table(const rm_engine *engine, const rm_sequence *seq) {
   return engine->block_tables + seq->place * engine->max_pages;
+}
+// The same, for whoever writes to it: the device's is put before the next step.
+static inline int32_t *rm_change_table(const rm_engine *engine, const rm_sequence *seq) {
+  engine->table_changed[seq->place] = 1;
+  return rm_block_table(engine, seq);
 }

@@ -88,6 +88,7 @@ class EngineOptions:
     ep_backend: str
     sequence_parallel: bool
     host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
+    enforce_eager: bool = False  # no CUDA graphs
     memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
     cuda_library: str | None = None  # devices.py, as the next
     cuda_ordinal: int = -1
@@ -115,6 +116,8 @@ class Generator:
                             of the weights and the KV cache; on a mesh kv_cache_gib has to be said
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
+    enforce_eager           on a GPU: enqueue every step op by op, where else decode steps are recorded as CUDA graphs and replayed; for
+                            debugging and profiling. No bit depends on it, and the CPU has nothing to record
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
     isa                     of the CPU: None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it. Of a GPU: None or
                             "cuda_fma": the contract's own arithmetic, whose bits are the CPU's; "cuda_mma": tensor cores for bfloat16,
@@ -143,6 +146,7 @@ class Generator:
         kv_cache_gib: float | None = 1.0,
         memory_fraction: float = 0.9,
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
         threads: int | None = None,
         seed: int = 0,
         isa: str | None = None,
@@ -171,6 +175,7 @@ class Generator:
             memory_fraction=share_of_memory(memory_fraction, kv_cache_gib, self.mesh),
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
+            enforce_eager=boolean("enforce_eager", enforce_eager),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
             tp=self.mesh.tp,
             dp=self.mesh.dp,

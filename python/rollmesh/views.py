@@ -49,6 +49,7 @@ class Stats(TypedDict):
     prompt_tokens: int
     cached_tokens: int
     preemptions: int
+    graph_replays: int
     kv_pages: int
     kv_pages_free: int
     prefix_hits: int

@@ -2,6 +2,7 @@
 #include "simt.h"
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -46,6 +47,7 @@ device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
 thread_local cudaStream_t captured;  // by this thread
+long n_graphs;                       // made and not destroyed
 
 long from_environment(const char *name, long otherwise) {
   const char *text = getenv(name);
@@ -533,6 +535,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {
+  const locked hold(lock);
+  if (n_graphs >= from_environment("ROLLMESH_SIMT_GRAPHS", LONG_MAX)) return said(cudaErrorMemoryAllocation);
+  n_graphs++;
   *made = new simt_graph_exec{graph->list, nullptr, 0};
   return cudaSuccess;
 }
@@ -554,5 +559,6 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made) {
   const locked hold(lock);
   if (made->stream && made->stream->n_done < made->behind) simt_fault("a graph is destroyed that a stream is still to run");
   delete made;
+  n_graphs--;
   return cudaSuccess;
 }

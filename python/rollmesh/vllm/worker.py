@@ -150,6 +150,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             kv_bytes=0,
             seed=config.engine_seed(self.vllm_config),
             enable_prefix_caching=False,
+            enforce_eager=bool(self.model_config.enforce_eager),
             eos_token_ids=np.zeros(0, np.int32),
             tp=self.mesh.tp,
             dp=self.mesh.dp,

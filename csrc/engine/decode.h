@@ -1,0 +1,47 @@
+// decode.h: steps in which each row draws one token, on a device that can record what is enqueued (CUDA graphs). Such a step is the same
+// ops at the same addresses as another of as many rows, so it is enqueued once, kept, and replayed: one launch in the place of hundreds.
+//
+// What ops read and write there lies in one run of the engine's mirror, inputs before results, so that a step is one put, the forward,
+// the draws, and one get. Rows are made up to one of a few sizes; those behind the batch's are of no sequence that counts: they write
+// no KV and what they give is not looked at. No row knows of another, so they change no bit.
+//
+// A recording holds addresses: of the KV cache, which stays until it sleeps, and of the weights, of which a store has two blocks that
+// take turns. So there are two sets of recordings, and a sync costs none of them. A size is recorded when it comes for the second time
+// with weights of that address: the first run loads what CUDA loads late.
+#pragma once
+
+#include "base/status.h"
+#include "kernels.h"
+
+typedef struct rm_engine rm_engine;
+
+enum { RM_DECODE_SETS = 2, RM_DECODE_SIZES = 32 };
+
+typedef struct rm_recording {
+  void *kept;                   // the device's; NULL: none yet
+  int was_run;                  // so that the next may be recorded
+  int is_refused;               // the device had no memory for it
+} rm_recording;
+
+typedef struct rm_recordings {
+  const void *weights;          // view: their address, no more
+  rm_recording list[RM_DECODE_SIZES][2];   // without ranks, with
+} rm_recordings;
+
+typedef struct rm_decode {
+  int64_t sizes[RM_DECODE_SIZES];   // ascending
+  int64_t n_sizes;              // 0: no step is recorded
+  char *block;                  // view: in the engine's mirror
+  size_t block_bytes;
+  rm_recordings sets[RM_DECODE_SETS];
+  int last;                     // the set that was used last
+} rm_decode;
+
+// Sizes and bytes for steps of at most max_rows rows. None where the device records nothing or the options say so.
+void rm_decode_plan(rm_engine *engine);
+// Whether the plan is such a step.
+int rm_decode_serves(const rm_engine *engine);
+// In the place of enqueueing it op by op and fetching: inputs put, results in the plan. What is enqueued on an error is not waited for.
+rm_code rm_decode_run(rm_engine *engine, rm_error *err);
+// Before memory goes that recordings know. Waits for the device.
+void rm_decode_forget(rm_engine *engine);
