@@ -24,6 +24,7 @@ from rollmesh.grpo.trainer import Trainer
 
 FORMAT = 1
 STATE = "trainer/state.json"
+LATER_KEYS = {"train.device": "cpu"}  # that older checkpoints lack, and what was the case
 MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
 
 
@@ -70,7 +71,7 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
-    then, now = _flat(state["config"]), _flat(json.loads(json.dumps(config.as_dict())))
+    then, now = LATER_KEYS | _flat(state["config"]), _flat(json.loads(json.dumps(config.as_dict())))
     changed = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
     refused = [k for k in changed if not k.startswith(MAY_DIFFER) and k not in overridden]
     if refused:

@@ -142,6 +142,7 @@ class TrainTable:
     weight_decay: float = number(0.0, at_least=0)
     grad_clip: float = number(1.0, above=0)  # norm of all gradients together
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"  # torch's: cpu, cuda or cuda:N
     threads: int = number(0, at_least=0)  # torch's; 0: one per core this process may use
 
 

@@ -100,8 +100,8 @@ def score(rollout: Rollout, rewards: Rewards) -> NDArray[np.float64]:
     return np.array(rewards([p.source for p in rollout.prompts], completions, rollout.token_ids, columns_of(rollout.prompts)))
 
 
-def make_batch(rollout: Rollout, indices: list[int] | range) -> Batch:
-    """The completions `indices`, flattened."""
+def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu") -> Batch:
+    """The completions `indices`, flattened; tensors on torch's `device`."""
     import torch
 
     prompts = [rollout.prompts[i].ids for i in indices]
@@ -114,10 +114,10 @@ def make_batch(rollout: Rollout, indices: list[int] | range) -> Batch:
     columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
     rows = np.repeat(np.arange(len(prompts)), lengths)
     return Batch(
-        ids_BT=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
-        rows_N=torch.from_numpy(rows),
-        columns_N=torch.from_numpy(columns),
-        targets_N=torch.from_numpy(ids[rows, columns + 1]),
-        old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])),
-        lengths_B=torch.from_numpy(lengths),
+        ids_BT=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])).to(device),
+        rows_N=torch.from_numpy(rows).to(device),
+        columns_N=torch.from_numpy(columns).to(device),
+        targets_N=torch.from_numpy(ids[rows, columns + 1]).to(device),
+        old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])).to(device),
+        lengths_B=torch.from_numpy(lengths).to(device),
     )

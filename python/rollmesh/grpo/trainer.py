@@ -41,9 +41,10 @@ class Trainer:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
-        self.model = load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)
+        self.device = torch_device(table.device)
+        self.model = (load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)).to(self.device)
         self.model.eval()  # no dropout: the policy that is trained is the one that generates
-        self.reference = build_reference(config, tokenizer) if config.loss.kl > 0 else None
+        self.reference = build_reference(config, tokenizer).to(self.device) if config.loss.kl > 0 else None
         torch.manual_seed(seed_of(config.seed, 0, "run"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=table.lr, betas=(table.betas[0], table.betas[1]), weight_decay=table.weight_decay, foreach=True
@@ -70,8 +71,9 @@ class Trainer:
         import torch
 
         with torch.no_grad():
-            parts = [self.logprobs(make_batch(rollout, chunk))[0] for chunk in self._micro(list(range(len(rollout.texts))))]
-        return torch.cat(parts).numpy()
+            chunks = self._micro(list(range(len(rollout.texts))))
+            parts = [self.logprobs(make_batch(rollout, chunk, self.device))[0] for chunk in chunks]
+        return torch.cat(parts).cpu().numpy()
 
     def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """float32 [len - 1] per sequence at temperature 1: the scorer of rm.Generator.self_test."""
@@ -80,9 +82,9 @@ class Trainer:
         out = []
         with torch.no_grad():
             for ids in sequences:
-                tokens_T = torch.from_numpy(ids.astype(np.int64))
+                tokens_T = torch.from_numpy(ids.astype(np.int64)).to(self.device)
                 logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
-                out.append(torch.log_softmax(logits_TV[:-1], -1).gather(1, tokens_T[1:, None]).squeeze(1).numpy())
+                out.append(torch.log_softmax(logits_TV[:-1], -1).gather(1, tokens_T[1:, None]).squeeze(1).cpu().numpy())
         return out
 
     def learn(self, rollout: Rollout, advantages: NDArray[np.float64], step: int) -> tuple[dict[str, float], NDArray[np.float32]]:
@@ -110,19 +112,19 @@ class Trainer:
         import torch
 
         c = self.config
-        lengths_B = torch.tensor([len(rollout.token_ids[i]) for i in indices])
+        lengths_B = torch.tensor([len(rollout.token_ids[i]) for i in indices], device=self.device)
         weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
         sums = dict.fromkeys(("loss", "policy_loss", "entropy", "clip_share", "kl_ref"), 0.0)
         before, taken = [], 0
         for chunk in self._micro(indices):
-            batch = make_batch(rollout, chunk)
+            batch = make_batch(rollout, chunk, self.device)
             count = len(batch.targets_N)
             logprobs_N, entropy_N = self.logprobs(batch, entropy=True)
             ref_N = None
             if self.reference is not None:
                 with torch.no_grad():
                     ref_N = self.logprobs(batch, model=self.reference)[0]
-            advantages_N = torch.from_numpy(advantages[chunk]).float().repeat_interleave(batch.lengths_B)
+            advantages_N = torch.from_numpy(advantages[chunk]).to(self.device).float().repeat_interleave(batch.lengths_B)
             terms = grpo_loss(logprobs_N, entropy_N, batch.old_logprobs_N, advantages_N, weights[taken : taken + count], c.loss, ref_N)
             terms.loss.backward()  # type: ignore[no-untyped-call]
             taken += count
@@ -136,11 +138,29 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).numpy()
+        return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).cpu().numpy()
 
     def _micro(self, indices: list[int]) -> Iterator[list[int]]:
         size = self.config.train.micro_batch or len(indices)
         return (indices[i : i + size] for i in range(0, len(indices), size))
+
+
+def torch_device(name: str) -> Any:
+    """torch's device of [train] device. Raises ConfigError for another word than cpu, cuda and cuda:N, or one that this torch lacks."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise rm.ConfigError(f"[train] device = {name!r}, wanted cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask of cuBLAS, before it is loaded
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise rm.ConfigError(f"[train] device = {name!r}: torch {torch.__version__} sees {count} CUDA devices")
+    return device
 
 
 def learning_rate(table: TrainTable, step: int) -> float:
