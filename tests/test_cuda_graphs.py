@@ -77,7 +77,7 @@ def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[s
 
 @pytest.mark.parametrize("changes, replays", [({}, 18), ({"min_tokens": 12, "stop_token_ids": [5]}, 7), ({"logprobs": 2}, 0)], ids=str)
 def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: int) -> None:  # noqa: F811
-    """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Banned tokens and top logprobs are not recorded."""
+    """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Bans and top logprobs are not recorded."""
     gpu = make(DENSE)
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
     params = rm.SamplingParams(max_tokens=20, temperature=0, **changes)

@@ -6,8 +6,9 @@ to a scratch folder and builds it there; then, for every patch, to a copy of tha
 first failure.
 
 A test counts only if it passes without any patch, so all named tests run once on the clean tree first. A fault is caught when a
-test fails (pytest's exit status 1) or kills the process by a signal. One whose patch does not apply or does not build is not
-caught, nor is one that pytest could not collect, or that no test ended in time. Exit status 1: some fault was not caught.
+test fails (pytest's exit status 1) or kills the process by a signal, or the simulated device ends it (tests/simt). One whose patch
+does not apply or does not build is not caught, nor is one that pytest could not collect, or that no test ended in time. Exit
+status 1: some fault was not caught.
 
     python tests/planted/run.py [NAME …] [--list] [--wide] [--into DIR]
 """
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 TIMEOUT = 600  # seconds of one build or one run of tests
 TIMED_OUT = 124
+SIMT_FAULT = 3  # what a process ends with that the simulated device faults
 WIDE = [
     f"tests/test_{name}.py" for name in ("ops", "ops_reference", "engine", "sync", "requests", "generator", "generator_sync", "sources")
 ]
@@ -134,6 +136,8 @@ class Scratch:
             return status, failed[1]
         if status < 0 and (died := re.search(r'File "\S*(tests/\w+\.py)", line \d+ in (\w+)', said)):
             return status, f"{signal.Signals(-status).name} in {died[1]}::{died[2]}"
+        if status == SIMT_FAULT and (fault := re.search(r"^simt: .*", said, re.MULTILINE)):
+            return 1, fault[0]
         return status, said.strip()[-300:]
 
 
