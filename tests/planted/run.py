@@ -136,8 +136,8 @@ class Scratch:
             return status, failed[1]
         if status < 0 and (died := re.search(r'File "\S*(tests/\w+\.py)", line \d+ in (\w+)', said)):
             return status, f"{signal.Signals(-status).name} in {died[1]}::{died[2]}"
-        if status == SIMT_FAULT and (fault := re.search(r"^simt: .*", said, re.MULTILINE)):
-            return 1, fault[0]
+        if status == SIMT_FAULT and "INTERNALERROR" not in said:  # which ends pytest with the same number
+            return 1, "the simulated device ended the process"  # its words are in pytest's capture
         return status, said.strip()[-300:]
 
 
