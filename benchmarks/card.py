@@ -25,8 +25,8 @@ from rollmesh.devices import library_path
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-import cuda_device  # noqa: E402 - modules of the tests
-import dlpack  # noqa: E402
+import cuda_device
+import dlpack
 
 ALIGNED = 256
 NOISE = 33_000_002  # bytes, and no multiple of a tensor's: two of them do not hold the same numbers
@@ -95,7 +95,7 @@ class Card:
         if (built / "bench_mma").exists():
             found.read_gb_s = float(said([str(built / "bench_mma"), "read"]))
         else:
-            found.missing.append(f"reading: no {built / 'bench_mma'}, which python tests/cuda_build.py gpu makes; twice the copy stands for it")
+            found.missing.append(f"reading: no {built / 'bench_mma'} (python tests/cuda_build.py gpu); twice the copy stands for it")
         gemm = torch_gemm(8192, 8192, 8192)
         if gemm is None:
             found.missing.append("cuBLAS: no torch with CUDA here")
@@ -193,8 +193,9 @@ def host_weights(manifest: dict[str, Any], seed: int = 1) -> dict[str, Any]:
     made = {}
     for name, info in manifest.items():
         if info.required:
-            array = np.full(info.shape, 0x3F80, np.uint16) if is_norm(name) else np.resize(noise, info.shape)
-            made[name] = dlpack.Producer(array, dtype=(dlpack.BFLOAT, 16, 1))
+            count = int(np.prod(info.shape))
+            flat = np.full(count, 0x3F80, np.uint16) if is_norm(name) else np.tile(noise[:count], -(-count // noise.size))[:count]
+            made[name] = dlpack.Producer(flat.reshape(info.shape), dtype=(dlpack.BFLOAT, 16, 1))
     return made
 
 

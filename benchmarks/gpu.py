@@ -3,6 +3,7 @@
     limits     memory read, copied, put and got; cuBLAS' bf16 rate through torch, where that is here
     decode     a step of 1 … sequences, each at a context of its own that is cached: bytes of weights and KV that a step must read over its
                time, as a share of what a kernel that only reads reaches. Of a MoE only the experts that were chosen count
+    bits       what a sequence draws alone and among up to --company others, of other lengths: tokens and logprobs that differ
     prefill    one prompt that no cache knows, to its first token: operations over time, as a share of cuBLAS' rate
     sync       a state dict of the device, beside a copy on the device; one of the host, beside a copy of pinned memory
     start      a process from its start to its first token, stage by stage
@@ -41,7 +42,7 @@ from benchmarks.shapes import BF16_BYTES, CARD_SHAPES, SMOKE_SHAPES, Shape
 
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
-PARTS = ("limits", "decode", "prefill", "sync", "start", "ops")
+PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "ops")
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -73,6 +74,7 @@ class Run:
     def __init__(self, card: Card, limits: Limits, options: argparse.Namespace):
         self.card, self.limits, self.options = card, limits, options
         self.rows: list[Row] = []
+        self.differing = 0  # of what `bits` has compared
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -133,7 +135,7 @@ def decode_step(served: Served, rng: np.random.Generator, sequences: int, contex
     seconds = time.perf_counter() - begin
     n_steps = generator.metrics()["steps"] - before
     if n_steps != steps or any(output.num_cached_tokens != context for output in outputs):
-        raise SystemExit(f"benchmarks.gpu: not {steps} steps of pure decode but {n_steps}: the prompts were not cached, or the batch was split")
+        raise SystemExit(f"benchmarks.gpu: {n_steps} steps, not {steps} of pure decode: prompts were not cached, or the batch was split")
     touched = 0.0
     if shape.n_experts:
         chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])  # [sequences, steps, layers, k]
@@ -162,6 +164,30 @@ def decode(run: Run) -> None:
                 limit = max(run.limits.memory_gb_s, 2 * max(copies) if run.limits.read_gb_s is None else 0.0)
                 what = f"{shape.name} layers={shape.layers} sequences={n} context={options.context}"
                 run.add(Row("decode", what, family, seconds, elements * BF16_BYTES / seconds * 1e-9, "GB/s", limit))
+
+
+def bits(run: Run) -> None:
+    """Bound: none may differ. Company is of every length up to four pages, so that it also changes what stands in a step's chunks."""
+    for shape, family in pairs(run.options):
+        rng, most, length = np.random.default_rng(5), max(run.options.company), 6 * PAGE
+        prompts = [rng.integers(0, shape.vocab, int(rng.integers(1, 4 * PAGE)), dtype=np.int32) for _ in range(most)]
+        params = [rm.SamplingParams(max_tokens=PAGE, ignore_eos=True, seed=i) for i in range(most)]
+        with Served(run, shape, family, most, length) as served:
+            alone = [drawn(served, [prompts[i]], [params[i]])[0] for i in range(min(most, 4))]
+            for n in run.options.company:
+                begin = time.perf_counter()
+                among = drawn(served, prompts[:n], params[:n])
+                differing = sum(int(np.count_nonzero(a != b)) for one, other in zip(alone, among) for a, b in zip(one, other))
+                what = f"{shape.name} layers={shape.layers} sequences={n}: {differing} differ"
+                run.add(Row("bits", what, family, time.perf_counter() - begin, None, "", None))
+                run.differing += differing
+
+
+def drawn(served: Served, prompts: list[Any], params: list[rm.SamplingParams]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each prompt its tokens, and its logprobs as words; no prompt is cached."""
+    served.generator.reset_prefix_cache()
+    outputs = [output.outputs[0] for output in served.generator.generate(prompts, params, use_tqdm=False)]
+    return [(np.asarray(o.token_ids), np.asarray(o.logprobs, np.float32).view(np.uint32)) for o in outputs]
 
 
 def prefill(run: Run) -> None:
@@ -337,6 +363,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--most", type=counts, default={"dense-8b": 16}, help="SHAPE=N,…: no more sequences than these")
     parser.add_argument("--context", type=whole(PAGE), default=512, help="positions before a step, cached; whole pages of 16")
     parser.add_argument("--steps", type=whole(1), default=64, help="of one measurement of decode")
+    parser.add_argument("--company", type=numbers(1), default=[1, 2, 7, 64, 1024], help="sequences of the points of bits")
     parser.add_argument("--prefill", type=numbers(1), default=[512, 4096], help="tokens of the points of prefill")
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--budget", type=real(0, 1e6), default=4.0, help="seconds after which a point is not repeated")
@@ -353,7 +380,7 @@ def parsed() -> argparse.Namespace:
         parser.error(f"--context {options.context} is no number of whole pages of {PAGE}")
     if options.smoke:
         options.sequences, options.context, options.steps, options.rounds = [1, 2], PAGE, 3, 1
-        options.prefill, options.bytes = [20], 1 << 16
+        options.prefill, options.bytes, options.company = [20], 1 << 16, [1, 3]
     return options
 
 
@@ -374,11 +401,13 @@ def main() -> None:
         run = Run(card, limits, options)
         for part in options.parts or PARTS:
             if part != "limits":
-                {"decode": decode, "prefill": prefill, "sync": sync, "start": start, "ops": ops}[part](run)
+                {"decode": decode, "bits": bits, "prefill": prefill, "sync": sync, "start": start, "ops": ops}[part](run)
             if path:
                 run.save(path)
     if path:
         print(f"written: {path}")
+    if run.differing:
+        raise SystemExit(f"benchmarks.gpu: {run.differing} tokens and logprobs depend on the company of their sequence")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests/cuda_build.py builds: what two test files need is compiled once."""
-    return tmp_path_factory.mktemp("cuda")
+    """Where tests/cuda_build.py builds: what two test files need is compiled once. RM_CUDA_BUILD=DIR keeps it."""
+    kept = os.environ.get("RM_CUDA_BUILD")
+    return Path(kept) if kept else tmp_path_factory.mktemp("cuda")
 
 
 @pytest.fixture(scope="session")

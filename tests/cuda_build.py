@@ -83,7 +83,8 @@ def gpu(into: Path) -> Path:
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
     flags = ["-std=c++20", "-O2", "-fmad=false", "-ftz=true", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", *INCLUDE]
-    flags += ["-gencode=arch=compute_90a,code=sm_90a"]
+    for arch in os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(","):
+        flags.append(f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}")
     made = []
     for source in (*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"):
         made.append(str(into / f"{source.stem}.gpu.o"))

@@ -71,6 +71,15 @@ def test_simt_gives_the_bits_of_the_tensor_cores_order(check: Path, op: str, lea
     assert int(re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)[1]) >= least  # type: ignore[index]
 
 
+@pytest.mark.parametrize("op", ["gemm", "sample"])
+def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
+    """What a memory checker is given: as many cases in one order as the comparison has in two."""
+    found = [re.fullmatch(r"OK cases=(\d+) elements=\d+\n", said(check, op, "3", "fma", *words)[1]) for words in ((), ("touch",))]
+    assert found[0], op
+    assert found[1], op
+    assert int(found[0][1]) == 2 * int(found[1][1]) > 0
+
+
 @pytest.mark.parametrize("what", ["mma_places", "mma_company"])
 def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
     """Packings, units and places tile what they should; a row's bits do not depend on the rows beside it."""
