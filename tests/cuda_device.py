@@ -92,7 +92,8 @@ class Refused(Exception):
 
 class Library:
     def __init__(self, path: Path) -> None:
-        self.loaded = ctypes.CDLL(str(path))
+        self.path = str(path)
+        self.loaded = ctypes.CDLL(self.path)
         self.loaded.rm_cuda_open.restype = c_char_p
         self.loaded.rm_cuda_error.restype = c_char_p
         self.loaded.rm_cuda_archs.restype = c_char_p

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda_build
@@ -122,6 +123,34 @@ def test_no_kernel_spills(library: Path) -> None:
         assert [name for name in names if not any(name in entry for entry in entries)] == []
     assert {kernel.arch for kernel in found} == set(archs)
     assert [kernel for kernel in found if kernel.stack or kernel.spilled] == []
+
+
+# Operations of PTX on floating point that the contract knows: rounded to nearest even, denormals taken and given as zeros, nothing fused
+# that is not written fmaf, nothing approximate. What moves, compares and chooses has no rounding.
+CONTRACT = re.compile(
+    r"(fma|add|sub|mul|div|sqrt|rcp)\.rn\.ftz\.f32|neg\.ftz\.f32|setp\.\w+\.ftz\.f32|selp\.f32|mov\.f32|cvt\.rn\.f32\.[su](32|64)"
+    r"|(ld|st)\.(global|shared|param)(\.v[24])?\.f32|mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"
+)
+
+
+@needs_nvcc
+def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path) -> None:
+    """What the fibres cannot see: flags that are lost, a contraction, an intrinsic, a double."""
+    flags = re.search(r"^CUDA_FLAGS = \[(.*?)\]", (cuda_build.ROOT / "setup.py").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    words = [word for word in re.findall(r'"([^"]*)"', flags) if not word.startswith("-Xptxas")]
+
+    def operations(source: Path) -> set[str]:
+        to = tmp_path / f"{source.stem}.ptx"
+        own = ["-Ikernels", "-Ikernels/cpu", '-DRM_CUDA_ARCHS="ptx"', "-gencode=arch=compute_90a,code=compute_90a"]
+        subprocess.run(["nvcc", *words, *own, "-ptx", str(source), "-o", str(to)], cwd=cuda_build.ROOT, check=True, timeout=300)
+        return set(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z0-9_.:]*\.[fbe]\w*(?:16|32|64)(?:x2)?)\s", to.read_text(), re.MULTILINE))
+
+    sources = sorted((cuda_build.ROOT / "kernels" / "cuda").glob("*.cu"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = set().union(*pool.map(operations, sources))
+    floats = {name for name in found if re.search(r"\.(f|bf|e\d)\w*\d", name)}
+    assert {"fma.rn.ftz.f32", "div.rn.ftz.f32"} <= floats
+    assert sorted(name for name in floats if not CONTRACT.fullmatch(name)) == []
 
 
 @needs_nvcc
