@@ -11,7 +11,8 @@ names them. --within: no part is begun that could not take a fourth of its limit
 
     python -m benchmarks.gpu_first --to build/gpu --within 560
 
-three times is half an hour. The exit status is 0 when all parts have ended well, 1 when one has not, 3 when some are left.
+three times is half an hour. The exit status is 0 when all parts have passed, or found no tool to do their work with; 1 when one has
+failed; 3 when some are left.
 Without a GPU, --plan prints the parts.
 """
 
@@ -37,7 +38,8 @@ OPS += ("gather_rows", "merge_pairs", "top_logprobs", "ranks", "pack")
 MMA_OPS = ("gemm", "gemm_swiglu", "attention", "lm_head", "qk_rope_kv", "router", "embed", "pack", "mma_company")
 TAIL = 6000  # characters of a log in the report
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "-q", "--durations=8"]
-ENDED = ("passed", "failed")
+ABSENT = 77  # status of a part that found no tool to do its work with
+ENDED = ("passed", "failed", "absent")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def checks(ops: tuple[str, ...], family: str, *, touch: bool = False, before: st
 
 
 def sanitized(tool: str, ops: tuple[str, ...], family: str) -> str:
-    missing = 'command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here: nothing was checked"; exit 0; }; '
+    missing = f'command -v compute-sanitizer >/dev/null || {{ echo "no compute-sanitizer here"; exit {ABSENT}; }}; '
     return missing + checks(ops, family, touch=True, before=f"compute-sanitizer --tool {tool} --error-exitcode 9 --print-limit 5 ")
 
 
@@ -167,7 +169,7 @@ def written(path: Path, text: str) -> None:
 def environment(folder: Path, seed: int) -> dict[str, str]:
     paths = [str(folder / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = os.environ | {"DIR": str(folder), "PYTHON": sys.executable, "SEED": str(seed), "PYTHONPATH": os.pathsep.join(paths)}
-    found |= {"RM_CUDA_BUILD": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    found |= {"RM_CUDA_BUILD": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "RM_NEEDS_GPU": "1"}
     found.pop("ROLLMESH_CUDA_LIBRARY", None)  # the build's own
     return found
 
@@ -212,7 +214,7 @@ def run(plan: list[Part], state: State, options: argparse.Namespace, variables: 
         status = ran(part, state.log(part), min(part.limit, room), variables)
         seconds = time.monotonic() - begin
         was_cut = status is None and room < part.limit  # by --within, not by its own limit
-        fate = "cut" if was_cut else "passed" if status == 0 else "failed"
+        fate = "cut" if was_cut else {0: "passed", ABSENT: "absent"}.get(status, "failed")
         state.note(part, fate, seconds, -1 if status is None else status)
         state.report(plan)
         print(f"{part.name:16s} {fate:8s} {seconds:6.1f} s  {last_line(state.log(part))}", flush=True)
@@ -249,8 +251,8 @@ def main() -> int:
     run([part for part in plan if part.name in chosen or part.name in {p.needs for p in wanted}], state, options, variables)
     fates = [state.fate(part) for part in wanted]
     left = sum(fate not in ENDED for fate in fates)
-    print(f"{fates.count('passed')} passed, {fates.count('failed')} failed, {left} left")
-    return 1 if "failed" in fates else 0 if all(fate == "passed" for fate in fates) else 3
+    print(", ".join(f"{fates.count(fate)} {fate}" for fate in ENDED) + f", {left} left")
+    return 1 if "failed" in fates else 3 if left else 0
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 OK, BUSY, NO_MEMORY, FAULT = range(4)
 MARKS = 4
@@ -84,6 +87,11 @@ class Table(Structure):
         ("message", CFUNCTYPE(c_char_p, c_void_p)),
         ("close", CFUNCTYPE(None, c_void_p)),
     )
+
+
+def no_gpu(reason: str) -> NoReturn:
+    """Ends a test that needs a GPU: skipped, or with RM_NEEDS_GPU failed, where somebody has one and wants no test left out."""
+    (pytest.fail if os.environ.get("RM_NEEDS_GPU") else pytest.skip)(reason)
 
 
 class Refused(Exception):

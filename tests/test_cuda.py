@@ -15,6 +15,7 @@ from pathlib import Path
 
 import cuda_build
 import pytest
+from cuda_device import no_gpu
 
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
 OPS = {
@@ -167,7 +168,7 @@ def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> No
 def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: int) -> None:
     program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
-        pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
+        no_gpu("no GPU here: kernels/cuda was compiled, never run on hardware")
     for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company")]:
         status, text = said(program, op, str(seed), family)
         assert status == 0, text

@@ -18,7 +18,7 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table
+from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table, no_gpu
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -26,12 +26,12 @@ def library(request: pytest.FixtureRequest, cuda_folder: Path) -> Library:
     if request.param == "simt":
         return Library(request.getfixturevalue("simt_library"))
     if not shutil.which("nvcc"):
-        pytest.skip("no nvcc here: kernels/cuda not compiled")
+        no_gpu("no nvcc here: kernels/cuda not compiled")
     if not Path("/dev/nvidiactl").exists():
-        pytest.skip("no GPU here")
+        no_gpu("no GPU here")
     found = Library(cuda_build.library(cuda_folder))
     if found.devices() < 1:
-        pytest.skip("no GPU here")
+        no_gpu("no GPU here")
     return found
 
 

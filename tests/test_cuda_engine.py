@@ -7,6 +7,7 @@ logits, routed experts and digests are the CPU's, bit for bit. Bound: equality.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = library_path()
     if real.exists() and _core.cuda_count(str(real)) > 0:
         return real
+    if os.environ.get("RM_NEEDS_GPU"):
+        cuda_device.no_gpu(f"no GPU here, or no {real}")
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     return simt_library
 

@@ -21,6 +21,7 @@ from native_build import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_first, shapes
+from benchmarks.gpu import OP, PRODUCT
 from benchmarks.gpu_first import Part, State
 
 
@@ -69,6 +70,21 @@ def test_settings_reach_the_generator(simt_library: Path) -> None:
     assert "ConfigError: threads = 0" in done.stderr
 
 
+def test_a_line_of_bench_mma_is_read() -> None:
+    """As its printf writes it."""
+    what = "8B gate_up rows=4096 n=12288 k=4096 groups=0"
+    line = f"{what:58} {1234.5:9.1f} us {98.0:8.0f} GB/s {2.1:5.1f} % of reading {456.7:8.1f} TFLOP/s"
+    source = (ROOT / "tests" / "simt" / "bench_mma.cu").read_text()
+    assert "%-58s %9.1f us %8.0f GB/s %5.1f %% of reading %8.1f TFLOP/s" in source
+    found = OP.match(line)
+    assert found
+    assert found.groupdict() == {"what": what, "us": "1234.5", "gb": "98", "tflop": "456.7"}
+    product = PRODUCT.match(found["what"] + " ")
+    assert product
+    assert product.groupdict() == {"name": "gate_up", "m": "4096", "n": "12288", "k": "4096"}
+    assert PRODUCT.match("30B-A3B down rows=8 n=2048 k=768 groups=128 ") is None
+
+
 # ------------------------------------------------------------------------------------------------ benchmarks.gpu_first
 def options_of(**changes: object) -> argparse.Namespace:
     return argparse.Namespace(**{"within": 60.0, "again": [], **changes})
@@ -85,9 +101,10 @@ def test_parts_have_a_fate_a_log_and_one_turn(tmp_path: Path) -> None:
         Part("good", 20, 'echo "seed $SEED"; echo turn >> "$DIR/turns"'),
         Part("bad", 20, "echo no; exit 3"),
         Part("behind", 20, "echo unseen", "bad"),
+        Part("none", 20, "exit 77"),
         Part("last", 20, "kill -9 $$", "good"),
     ]
-    fates = {"good": "passed", "bad": "failed", "behind": "left", "last": "failed"}
+    fates = {"good": "passed", "bad": "failed", "behind": "left", "none": "absent", "last": "failed"}
     assert first(plan, tmp_path) == fates
     assert first(plan, tmp_path) == fates
     assert (tmp_path / "turns").read_text() == "turn\n"
@@ -125,6 +142,19 @@ def test_what_the_time_cuts_is_run_again(tmp_path: Path) -> None:
     plan = [Part("long", 10, 'test -e "$DIR/seen" && exit 0; touch "$DIR/seen"; sleep 300'), Part("longer", 1000, "true")]
     assert first(plan, tmp_path, within=3.0) == {"long": "cut", "longer": "left"}
     assert first(plan, tmp_path, within=3000.0) == {"long": "passed", "longer": "passed"}
+
+
+def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
+    """Else a part would pass that has asked nothing of the card."""
+    environment = gpu_first.environment(tmp_path, 1)
+    environment["PATH"] = str(tmp_path)  # no nvcc, so that none is waited for
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment.pop("RM_CUDA_BUILD")
+    words = [*gpu_first.PYTEST, str(Path(__file__).with_name("test_cuda_device.py")), "-k", "gpu and poll_ends"]
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "no nvcc here: kernels/cuda not compiled" in done.stdout
 
 
 def test_the_plan_names_what_there_is() -> None:
