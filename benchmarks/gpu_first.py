@@ -13,7 +13,7 @@ names them. --within: no part is begun that could not take a fourth of its limit
 
 three times is half an hour. The exit status is 0 when all parts have passed, or found no tool to do their work with; 1 when one has
 failed; 3 when some are left.
-Without a GPU, --plan prints the parts.
+Without a GPU, --plan prints the parts, and --results makes one file of the figures, wherever the folder has gone.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.options import SEEDS, real, whole
 OPS = ("gemm", "gemm_swiglu", "attention", "qk_rope_kv", "lm_head", "rms_norm", "router", "permute", "combine", "sample", "embed")
 OPS += ("gather_rows", "merge_pairs", "top_logprobs", "ranks", "pack")
 MMA_OPS = ("gemm", "gemm_swiglu", "attention", "lm_head", "qk_rope_kv", "router", "embed", "pack", "mma_company")
+RESULTS = Path(__file__).with_name("results")
 TAIL = 6000  # characters of a log in the report
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "-q", "--durations=8"]
 ABSENT = 77  # status of a part that found no tool to do its work with
@@ -50,6 +51,7 @@ class Part:
     limit: int  # seconds
     words: str
     needs: str = ""  # a part that must have passed
+    makes: str = ""  # a file below DIR without which it has not: the folder may have come without what was built in it
 
     def command(self) -> list[str]:
         return ["sh", "-c", self.words]
@@ -80,12 +82,13 @@ def sanitized(tool: str, ops: tuple[str, ...], family: str) -> str:
 
 def parts() -> list[Part]:
     build = 'ROLLMESH_CUDA=1 ROLLMESH_WERROR=1 "$PYTHON" setup.py -q build --build-lib "$DIR/lib" --build-temp "$DIR/cuda"'
+    grpo = 'rm -rf "$DIR/grpo"; ' + python('-m rollmesh grpo configs/qwen3_debug.toml --device cuda --out "$DIR/grpo" --set train.steps=20')
     machine = python("-m pip list; compute-sanitizer --version; nvcc --version; uname -a; nproc; free -g; nvidia-smi")
     mma, fma = "--families cuda_mma", "--families cuda_fma"
     return [
         Part("machine", 60, machine),
-        Part("build", 300, build),
-        Part("programs", 300, python("tests/cuda_build.py gpu", '--into "$DIR"'), "build"),
+        Part("build", 300, build, "", "lib/rollmesh/librollmesh_cuda.so"),
+        Part("programs", 300, python("tests/cuda_build.py gpu", '--into "$DIR"'), "build", "check_gpu"),
         Part("probe", 60, '"$DIR/probe_mma"', "programs"),
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
@@ -96,6 +99,8 @@ def parts() -> list[Part]:
         Part("decode-others", 200, figures("decode-others", f"decode --shapes dense-0.6b,moe-30b-a3b {mma}"), "programs"),
         Part("bits", 120, figures("bits", "bits --shapes dense-0.6b"), "build"),
         Part("prefill", 150, figures("prefill", f"prefill {mma}"), "programs"),
+        Part("test-parity", 240, "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma " + pytest("tests/test_parity.py", "-k bfloat16"), "build"),
+        Part("grpo", 150, grpo, "build"),
         Part("sync-start", 240, figures("sync-start", f"sync start {mma} --shapes dense-8b,dense-0.6b"), "programs"),
         Part("memcheck-mma", 200, sanitized("memcheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("memcheck-fma", 240, sanitized("memcheck", OPS, "fma"), "programs"),
@@ -107,6 +112,29 @@ def parts() -> list[Part]:
         Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_device_comm.py"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- the results
+def collected(folder: Path, to: Path) -> Path:
+    """All figures of the folder as one file of benchmarks/results, a table, with what each was measured on; and the fates."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "state"}
+    if not found:
+        raise SystemExit(f"benchmarks.gpu_first: no figures in {folder}")
+    about = next(iter(found.values()))["machine"]
+    lines = ["# python -m benchmarks.gpu_first", "", ", ".join(f"{key} {about[key]}" for key in about if key != "options"), ""]
+    for name, one in found.items():
+        limits = ", ".join(f"{key} {value:.1f}" for key, value in one["limits"].items() if isinstance(value, float))
+        lines += [f"## {name}", "", f"Commit {one['machine']['commit']}. Limits in this run: {limits}.", ""]
+        lines += ["| part | what | family | ms | rate | of the limit |", "|---|---|---|--:|--:|--:|"]
+        for row in one["rows"]:
+            rate = "" if row["rate"] is None else f"{row['rate']:.1f} {row['unit']}"
+            share = "" if row["share"] is None else f"{row['share']:.1%}"
+            lines.append(f"| {row['part']} | {row['what']} | {row['family']} | {1e3 * row['seconds']:.3f} | {rate} | {share} |")
+        lines.append("")
+    lines += ["## Parts", "", *(f"- {name}: {fate['fate']}, {fate['seconds']} s" for name, fate in State.of(folder).fates.items())]
+    path = to / f"gpu-{about['date']}-{'-'.join(about['card'].lower().split())}.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 # ---------------------------------------------------------------------------------------------- the card
@@ -142,7 +170,8 @@ class State:
         return cls(folder, json.loads(path.read_text()) if path.exists() else {})
 
     def fate(self, part: Part) -> str:
-        return str(self.fates.get(part.name, {}).get("fate", "left"))
+        fate = str(self.fates.get(part.name, {}).get("fate", "left"))
+        return "left" if fate == "passed" and part.makes and not (self.folder / part.makes).exists() else fate
 
     def note(self, part: Part, fate: str, seconds: float, status: int) -> None:
         self.fates[part.name] = {"fate": fate, "seconds": round(seconds, 1), "status": status}
@@ -236,12 +265,16 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), help="these parts")
     parser.add_argument("--seed", type=whole(0, SEEDS), default=1, help="of the checks")
     parser.add_argument("--plan", action="store_true", help="print the parts and their limits")
+    parser.add_argument("--results", action="store_true", help="run nothing; write the figures of the folder into benchmarks/results")
     options = parser.parse_args()
     for name in (*options.again, *(options.only or ())):
         if name not in {part.name for part in plan}:
             parser.error(f"{name[:40]!r} is no part; --plan prints them")
     if options.plan:
         print("\n".join(f"{part.name:16s} {part.limit:4d} s  {part.words}" for part in plan))
+        return 0
+    if options.results:
+        print(f"written: {collected(options.to, RESULTS)}")
         return 0
     variables = environment(options.to.resolve(), options.seed) | {"ROLLMESH_CUDA_ARCHS": found_architecture()}
     options.to.mkdir(parents=True, exist_ok=True)

@@ -108,6 +108,9 @@ def _factory() -> Iterator[Callable[..., Any]]:
         options.setdefault("max_model_len", case.max_model_len if isinstance(model, helpers.Case) else 256)
         options.setdefault("kv_cache_gib", 0.02)
         options.setdefault("threads", 2)
+        if device := os.environ.get("RM_TEST_DEVICE"):  # cuda: parity with transformers, on a GPU
+            options.setdefault("device", device)
+            options.setdefault("isa", os.environ.get("RM_TEST_ISA"))
         gen = rollmesh.Generator(rollmesh.ModelSpec.from_hf(case.config), dtype=dtype, **options)
         made.append(gen)
         if isinstance(weights, str):

@@ -144,6 +144,30 @@ def test_what_the_time_cuts_is_run_again(tmp_path: Path) -> None:
     assert first(plan, tmp_path, within=3000.0) == {"long": "passed", "longer": "passed"}
 
 
+def test_what_was_built_and_is_gone_is_built_again(tmp_path: Path) -> None:
+    plan = [Part("build", 20, 'echo x >> "$DIR/turns"; touch "$DIR/made"', "", "made"), Part("use", 20, 'test -e "$DIR/made"', "build")]
+    for turns in (1, 1, 2):
+        assert first(plan, tmp_path) == {"build": "passed", "use": "passed"}
+        assert (tmp_path / "turns").read_text() == "x\n" * turns
+        if turns == 1 and (tmp_path / "once").exists():
+            (tmp_path / "made").unlink()
+        (tmp_path / "once").touch()
+
+
+def test_figures_become_one_table(tmp_path: Path) -> None:
+    row = {"part": "decode", "what": "x", "family": "cuda_fma", "seconds": 0.0125, "rate": 3000.0, "unit": "GB/s", "share": 0.75}
+    machine = {"card": "NVIDIA H200", "driver": "580", "date": "2026-01-02", "commit": "abc", "options": "decode"}
+    one = {"machine": machine, "limits": {"copy_gb_s": 2000.0, "read_gb_s": None}, "rows": [row, row | {"rate": None, "share": None}]}
+    (tmp_path / "decode.json").write_text(json.dumps(one))
+    first([Part("good", 20, "true")], tmp_path)
+    path = gpu_first.collected(tmp_path, tmp_path)
+    assert path.name == "gpu-2026-01-02-nvidia-h200.md"
+    text = path.read_text()
+    assert "| decode | x | cuda_fma | 12.500 | 3000.0 GB/s | 75.0% |\n| decode | x | cuda_fma | 12.500 |  |  |\n" in text
+    assert "Commit abc. Limits in this run: copy_gb_s 2000.0." in text
+    assert "- good: passed" in text
+
+
 def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
     """Else a part would pass that has asked nothing of the card."""
     environment = gpu_first.environment(tmp_path, 1)
