@@ -66,8 +66,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests/cuda_build.py builds: what two test files need is compiled once."""
-    return tmp_path_factory.mktemp("cuda")
+    """Where tests/cuda_build.py builds: what two test files need is compiled once. RM_CUDA_BUILD=DIR keeps it."""
+    kept = os.environ.get("RM_CUDA_BUILD")
+    return Path(kept) if kept else tmp_path_factory.mktemp("cuda")
 
 
 @pytest.fixture(scope="session")
@@ -107,6 +108,9 @@ def _factory() -> Iterator[Callable[..., Any]]:
         options.setdefault("max_model_len", case.max_model_len if isinstance(model, helpers.Case) else 256)
         options.setdefault("kv_cache_gib", 0.02)
         options.setdefault("threads", 2)
+        if device := os.environ.get("RM_TEST_DEVICE"):  # cuda: parity with transformers, on a GPU
+            options.setdefault("device", device)
+            options.setdefault("isa", os.environ.get("RM_TEST_ISA"))
         gen = rollmesh.Generator(rollmesh.ModelSpec.from_hf(case.config), dtype=dtype, **options)
         made.append(gen)
         if isinstance(weights, str):

@@ -83,16 +83,18 @@ def gpu(into: Path) -> Path:
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
     flags = ["-std=c++20", "-O2", "-fmad=false", "-ftz=true", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", *INCLUDE]
-    flags += ["-gencode=arch=compute_90a,code=sm_90a"]
-    made = []
-    for source in (*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"):
-        made.append(str(into / f"{source.stem}.gpu.o"))
-        run(["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", made[-1]], dict(os.environ))
+    for arch in os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(","):
+        flags.append(f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}")
+    sources = [*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"]
+    made = [str(into / f"{source.stem}.gpu.o") for source in sources]
+    alone = [[str(SIMT / "probe_mma.cu"), "-o", str(into / "probe_mma")]]
+    alone.append([str(SIMT / "bench_mma.cu"), *map(str, objects), "-o", str(into / "bench_mma")])
+    commands = [["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", to] for source, to in zip(sources, made)]
+    commands += [["nvcc", *flags, "-cudart=static", *words] for words in alone]
+    with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count()) as pool:
+        list(pool.map(lambda command: run(command, dict(os.environ)), commands))
     oracle = str(reference(into, on_gpu=True))
     run(["nvcc", "-cudart=static", *made, *map(str, objects), oracle, "-lm", "-o", str(program)], dict(os.environ))
-    run(["nvcc", *flags, "-cudart=static", str(SIMT / "probe_mma.cu"), "-o", str(into / "probe_mma")], dict(os.environ))
-    bench = [str(SIMT / "bench_mma.cu"), *map(str, objects), "-o", str(into / "bench_mma")]
-    run(["nvcc", *flags, "-cudart=static", *bench], dict(os.environ))
     return program
 
 

@@ -10,10 +10,12 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda_build
 import pytest
+from cuda_device import no_gpu
 
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
 OPS = {
@@ -71,6 +73,15 @@ def test_simt_gives_the_bits_of_the_tensor_cores_order(check: Path, op: str, lea
     assert int(re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)[1]) >= least  # type: ignore[index]
 
 
+@pytest.mark.parametrize("op", ["gemm", "sample"])
+def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
+    """What a memory checker is given: as many cases in one order as the comparison has in two."""
+    found = [re.fullmatch(r"OK cases=(\d+) elements=\d+\n", said(check, op, "3", "fma", *words)[1]) for words in ((), ("touch",))]
+    assert found[0], op
+    assert found[1], op
+    assert int(found[0][1]) == 2 * int(found[1][1]) > 0
+
+
 @pytest.mark.parametrize("what", ["mma_places", "mma_company"])
 def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
     """Packings, units and places tile what they should; a row's bits do not depend on the rows beside it."""
@@ -115,6 +126,34 @@ def test_no_kernel_spills(library: Path) -> None:
     assert [kernel for kernel in found if kernel.stack or kernel.spilled] == []
 
 
+# Operations of PTX on floating point that the contract knows: rounded to nearest even, denormals taken and given as zeros, nothing fused
+# that is not written fmaf, nothing approximate. What moves, compares and chooses has no rounding.
+CONTRACT = re.compile(
+    r"(fma|add|sub|mul|div|sqrt|rcp)\.rn\.ftz\.f32|neg\.ftz\.f32|setp\.\w+\.ftz\.f32|selp\.f32|mov\.f32|cvt\.rn\.f32\.[su](32|64)"
+    r"|(ld|st)\.(global|shared|param)(\.v[24])?\.f32|mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"
+)
+
+
+@needs_nvcc
+def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path) -> None:
+    """What the fibres cannot see: flags that are lost, a contraction, an intrinsic, a double."""
+    flags = re.search(r"^CUDA_FLAGS = \[(.*?)\]", (cuda_build.ROOT / "setup.py").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    words = [word for word in re.findall(r'"([^"]*)"', flags) if not word.startswith("-Xptxas")]
+
+    def operations(source: Path) -> set[str]:
+        to = tmp_path / f"{source.stem}.ptx"
+        own = ["-Ikernels", "-Ikernels/cpu", '-DRM_CUDA_ARCHS="ptx"', "-gencode=arch=compute_90a,code=compute_90a"]
+        subprocess.run(["nvcc", *words, *own, "-ptx", str(source), "-o", str(to)], cwd=cuda_build.ROOT, check=True, timeout=300)
+        return set(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z0-9_.:]*\.[fbe]\w*(?:16|32|64)(?:x2)?)\s", to.read_text(), re.MULTILINE))
+
+    sources = sorted((cuda_build.ROOT / "kernels" / "cuda").glob("*.cu"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = set().union(*pool.map(operations, sources))
+    floats = {name for name in found if re.search(r"\.(f|bf|e\d)\w*\d", name)}
+    assert {"fma.rn.ftz.f32", "div.rn.ftz.f32"} <= floats
+    assert sorted(name for name in floats if not CONTRACT.fullmatch(name)) == []
+
+
 @needs_nvcc
 def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> None:
     needed = subprocess.run(["readelf", "-d", str(library)], stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -129,7 +168,7 @@ def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> No
 def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: int) -> None:
     program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
-        pytest.skip("no GPU here: kernels/cuda was compiled, never run on hardware")
+        no_gpu("no GPU here: kernels/cuda was compiled, never run on hardware")
     for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company")]:
         status, text = said(program, op, str(seed), family)
         assert status == 0, text

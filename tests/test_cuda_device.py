@@ -18,7 +18,7 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table
+from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table, no_gpu
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -26,12 +26,12 @@ def library(request: pytest.FixtureRequest, cuda_folder: Path) -> Library:
     if request.param == "simt":
         return Library(request.getfixturevalue("simt_library"))
     if not shutil.which("nvcc"):
-        pytest.skip("no nvcc here: kernels/cuda not compiled")
+        no_gpu("no nvcc here: kernels/cuda not compiled")
     if not Path("/dev/nvidiactl").exists():
-        pytest.skip("no GPU here")
+        no_gpu("no GPU here")
     found = Library(cuda_build.library(cuda_folder))
     if found.devices() < 1:
-        pytest.skip("no GPU here")
+        no_gpu("no GPU here")
     return found
 
 
@@ -311,6 +311,36 @@ def test_replays_stand_in_the_queue(device: Device) -> None:
     device.forget(recording)
 
 
+def alone(library: Library, body: str) -> str:
+    """What `body` prints, with a device in a process of its own: one in which nothing was launched before."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from cuda_device import FAULT, OK, Library
+with Library(Path({library.path!r})).open() as device:
+    {body.replace(chr(10), chr(10) + "    ")}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_an_op_that_was_never_launched_is_recorded(library: Library) -> None:
+    """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor break it."""
+    body = """ids, table, out = device.map(4), device.map(8), device.map(8)
+device.write(table, b"the bits")
+assert device.record() == OK, device.message()
+device.embed(out, ids, table, 1, 2)
+device.copy(out + 1, 4, out, 4, 1, 2)
+status, recording = device.recorded()
+assert status == OK, device.message()
+device.replay(recording)
+print(device.read(out, 8))
+device.forget(recording)"""
+    assert alone(library, body) == "b'tte bbts'\n"
+
+
 def test_two_recordings_and_an_empty_one(device: Device) -> None:
     block, made = device.map(16), []
     device.write(block, b"0123456789abcdef")
@@ -375,6 +405,21 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
     with simt.open() as device:  # a context lives from a stream to the last
         device.drop(device.map(4))
+
+
+def test_a_kernels_fault_is_named_and_final_on_a_gpu(library: Library) -> None:
+    """CUDA gives up the context: the process may end, and nothing of it hangs. The stand-in ends the program, as another test says."""
+    if library.is_simt:
+        pytest.skip("on a GPU only")
+    body = """block = device.map(64)
+device.write(block, b"x" * 64)
+device.embed(8, block, block, 1, 1)
+print(device.wait() == FAULT, device.message())
+device.zero(block, 64, 64, 1)
+print(device.wait() == FAULT, device.poll() == FAULT, device.available())"""
+    first, second = alone(library, body).splitlines()
+    assert re.fullmatch(r"True cudaStreamSynchronize: .*(illegal memory access|illegal address).*", first), first
+    assert second == "True True 0"
 
 
 def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:

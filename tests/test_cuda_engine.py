@@ -7,6 +7,7 @@ logits, routed experts and digests are the CPU's, bit for bit. Bound: equality.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,19 @@ def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = library_path()
     if real.exists() and _core.cuda_count(str(real)) > 0:
         return real
+    if os.environ.get("RM_NEEDS_GPU"):
+        cuda_device.no_gpu(f"no GPU here, or no {real}")
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     return simt_library
 
 
+def is_simt(library: Path) -> bool:
+    return "simt" in library.name
+
+
 @pytest.fixture
 def simt(library: Path) -> None:
-    if "simt" not in library.name:
+    if not is_simt(library):
         pytest.skip("a stand-in's settings mean nothing to a GPU")
 
 
@@ -190,9 +197,11 @@ def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.G
     ids=str,
 )
 def test_a_mesh_of_devices_gives_one_ranks_bits(
-    make: Callable[..., rm.Generator], simt: None, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]
+    make: Callable[..., rm.Generator], library: Path, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]
 ) -> None:
     """Each rank on a device of its own, or all on one; activations by way of the host (csrc/mesh/staged.h)."""
+    if changes.get("device") == "cuda:1" and _core.cuda_count(str(library)) < 2:
+        pytest.skip("one GPU here")
     state = helpers.numpy_state_dict(config, seed=1)
     cpu, gpu = make(config, "cpu"), make(config, mesh=mesh, **changes)
     found = []
@@ -356,34 +365,67 @@ def free(library: Path) -> int:
     return _core.cuda_available(str(library), 0)
 
 
-def test_sleep_gives_memory_back_and_wake_restores(make: Callable[..., rm.Generator], library: Path, simt: None) -> None:
-    gpu, cpu = make(), make(DENSE, "cpu")
+def slack(library: Path) -> int:
+    """What a GPU's own runtime may take or keep meanwhile, and the parts of 2 MiB that it gives memory in; the stand-in is exact."""
+    return 0 if is_simt(library) else 64 << 20
+
+
+def test_sleep_gives_memory_back_and_wake_restores(make: Callable[..., rm.Generator], library: Path) -> None:
+    cache = {} if is_simt(library) else {"kv_cache_gib": 0.5}
+    gpu, cpu = make(**cache), make(DENSE, "cpu", **cache)
     state = helpers.numpy_state_dict(DENSE, seed=1)
     for generator in (gpu, cpu):
         generator.sync_weights(state, cast=True)
     before, awake = everything(gpu), free(library)
     kv, weights = gpu.metrics()["kv_bytes"], gpu.metrics()["weight_bytes"]
     gpu.sleep(["kv"])
-    assert free(library) == awake + kv
+    assert abs(free(library) - (awake + kv)) <= slack(library) < kv
     gpu.sleep(["weights"])
-    assert free(library) >= awake + kv + weights
+    assert free(library) >= awake + kv + weights - slack(library)
     with pytest.raises(rm.StateError, match="asleep"):
         gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
     gpu.wake(["kv", "weights"])
     with pytest.raises(rm.NotSyncedError):
         gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
     gpu.sync_weights(state, cast=True)
-    assert free(library) >= awake
+    assert free(library) >= awake - slack(library)
     assert everything(gpu)[2:] == before[2:] == everything(cpu)[2:]
 
 
-def test_close_gives_everything_back(make: Callable[..., rm.Generator], library: Path, simt: None) -> None:
+def test_close_gives_everything_back(make: Callable[..., rm.Generator], library: Path) -> None:
+    cache = {} if is_simt(library) else {"kv_cache_gib": 0.5}
+    if cache:  # what a first use of each kernel takes stays with the process
+        warm = make(MOE)
+        warm.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+        everything(warm)
+        warm.close()
     before, mapped = free(library), _core.memory_blocks()
-    gpu = make(MOE)
+    gpu = make(MOE, **cache)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
     everything(gpu)
+    assert before - free(library) >= gpu.metrics()["kv_bytes"]
     gpu.close()
-    assert (free(library), _core.memory_blocks()) == (before, mapped)
+    assert abs(free(library) - before) <= slack(library)
+    assert _core.memory_blocks() == mapped
+
+
+def test_more_than_the_card_has_is_refused(make: Callable[..., rm.Generator], library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device lives on: the next generator has it."""
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(64 << 20))
+    wanted = 1.5 * free(library) / 2**30
+    with pytest.raises(rm.CapacityError, match=rf"the KV cache takes {wanted:.2f} GiB and cuda:0 has \d+\.\d\d GiB free"):
+        make(max_model_len=4096, block_size=1024, kv_cache_gib=wanted)
+    gpu = make()
+    gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
+    assert len(gpu.generate(PROMPTS, PARAMS, use_tqdm=False)) == len(PROMPTS)
+
+
+def test_the_cache_is_a_share_of_what_is_free(make: Callable[..., rm.Generator], library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(16 << 20))
+    share = 0.5 if is_simt(library) else 0.02  # of 141 GB, with pages that are small
+    before = free(library)
+    gpu = make(kv_cache_gib=None, memory_fraction=share)
+    assert share * before / 2 < gpu.metrics()["kv_bytes"] < share * before
 
 
 def test_memory_that_is_not_there_is_named(

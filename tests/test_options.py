@@ -68,6 +68,8 @@ def test_seeds_are_64_bits(native: Callable[..., Path], seed: str) -> None:
         *("machine --threads 0", "machine --threads -1", "machine --threads 100000", "machine --gib nan", "machine --gib -1"),
         *("machine --gib 0", "machine --gib 1e9", "machine --seconds nan", "machine --seconds -1", "machine --seconds inf"),
         *("comm --ranks 0", "comm --ranks 2,65", "comm --ranks x", "comm --transports tcp", "comm --buffer-bytes 0", "comm --seconds nan"),
+        *("gpu nothing", "gpu --context 17", "gpu --sequences 0", "gpu --layers dense-8b", "gpu --layers x=1", "gpu --set threads"),
+        *("gpu --set threads=x", "gpu --families cuda", "gpu --shapes dense", "gpu_first --within 0", "gpu_first --again x"),
         *("soak --syncs -1", "soak --seed -1", "soak --syncs 0 --lives 0 --requests 0"),
     ],
 )

@@ -1,6 +1,7 @@
 // bench_mma.cu: what the ops of a table reach on this card, one op at a time: GB/s of weights or of keys and values for few rows, TFLOP/s
 // for many, beside what a kernel that only reads reaches.
 //   bench_mma [mma | fma]
+//   bench_mma read     only what the reading kernel reaches, GB/s
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -165,6 +166,10 @@ int main(int argc, char **argv) {
   cudaStream_t stream;
   must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   must(cudaDeviceSynchronize());
+  if (argc > 1 && !strcmp(argv[1], "read")) {
+    printf("%.1f\n", reading(stream));
+    return 0;
+  }
   b.table = argc > 1 && !strcmp(argv[1], "fma") ? rm_kernels_cuda() : rm_kernels_cuda_mma();
   rm_limits limits = {};
   limits.max_rows = 4096, limits.max_k = 12288, limits.max_n = 24576, limits.vocab = 151936, limits.n_heads = 32, limits.n_kv_heads = 8;

@@ -27,33 +27,46 @@ void *simt_buffer(size_t bytes) {
   return p;
 }
 
-// Row 0 of A and column 0 of B are the operands, the others zeros: no other place for a product, no other layout than PTX's.
-__global__ void chain_kernel(float *out, const uint32_t *a, const uint32_t *b, int steps) {
+// Row 0 of A and column 0 of B are the operands, the others zeros: no other place for a product, no other layout than PTX's. A segment
+// of both passes through shared memory, so that the chain waits for memory once and not at every step.
+__global__ void chain_kernel(float *out, const uint32_t *a, const uint32_t *b, int words) {
+  __shared__ uint32_t x[RM_MMA_SEGMENT / 2], y[RM_MMA_SEGMENT / 2];
   const int t = static_cast<int>(threadIdx.x);
   const bool mine = t < 4;
-  float acc = 0.0f, sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int step = 0; step < steps; step++) {
-    const uint32_t *p = a + step * 8 + t, *q = b + step * 8 + t;
-    rm_mma16(sums, {mine ? p[0] : 0, 0, mine ? p[4] : 0, 0}, {mine ? q[0] : 0, mine ? q[4] : 0});
-    if ((step + 1) % RM_MMA_STEPS != 0 && step + 1 < steps) continue;
+  float acc = 0.0f;
+  for (int from = 0; from < words; from += RM_MMA_SEGMENT / 2) {
+    const int here = words - from < RM_MMA_SEGMENT / 2 ? words - from : RM_MMA_SEGMENT / 2;
+    for (int i = t; i < here; i += RM_WARP) x[i] = a[from + i], y[i] = b[from + i];
+    __syncwarp();
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int at = 0; at < here; at += RM_MMA_K / 2) {
+      const uint32_t *p = x + at + t % 4, *q = y + at + t % 4;
+      rm_mma16(sums, {mine ? p[0] : 0, 0, mine ? p[4] : 0, 0}, {mine ? q[0] : 0, mine ? q[4] : 0});
+    }
     acc = acc + sums[0];
-    sums[0] = 0.0f;
+    __syncwarp();  // before the next segment is laid there
   }
   if (t == 0) *out = acc;
 }
 
+// The operands' way there and back is what takes time, a million of them in a run: pinned memory, one copy, one store.
 extern "C" float gpu_mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {
-  static char *room = nullptr;
   constexpr size_t MOST = 1 << 15;
-  if (!room) must(cudaMallocManaged(&room, 2 * MOST + sizeof(float)));
+  static char *here = nullptr, *there = nullptr;
+  static float *out = nullptr;
+  if (!here) {
+    must(cudaHostAlloc(&here, 2 * MOST, cudaHostAllocDefault));
+    must(cudaHostAlloc(&out, sizeof *out, cudaHostAllocMapped));
+    must(cudaMalloc(&there, 2 * MOST));
+  }
   const size_t bytes = static_cast<size_t>(k) * sizeof *a;
   if (bytes > MOST) must(cudaErrorInvalidValue);
-  memcpy(room, a, bytes);
-  memcpy(room + MOST, b, bytes);
-  float *out = reinterpret_cast<float *>(room + 2 * MOST);
-  *out = 0.0f;
-  if (k)
-    chain_kernel<<<1, 32>>>(out, reinterpret_cast<uint32_t *>(room), reinterpret_cast<uint32_t *>(room + MOST), static_cast<int>(k / 16));
+  if (!k) return 0.0f;
+  memcpy(here, a, bytes);
+  memcpy(here + bytes, b, bytes);
+  must(cudaMemcpyAsync(there, here, 2 * bytes, cudaMemcpyHostToDevice));
+  const uint32_t *words = reinterpret_cast<const uint32_t *>(there);
+  chain_kernel<<<1, RM_WARP>>>(out, words, words + k / 2, static_cast<int>(k / 2));
   must(cudaGetLastError());
   must(cudaDeviceSynchronize());
   return *out;

@@ -7,12 +7,15 @@
 //   P5  wgmma m64n8k16 and m64n128k16, A from registers, give the bits of mma.sync
 //   P6  whether denormal operands, accumulators and results are kept
 //   P7  the error against exact sums, in units of 2^-23 of the largest term
+//   P8  what -ftz makes of a result just below the smallest normal number, beside this machine's CPU; if they differ, the bits of
+//       cuda_fma are x86's but for such a result
 #include "mma.cuh"
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <immintrin.h>
 #include <vector>
 
 namespace {
@@ -310,6 +313,40 @@ void errors(const std::vector<problem> &all, const std::vector<result> &got, int
          100.0 * static_cast<double>(nearest) / static_cast<double>(n));
 }
 
+// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: what rounds to 2^-126, and is tiny before only.
+struct flushed {
+  float fma[2], product[2];
+};
+__host__ __device__ void make_flushed(flushed *out, const volatile float *in) {
+  for (int i = 0; i < 2; i++) {
+    const float a = in[2 * i], b = in[2 * i + 1];
+    out->fma[i] = fmaf(a, b, 0.0f);
+    out->product[i] = a * b;
+  }
+}
+__global__ void flush_kernel(flushed *out, const float *in) { make_flushed(out, in); }
+
+void flushes() {
+  const float operands[4] = {1.0f - 0x1p-24f, 0x1p-126f, 1.0f - 0x1p-13f, (1.0f + 0x1p-13f) * 0x1p-126f};
+  float *in;
+  flushed *out, here;
+  must(cudaMallocManaged(&in, sizeof operands));
+  must(cudaMallocManaged(&out, sizeof *out));
+  memcpy(in, operands, sizeof operands);
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040);  // zeros for denormal results and operands, as where the CPU's kernels run
+  make_flushed(&here, in);
+  _mm_setcsr(saved);
+  flush_kernel<<<1, 1>>>(out, in);
+  must(cudaGetLastError());
+  must(cudaDeviceSynchronize());
+  for (int i = 0; i < 2; i++)
+    printf("P8 %s 2^-126, here | on the card: fma %08x | %08x, product %08x | %08x\n", i ? "rounded to" : "just below",
+           rm_bits(here.fma[i]), rm_bits(out->fma[i]), rm_bits(here.product[i]), rm_bits(out->product[i]));
+  must(cudaFree(in));
+  must(cudaFree(out));
+}
+
 }  // namespace
 
 int main() {
@@ -322,5 +359,6 @@ int main() {
   edges();
   wrong |= wide(all);
   for (int kind = 0; kind < KINDS; kind++) errors(all, want, kind);
+  flushes();
   return wrong;
 }
