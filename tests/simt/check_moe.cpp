@@ -62,11 +62,18 @@ void make_holes(int32_t *ids, shape s) {
     if (i / s.top_k % 4 == 1 || pick(5) == 0) ids[i] = -1 - static_cast<int32_t>(pick(2));
 }
 
+// Of an output of which −1 is wanted: what no op writes.
+int32_t *stale(int64_t n) {
+  int32_t *words = array<int32_t>(n);
+  for (int64_t i = 0; i < n; i++) words[i] = 77;
+  return words;
+}
+
 bool permute_case(rm_dtype dtype, shape s, bool holes) {
   rm_permute_args a = {};
   int32_t *ids = random_ids(s);
   if (holes) make_holes(ids, s);
-  a.x = numbers(dtype, s.rows * s.hidden, WILD), a.ids = ids;
+  a.x = numbers(dtype, s.rows * s.hidden, WILD), a.ids = ids, a.place = stale(s.rows * s.top_k);
   a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.dtype = dtype;
   char what[120];
   snprintf(what, sizeof what, "permute dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld holes=%d", dtype, s.rows, s.hidden, s.n_experts,
@@ -96,6 +103,7 @@ bool slots_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool hole
   snprintf(what, sizeof what, "slots homes=%ld rows=%ld behind=%ld ranks=%ld of %ld experts top_k=%ld rank=%ld holes=%d", homes, s.rows,
            behind, ranks, s.n_experts, s.top_k, a.rank, holes);
   const int64_t n_own = homes * a.pitch * each;
+  a.place = stale(homes * s.rows * s.top_k), a.own = stale(n_own);
   return held(what,
               {{&a.place, static_cast<size_t>(homes) * of_choices(s) * 4, homes * s.rows * s.top_k},
                {&a.own, static_cast<size_t>(n_own) * 4, n_own}},
