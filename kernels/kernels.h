@@ -115,7 +115,8 @@ typedef struct rm_embed_args {
   rm_dtype dtype;
 } rm_embed_args;
 
-// out[i] = x[from[i]], bits as they are. from: any rows of x, in any order, a row as often as it is named.
+// out[i] = x[from[i]], bits as they are. from: any rows of x, in any order, a row as often as it is named; where it is negative, out[i]
+// stays as it is.
 typedef struct rm_gather_rows_args {
   void *out;                // [rows] runs of row_bytes; does not overlap x
   const void *x;            // runs of row_bytes
@@ -201,16 +202,28 @@ typedef struct rm_router_args {
   rm_dtype dtype;
 } rm_router_args;
 
-// Sorts the rows·top_k choices by expert, ascending row within one.
+// Sorts the rows·top_k choices by expert, ascending row within one. A negative id is no choice: nothing of it is in x_out.
 typedef struct rm_permute_args {
-  void *x_out;              // T [rows·top_k][hidden]
+  void *x_out;              // T [rows·top_k][hidden], written as far as there are choices
   int32_t *group_rows;      // [n_experts + 1]
-  int32_t *place;           // [rows][top_k] where in x_out a choice stands
+  int32_t *place;           // [rows][top_k] where in x_out a choice stands; −1: none
   const void *x;            // T [rows][hidden]
   const int32_t *ids;       // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
   rm_dtype dtype;
 } rm_permute_args;
+
+// Where choices stand on their way between ranks that have `experts_each` experts each, one run after another, when no size may depend
+// on what was chosen: of each row a rank gives back as many outputs as it can be chosen for, rm_slots_each, whether it was or not. Homes
+// are ranks that rows come from.
+typedef struct rm_slots_args {
+  int32_t *place;           // [homes][home_rows][top_k] of a choice in what comes back to its home, [ranks][home_rows][each]; −1: none
+  int32_t *own;             // [homes][pitch][each] the choices among the experts of `rank`, counted from its first; behind them −1
+  const int32_t *ids;       // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
+  int64_t homes, home_rows, pitch, ids_pitch;   // pitch ≥ home_rows: rows behind them have no choices
+  int64_t top_k, experts_each, rank;
+} rm_slots_args;
+RM_INLINE int64_t rm_slots_each(int64_t top_k, int64_t experts_each) { return rm_min64(top_k, experts_each); }
 
 // out[r] = round(tree over the experts of r of round32(gate · y[place])), the complete binary tree of docs/numerics.md.
 typedef struct rm_combine_args {
@@ -340,6 +353,7 @@ typedef struct rm_kernels {
   void (*attention)(const rm_ctx *, const rm_attention_args *);
   void (*router)(const rm_ctx *, const rm_router_args *);
   void (*permute)(const rm_ctx *, const rm_permute_args *);
+  void (*slots)(const rm_ctx *, const rm_slots_args *);
   void (*combine)(const rm_ctx *, const rm_combine_args *);
   void (*lm_head)(const rm_ctx *, const rm_lm_head_args *);
   void (*merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);

@@ -15,6 +15,7 @@ enum {
   MAX_SEQUENCES = 1 << 16,
   MAX_BATCHED = 1 << 20,
   MAX_PAGE = 1 << 12,
+  STATIC_ROWS = 512,               // of a step that may have sizes for the worst case: beyond, they are more than is worth a wait
   LOGITS_BYTES = 64 << 20,         // of logits at a time; but …
   MIN_OUT_ROWS = 32,               // … lm_head's weights should serve that many rows a pass
   RESULTS_BYTES = 1 << 20,         // of results that a step keeps before it has to wait; at least one row's top logprobs, and the
@@ -157,15 +158,31 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
+static rm_model_options model_options(const rm_engine *engine) {
+  const rm_engine_options *options = &engine->options;
+  const int64_t few = rm_min64(rm_min64(options->max_num_seqs, options->max_num_batched_tokens), STATIC_ROWS);
+  return (rm_model_options){.dtype = options->dtype,
+                            .max_rows = options->max_num_batched_tokens,
+                            .max_positions = options->max_model_len,
+                            .max_out_rows = engine->max_out_rows,
+                            .page_size = options->page_size,
+                            .static_rows = engine->device->on_host ? 0 : few,
+                            .rank = options->rank};
+}
+
 // The most that ranks exchange at once: whole rows of a step, a row for each expert of each, or logits.
 static size_t most_exchanged(const rm_engine *engine) {
+  const rm_model_options model = model_options(engine);
   const rm_spec *spec = engine->spec;
   const int64_t outputs = spec->hidden_size * rm_max64(spec->top_k, 1), heads = spec->n_heads * spec->head_dim;
   const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size * rm_max64(spec->top_k, 1));
   const size_t row = (size_t)rm_max64(rm_max64(outputs, heads), inner) * rm_dtype_bytes(engine->options.dtype);
   const size_t routed = (size_t)engine->routed_per_token * sizeof(int16_t), logits = (size_t)engine->ld_logits * sizeof(float);
   const size_t rows = (size_t)engine->options.max_num_batched_tokens * (row > routed ? row : routed);
-  return rows > (size_t)engine->max_out_rows * logits ? rows : (size_t)engine->max_out_rows * logits;
+  const size_t sizes[] = {rows, (size_t)engine->max_out_rows * logits, rm_model_static_bytes(spec, &model)};
+  size_t most = 0;
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) most = sizes[i] > most ? sizes[i] : most;
+  return most;
 }
 
 // Activations on a device travel by way of the host's groups.
@@ -174,14 +191,13 @@ static rm_code create_groups(rm_engine *engine, rm_error *err) {
   rm_code code = RM_OK;
   if (engine->device->on_host) return RM_OK;
   if (rank->tp) code = rm_comm_create_staged(rank->tp, engine->device, most_exchanged(engine), &engine->tp_there, err);
-  if (code || !rank->ep || rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE) return code;
+  if (code || !rank->ep) return code;
   return rm_comm_create_staged(rank->ep, engine->device, most_exchanged(engine), &engine->ep_there, err);
 }
 
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  rm_model_options model = {
-      options->dtype, options->max_num_batched_tokens, options->max_model_len, engine->max_out_rows, options->page_size, options->rank};
+  rm_model_options model = model_options(engine);
   const rm_placement placement = rm_placement_of(engine->spec, &options->rank.mesh, options->rank.index);
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
@@ -296,14 +312,20 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
 // Where experts span replicas all of them step together, those without requests with an empty batch.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err) {
   const rm_rank *rank = &engine->options.rank;
-  const int32_t word = mine;
-  int32_t words[RM_MAX_WORLD];
+  const struct word {
+    int32_t word, rows;
+  } own = {mine, (int32_t)engine->plan.n_rows};
+  struct word all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
   *most = mine;
+  engine->plan.most_rows = engine->plan.n_rows;
   if (!rm_rank_spans_dp(rank)) return RM_OK;
-  for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof word;
-  const rm_code code = rm_comm_all_gather(rank->ep, &word, words, bytes, err);
-  for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) *most = words[r] > *most ? words[r] : *most;
+  for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
+  const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);
+  for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) {
+    *most = all[r].word > *most ? all[r].word : *most;
+    engine->plan.most_rows = rm_max64(engine->plan.most_rows, all[r].rows);
+  }
   return code ? lose(engine, code, err) : RM_OK;
 }
 
@@ -329,13 +351,15 @@ rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err) {
   return RM_OK;
 }
 
+// The others are told how many rows this rank has before any of them begins.
 static rm_code step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   const double start = rm_now();
-  rm_schedule(engine);
+  if (has_work(engine)) rm_schedule(engine);
+  else engine->plan.n_rows = engine->plan.n_out = engine->plan.n_scheduled = engine->plan.n_draws = 0;
   assert(engine->plan.n_rows > 0 || !has_work(engine));   // the oldest can always go on
   const double scheduled = rm_now();
-  const rm_code code = rm_engine_run(engine, scheduled, err);
-  if (code) return code;
+  rm_code code = rm_engine_ask_all(engine, has_work(engine), &engine->had_work, err);
+  if (code || !engine->had_work || (code = rm_engine_run(engine, rm_now(), err))) return code;
   engine->stats.schedule_seconds += scheduled - start;
   *n_work = engine->plan.n_rows;
   return RM_OK;
@@ -346,7 +370,7 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   engine->had_work = 0;
   if (rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a step of its own in an engine that a host schedules");
   rm_code code = rm_engine_ready(engine, err);
-  if (code || (code = rm_engine_ask_all(engine, has_work(engine), &engine->had_work, err)) || !engine->had_work) return code;
+  if (code) return code;
   const rm_entered saved = rm_enter(engine);
   code = step(engine, n_work, err);
   rm_leave(engine, saved);

@@ -434,6 +434,7 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
   const rm_batch batch = {
       .mirror = &engine->mirror,
       .n_rows = plan->n_rows,
+      .most_rows = plan->most_rows,
       .n_seqs = engine->options.max_num_seqs,
       .max_pages = engine->max_pages,
       .ids = plan->ids,
@@ -446,8 +447,10 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
       .routed = plan->routed,
       .row_flags = plan->row_flags,
   };
+  rm_code code = rm_model_prepare(engine->model, &batch, err);
+  if (code) return code;
   put_inputs(engine);
-  rm_code code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
+  code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += engine->max_out_rows) {
     rm_chunk chunk;
     code = run_lm_head(engine, hidden, first, &chunk, err);

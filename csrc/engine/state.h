@@ -37,6 +37,7 @@ typedef struct rm_drawn {
 
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
+  int64_t most_rows;            // n_rows of the rank that has most, of those that step together
   // the host's alone
   rm_out_row *outs;             // [max_rows]
   rm_sequence **scheduled;      // [max_num_seqs]
@@ -141,7 +142,8 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
 // engine.c
 double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
-rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);  // the largest word of those who step together
+// Of those who step together the largest word; and, into the plan, the most rows, this rank's being in it.
+rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);
 rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);         // forward and commit of the plan
 
 // hosted.c

@@ -1,4 +1,5 @@
-// inside.h: the inside of a model, shared by model.c (the walk of a token) and head.c (from hidden states to logits).
+// inside.h: the inside of a model, shared by model.c (the walk of a token), prepare.c (what the host says to it) and head.c (from hidden
+// states to logits).
 #pragma once
 
 #include "model/model.h"
@@ -25,18 +26,28 @@ struct rm_model {
   rm_moe moe;                   // where one is not
   // where tp > 1
   char *attended;               // T [max_rows][heads·head_dim]
-  char *home;                   // T [max_rows][hidden] home rows of a block's output; what arrives while rows are looked up
+  char *home;                   // T [max_rows][hidden] home rows of a block's output; what arrives while rows are looked up, of
+                                // few rows [tp][rows][hidden]
   float *pairs;                 // [vocabulary blocks][max_out_rows][2]
   float *target_logits;         // [tp][max_out_rows]
   float *own_logits;            // [max_out_rows] of each target by its owner
   // and of the host: indices that it makes, which ops read
   rm_mirror words;              // owned: the block of those
-  int32_t *embed_ids;           // [max_rows]
-  int32_t *from_rows;           // [max_rows] of a gather
-  int64_t *embed_counts;        // [2·tp] the host's alone
+  int32_t *embed_ids;           // [max_rows] what this rank looks up
+  int32_t *embed_rows;          // [max_rows] where of what all have looked up the rows are that are kept
+  int32_t *wanted_rows;         // [max_rows] those of the rows that are kept whose output is wanted
+  int64_t *embed_counts;        // [tp] of each rank, the host's alone, as is the next
+  int64_t *wanted_counts;       // [tp]
   int32_t *local_targets;       // [max_out_rows]
   int32_t *from_targets;        // [max_out_rows] where in target_logits a target's is
 };
+
+// Sequence parallel: the rows that this rank keeps of n; else all of them.
+static inline rm_range rm_kept_rows(const rm_model *model, int64_t n) {
+  return model->sequence_parallel ? rm_shard_home(&model->shard, n) : (rm_range){0, n};
+}
+// Whether what a tp group exchanges has sizes that the number of rows says.
+static inline int rm_is_static(const rm_model *model, const rm_batch *batch) { return batch->n_rows <= model->options.static_rows; }
 
 // Before the host writes words: what it wrote before was read.
 static inline rm_code rm_words_begin(const rm_model *model, rm_error *err) {

@@ -44,6 +44,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const int parallel = model->shard.comm != NULL;
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->head_dim / 2;
   const size_t table = (size_t)options->max_positions * sizeof(float), wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
+  const size_t looked_up = (size_t)rm_max64(options->max_rows, options->static_rows * model->shard.size);
   enum { FIELDS = 11 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
@@ -55,7 +56,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers ? rows : 0, (size_t)spec->intermediate_size * elem},
       {&model->attended, parallel ? rows : 0, wide},
-      {&model->home, parallel ? rows : 0, (size_t)spec->hidden_size * elem},
+      {&model->home, parallel ? looked_up : 0, (size_t)spec->hidden_size * elem},
       {workspace, workspace_bytes, 1},
   };
   size_t n_fields = FIELDS;
@@ -101,10 +102,12 @@ static rm_code create_words(rm_model *model, rm_error *err) {
   const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
   const rm_field fields[] = {
       {&model->embed_ids, rows, sizeof(int32_t)},
-      {&model->from_rows, rows, sizeof(int32_t)},
+      {&model->embed_rows, rows, sizeof(int32_t)},
+      {&model->wanted_rows, rows, sizeof(int32_t)},
       {&model->local_targets, outs, sizeof(int32_t)},
       {&model->from_targets, outs, sizeof(int32_t)},
-      {&model->embed_counts, 2 * (size_t)model->shard.size, sizeof(int64_t)},
+      {&model->embed_counts, (size_t)model->shard.size, sizeof(int64_t)},
+      {&model->wanted_counts, (size_t)model->shard.size, sizeof(int64_t)},
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
@@ -121,7 +124,8 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
   rm_code code = rm_shard_create(spec, &options->rank, options->dtype, &model->shard, err);
   if (code) return code;
-  if (spec->n_moe_layers && (code = rm_moe_create(&model->moe, model->params, model->device, &options->rank, options->max_rows, err)))
+  if (spec->n_moe_layers &&
+      (code = rm_moe_create(&model->moe, model->params, model->device, &options->rank, options->max_rows, options->static_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
@@ -137,6 +141,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
   rm_model *model = rm_alloc(1, sizeof *model);
   if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
   *model = (rm_model){.params = params, .spec = params->spec, .device = device, .kernels = device->kernels, .options = *options};
+  model->options.static_rows = rm_min64(options->static_rows, options->max_rows);
   model->sequence_parallel = options->rank.sequence_parallel && options->rank.mesh.tp > 1;
   const rm_code code = create_parts(model, team, err);
   if (code) {
@@ -154,6 +159,20 @@ void rm_model_destroy(rm_model *model) {
   rm_moe_destroy(&model->moe);
   rm_shard_destroy(&model->shard);
   rm_free(model);
+}
+
+int rm_model_is_static(const rm_model *model, int64_t rows) {
+  const rm_shard *shard = &model->shard;
+  const rm_moe *moe = &model->moe;
+  if (shard->comm && (rows > model->options.static_rows || !rm_comm_can_be_recorded(shard->comm))) return 0;
+  return !moe->ep || (rm_moe_is_static(moe, rows) && rm_comm_can_be_recorded(moe->ep));
+}
+
+size_t rm_model_static_bytes(const rm_spec *spec, const rm_model_options *options) {
+  const rm_mesh *mesh = &options->rank.mesh;
+  const size_t looked_up = (size_t)(mesh->tp * options->static_rows * spec->hidden_size) * rm_dtype_bytes(options->dtype);
+  const size_t slots = mesh->ep > 1 ? rm_slots_exchanged(spec, mesh, options->dtype, options->static_rows) : 0;
+  return slots > looked_up ? slots : looked_up;
 }
 
 const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
@@ -203,11 +222,6 @@ void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_
 }
 
 // ---------------------------------------------------------------------------------------------- rows
-// Sequence parallel: the rows that this rank keeps of n; else all of them.
-static rm_range kept(const rm_model *model, int64_t n) {
-  return model->sequence_parallel ? rm_shard_home(&model->shard, n) : (rm_range){0, n};
-}
-
 static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype); }
 
 static void *there(const rm_batch *batch, const void *here) { return rm_mirror_there(batch->mirror, here); }
@@ -231,40 +245,25 @@ static void look_up(rm_model *model, const char *weights, void *out, const int32
   if (rows) model->kernels->embed(&model->ctx, &args);
 }
 
-static int owner_of(const rm_shard *shard, int32_t id) {
-  int r = 0;
-  while (id >= shard->vocab[r].first + shard->vocab[r].n) r++;
-  return r;
+// Words that rm_model_prepare has made: it comes before a recording, and not again before what reads them is done.
+static const int32_t *put_words(rm_model *model, const int32_t *at, int64_t n) {
+  rm_mirror_put(&model->words, at, (size_t)n * sizeof *at);
+  return rm_mirror_there(&model->words, at);
 }
 
-// Each rank looks up the rows whose ids are in its shard; all of them, rank after rank, come to `home` and are put in their places.
+// Each rank looks up the rows that prepare.c has named; all of them, rank after rank, come to `home` and are put in their places.
 static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!shard->comm) {
     look_up(model, weights, model->residual, there(batch, batch->ids), batch->n_rows);
     return RM_OK;
   }
-  int64_t *counts = model->embed_counts, *next = counts + shard->size, n_mine = 0;
-  rm_code code = rm_words_begin(model, err);
-  if (code) return code;
-  memset(counts, 0, (size_t)shard->size * sizeof *counts);
-  for (int64_t row = 0; row < batch->n_rows; row++) {
-    const int owner = owner_of(shard, batch->ids[row]);
-    counts[owner]++;
-    if (owner == shard->me) model->embed_ids[n_mine++] = (int32_t)(batch->ids[row] - shard->vocab[owner].first);
-  }
-  look_up(model, weights, model->x, rm_words_put(model, model->embed_ids, n_mine), n_mine);
-  code = rm_shard_gather_counted(shard, model->x, model->home, counts, row_bytes(model), err);
-  if (code) return code;
-  const rm_range rows = kept(model, batch->n_rows);
-  next[0] = 0;
-  for (int r = 1; r < shard->size; r++) next[r] = next[r - 1] + counts[r - 1];
-  for (int64_t row = 0; row < batch->n_rows; row++) {
-    const int64_t from = next[owner_of(shard, batch->ids[row])]++;
-    if (row >= rows.first && row < rows.first + rows.n) model->from_rows[row - rows.first] = (int32_t)from;
-  }
-  gather(model, model->residual, model->home, rm_words_put(model, model->from_rows, rows.n), rows.n);
-  return RM_OK;
+  const int64_t n_mine = model->embed_counts[shard->me], n_kept = rm_kept_rows(model, batch->n_rows).n;
+  const int32_t *ids = put_words(model, model->embed_ids, n_mine), *from = put_words(model, model->embed_rows, n_kept);
+  look_up(model, weights, model->x, ids, shard->vocab[shard->me].n ? n_mine : 0);
+  const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, model->embed_counts, row_bytes(model), err);
+  if (!code) gather(model, model->residual, model->home, from, n_kept);
+  return code;
 }
 
 // out ← norm(residual += x), without the addition when x is NULL.
@@ -287,7 +286,7 @@ static char *output_of(rm_model *model) { return model->sequence_parallel ? mode
 
 // x ← norm(residual += the last block's output), of the rows that are kept; x has them in their places.
 static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
-  const rm_range rows = kept(model, n_rows);
+  const rm_range rows = rm_kept_rows(model, n_rows);
   char *out = model->x + (size_t)rows.first * row_bytes(model);
   norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
 }
@@ -434,14 +433,14 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
   const rm_spec *spec = model->spec;
   rm_shard *shard = &model->shard;
   rm_moe *moe = &model->moe;
-  const int64_t rows = batch->n_rows, stride = spec->n_moe_layers * spec->top_k;
+  const int64_t rows = batch->n_rows, most = rm_max64(batch->most_rows, rows), stride = spec->n_moe_layers * spec->top_k;
   const rm_range home = rm_shard_home(shard, rows);
   int16_t *routed = (int16_t *)there(batch, batch->routed) + moe_layer * spec->top_k;
   const rm_layer_params *layer = &model->params->layers[index];
   rm_code code;
   if (rm_moe_takes_home_rows(moe)) {
     char *own = model->x + (size_t)home.first * row_bytes(model), *out = model->sequence_parallel ? model->home : own;
-    code = rm_moe_travel(moe, &model->ctx, layer, weights, own, out, home.n, routed + home.first * stride, stride, err);
+    code = rm_moe_travel(moe, &model->ctx, layer, weights, own, out, home.n, most, routed + home.first * stride, stride, err);
     if (code || model->sequence_parallel) return code;
     return rm_shard_gather_rows(shard, model->x, rows, row_bytes(model), err);
   }
@@ -451,44 +450,29 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 }
 
 // ---------------------------------------------------------------------------------------------- a pass
-// Which rows of those from `first` on are wanted: n of the batch's out_rows, from number `at` on.
-static rm_code counted_from(rm_model *model, const rm_batch *batch, int64_t at, int64_t n, int64_t first, const int32_t **from,
-                            rm_error *err) {
-  *from = there(batch, batch->out_rows + at);
-  if (!first) return RM_OK;
-  const rm_code code = rm_words_begin(model, err);
-  if (code) return code;
-  for (int64_t i = 0; i < n; i++) model->from_rows[i] = (int32_t)(batch->out_rows[at + i] - first);
-  *from = rm_words_put(model, model->from_rows, n);
-  return RM_OK;
-}
-
+// With sequence parallelism each rank has some of the wanted rows, at last. How many depends on which they are; where that has to be known
+// before, each does all of its own.
 static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch, const void **hidden, rm_error *err) {
-  const rm_shard *shard = &model->shard;
-  int64_t *counts = model->embed_counts, first = 0, n = batch->n_out;
-  const rm_range rows = kept(model, batch->n_rows);
-  for (int r = 0; model->sequence_parallel && r < shard->size; r++) {
-    const rm_range run = rm_shard_rows(shard, batch->n_rows, r);
-    int64_t end = r ? first + counts[r - 1] : 0;
-    first = end;
-    while (end < batch->n_out && batch->out_rows[end] < run.first + run.n) end++;
-    counts[r] = end - first;
+  const int32_t *from = there(batch, batch->out_rows);
+  int64_t n = batch->n_out;
+  if (model->sequence_parallel && rm_is_static(model, batch)) {
+    norm(model, weight, batch->n_rows, 0);   // the stream ends here
+    const rm_code code = complete_rows(model, batch->n_rows, err);
+    if (!code) gather(model, model->home, model->x, from, n);
+    *hidden = model->home;
+    return code;
   }
   if (model->sequence_parallel) {
-    first = 0;
-    for (int r = 0; r < shard->me; r++) first += counts[r];
-    n = counts[shard->me];
+    n = model->wanted_counts[model->shard.me];
+    from = put_words(model, model->wanted_rows, n);
   }
-  const int32_t *from;
-  const rm_code code = counted_from(model, batch, first, n, rows.first, &from, err);
-  if (code) return code;
   gather(model, model->wanted, model->residual, from, n);
   gather(model, model->residual, output_of(model), from, n);  // the stream ends here
   norm_rows(model, model->x, model->wanted, model->residual, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;
-  return rm_shard_gather_counted(&model->shard, model->x, model->home, counts, row_bytes(model), err);
+  return rm_shard_gather_counted(&model->shard, model->x, model->home, model->wanted_counts, row_bytes(model), err);
 }
 
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,

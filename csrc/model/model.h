@@ -19,6 +19,7 @@ typedef struct rm_model_options {
   int64_t max_positions;        // longest context; also the length of the rope table
   int64_t max_out_rows;         // rows of logits worked on at a time
   int64_t page_size;
+  int64_t static_rows;          // of a forward whose exchanges have sizes known before, at most; 0: none has (rm_model_is_static)
   rm_rank rank;
 } rm_model_options;
 
@@ -27,6 +28,7 @@ typedef struct rm_model_options {
 typedef struct rm_batch {
   const rm_mirror *mirror;
   int64_t n_rows, n_seqs, max_pages;
+  int64_t most_rows;            // n_rows of the rank that has most, of those that exchange; not looked at where all have as many
   const int32_t *ids;           // [n_rows]
   const int32_t *positions;     // [n_rows]
   const int32_t *seq_of_row;    // [n_rows]
@@ -47,9 +49,17 @@ size_t rm_model_page_bytes(const rm_model *model);
 size_t rm_model_workspace_bytes(const rm_model *model);   // activations, rope table and the ops' scratch
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
-// hidden: T [n_out][hidden], carved in the model, valid until the next forward.
+// What the host says to the ops of a forward of the batch, before it: nothing of the last forward may stand in the queue any more. Of
+// the batch it reads what the host has alone. Touches no device, and so it may come before the replay of a recorded forward.
+rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err);
+// After rm_model_prepare of the same batch. hidden: T [n_out][hidden], carved in the model, valid until the next forward.
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,
                          rm_error *err);
+// Whether a forward of a batch whose most_rows (or n_rows) are so many enqueues only, and the same for every batch with as many rows and
+// wanted rows, so that a recording may hold it.
+int rm_model_is_static(const rm_model *model, int64_t rows);
+// Bytes that an exchange of a static forward sends or receives at most.
+size_t rm_model_static_bytes(const rm_spec *spec, const rm_model_options *options);
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
 
 // From hidden states to logits and their statistics; as rm_lm_head_args, over the whole vocabulary. logits may be NULL, and so may

@@ -1,4 +1,4 @@
-// moe.c: router, permutation and combination of docs/numerics.md §5. The router's logits are a gemm of their own; what follows
+// moe.c: router, permutation, slots and combination of docs/numerics.md §5. The router's logits are a gemm of their own; what follows
 // is small and goes row by row. Combination follows a plan made once per row, the order in which its leaves and sums fall when
 // the tree is walked from the left, so that the loop over columns has no choices to make.
 #include "variant.h"
@@ -105,19 +105,54 @@ static void permute_task(void *arg, int thread, int n_threads) {
   int64_t from, to;
   rm_split(a->rows, thread, n_threads, &from, &to);
   for (int64_t i = from * a->top_k; i < to * a->top_k; i++)
-    memcpy(at_mut(a->dtype, a->x_out, a->place[i] * a->hidden), at(a->dtype, a->x, i / a->top_k * a->hidden), bytes);
+    if (a->place[i] >= 0) memcpy(at_mut(a->dtype, a->x_out, a->place[i] * a->hidden), at(a->dtype, a->x, i / a->top_k * a->hidden), bytes);
 }
 
 void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
   const int64_t n = a->rows * a->top_k;
   memset(a->group_rows, 0, (size_t)(a->n_experts + 1) * sizeof *a->group_rows);
-  for (int64_t i = 0; i < n; i++) a->group_rows[a->ids[i] + 1]++;
+  for (int64_t i = 0; i < n; i++)
+    if (a->ids[i] >= 0) a->group_rows[a->ids[i] + 1]++;
   for (int64_t e = 0; e < a->n_experts; e++) a->group_rows[e + 1] += a->group_rows[e];
-  for (int64_t i = 0; i < n; i++) a->place[i] = a->group_rows[a->ids[i]]++;  // the starts become the ends …
+  for (int64_t i = 0; i < n; i++) a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++;  // the starts become the ends …
   for (int64_t e = a->n_experts; e > 0; e--) a->group_rows[e] = a->group_rows[e - 1];  // … and are put back
   a->group_rows[0] = 0;
   rm_permute_args args = *a;
   rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
+}
+
+// ------------------------------------------------------------------------------------------------ slots
+// own begins at -1: a row's choices are few, and most of them other ranks'.
+static void slots_of_row(const rm_slots_args *a, const int32_t *ids, int64_t row, int32_t *place, int32_t *own) {
+  const int64_t each = rm_slots_each(a->top_k, a->experts_each);
+  int64_t n_own = 0;
+  for (int64_t k = 0; k < a->top_k; k++) {
+    int64_t earlier = 0, rank = ids[k] / a->experts_each;
+    place[k] = -1;
+    if (ids[k] < 0) continue;
+    for (int64_t j = 0; j < k; j++) earlier += ids[j] >= 0 && ids[j] / a->experts_each == rank;
+    place[k] = (int32_t)((rank * a->home_rows + row) * each + earlier);
+    if (rank == a->rank) own[n_own++] = (int32_t)(ids[k] - rank * a->experts_each);
+  }
+}
+
+static void slots_task(void *arg, int thread, int n_threads) {
+  const rm_slots_args *a = arg;
+  const int64_t each = rm_slots_each(a->top_k, a->experts_each);
+  int64_t from, to;
+  rm_split(a->homes * a->pitch, thread, n_threads, &from, &to);
+  memset(a->own + from * each, 0xff, (size_t)((to - from) * each) * sizeof *a->own);
+  for (int64_t i = from; i < to; i++) {
+    const int64_t home = i / a->pitch, row = i % a->pitch;
+    if (row < a->home_rows)
+      slots_of_row(a, a->ids + home * a->ids_pitch + row * a->top_k, row, a->place + (home * a->home_rows + row) * a->top_k,
+                   a->own + i * each);
+  }
+}
+
+void RM_FN(slots)(const rm_ctx *ctx, const rm_slots_args *a) {
+  rm_slots_args args = *a;
+  rm_parallel(ctx, a->homes * a->pitch * a->top_k * a->top_k, slots_task, &args);
 }
 
 // ------------------------------------------------------------------------------------------------ combine

@@ -64,7 +64,8 @@ static void gather_task(void *arg, int thread, int n_threads) {
   int64_t from, to;
   rm_split(a->rows, thread, n_threads, &from, &to);
   for (int64_t r = from; r < to; r++)
-    memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
+    if (a->from[r] >= 0)
+      memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
 }
 
 void RM_FN(gather_rows)(const rm_ctx *ctx, const rm_gather_rows_args *a) {

@@ -26,7 +26,8 @@ static void embed(const rm_ctx *ctx, const rm_embed_args *a) {
 static void gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
-    memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
+    if (a->from[r] >= 0)
+      memcpy((char *)a->out + (size_t)r * a->row_bytes, (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
 }
 
 static void rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
@@ -215,6 +216,7 @@ const rm_kernels rm_table_ref = {
     .attention = rm_attention_ref,
     .router = rm_router_ref,
     .permute = rm_permute_ref,
+    .slots = rm_slots_ref,
     .combine = rm_combine_ref,
     .lm_head = lm_head,
     .merge_pairs = merge_pairs,

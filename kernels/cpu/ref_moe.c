@@ -1,4 +1,4 @@
-// ref_moe.c: router, permutation and combination of docs/numerics.md §5.
+// ref_moe.c: router, permutation, slots and combination of docs/numerics.md §5.
 #include "ref.h"
 
 // Whether an expert of key x and a higher id comes before one of key y.
@@ -57,6 +57,7 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
 void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
   (void)ctx;
   int32_t n = 0;
+  for (int64_t i = 0; i < a->rows * a->top_k; i++) a->place[i] = -1;
   for (int64_t e = 0; e < a->n_experts; e++) {
     a->group_rows[e] = n;
     for (int64_t r = 0; r < a->rows; r++)
@@ -67,6 +68,34 @@ void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
         }
   }
   a->group_rows[a->n_experts] = n;
+}
+
+// Expert by expert of every rank in turn, the other way round than a choice finds its rank.
+static void slots_of_row(const rm_slots_args *a, int64_t home, int64_t row) {
+  const int64_t each = rm_slots_each(a->top_k, a->experts_each);
+  const int32_t *ids = a->ids + home * a->ids_pitch + row * a->top_k;
+  int32_t *place = a->place + (home * a->home_rows + row) * a->top_k, *own = a->own + (home * a->pitch + row) * each;
+  int32_t most = -1;
+  for (int64_t k = 0; k < a->top_k; k++) {
+    place[k] = -1;
+    most = ids[k] > most ? ids[k] : most;
+  }
+  for (int64_t rank = 0; rank * a->experts_each <= most; rank++) {
+    int64_t n = 0;
+    for (int64_t k = 0; k < a->top_k; k++) {
+      const int64_t expert = ids[k] - rank * a->experts_each;
+      if (ids[k] < 0 || expert < 0 || expert >= a->experts_each) continue;
+      if (rank == a->rank) own[n] = (int32_t)expert;
+      place[k] = (int32_t)(rank * a->home_rows * each + row * each + n++);
+    }
+  }
+}
+
+void rm_slots_ref(const rm_ctx *ctx, const rm_slots_args *a) {
+  (void)ctx;
+  for (int64_t i = 0; i < a->homes * a->pitch * rm_slots_each(a->top_k, a->experts_each); i++) a->own[i] = -1;
+  for (int64_t home = 0; home < a->homes; home++)
+    for (int64_t row = 0; row < a->home_rows; row++) slots_of_row(a, home, row);
 }
 
 // The node over expert ids [first, first + width) for row r and column i; 0 when no expert there was chosen.

@@ -23,6 +23,7 @@ const rm_kernels RM_CAT(rm_table, RM_ISA) = {
     .attention = RM_FN(attention),
     .router = RM_FN(router),
     .permute = RM_FN(permute),
+    .slots = RM_FN(slots),
     .combine = RM_FN(combine),
     .lm_head = RM_FN(lm_head),
     .merge_pairs = RM_FN(merge_pairs),

@@ -25,6 +25,7 @@ template <rm_packing PACKING> __global__ void __launch_bounds__(THREADS) embed_k
 
 __global__ void __launch_bounds__(THREADS) gather_kernel(rm_gather_rows_args a) {
   const int64_t row = blockIdx.x, bytes = static_cast<int64_t>(a.row_bytes);
+  if (a.from[row] < 0) return;
   rm_copy_row(static_cast<char *>(a.out) + row * bytes, static_cast<const char *>(a.x) + a.from[row] * bytes, bytes, THREADS);
 }
 

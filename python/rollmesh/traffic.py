@@ -1,7 +1,8 @@
 """Bytes that a decode step sends between ranks, from the configuration alone: what csrc/model and csrc/engine exchange, summed up.
 
 Everything is of the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts
-once for each receiver. Tokens are taken to choose experts evenly; everything else is exact, and held to the engine's own count.
+once for each receiver. Tokens are taken to choose experts evenly; everything else is exact, and held to the engine's own count. With
+`static` it is of the form that steps of few rows have on a GPU, whose sizes do not depend on what is chosen (csrc/model/moe/slots.c).
 """
 
 from __future__ import annotations
@@ -22,16 +23,24 @@ class Traffic(NamedTuple):
 
 
 def step_traffic(
-    spec: ModelSpec, mesh: Mesh, rows: int, *, dtype: str = "bfloat16", ep_backend: str = "alltoall", sequence_parallel: bool = False
+    spec: ModelSpec,
+    mesh: Mesh,
+    rows: int,
+    *,
+    dtype: str = "bfloat16",
+    ep_backend: str = "alltoall",
+    sequence_parallel: bool = False,
+    static: bool = False,
 ) -> Traffic:
     """Of one decode step."""
-    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1)
+    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static)
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
 
 class _Step:
-    def __init__(self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool, static: bool):
         self.spec, self.mesh, self.rows, self.elem, self.backend, self.sp = spec, mesh, rows, elem, backend, sequence_parallel
+        self.static = static
         self.travels = mesh.ep > 1 and backend in TRAVELLING
         self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
         self.num_moe, self.hidden = sum(spec.is_moe_layer), spec.hidden_size
@@ -69,7 +78,8 @@ class _Step:
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
         kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
         head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1) + self.rows * 4 * pairs
-        return self.gathered(self.hidden) + layers + routed + last + head + (8 + self.rows) * pairs
+        looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
+        return looked_up + layers + routed + last + head + (8 + self.rows) * pairs
 
     def ep_bytes(self) -> float:
         mesh, top_k = self.mesh, self.spec.num_experts_per_tok
@@ -77,9 +87,22 @@ class _Step:
             return 0.0
         groups, pairs = mesh.world // mesh.ep, mesh.ep * (mesh.ep - 1)
         row, rows = self.hidden * self.elem, self.rows * (mesh.dp if mesh.ep > mesh.tp else 1)  # of one group
+        together = 8 * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
+        if self.static:
+            return groups * (self.num_moe * self.slots() + together)
         away = rows * top_k * row * (1 - 1 / mesh.ep)
         if not self.travels:
             return groups * self.num_moe * away
         out = away if self.backend == "alltoall" else rows * (row + top_k * 4) * (mesh.ep - 1)
-        together = 4 * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
         return groups * (self.num_moe * ((self.spec.num_experts + 3) * 4 * pairs + out + away) + together)
+
+    def slots(self) -> int:
+        """Of one layer in one group: rows to all with their ids behind them, and a slot for each choice that a row can have at a rank."""
+        ep, top_k, row = self.mesh.ep, self.spec.num_experts_per_tok, self.hidden * self.elem
+        each, pairs = min(top_k, self.spec.num_experts // ep), ep * (ep - 1)
+        if not self.travels:
+            return self.rows * each * row * (ep - 1)
+        unit = 2 if row % 4 else 1  # ids are words of four bytes
+        home = -(-max(self.home_rows()) // unit) * unit
+        pitch = -(-(home - (-home * top_k * 4 // row)) // unit) * unit
+        return pairs * (pitch + home * each) * row

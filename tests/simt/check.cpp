@@ -227,6 +227,7 @@ int main(int argc, char **argv) {
       {"attention", check_attention},
       {"router", check_router},
       {"permute", check_permute},
+      {"slots", check_slots},
       {"combine", check_combine},
       {"lm_head", check_lm_head},
       {"merge_pairs", check_merge_pairs},

@@ -1,4 +1,4 @@
-// check_moe.cpp: router, permute and combine.
+// check_moe.cpp: router, permute, slots and combine.
 #include "check.h"
 
 namespace {
@@ -56,18 +56,58 @@ bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
               limits, [&](const rm_kernels *table, const rm_ctx *ctx) { a.w = both.of(table), table->router(ctx, &a); });
 }
 
-bool permute_case(rm_dtype dtype, shape s) {
+// Some choices are none: all of a row, or one here and there.
+void make_holes(int32_t *ids, shape s) {
+  for (int64_t i = 0; i < s.rows * s.top_k; i++)
+    if (i / s.top_k % 4 == 1 || pick(5) == 0) ids[i] = -1 - static_cast<int32_t>(pick(2));
+}
+
+// Of an output of which −1 is wanted: what no op writes.
+int32_t *stale(int64_t n) {
+  int32_t *words = array<int32_t>(n);
+  for (int64_t i = 0; i < n; i++) words[i] = 77;
+  return words;
+}
+
+bool permute_case(rm_dtype dtype, shape s, bool holes) {
   rm_permute_args a = {};
-  a.x = numbers(dtype, s.rows * s.hidden, WILD), a.ids = random_ids(s);
+  int32_t *ids = random_ids(s);
+  if (holes) make_holes(ids, s);
+  a.x = numbers(dtype, s.rows * s.hidden, WILD), a.ids = ids, a.place = stale(s.rows * s.top_k);
   a.rows = s.rows, a.hidden = s.hidden, a.n_experts = s.n_experts, a.top_k = s.top_k, a.dtype = dtype;
   char what[120];
-  snprintf(what, sizeof what, "permute dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld", dtype, s.rows, s.hidden, s.n_experts, s.top_k);
+  snprintf(what, sizeof what, "permute dtype=%d rows=%ld hidden=%ld experts=%ld top_k=%ld holes=%d", dtype, s.rows, s.hidden, s.n_experts,
+           s.top_k, holes);
   const int64_t n = s.rows * s.top_k;
   return held(what,
               {{&a.x_out, of_choices(s) * static_cast<size_t>(s.hidden) * rm_dtype_bytes(dtype), n * s.hidden},
                {&a.group_rows, static_cast<size_t>(s.n_experts + 1) * 4, s.n_experts + 1},
                {&a.place, of_choices(s) * 4, n}},
               {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->permute(ctx, &a); });
+}
+
+// `ranks` of s.n_experts experts each, and homes of s.rows rows with `behind` more after them.
+bool slots_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool holes) {
+  const int64_t pitch = s.rows * s.top_k + pick(5), each = rm_slots_each(s.top_k, s.n_experts);
+  int32_t *ids = array<int32_t>(homes * pitch);
+  for (int64_t i = 0; i < homes * pitch; i++) ids[i] = 0;  // between homes: ids, but nobody's
+  for (int64_t home = 0; home < homes; home++) {
+    int32_t *its = random_ids({s.rows, s.hidden, ranks * s.n_experts, s.top_k});
+    if (holes) make_holes(its, s);
+    if (s.rows > 0) memcpy(ids + home * pitch, its, of_choices(s) * 4);
+  }
+  rm_slots_args a = {};
+  a.ids = ids, a.homes = homes, a.home_rows = s.rows, a.pitch = s.rows + behind, a.ids_pitch = pitch;
+  a.top_k = s.top_k, a.experts_each = s.n_experts, a.rank = pick(ranks);
+  char what[140];
+  snprintf(what, sizeof what, "slots homes=%ld rows=%ld behind=%ld ranks=%ld of %ld experts top_k=%ld rank=%ld holes=%d", homes, s.rows,
+           behind, ranks, s.n_experts, s.top_k, a.rank, holes);
+  const int64_t n_own = homes * a.pitch * each;
+  a.place = stale(homes * s.rows * s.top_k), a.own = stale(n_own);
+  return held(what,
+              {{&a.place, static_cast<size_t>(homes) * of_choices(s) * 4, homes * s.rows * s.top_k},
+               {&a.own, static_cast<size_t>(n_own) * 4, n_own}},
+              {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->slots(ctx, &a); });
 }
 
 bool combine_case(rm_dtype dtype, shape s, kind wild) {
@@ -109,8 +149,20 @@ bool check_permute() {
   for (const rm_dtype dtype : {RM_BF16, RM_F32})
     for (const int64_t rows : {0, 1, 5, 31, 33, 150})
       for (const auto &e : experts)
-        if (!permute_case(dtype, {rows, pick(2) ? 8 : 1 + pick(40), e[0], e[1]})) return false;
-  return permute_case(RM_BF16, {3, 0, 4, 2});
+        for (const bool holes : {false, true})
+          if (!permute_case(dtype, {rows, pick(2) ? 8 : 1 + pick(40), e[0], e[1]}, holes)) return false;
+  return permute_case(RM_BF16, {3, 0, 4, 2}, false);
+}
+
+bool check_slots() {
+  const int64_t experts[][3] = {{1, 1, 1}, {2, 4, 3}, {4, 2, 8}, {8, 16, 8}, {16, 1, 5}, {3, 7, 21}, {2, 64, 64}}; // ranks, of each, top_k
+  for (const auto &e : experts)
+    for (const int64_t rows : {0, 1, 5, 33})
+      for (const int64_t behind : {0, 1, 4})
+        for (const int64_t homes : {int64_t{1}, e[0]})
+          for (const bool holes : {false, true})
+            if (!slots_case({rows, 0, e[1], e[2]}, e[0], homes, behind, holes)) return false;
+  return true;
 }
 
 bool check_combine() {

@@ -21,7 +21,10 @@ bool embed_case(rm_dtype dtype, int64_t rows, int64_t hidden, int packed) {
 bool gather_case(int64_t rows, int64_t n_rows, int64_t row_bytes, int64_t skew) {
   int32_t *from = array<int32_t>(rows);
   const bool in_order = pick(3) == 0;
+  const bool holes = pick(3) == 0;
   for (int64_t r = 0; r < rows; r++) from[r] = static_cast<int32_t>(in_order ? r % n_rows : r == 0 ? n_rows - 1 : pick(n_rows));
+  for (int64_t r = 0; r < rows && holes; r++)
+    if (pick(3) == 0) from[r] = -1;
   rm_gather_rows_args a = {};
   a.x = static_cast<char *>(numbers(RM_BF16, (n_rows * row_bytes + skew) / 2, WILD)) + skew;
   a.from = from, a.rows = rows, a.row_bytes = static_cast<size_t>(row_bytes);

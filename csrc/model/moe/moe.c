@@ -10,7 +10,8 @@ static rm_code create_groups(rm_moe *moe, rm_error *err) {
   return code;
 }
 
-rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device, const rm_rank *rank, int64_t max_rows, rm_error *err) {
+rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device, const rm_rank *rank, int64_t max_rows,
+                      int64_t static_rows, rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
   *moe = (rm_moe){.spec = params->spec, .here = &params->placement, .device = device, .dtype = params->dtype, .max_rows = max_rows};
@@ -23,6 +24,8 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
   if (!moe->experts || !moe->send) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
   moe->recv = moe->send + mesh->ep;
   for (int32_t i = 0; i < peers.count; i++) moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
+  rm_code code = rm_moe_slots_create(moe, mesh, static_rows, err);
+  if (code) return code;
   if (moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return create_groups(moe, err);
   const rm_dispatch_options options = {.ep = rank->ep,
                                        .experts = moe->experts,
@@ -31,7 +34,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
                                        .max_rows = (max_rows + mesh->tp - 1) / mesh->tp,
                                        .max_row_bytes = (size_t)params->spec->hidden_size * rm_dtype_bytes(params->dtype),
                                        .backend = moe->dispatcher};
-  rm_code code = rm_dispatch_create(&options, &moe->dispatch, err);
+  code = rm_dispatch_create(&options, &moe->dispatch, err);
   if (!code) code = rm_dispatch_plan_create(moe->dispatch, &moe->plan, err);
   return code ? code : rm_moe_stage_create(moe, options.max_rows, err);
 }
@@ -39,6 +42,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
 void rm_moe_destroy(rm_moe *moe) {
   rm_mirror_destroy(&moe->stage.mirror);
   rm_mirror_destroy(&moe->groups);
+  rm_mirror_destroy(&moe->slots.none);
   rm_dispatch_plan_destroy(moe->plan);
   rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
@@ -46,31 +50,39 @@ void rm_moe_destroy(rm_moe *moe) {
 }
 
 size_t rm_moe_bytes(const rm_moe *moe) {
-  return moe->groups.bytes + moe->stage.mirror.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
+  return moe->groups.bytes + moe->stage.mirror.bytes + moe->slots.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
 }
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
   const int travels = rm_moe_takes_home_rows(moe), cut = moe->here->hidden.n < spec->hidden_size && !travels;
-  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), stay = travels ? 0 : choices;
-  const rm_field list[RM_MOE_FIELDS] = {
+  const rm_slot_sizes most = rm_moe_slots_most(moe);
+  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), ep = (size_t)moe->slots.mesh.ep;
+  const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each, in_part = ep * (size_t)(moe->slots.rows * most.each);
+  const size_t arrive = travels ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : choices;
+  const rm_field list[RM_MOE_FIELDS - RM_SLOT_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
-      {&moe->inner, travels ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : choices, (size_t)spec->moe_intermediate_size * elem},
-      {&moe->place, stay, sizeof *moe->place},
-      {&moe->sorted, stay, (size_t)spec->hidden_size * elem},
-      {&moe->part, cut ? choices : 0, (size_t)rm_max64(moe->here->hidden.n, 1) * elem},
+      {&moe->inner, arrive > slots ? arrive : slots, (size_t)spec->moe_intermediate_size * elem},
+      {&moe->place, travels ? homes * (size_t)spec->top_k : choices, sizeof *moe->place},
+      {&moe->sorted, travels ? slots : choices, (size_t)spec->hidden_size * elem},
+      {&moe->part,
+       !cut                ? 0
+       : choices > in_part ? choices
+                           : in_part,
+       (size_t)rm_max64(moe->here->hidden.n, 1) * elem},
   };
   memcpy(fields, list, sizeof list);
+  rm_moe_slots_fields(moe, fields + RM_MOE_FIELDS - RM_SLOT_FIELDS);
   return RM_MOE_FIELDS;
 }
 
 // ---------------------------------------------------------------------------------------------- the four steps
-void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int64_t rows,
-                  int16_t *routed, int64_t routed_stride) {
+void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const void *x, int32_t *ids,
+                  int64_t rows, int16_t *routed, int64_t routed_stride) {
   const rm_spec *spec = moe->spec;
   const rm_router_args args = {
-      .ids = moe->ids,
+      .ids = ids,
       .gates = moe->gates,
       .routed = routed,
       .routed_stride = routed_stride,
@@ -111,12 +123,13 @@ rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const 
                  moe->spec->moe_intermediate_size);
 }
 
-void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, const int32_t *place, int64_t hidden, int64_t rows) {
+void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y, const int32_t *ids, const int32_t *place,
+                    int64_t hidden, int64_t rows) {
   const rm_combine_args args = {
       .out = out,
       .y = y,
       .place = place,
-      .ids = moe->ids,
+      .ids = ids,
       .gates = moe->gates,
       .rows = rows,
       .hidden = hidden,
@@ -190,18 +203,22 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
 rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
                     int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int64_t m = rows * moe->spec->top_k;
-  rm_moe_route(moe, ctx, layer, weights, x, rows, routed, routed_stride);
-  permute(moe, ctx, x, rows);
-  const rm_code code =
-      moe->ep ? own_experts(moe, ctx, shard, layer, weights, m, err) : cut_experts(moe, ctx, shard, layer, weights, m, err);
+  rm_code code;
+  rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
+  if (moe->ep && rm_moe_is_static(moe, rows)) {
+    code = rm_moe_slots_stay(moe, ctx, shard, layer, weights, x, rows, err);
+  } else {
+    permute(moe, ctx, x, rows);
+    code = moe->ep ? own_experts(moe, ctx, shard, layer, weights, m, err) : cut_experts(moe, ctx, shard, layer, weights, m, err);
+  }
   if (code) return code;
   if (!shard->comm) {
-    rm_moe_combine(moe, ctx, x, moe->sorted, moe->place, moe->spec->hidden_size, rows);
+    rm_moe_combine(moe, ctx, x, moe->sorted, moe->ids, moe->place, moe->spec->hidden_size, rows);
     return RM_OK;
   }
   const rm_range mine = shard->cuts[RM_CUT_HIDDEN][shard->me];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, bytes = (size_t)mine.n * shard->elem;
-  rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->place, mine.n, rows);
+  rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->ids, moe->place, mine.n, rows);
   if (bytes) moe->device->copy(moe->device->self, x + (size_t)mine.first * shard->elem, row, moe->sorted, bytes, bytes, (size_t)rows);
   return RM_OK;
 }

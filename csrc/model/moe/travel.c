@@ -2,11 +2,9 @@
 // The dispatcher moves rows of the host's memory; where the device's is another they go there and back (rm_moe_stage).
 #include "model/moe/moe.h"
 
-static size_t row_bytes(const rm_moe *moe) { return (size_t)moe->spec->hidden_size * rm_dtype_bytes(moe->dtype); }
-
 rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
   rm_moe_stage *stage = &moe->stage;
-  const size_t rows = (size_t)home_rows, choices = rows * (size_t)moe->spec->top_k, row = row_bytes(moe);
+  const size_t rows = (size_t)home_rows, choices = rows * (size_t)moe->spec->top_k, row = rm_moe_row_bytes(moe);
   const rm_field fields[] = {
       {&stage->x, rows, row},
       {&stage->ids, choices, sizeof *stage->ids},
@@ -39,7 +37,7 @@ static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer
 static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err) {
   const rm_device *device = moe->device;
   rm_moe_stage *stage = &moe->stage;
-  if (rows) device->get(device->self, stage->x, x, (size_t)rows * row_bytes(moe));
+  if (rows) device->get(device->self, stage->x, x, (size_t)rows * rm_moe_row_bytes(moe));
   if (rows) device->get(device->self, stage->ids, moe->ids, (size_t)(rows * moe->spec->top_k) * sizeof *stage->ids);
   return rm_device_wait(device, err);
 }
@@ -47,7 +45,7 @@ static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err
 // `rows`, the dispatcher's, to the device, through the experts and back.
 static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, char *rows, rm_error *err) {
   rm_moe_stage *stage = &moe->stage;
-  const size_t bytes = (size_t)moe->plan->n_arrive * row_bytes(moe), groups = (size_t)moe->here->experts.n + 1;
+  const size_t bytes = (size_t)moe->plan->n_arrive * rm_moe_row_bytes(moe), groups = (size_t)moe->here->experts.n + 1;
   if (!bytes) return RM_OK;
   memcpy(stage->here, rows, bytes);
   memcpy(stage->group_rows, moe->plan->group_rows, groups * sizeof *stage->group_rows);
@@ -63,29 +61,32 @@ static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_para
 // Outputs to the device, where they are added up.
 static void combine_there(rm_moe *moe, const rm_ctx *ctx, char *out, const char *choices, int64_t rows) {
   rm_moe_stage *stage = &moe->stage;
-  const size_t bytes = (size_t)moe->plan->n_choices * row_bytes(moe), places = (size_t)(rows * moe->spec->top_k) * sizeof *stage->place;
+  const size_t bytes = (size_t)moe->plan->n_choices * rm_moe_row_bytes(moe),
+               places = (size_t)(rows * moe->spec->top_k) * sizeof *stage->place;
   memcpy(stage->choices, choices, bytes);
   memcpy(stage->place, moe->plan->place, places);
   rm_mirror_put(&stage->mirror, stage->choices, bytes);
   rm_mirror_put(&stage->mirror, stage->place, places);
-  rm_moe_combine(moe, ctx, out, rm_mirror_there(&stage->mirror, stage->choices), rm_mirror_there(&stage->mirror, stage->place),
+  rm_moe_combine(moe, ctx, out, rm_mirror_there(&stage->mirror, stage->choices), moe->ids, rm_mirror_there(&stage->mirror, stage->place),
                  moe->spec->hidden_size, rows);
 }
 
 rm_code rm_moe_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
-                      int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+                      int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int staged = !moe->device->on_host;
   char *here, *choices;
   rm_code code;
-  rm_moe_route(moe, ctx, layer, weights, x, rows, routed, routed_stride);
+  if (rm_moe_is_static(moe, most_rows))
+    return rm_moe_slots_travel(moe, ctx, layer, weights, x, out, rows, most_rows, routed, routed_stride, err);
+  rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
   if (staged && (code = take_home(moe, x, rows, err))) return code;
   const int32_t *ids = staged ? moe->stage.ids : moe->ids;
   if ((code = rm_dispatch_plan_fill(moe->dispatch, moe->plan, ids, rows, err))) return code;
-  if ((code = rm_dispatch_out(moe->dispatch, ctx, moe->plan, staged ? moe->stage.x : x, row_bytes(moe), &here, err))) return code;
+  if ((code = rm_dispatch_out(moe->dispatch, ctx, moe->plan, staged ? moe->stage.x : x, rm_moe_row_bytes(moe), &here, err))) return code;
   if (!staged) compute(moe, ctx, layer, weights, moe->plan->group_rows, here);
   else if ((code = compute_there(moe, ctx, layer, weights, here, err))) return code;
-  if ((code = rm_dispatch_back(moe->dispatch, ctx, moe->plan, here, row_bytes(moe), &choices, err))) return code;
+  if ((code = rm_dispatch_back(moe->dispatch, ctx, moe->plan, here, rm_moe_row_bytes(moe), &choices, err))) return code;
   if (staged) combine_there(moe, ctx, out, choices, rows);
-  else rm_moe_combine(moe, ctx, out, choices, moe->plan->place, moe->spec->hidden_size, rows);
+  else rm_moe_combine(moe, ctx, out, choices, moe->ids, moe->plan->place, moe->spec->hidden_size, rows);
   return RM_OK;
 }

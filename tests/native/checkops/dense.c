@@ -50,27 +50,32 @@ const op_test op_embed = {
     .bench = {{.rows = 512, .n = 2048, .vocab = 32768}, {.rows = 512, .n = 2048, .vocab = 32768, .option = EMBED_PACKED}}};
 
 // ------------------------------------------------------------------------------------------------ gather_rows
-enum { GATHER_IN_ORDER = 1 };
+enum { GATHER_IN_ORDER = 1, GATHER_HOLES = 2 };
 
 // n: words of 16 bits in a row; positions: rows of x.
 static void draw_gather_rows(trial *t) {
   shape *s = &t->s;
   *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025), .n = draw_width(t, t->small ? 131 : 1400), .positions = draw_width(t, 600)};
-  s->option = one_in(t, 3) ? GATHER_IN_ORDER : 0;
+  s->option = (one_in(t, 3) ? GATHER_IN_ORDER : 0) | (one_in(t, 3) ? GATHER_HOLES : 0);
 }
 
 static void build_gather_rows(trial *t) {
   const shape *s = &t->s;
   const size_t row_bytes = (size_t)s->n * sizeof(uint16_t);
   int32_t *from = input(t, "from", s->rows, sizeof *from);
-  for (int64_t r = 0; r < s->rows; r++)
+  int64_t named = 0;
+  for (int64_t r = 0; r < s->rows; r++) {
     from[r] = (int32_t)(s->option & GATHER_IN_ORDER ? r % s->positions : between(t, 0, s->positions - 1));
+    if (s->option & GATHER_HOLES && one_in(t, 3)) from[r] = -1;
+    named += from[r] >= 0;
+  }
   const int64_t before = t->moved_bytes;
   uint16_t *x = input(t, "x", s->positions * s->n, sizeof *x);
   for (int64_t i = 0; i < s->positions * s->n; i++) x[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
   t->moved_bytes = before + s->rows * (int64_t)row_bytes;  // of x the rows that are asked for
-  t->args.gather = (rm_gather_rows_args){
-      .out = output(t, "out", s->rows * s->n, sizeof *x), .x = x, .from = from, .rows = s->rows, .row_bytes = row_bytes};
+  void *out = s->option & GATHER_HOLES ? partial_output(t, "out", s->rows * s->n, sizeof *x, named * s->n)
+                                       : output(t, "out", s->rows * s->n, sizeof *x);
+  t->args.gather = (rm_gather_rows_args){.out = out, .x = x, .from = from, .rows = s->rows, .row_bytes = row_bytes};
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n};
 }
 

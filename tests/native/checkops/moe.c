@@ -1,4 +1,4 @@
-// moe.c: trials of router, permute and combine.
+// moe.c: trials of router, permute, slots and combine.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 
 static int64_t size_of(rm_dtype dtype) { return (int64_t)rm_dtype_bytes(dtype); }
 
-enum { MOE_BIAS = 1, MOE_RENORMALIZE = 2, MOE_EQUAL = 4, MOE_ROUTED = 8 };
+enum { MOE_BIAS = 1, MOE_RENORMALIZE = 2, MOE_EQUAL = 4, MOE_ROUTED = 8, MOE_HOLES = 16 };
 
 static void draw_moe(trial *t) {
   shape *s = &t->s;
@@ -68,7 +68,7 @@ const op_test op_router = {.name = "router",
                            .bench = {{.rows = 32, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE},
                                      {.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE}}};
 
-// ------------------------------------------------------------------------------------------------ permute and combine
+// ------------------------------------------------------------------------------------------------ permute, slots and combine
 // top_k distinct experts for each row, in any order.
 static int32_t *draw_ids(trial *t) {
   const shape *s = &t->s;
@@ -82,6 +82,22 @@ static int32_t *draw_ids(trial *t) {
   return ids;
 }
 
+static void draw_holes(trial *t) {
+  draw_moe(t);
+  if (one_in(t, 3)) t->s.option = MOE_HOLES;
+}
+
+// Some of the n ids become none: whole rows of them, and here and there one. How many are left.
+static int64_t make_holes(trial *t, int32_t *ids, int64_t n) {
+  const shape *s = &t->s;
+  int64_t left = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (s->option & MOE_HOLES && (i / s->top_k % 4 == 1 || one_in(t, 5))) ids[i] = -1 - (int32_t)(i % 3);
+    left += ids[i] >= 0;
+  }
+  return left;
+}
+
 static void moe_limits(trial *t) {
   t->limits = (rm_limits){.max_rows = t->s.rows, .max_k = t->s.n, .max_n = t->s.n, .n_experts = t->s.n_experts, .top_k = t->s.top_k};
 }
@@ -91,9 +107,12 @@ static void build_permute(trial *t) {
   rm_permute_args *a = &t->args.permute;
   const int64_t choices = s->rows * s->top_k;
   *a = (rm_permute_args){.rows = s->rows, .hidden = s->n, .n_experts = s->n_experts, .top_k = s->top_k, .dtype = s->dtype};
-  a->ids = draw_ids(t);
+  int32_t *ids = draw_ids(t);
+  const int64_t n = make_holes(t, ids, choices);
+  a->ids = ids;
   a->x = float_input(t, "x", s->dtype, s->rows * s->n, draw_kind(t, SPOILED));
-  a->x_out = output(t, "x_out", choices * s->n, size_of(s->dtype));
+  a->x_out = s->option & MOE_HOLES ? partial_output(t, "x_out", choices * s->n, size_of(s->dtype), n * s->n)
+                                   : output(t, "x_out", choices * s->n, size_of(s->dtype));
   a->group_rows = output(t, "group_rows", s->n_experts + 1, sizeof *a->group_rows);
   a->place = output(t, "place", choices, sizeof *a->place);
   moe_limits(t);
@@ -103,10 +122,60 @@ static void call_permute(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->
 
 const op_test op_permute = {.name = "permute",
                             .share = 60,
-                            .draw = draw_moe,
+                            .draw = draw_holes,
                             .build = build_permute,
                             .call = call_permute,
                             .bench = {{.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8}}};
+
+// rows: of a home; n_groups: homes; positions: the pitch; group: experts of a rank; head0: the rank.
+static void draw_slots(trial *t) {
+  shape *s = &t->s;
+  const int64_t ranks = PICK(t, 1, 2, 2, 3, 4, 8, 16);
+  *s = (shape){.rows = draw_rows(t, t->small ? 9 : 130), .n_groups = one_in(t, 3) ? 1 : ranks, .group = PICK(t, 1, 2, 3, 7, 8, 16, 33)};
+  s->n_experts = ranks * s->group;
+  s->top_k = rm_min64(PICK(t, 1, 2, 3, 4, 6, 8, 8, 16, RM_MAX_TOP_K), s->n_experts);
+  s->positions = s->rows + PICK(t, 0, 0, 1, 2, 9);
+  s->head0 = between(t, 0, ranks - 1);
+  s->option = one_in(t, 2) ? MOE_HOLES : 0;
+}
+
+static void build_slots(trial *t) {
+  const shape *s = &t->s;
+  const int64_t choices = s->rows * s->top_k, pitch = choices + (t->timed ? 0 : between(t, 0, 9));
+  int32_t *ids = input(t, "ids", s->n_groups * pitch, sizeof *ids), *all = malloc((size_t)s->n_experts * sizeof *all);
+  for (int64_t e = 0; e < s->n_experts; e++) all[e] = (int32_t)e;
+  for (int64_t i = 0; i < s->n_groups * pitch; i++) ids[i] = 0;   // between homes: ids, but nobody's
+  for (int64_t home = 0; home < s->n_groups; home++) {
+    for (int64_t r = 0; r < s->rows; r++) {
+      shuffle(t, all, s->n_experts);
+      memcpy(ids + home * pitch + r * s->top_k, all, (size_t)s->top_k * sizeof *ids);
+    }
+    make_holes(t, ids + home * pitch, choices);
+  }
+  free(all);
+  t->args.slots = (rm_slots_args){
+      .place = output(t, "place", s->n_groups * choices, sizeof *ids),
+      .own = output(t, "own", s->n_groups * s->positions * rm_slots_each(s->top_k, s->group), sizeof *ids),
+      .ids = ids,
+      .homes = s->n_groups,
+      .home_rows = s->rows,
+      .pitch = s->positions,
+      .ids_pitch = pitch,
+      .top_k = s->top_k,
+      .experts_each = s->group,
+      .rank = s->head0,
+  };
+  moe_limits(t);
+}
+
+static void call_slots(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->slots(ctx, &t->args.slots); }
+
+const op_test op_slots = {.name = "slots",
+                          .share = 2,
+                          .draw = draw_slots,
+                          .build = build_slots,
+                          .call = call_slots,
+                          .bench = {{.rows = 64, .n_groups = 8, .positions = 65, .n_experts = 128, .top_k = 8, .group = 16, .head0 = 3}}};
 
 static void build_combine(trial *t) {
   const shape *s = &t->s;

@@ -1,0 +1,167 @@
+// slots.c: the block between ranks where nobody has to know how many rows go where. Every exchange has the size that the step's rows
+// ask for at most, whatever was chosen, so nothing is counted, the host touches nothing, and a step can be recorded and replayed with
+// other choices. What that costs are bytes that say nothing, and so it is for few rows (rm_model_options.static_rows).
+//
+//   travel   rows of all homes with their ids go to all ranks; each rank sorts those for its experts, computes them, and gives each
+//            home its rows' outputs in slots
+//   stay     all ranks have all rows; the outputs' columns go to all ranks, in slots
+//
+// A slot is a row's and one of the choices that it can have among a rank's experts, min(top_k, experts of the rank) of them: the home
+// and the rank work them out from the same ids, each for itself, and an empty slot is not looked at. Rows that travel go once to every
+// rank, whichever dispatcher was asked for: with sizes for the worst case, sending a row to the ranks of its experts alone would
+// leave them as many slots as this, and choice by choice top_k times more.
+#include "model/moe/moe.h"
+
+enum { ID_BYTES = sizeof(int32_t) };
+
+// Ids stand behind a home's rows, in as many rows more as they take.
+static int64_t ids_rows(const rm_spec *spec, size_t row, int64_t home_rows) {
+  const int64_t bytes = home_rows * spec->top_k * ID_BYTES;
+  return (bytes + (int64_t)row - 1) / (int64_t)row;
+}
+
+// Rows whose bytes are no multiple of an id's come in pairs.
+static int64_t whole(size_t row, int64_t rows) { return rm_round_up(rows, row % ID_BYTES ? 2 : 1); }
+
+rm_slot_sizes rm_slot_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows) {
+  const size_t row = (size_t)spec->hidden_size * rm_dtype_bytes(dtype);
+  const int64_t home_rows = whole(row, (rows + mesh->tp - 1) / mesh->tp);
+  return (rm_slot_sizes){.home_rows = home_rows,
+                         .pitch = whole(row, home_rows + ids_rows(spec, row, home_rows)),
+                         .each = rm_slots_each(spec->top_k, spec->n_experts / mesh->ep)};
+}
+
+size_t rm_slots_exchanged(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows) {
+  const rm_slot_sizes sizes = rm_slot_sizes_of(spec, mesh, dtype, rows);
+  const int64_t units = (spec->hidden_size + RM_SHARD_WIDTH - 1) / RM_SHARD_WIDTH, columns = (units + mesh->tp - 1) / mesh->tp;
+  const int64_t travel = rm_max64(sizes.pitch, sizes.home_rows * sizes.each) * spec->hidden_size;
+  const int64_t stay = rows * sizes.each * rm_max64(columns * RM_SHARD_WIDTH, (spec->hidden_size + mesh->ep - 1) / mesh->ep);
+  return (size_t)(mesh->ep * rm_max64(travel, stay)) * rm_dtype_bytes(dtype);
+}
+
+rm_code rm_moe_slots_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err) {
+  rm_moe_slots *slots = &moe->slots;
+  slots->mesh = *mesh;
+  slots->rows = rm_min64(static_rows, moe->max_rows);
+  if (!slots->rows || moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
+  const rm_slot_sizes most = rm_slot_sizes_of(moe->spec, mesh, moe->dtype, slots->rows);
+  const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
+  const rm_code code = rm_mirror_create(moe->device, bytes, "ids of no rows", &slots->none, err);
+  if (code) return code;
+  memset(slots->none.here, 0xff, bytes);
+  rm_mirror_put(&slots->none, slots->none.here, bytes);
+  return RM_OK;
+}
+
+void rm_moe_slots_fields(rm_moe *moe, rm_field fields[RM_SLOT_FIELDS]) {
+  rm_moe_slots *slots = &moe->slots;
+  const rm_slot_sizes most = rm_moe_slots_most(moe);
+  const size_t row = rm_moe_row_bytes(moe), travels = rm_moe_takes_home_rows(moe), homes = travels ? (size_t)slots->mesh.ep : 1;
+  const size_t rows = !slots->rows ? 0 : travels ? (size_t)most.pitch : (size_t)slots->rows, n = homes * rows * (size_t)most.each;
+  const rm_field list[RM_SLOT_FIELDS] = {
+      {&slots->all, travels ? homes * rows : 0, row},
+      {&slots->own, n, ID_BYTES},
+      {&slots->from, n, ID_BYTES},
+      {&slots->group_rows, rows ? (size_t)moe->here->experts.n + 1 : 0, ID_BYTES},
+      {&slots->back, n, row},
+  };
+  memcpy(fields, list, sizeof list);
+}
+
+// x: `homes` times `pitch` rows, of which the first home_rows have ids. Their outputs go to `back`, [homes][pitch][each].
+static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x,
+                    const rm_slots_args *slots) {
+  rm_moe_slots *here = &moe->slots;
+  const int64_t each = rm_slots_each(slots->top_k, slots->experts_each), rows = slots->homes * slots->pitch;
+  const int64_t most = slots->homes * slots->home_rows * each;
+  const rm_permute_args permute = {.x_out = moe->sorted,
+                                   .group_rows = here->group_rows,
+                                   .place = here->from,
+                                   .x = x,
+                                   .ids = here->own,
+                                   .rows = rows,
+                                   .hidden = moe->spec->hidden_size,
+                                   .n_experts = slots->experts_each,
+                                   .top_k = each,
+                                   .dtype = moe->dtype};
+  const rm_gather_rows_args gather = {here->back, moe->sorted, here->from, rows * each, rm_moe_row_bytes(moe)};
+  rm_gemm_args up = rm_moe_up(moe, layer, weights, here->group_rows, most), down = rm_moe_down(moe, layer, weights, here->group_rows, most);
+  if (!most) return;
+  up.x = down.y = moe->sorted;
+  up.y = moe->inner;
+  down.x = moe->inner;
+  moe->kernels->slots(ctx, slots);
+  moe->kernels->permute(ctx, &permute);
+  moe->kernels->gemm_swiglu(ctx, &up);
+  moe->kernels->gemm(ctx, &down);
+  moe->kernels->gather_rows(ctx, &gather);
+}
+
+static rm_slots_args slots_of(const rm_moe *moe, const int32_t *ids, int64_t homes, int64_t home_rows, int64_t pitch, int64_t ids_pitch) {
+  return (rm_slots_args){.place = moe->place,
+                         .own = moe->slots.own,
+                         .ids = ids,
+                         .homes = homes,
+                         .home_rows = home_rows,
+                         .pitch = pitch,
+                         .ids_pitch = ids_pitch,
+                         .top_k = moe->spec->top_k,
+                         .experts_each = moe->here->experts.n,
+                         .rank = rm_comm_rank(moe->ep)};
+}
+
+rm_code rm_moe_slots_stay(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard, const rm_layer_params *layer, const char *weights,
+                          const char *x, int64_t rows, rm_error *err) {
+  const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
+  const size_t row = rm_moe_row_bytes(moe), mine = (size_t)columns[shard->me].n * shard->elem;
+  const rm_slots_args slots = slots_of(moe, moe->ids, 1, rows, rows, rows * moe->spec->top_k);
+  const int64_t n = rows * rm_slots_each(slots.top_k, slots.experts_each);
+  compute(moe, ctx, layer, weights, x, &slots);
+  for (int r = 0; r < shard->size; r++) {
+    moe->send[r] = (rm_block){moe->slots.back + (size_t)columns[r].first * shard->elem, n, (size_t)columns[r].n * shard->elem, row};
+    moe->recv[r] = (rm_block){moe->part + (size_t)(r * n) * mine, n, mine, mine};
+  }
+  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
+}
+
+// Each home's rows and ids, in its own place of `all`, to all.
+static rm_code gather_homes(rm_moe *moe, int64_t pitch, rm_error *err) {
+  const size_t row = rm_moe_row_bytes(moe), bytes = (size_t)pitch * row;
+  char *mine = moe->slots.all + (size_t)rm_comm_rank(moe->ep) * bytes;
+  for (int r = 0; r < rm_comm_size(moe->ep); r++) {
+    moe->send[r] = (rm_block){mine, pitch, row, row};
+    moe->recv[r] = (rm_block){moe->slots.all + (size_t)r * bytes, pitch, row, row};
+  }
+  return rm_comm_exchange(moe->ep, RM_COMM_GATHER, moe->send, moe->recv, err);
+}
+
+// Every home's outputs to it, where the inputs were sorted: these are not needed again.
+static rm_code give_back(rm_moe *moe, rm_slot_sizes sizes, rm_error *err) {
+  const size_t row = rm_moe_row_bytes(moe);
+  const int64_t n = sizes.home_rows * sizes.each;
+  for (int r = 0; r < rm_comm_size(moe->ep); r++) {
+    moe->send[r] = (rm_block){moe->slots.back + (size_t)(r * sizes.pitch * sizes.each) * row, n, row, row};
+    moe->recv[r] = (rm_block){moe->sorted + (size_t)(r * n) * row, n, row, row};
+  }
+  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
+}
+
+rm_code rm_moe_slots_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
+                            int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+  const rm_slot_sizes sizes = rm_slot_sizes_of(moe->spec, &moe->slots.mesh, moe->dtype, most_rows);
+  const int64_t top_k = moe->spec->top_k, me = rm_comm_rank(moe->ep), empty = sizes.home_rows - rows;
+  const size_t row = rm_moe_row_bytes(moe), ids_at = (size_t)sizes.home_rows * row;
+  char *mine = moe->slots.all + (size_t)(me * sizes.pitch) * row;
+  int32_t *ids = (int32_t *)(mine + ids_at);
+  rm_code code;
+  rm_moe_route(moe, ctx, layer, weights, x, ids, rows, routed, routed_stride);
+  rm_device_copy(moe->device, mine, x, (size_t)rows * row);
+  rm_device_copy(moe->device, ids + rows * top_k, moe->slots.none.there, (size_t)(empty * top_k) * ID_BYTES);
+  if ((code = gather_homes(moe, sizes.pitch, err))) return code;
+  const rm_slots_args slots = slots_of(moe, (const int32_t *)(moe->slots.all + ids_at), moe->slots.mesh.ep, sizes.home_rows, sizes.pitch,
+                                       sizes.pitch * (int64_t)row / ID_BYTES);
+  compute(moe, ctx, layer, weights, moe->slots.all, &slots);
+  if ((code = give_back(moe, sizes, err))) return code;
+  rm_moe_combine(moe, ctx, out, moe->sorted, ids, moe->place + me * sizes.home_rows * top_k, moe->spec->hidden_size, rows);
+  return RM_OK;
+}
