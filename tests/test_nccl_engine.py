@@ -268,8 +268,7 @@ def test_a_fault_ends_the_engine_and_says_so(
         gpu = make(MOE, rm.Mesh(tp=2, ep=2))
         gpu.sync_weights(state, cast=True)
         with pytest.raises(kind, match=words):
-            for _ in range(20):
-                seen(gpu)
+            gpu.generate(PROMPTS * 8, rm.SamplingParams(max_tokens=60, seed=1, ignore_eos=True), use_tqdm=False)
         with pytest.raises((rm.RankLostError, kind)):
             gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
         gpu.close()

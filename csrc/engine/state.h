@@ -77,7 +77,7 @@ struct rm_engine {
   size_t kv_bytes;
   int64_t max_out_rows, ld_logits;
   int64_t max_draws;            // tokens of one call of the sample op
-  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU. One where the ranks are the same
+  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU. May be one (peers.c)
   rm_team *team;
   rm_params *params;
   rm_model *model;
@@ -144,8 +144,8 @@ rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);      
 // peers.c
 rm_code rm_join_peers(rm_engine *engine, rm_error *err);           // makes tp_there and ep_there
 void rm_leave_peers(rm_engine *engine);
-rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued, and so for other ranks. A step waits no other way
-rm_code rm_compare_calls(rm_engine *engine, rm_error *err);        // of groups whose calls compare nothing themselves; all ranks, once a step
+rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued: a step waits in no other way
+rm_code rm_compare_calls(rm_engine *engine, rm_error *err);        // which compare nothing themselves; all ranks, once a step
 void rm_abandon_peers(rm_engine *engine, rm_code why);             // all groups of this rank are dead
 void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out);
 

@@ -330,8 +330,7 @@ static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device
   rm_error *said = err ? err : &own;
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
-  const rm_code code =
-      watched ? wait_for(comms, n, device, mark, within_clock(timeout), said) : wait_alone(comms, n, device, mark, said);
+  const rm_code code = watched ? wait_for(comms, n, device, mark, within_clock(timeout), said) : wait_alone(comms, n, device, mark, said);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
