@@ -302,7 +302,7 @@ def failing(rank: Rank) -> Any:
         os.environ.pop(name, None)
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
-        return {"told": told, "again": again, "seconds": seconds, "next": answers(generator)}
+        return {"told": told, "again": again, "seconds": seconds, "next": digest(*generator.logits(PROMPTS))}
 
 
 def interrupted(rank: Rank) -> Any:

@@ -113,27 +113,28 @@ def seen(generator: rm.Generator) -> Any:
 WIDE = helpers.tiny_config(num_attention_heads=8, num_key_value_heads=4, vocab_size=600)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "config, mesh, changes",
     [
         (DENSE, rm.Mesh(tp=2), {}),
-        (DENSE, rm.Mesh(tp=2), {"sequence_parallel": True, "device": "cuda:0"}),
+        (DENSE, rm.Mesh(tp=2), {"sequence_parallel": True, "device": "cuda:0", "dtype": "float32"}),
         (WIDE, rm.Mesh(tp=4), {}),
+        (WIDE, rm.Mesh(tp=4), {"dtype": "float32"}),
         (DENSE, rm.Mesh(dp=2), {}),
         (MOE, rm.Mesh(tp=2), {}),
         (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "alltoall"}),
         (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "allgather_reducescatter"}),
         (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}),
-        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce", "sequence_parallel": True}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce", "sequence_parallel": True, "dtype": "float32"}),
         (MOE, rm.Mesh(tp=2, dp=2, ep=4), {"sequence_parallel": True}),
+        (MOE, rm.Mesh(tp=2, dp=2, ep=4), {"ep_backend": "allgather_reducescatter", "dtype": "float32"}),
         (MOE, rm.Mesh(dp=2, ep=2), {"ep_backend": "allgather_reducescatter"}),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) and "model_type" in value else str(value),
 )
-def test_a_mesh_gives_one_ranks_bits(make: Make, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any], dtype: str) -> None:
+def test_a_mesh_gives_one_ranks_bits(make: Make, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]) -> None:
     state = helpers.numpy_state_dict(config, seed=1)
-    cpu, gpu = make(config, dtype=dtype), make(config, mesh, dtype=dtype, **changes)
+    cpu, gpu = make(config, dtype=changes.get("dtype", "bfloat16")), make(config, mesh, **changes)
     found = []
     for generator in (cpu, gpu):
         generator.sync_weights(state, cast=True)
@@ -300,19 +301,20 @@ def family_aside(answer: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "about": answer["about"].replace("family='cuda_fma'", "family='x86'")}
 
 
-# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued, so that the others are in its kernel;
-# and the same while one of them hands logits to its caller.
+# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued; in a kernel of the forward, or of what
+# comes last in a step, that never ends. In the last three the others stand in the kernel.
 KILLED = {
     "in a step": {"where": "generate", "calls": 9, "delay": 0.004},
     "between steps": {"where": "generate", "calls": 5},
     "in a call": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_GROUP": "1:60:7"}},
-    "in a kernel": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}},
+    "in a kernel of the forward": {"where": "generate", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:8"}},
+    "in a kernel at the end": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}},
 }
 LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
 
 
 @pytest.mark.parametrize("how", KILLED)
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 1, 2)], ids=str)
 def test_a_rank_that_is_killed_is_named(ranks: Run, alone: Callable[..., Any], simt: Path, mesh: tuple[int, int, int], how: str) -> None:
     options = {**LONG, "ep_backend": "local_allreduce"}
     got = ranks("lost", mesh, model="moe", victim=1, signal=int(signal.SIGKILL), options=options, **KILLED[how])
@@ -323,7 +325,7 @@ def test_a_rank_that_is_killed_is_named(ranks: Run, alone: Callable[..., Any], s
 def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: Path) -> None:
     """A copy to memory that is not pinned waits inside the driver, where nobody looks for lost ranks: what it would wait for is waited for
     before."""
-    job = {"where": "logits", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:9"}}
+    job = {"where": "logits", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:13"}}
     got = ranks("lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGKILL), options=LONG, **job)
     check_lost(got, 1, within=SOON)
 
@@ -350,7 +352,7 @@ def test_a_fault_of_one_process_is_an_error_on_all(
     for rank in got:
         assert rank["again"] in kinds
         assert rank["seconds"] < SOON
-        assert rank["next"]["tokens"] == alone("bits", "moe")[0]["tokens"]
+        assert rank["next"] == alone("bits", "moe")[0]["logits"]
 
 
 def test_a_rank_that_stops_is_timed_out(ranks: Run, simt: Path) -> None:
