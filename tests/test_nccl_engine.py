@@ -355,6 +355,14 @@ def test_a_fault_of_one_process_is_an_error_on_all(
         assert rank["next"] == alone("bits", "moe")[0]["logits"]
 
 
+def test_a_device_that_fails_is_heard_of_where_replicas_meet(ranks: Run, simt: Path) -> None:
+    """Ranks that exchange nothing in a step, by way of the host: who has lost its device gives the mesh up, and is not waited for."""
+    job = {"victims": {"ROLLMESH_SIMT_FAULT": "900"}, "transport": "shm", "timeout": 60.0, "options": LONG}
+    got = results(ranks("failing", (1, 2, 1), model="dense", victim=1, **job))
+    assert [rank["told"][0] for rank in got] == ["RankLostError", "DeviceError"]
+    assert all(rank["seconds"] < SOON for rank in got)
+
+
 def test_a_rank_that_stops_is_timed_out(ranks: Run, simt: Path) -> None:
     job = {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}, "options": LONG, "timeout": 2.0}
     got = ranks("lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGSTOP), **job)
