@@ -134,13 +134,15 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   rm_ranks_options options = {0};
   if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
   int failed = -1;
-  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL, *library = NULL, *family = NULL;
+  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL, *library = NULL, *family = NULL, *nccl = NULL, *gpu = NULL;
   if (choose_mesh(module, object, &options.mesh)) goto out;
   if (!(backend = PyObject_GetAttrString(object, "ep_backend")) || choose_dispatcher(module, backend, &options.dispatcher)) goto out;
   if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.engine.dtype)) goto out;
   if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.engine.kernels)) goto out;
   if (!(library = PyObject_GetAttrString(object, "cuda_library")) || optional_text(library, &options.cuda_library)) goto out;
   if (!(family = PyObject_GetAttrString(object, "cuda_family")) || optional_text(family, &options.cuda_family)) goto out;
+  if (!(nccl = PyObject_GetAttrString(object, "nccl_library")) || optional_text(nccl, &options.engine.nccl_library)) goto out;
+  if (!(gpu = PyObject_GetAttrString(object, "nccl_gpu")) || optional_text(gpu, &options.engine.nccl_gpu)) goto out;
   if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
   if (rm_array_ids(module, eos, "eos_token_ids", &options.engine.eos_ids, &options.engine.n_eos)) goto out;
   if (ends != Py_None) {
@@ -158,6 +160,8 @@ out:
   Py_XDECREF(backend);
   Py_XDECREF(library);
   Py_XDECREF(family);
+  Py_XDECREF(nccl);
+  Py_XDECREF(gpu);
   Py_XDECREF(dtype);
   Py_XDECREF(isa);
   Py_XDECREF(eos);

@@ -16,7 +16,7 @@ extern "C" {
 
 typedef enum rm_device_status {
   RM_DEVICE_OK = 0,
-  RM_DEVICE_BUSY,           // of poll alone: there is work left
+  RM_DEVICE_BUSY,           // of poll and reached alone: there is work left
   RM_DEVICE_NO_MEMORY,      // the device lives, and nothing has changed
   RM_DEVICE_FAULT,          // a launch or a kernel failed
 } rm_device_status;
@@ -48,9 +48,10 @@ typedef struct rm_device {
   void (*zero)(void *self, void *at, size_t pitch, size_t width, size_t rows);
 
   // mark: a place in the queue, under a number below RM_DEVICE_MARKS; reach: waits until all before it is done, at once where it was
-  // never set. wait: until all is done. poll: whether all is done.
+  // never set; reached: whether it is. wait: until all is done. poll: whether all is done.
   void (*mark)(void *self, int number);
   rm_device_status (*reach)(void *self, int number);
+  rm_device_status (*reached)(void *self, int number);
   rm_device_status (*wait)(void *self);
   rm_device_status (*poll)(void *self);
 

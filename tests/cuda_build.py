@@ -21,7 +21,7 @@ from typing import NamedTuple
 from native_build import ROOT, run
 
 SIMT = ROOT / "tests" / "simt"
-INCLUDE = ["-Ikernels", "-Ikernels/cpu", "-Ikernels/cuda", f"-I{SIMT}"]
+INCLUDE = ["-Ikernels", "-Ikernels/cpu", "-Ikernels/cuda", f"-I{SIMT}", f"-I{ROOT / 'tests' / 'native'}"]
 CPU_FLAGS = ["-std=c++20", "-O2", "-g1", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wshadow", "-Werror"]
 CPU_FLAGS += [
     "-Wno-unknown-pragmas",

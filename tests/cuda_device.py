@@ -76,6 +76,7 @@ class Table(Structure):
         ("zero", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
         ("mark", CFUNCTYPE(None, c_void_p, c_int)),
         ("reach", CFUNCTYPE(c_int, c_void_p, c_int)),
+        ("reached", CFUNCTYPE(c_int, c_void_p, c_int)),
         ("wait", CFUNCTYPE(c_int, c_void_p)),
         ("poll", CFUNCTYPE(c_int, c_void_p)),
         ("record", CFUNCTYPE(c_int, c_void_p)),

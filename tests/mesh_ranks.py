@@ -2,7 +2,8 @@
 each job is a fork of it per rank, so that a mesh of processes costs milliseconds to start.
 
     python tests/mesh_ranks.py shm|torch      a job a line on stdin, its answer a line on stdout, both JSON
-    job       {"do": name of a scenario below (or "of" a module), "mesh": [tp, dp, ep], "order": ranks as they are forked, …}
+    job       {"do": name of a scenario below (or "of" a module), "mesh": [tp, dp, ep], "order": ranks as they are forked,
+              "environment": of all ranks, "victims": of the victim alone, "limit": seconds, …}
     answer    for each rank {"status": of its process, "result": of the scenario, "error": [type, message], "at": when it had it}
 
 A rank that hangs is killed at LIMIT, and its status says so. Times are of time.monotonic, which all processes share.
@@ -63,11 +64,16 @@ class Rank:
         self.n_comms = 0
 
     def comm(self) -> rm.comm.Comm | None:
-        timeout = self.job.get("timeout", 60.0)
         self.n_comms += 1
-        if self.job["transport"] == "none":
+        _, nccl, host = self.job["transport"].rpartition("nccl over ")
+        made = self.host(host)
+        return rm.comm.nccl(made, os.environ.get("NCCL_LIBRARY")) if nccl and not (self.victim and self.job.get("without")) else made
+
+    def host(self, transport: str) -> rm.comm.Comm | None:
+        timeout = self.job.get("timeout", 60.0)
+        if transport == "none":
             return None
-        if self.job["transport"] == "shm":
+        if transport == "shm":
             return rm.comm.shm(f"{self.job['name']}.{self.n_comms}", self.rank, self.world, timeout)
         from torch import distributed
 
@@ -251,12 +257,14 @@ def lost(rank: Rank) -> Any:
             file.write(repr(time.monotonic()))
         rank.end_itself()
 
-    method = {"prefill": "step", "generate": "step", "sync": "sync_push", "commit": "sync_commit", "settle": "_settle"}[where]
+    method = {"sync": "sync_push", "commit": "sync_commit", "settle": "_settle"}.get(where, "step")
     rank.after(rank.job.get("calls", 3), method, end if delay is None else lambda: threading.Timer(delay, end).start())
     params = {"prefill": rm.SamplingParams(max_tokens=1, seed=3), "generate": ENDLESS}.get(where, SAMPLED)
     try:
         while True:
-            if method in ("step", "_settle"):
+            if where == "logits":
+                generator.logits(PROMPTS)
+            elif method in ("step", "_settle"):
                 generator.generate(PROMPTS, params, use_tqdm=False)
             else:
                 generator.sync_weights(rank.source(0.5), cast=True)
@@ -271,6 +279,30 @@ def lost(rank: Rank) -> Any:
     version, steps, start = generator.version, generator.metrics()["steps"], time.monotonic()
     generator.close()
     return {"told": told, "at": at, "again": again, "version": version, "steps": steps, "close": time.monotonic() - start}
+
+
+def failing(rank: Rank) -> Any:
+    """What the environment does to the victim: what each rank raises, now and at the call after, and how long the first took; then what
+    another generator answers without it."""
+    generator, start = rank.make(), time.monotonic()
+    try:
+        generator.sync_weights(rank.source(), cast=True)
+        start = time.monotonic()
+        while True:
+            generator.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    except rm.Error as error:
+        told, seconds = [type(error).__name__, str(error)], time.monotonic() - start
+    try:
+        generator.generate([[1]], SAMPLED, use_tqdm=False)
+        again = None
+    except rm.Error as error:
+        again = type(error).__name__
+    generator.close()
+    for name in rank.job["victims"]:
+        os.environ.pop(name, None)
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        return {"told": told, "again": again, "seconds": seconds, "next": digest(*generator.logits(PROMPTS))}
 
 
 def interrupted(rank: Rank) -> Any:
@@ -402,6 +434,7 @@ def calls_in_a_row(rank: Rank) -> Any:
 # -------------------------------------------------------------------------------------------------- the server
 def child(job: Job, rank: int, out: int) -> None:
     answer: dict[str, Any] = {"result": None, "error": None}
+    os.environ.update(job.get("environment", {}) | (job.get("victims", {}) if job.get("victim") == rank else {}))
     try:
         scenarios = vars(importlib.import_module(job["of"])) if "of" in job else globals()
         answer["result"] = scenarios[job["do"]](Rank(job, rank))
@@ -441,7 +474,7 @@ def run(job: Job) -> list[Any]:
 
 def gather(job: Job, started: dict[int, tuple[int, int]]) -> list[Any]:
     texts = dict.fromkeys(started, b"")
-    waiting, deadline = set(started), time.monotonic() + LIMIT
+    waiting, deadline = set(started), time.monotonic() + job.get("limit", LIMIT)
     while waiting:
         if waiting == {job.get("victim")}:  # all others are done
             os.write(job["hold"], b"x")

@@ -237,6 +237,39 @@ def test_marks_are_reached_in_any_order(device: Device) -> None:
     assert seen(host, 1024) == b"\x77" * 1024
 
 
+def test_a_mark_can_be_asked_after(device: Device) -> None:
+    block, host, source = device.map(2048), device.pin(1024), device.pin(2048)
+    for number in range(MARKS):
+        assert device.reached(number) == OK  # never set
+    assert device.wait() == OK
+    ctypes.memset(source, 0x77, 1024)
+    device.put(block, source, 1024)
+    device.get(host, block, 1024)
+    device.mark(1)
+    device.put(block + 1024, source, 1024)
+    device.mark(2)
+    statuses = [device.reached(1)]
+    while statuses[-1] == BUSY:
+        statuses.append(device.reached(1))
+    assert statuses[-1] == OK
+    assert seen(host, 1024) == b"\x77" * 1024
+    while device.reached(2) == BUSY:
+        pass
+    assert device.reached(2) == device.poll() == OK
+
+
+def test_what_stands_behind_a_mark_is_not_asked_after(simt: Library) -> None:
+    """The stand-in does one step whenever it is asked."""
+    with simt.open() as device:
+        block, source = device.map(64), device.pin(64)
+        assert device.wait() == OK
+        device.put(block, source, 64)
+        device.mark(0)
+        device.put(block, source, 64)
+        assert [device.reached(0), device.reached(0)] == [BUSY, OK]
+        assert [device.poll(), device.poll()] == [BUSY, OK]
+
+
 def test_poll_ends(device: Device) -> None:
     block, host = device.map(1 << 20), device.pin(1 << 20)
     assert device.wait() == OK  # for the zeros of the block
@@ -397,7 +430,8 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         out = ctypes.c_void_p()
         assert device.table.map(device.table.self, 4, ctypes.byref(out)) == FAULT
         assert device.table.pin(device.table.self, 4, ctypes.byref(out)) == FAULT
-        for status in (device.wait(), device.poll(), device.reach(0), device.reach(3), device.record(), device.recorded()[0]):
+        marks = (device.reach(0), device.reached(0), device.reach(3))
+        for status in (device.wait(), device.poll(), *marks, device.record(), device.recorded()[0]):
             assert status == FAULT
         assert device.available() == 0
         assert device.message() == first

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import helpers
 import pytest
 from native_build import ROOT, standin
 from test_native import passes
@@ -22,6 +23,7 @@ from test_native import passes
 import rollmesh as rm
 from rollmesh import comm as comms
 from rollmesh import nccl
+from rollmesh.devices import Device
 
 Build = Callable[..., Path]
 WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -141,58 +143,77 @@ def host() -> comms.Shm:
     return rm.comm.shm("rollmesh-test-nccl", 0, 2)
 
 
-@pytest.mark.parametrize("group", [None, "shm", 3])
+@pytest.mark.parametrize("group", ["shm", 3])
 def test_a_group_of_the_host_is_wanted(group: object) -> None:
-    with pytest.raises(rm.ConfigError, match=r"wanted a comm of the host: rm.comm.shm\(…\) or rm.comm.torch\(…\)"):
+    with pytest.raises(rm.ConfigError, match=r"wanted a comm of the host: rm.comm.shm\(…\), rm.comm.torch\(…\), or None"):
         rm.comm.nccl(group)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:", "cuda:-1", "cuda:0 ", "cuda:1000", 0, None])
-def test_a_device_of_cuda_is_wanted(device: object) -> None:
-    with pytest.raises(rm.ConfigError, match="wanted 'cuda' or 'cuda:0'"):
-        rm.comm.nccl(host(), device)  # type: ignore[arg-type]
+def test_it_wraps_a_comm_once(stand_in: str) -> None:
+    made = rm.comm.nccl(host(), stand_in)
+    assert (made.rank, made.world, made.timeout, made.library.path) == (0, 2, 600.0, stand_in)
+    with pytest.raises(rm.ConfigError, match="wanted a comm of the host"):
+        rm.comm.nccl(made, stand_in)
 
 
-def test_what_this_machine_lacks_is_said() -> None:
-    if has_driver():
-        pytest.skip("there is a driver here")
-    with pytest.raises(rm.ConfigError, match=r"this build of rollmesh has no kernels for GPUs|no NVIDIA driver is here"):
-        rm.comm.nccl(host())
+def test_no_nccl_is_said_before_there_is_a_generator(tmp_path: Path) -> None:
+    with pytest.raises(rm.ConfigError, match="no NCCL can be loaded"):
+        rm.comm.nccl(host(), tmp_path / "libnccl.so.2")
+
+
+@pytest.mark.parametrize("group", [None, host()])
+def test_it_is_of_gpus(stand_in: str, group: comms.Shm | None) -> None:
+    made = rm.comm.nccl(group, stand_in)
+    with pytest.raises(rm.ConfigError, match=r"device = 'cpu' with rm.comm.nccl\(…\), wanted device = 'cuda'"):
+        rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), mesh=rm.Mesh(tp=2), comm=made)
+
+
+def test_a_device_is_refused_in_the_generators_words(stand_in: str) -> None:
+    with pytest.raises(rm.ConfigError, match="wanted 'cpu', 'cuda' or 'cuda:N'"):
+        rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), device="cuda:", mesh=rm.Mesh(tp=2), comm=rm.comm.nccl(None, stand_in))
 
 
 @pytest.fixture
-def pretended(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> comms.Nccl:
-    """As where there is a GPU."""
-    monkeypatch.setattr(comms, "_check_cuda", lambda index: None)
-    return rm.comm.nccl(host(), "cuda:1", stand_in)
+def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
 
 
-def test_what_the_engine_needs_is_there(pretended: comms.Nccl, stand_in: str) -> None:
-    assert (pretended.rank, pretended.world, pretended.timeout, pretended.device) == (0, 2, 600.0, "cuda:1")
-    assert pretended.library.path == stand_in
-    with pytest.raises(rm.ConfigError, match="wanted a comm of the host"):
-        rm.comm.nccl(pretended)
+def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
+    """What the environment says when all have told (NCCL, GPU)."""
+    rm.comm.nccl(host(), stand_in).hears([{"NCCL": version, "GPU": gpu} for version, gpu in everyone])
+    return os.environ[nccl.SHARES_GPU_VARIABLE]
 
 
-def test_no_generator_takes_it_yet(pretended: comms.Nccl) -> None:
-    import helpers
+def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = [("2.32.3", f"here {i}") for i in range(3)]
+    assert heard(stand_in, apart) == "0"
+    with pytest.raises(rm.MeshMismatchError, match=r"rank 2 has NCCL = 2.30.3, rank 0 2.32.3"):
+        heard(stand_in, [*apart[:2], ("2.30.3", "here 2")])
+    assert heard(stand_in, [*apart[:2], apart[1]]) == "1"
+    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    monkeypatch.setenv("STANDIN_VERSION", "22907")
+    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "0"  # which the engine refuses (tests/test_nccl_engine.py)
 
-    with pytest.raises(rm.ConfigError, match="comm is for the memory of cuda:1, and no engine takes it yet"):
-        rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), mesh=rm.Mesh(tp=2), comm=pretended)
+
+@pytest.mark.parametrize(
+    "ordinal, world, found", [(-1, 2, "0"), (-1, 8, "0"), (-1, 9, "1"), (3, 1, "0"), (3, 2, "1")], ids=lambda value: str(value)
+)
+def test_threads_on_one_gpu(
+    stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch, ordinal: int, world: int, found: str
+) -> None:
+    monkeypatch.setattr(rm._core, "cuda_count", lambda library: 8)
+    where = Device("library", ordinal)
+    assert rm.comm.nccl(None, stand_in).place(where, rm.Mesh(tp=world)) == where
+    assert os.environ[nccl.SHARES_GPU_VARIABLE] == found
 
 
-def test_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE, raising=False)
-    apart = [{"NCCL": "2.29.7", "GPU": f"here {i}"} for i in range(3)]
-    comms.check_gpus(apart)
-    assert nccl.SHARES_GPU_VARIABLE not in os.environ
-    with pytest.raises(rm.MeshMismatchError, match=r"rank 2 has NCCL = 2.30.3, rank 0 2.29.7"):
-        comms.check_gpus([*apart[:2], {"NCCL": "2.30.3", "GPU": "here 2"}])
-    with pytest.raises(rm.ConfigError, match=r"ranks 1 and 2 have one GPU, which NCCL 2.29.7 does not allow, wanted 2.30.3 or later"):
-        comms.check_gpus([*apart[:2], apart[1]])
-    comms.check_gpus([{"NCCL": "2.30.3", "GPU": "here 0"}] * 2)
-    assert os.environ[nccl.SHARES_GPU_VARIABLE] == "1"
-    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
+def test_a_process_has_the_gpu_of_its_number(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rm._core, "cuda_count", lambda library: 2)
+    for rank, wanted in ((0, 0), (1, 1), (2, 0)):
+        made = rm.comm.nccl(rm.comm.shm("rollmesh-test-nccl", rank, 3), stand_in)
+        assert made.place(Device("library", -1), rm.Mesh(tp=3)).cuda_ordinal == wanted
+        assert made.gpu == comms._gpu_name(wanted)
+        assert made.place(Device("library", 1), rm.Mesh(tp=3)).cuda_ordinal == 1
 
 
 def test_a_gpu_has_one_name_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .zero = cpu_zero,
       .mark = cpu_mark,
       .reach = cpu_reach,
+      .reached = cpu_reach,
       .wait = cpu_done,
       .poll = cpu_done,
       .enter = cpu_enter,

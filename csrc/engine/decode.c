@@ -230,6 +230,7 @@ rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
   else if (!code) code = enqueue(engine, &b, rows, with_ranks, err);
   recording->was_run = 1;
   engine->stats.replays += recording->kept != NULL;
+  if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
   if (!code) code = rm_results_fetch(&engine->results, err);
   if (code) return code;
   rm_plan *plan = &engine->plan;

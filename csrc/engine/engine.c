@@ -8,7 +8,6 @@
 #include <time.h>
 
 #include "engine/state.h"
-#include "mesh/staged.h"
 
 enum {
   MAX_POSITIONS = 1 << 24,         // float32 counts that far, and rope multiplies positions in float32
@@ -45,6 +44,8 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if (options->page_size % 16) return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16", (long long)options->page_size);
   if (options->dtype != RM_BF16 && options->dtype != RM_F32)
     return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
+  if (options->nccl_library && (!options->device || options->device->on_host))
+    return rm_fail(err, RM_E_CONFIG, "NCCL for an engine on the CPU, wanted one on a GPU: it moves what lies in GPUs' memories");
   if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
     return rm_fail(err, RM_E_CONFIG, "%lld eos ids but no array", (long long)options->n_eos);
   for (int64_t i = 0; i < options->n_eos; i++)
@@ -148,7 +149,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   if (!engine->block) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", engine->block_bytes, what);
   rm_code code = rm_device_map(engine->device, engine->scratch_bytes, what, &engine->scratch, err);
   if (!code) code = rm_mirror_create(engine->device, rm_fields_bytes(both, N_FIELDS(both)), what, &engine->mirror, err);
-  if (!code) code = rm_results_create(engine->device, results_bytes(engine), &engine->results, err);
+  if (!code) code = rm_results_create(engine->device, &engine->options.rank, results_bytes(engine), &engine->results, err);
   if (code) return code;
   rm_fields_place(host, N_FIELDS(host), engine->block, engine->block_bytes);   // what was asked for fits
   rm_fields_place(device, N_FIELDS(device), engine->scratch, engine->scratch_bytes);
@@ -158,7 +159,7 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
-static rm_model_options model_options(const rm_engine *engine) {
+rm_model_options rm_model_options_of(const rm_engine *engine) {
   const rm_engine_options *options = &engine->options;
   const int64_t few = rm_min64(rm_min64(options->max_num_seqs, options->max_num_batched_tokens), STATIC_ROWS);
   return (rm_model_options){.dtype = options->dtype,
@@ -170,40 +171,14 @@ static rm_model_options model_options(const rm_engine *engine) {
                             .rank = options->rank};
 }
 
-// The most that ranks exchange at once: whole rows of a step, a row for each expert of each, or logits.
-static size_t most_exchanged(const rm_engine *engine) {
-  const rm_model_options model = model_options(engine);
-  const rm_spec *spec = engine->spec;
-  const int64_t outputs = spec->hidden_size * rm_max64(spec->top_k, 1), heads = spec->n_heads * spec->head_dim;
-  const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size * rm_max64(spec->top_k, 1));
-  const size_t row = (size_t)rm_max64(rm_max64(outputs, heads), inner) * rm_dtype_bytes(engine->options.dtype);
-  const size_t routed = (size_t)engine->routed_per_token * sizeof(int16_t), logits = (size_t)engine->ld_logits * sizeof(float);
-  const size_t rows = (size_t)engine->options.max_num_batched_tokens * (row > routed ? row : routed);
-  const size_t sizes[] = {rows, (size_t)engine->max_out_rows * logits, rm_model_static_bytes(spec, &model)};
-  size_t most = 0;
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) most = sizes[i] > most ? sizes[i] : most;
-  return most;
-}
-
-// Activations on a device travel by way of the host's groups.
-static rm_code create_groups(rm_engine *engine, rm_error *err) {
-  const rm_rank *rank = &engine->options.rank;
-  rm_code code = RM_OK;
-  if (engine->device->on_host) return RM_OK;
-  if (rank->tp) code = rm_comm_create_staged(rank->tp, engine->device, most_exchanged(engine), &engine->tp_there, err);
-  if (code || !rank->ep) return code;
-  return rm_comm_create_staged(rank->ep, engine->device, most_exchanged(engine), &engine->ep_there, err);
-}
-
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  rm_model_options model = model_options(engine);
+  rm_model_options model = rm_model_options_of(engine);
   const rm_placement placement = rm_placement_of(engine->spec, &options->rank.mesh, options->rank.index);
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
-  if ((code = create_groups(engine, err))) return code;
-  model.rank.tp_there = engine->tp_there;
-  model.rank.ep_there = engine->ep_there;
+  if ((code = rm_join_peers(engine, err))) return code;
+  model.rank = options->rank;   // with the groups that were made
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
@@ -252,6 +227,8 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->options.eos_ids = eos;
   const rm_entered saved = rm_enter(engine);
   code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  engine->options.nccl_library = engine->options.nccl_gpu = NULL;   // the caller's
+  if (code) rm_abandon_peers(engine, code);   // the others would wait for this one where groups are made, or left
   rm_leave(engine, saved);
   if (code) {
     rm_engine_destroy(engine);
@@ -280,8 +257,7 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_store_destroy(engine->store);
   rm_model_destroy(engine->model);
   rm_params_destroy(engine->params);
-  rm_comm_destroy(engine->tp_there);
-  rm_comm_destroy(engine->ep_there);
+  rm_leave_peers(engine);
   rm_team_destroy(engine->team);
   rm_free((void *)engine->options.eos_ids);
   rm_error_clear(&engine->lost);
@@ -298,13 +274,9 @@ double rm_now(void) {
 
 static int has_work(const rm_engine *engine) { return !engine->paused && engine->n_live > 0; }
 
-// What was moved by a step that broke off is undefined, and so is what would follow. A rank that waits for this one in another group
-// has to hear of it too.
+// What was moved by a step that broke off is undefined, and so is what would follow.
 static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
-  const rm_rank *rank = &engine->options.rank;
-  rm_comm *const groups[] = {rank->tp, rank->ep, rank->world};
-  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
-    if (groups[i]) rm_comm_abort(groups[i], code);
+  rm_abandon_peers(engine, code);
   rm_fail(&engine->lost, code, "%s", err ? rm_error_message(err) : "another rank failed");
   return code;
 }
@@ -383,19 +355,6 @@ const rm_params *rm_engine_params(const rm_engine *engine) { return engine->para
 rm_store *rm_engine_store(rm_engine *engine) { return engine->store; }
 int64_t rm_engine_unfinished(const rm_engine *engine) { return engine->n_live; }
 
-static void add_traffic(const rm_engine *engine, rm_engine_stats *out) {
-  const rm_rank *rank = &engine->options.rank;
-  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world};
-  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
-    rm_comm_stats its;
-    if (!groups[i]) continue;
-    rm_comm_statistics(groups[i], &its);
-    out->comm_bytes += its.bytes_sent;
-    out->comm_seconds += its.seconds;
-    for (int op = 0; op < RM_N_COMM_OP; op++) out->comm_calls += its.calls[op];
-  }
-}
-
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   const rm_kv_stats kv = rm_kv_statistics(engine->cache);
   *out = engine->stats;
@@ -413,7 +372,7 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
                          engine->results.mirror.bytes;
   out->n_threads = rm_team_threads(engine->team);
   out->asleep = engine->asleep;
-  add_traffic(engine, out);
+  rm_peers_traffic(engine, out);
   out->isa = engine->kernels->isa;
   out->family = engine->kernels->family;
   out->device = engine->device->name;

@@ -36,6 +36,8 @@ typedef struct rm_engine_options {
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
   rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
+  const char *nccl_library;     // the path of a libnccl.so.2, by which activations travel; NULL: by way of the host. View during create
+  const char *nccl_gpu;         // names this rank's GPU, alike where two ranks have the same one; NULL: its number. View during create
 } rm_engine_options;
 
 // kind of work

@@ -64,6 +64,18 @@ static void member_task(void *arg, int thread, int n_threads) {
 
 static int hearsay(rm_code code) { return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED; }
 
+// All have lost a rank: what the first says, which may be that another has given up, and what that one says for itself.
+static void tell_both(const rm_ranks *ranks, const rm_member *first, rm_error *err) {
+  const char *text = rm_error_message(&first->err);
+  const rm_member *other = NULL;
+  for (int r = 0; r < ranks->n && !other; r++)
+    if (ranks->members[r].code == first->code && strcmp(rm_error_message(&ranks->members[r].err), text)) other = &ranks->members[r];
+  if (!other) rm_fail(err, first->code, "%s", text);
+  else
+    rm_fail(err, first->code, "rank %d: %.300s; rank %d: %.300s", (int)(first - ranks->members), text, (int)(other - ranks->members),
+            rm_error_message(&other->err));
+}
+
 // The error worth telling, moved to err; the others are forgotten.
 static rm_code verdict(rm_ranks *ranks, rm_error *err) {
   rm_member *worst = NULL;
@@ -72,7 +84,8 @@ static rm_code verdict(rm_ranks *ranks, rm_error *err) {
     if (member->code && (!worst || (hearsay(worst->code) && !hearsay(member->code)))) worst = member;
   }
   const rm_code code = worst ? worst->code : RM_OK;
-  if (worst) rm_fail(err, code, "%s", rm_error_message(&worst->err));
+  if (code == RM_E_RANK_LOST) tell_both(ranks, worst, err);
+  else if (worst) rm_fail(err, code, "%s", rm_error_message(&worst->err));
   for (int r = 0; r < ranks->n; r++) rm_error_clear(&ranks->members[r].err);
   return code;
 }
@@ -115,8 +128,7 @@ static rm_code open_device(rm_member *member, const rm_ranks_options *options, i
   return rm_cuda_device(options->cuda_library, ordinal, options->cuda_family, &member->device, &member->err);
 }
 
-static rm_code create_engine(rm_member *member, void *arg) {
-  const creation *how = arg;
+static rm_code make_engine(rm_member *member, const creation *how) {
   const rm_ranks *ranks = how->ranks;
   rm_engine_options options = how->options->engine;
   const rm_code code = open_device(member, how->options, ranks->first + (int)(member - ranks->members));
@@ -133,6 +145,22 @@ static rm_code create_engine(rm_member *member, void *arg) {
   };
   if (ranks->n > 1) options.n_threads = options.n_threads > ranks->n ? options.n_threads / ranks->n : 1;
   return rm_engine_create(how->spec, &options, &member->engine, &member->err);
+}
+
+// The others may wait for this rank while they make theirs.
+static rm_code create_engine(rm_member *member, void *arg) {
+  const rm_code code = make_engine(member, arg);
+  for (int group = 0; group < N_GROUPS && code; group++)
+    if (member->groups[group]) rm_comm_abort(member->groups[group], code);
+  return code;
+}
+
+// Together: ranks leave a group of NCCL when all have come to it.
+static rm_code destroy_engine(rm_member *member, void *arg) {
+  (void)arg;
+  rm_engine_destroy(member->engine);
+  member->engine = NULL;
+  return RM_OK;
 }
 
 static rm_code connect(rm_ranks *ranks, rm_error *err) {
@@ -193,8 +221,8 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 
 void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
+  if (ranks->members) on_all(ranks, destroy_engine, NULL, NULL);
   for (int r = 0; ranks->members && r < ranks->n; r++) {
-    rm_engine_destroy(ranks->members[r].engine);
     if (ranks->members[r].device.self) ranks->members[r].device.close(ranks->members[r].device.self);
     for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
     rm_error_clear(&ranks->members[r].err);

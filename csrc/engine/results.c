@@ -5,8 +5,8 @@
 
 #include "base/memory.h"
 
-rm_code rm_results_create(const rm_device *device, size_t bytes, rm_results *out, rm_error *err) {
-  *out = (rm_results){.device = device};
+rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes, rm_results *out, rm_error *err) {
+  *out = (rm_results){.device = device, .rank = rank};
   if (device->on_host) return RM_OK;
   if (!(out->list = rm_alloc(RM_MAX_RESULTS, sizeof *out->list))) return rm_fail(err, RM_E_MEMORY, "no memory for a step's results");
   return rm_mirror_create(device, bytes, "results of a step", &out->mirror, err);
@@ -58,7 +58,7 @@ void rm_results_drop(rm_results *results) {
 rm_code rm_results_fetch(rm_results *results, rm_error *err) {
   const size_t first = results->n ? results->list[0].at : 0, used = results->n ? results->used - first : 0;
   if (used) rm_mirror_get(&results->mirror, results->mirror.here + first, used);
-  const rm_code code = rm_device_wait(results->device, err);
+  const rm_code code = rm_rank_wait(results->rank, results->device, err);
   for (int i = 0; i < results->n && !code; i++)
     memcpy(results->list[i].to, results->mirror.here + results->list[i].at, results->list[i].bytes);
   rm_results_drop(results);

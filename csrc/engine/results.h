@@ -4,6 +4,7 @@
 #pragma once
 
 #include "base/devices.h"
+#include "model/rank.h"
 
 enum { RM_MAX_RESULTS = 4096 };
 
@@ -14,13 +15,14 @@ typedef struct rm_result {
 
 typedef struct rm_results {
   const rm_device *device;      // view
+  const rm_rank *rank;          // view: whom a fetch waits for too
   rm_mirror mirror;             // owned
   rm_result *list;              // owned, [RM_MAX_RESULTS]
   size_t used;
   int n;
 } rm_results;
 
-rm_code rm_results_create(const rm_device *device, size_t bytes, rm_results *out, rm_error *err);
+rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes, rm_results *out, rm_error *err);
 void rm_results_destroy(rm_results *results);   // safe on a zeroed one
 size_t rm_results_room(const rm_results *results);   // bytes of one reserve at most, SIZE_MAX where nothing is copied
 // Room for n pieces of `bytes` together: if there is none left, what was taken is fetched, and what was given is gone. Then take and give
@@ -32,5 +34,5 @@ void *rm_results_take(rm_results *results, void *to, size_t bytes);
 // Where an op finds what the host has at `from` now; `from` stays as it is until the op was called.
 const void *rm_results_give(rm_results *results, const void *from, size_t bytes);
 void rm_results_drop(rm_results *results);   // what was taken and not fetched is not wanted any more
-// Waits for the device, whatever was taken.
+// Waits for the device, as rm_rank_wait does, whatever was taken.
 rm_code rm_results_fetch(rm_results *results, rm_error *err);

@@ -186,16 +186,22 @@ static rm_code run_prompt(rm_engine *engine, const rm_chunk *chunk, int64_t row,
   return code;
 }
 
+// A row of logits, or of stats, into a caller's memory. It is not pinned: the copy waits inside the driver for all that is enqueued, where
+// no deadline reaches it and no lost rank is seen, so that is waited for first.
+static rm_code hand_over(rm_engine *engine, float *to, const float *from, int64_t n, rm_error *err) {
+  const rm_code code = rm_engine_wait(engine, err);
+  if (!code) engine->device->get(engine->device->self, to, from, (size_t)n * sizeof *to);
+  return code;
+}
+
 static rm_code run_prompts(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
-  const rm_device *device = engine->device;
   const int64_t vocab = engine->spec->vocab_size;
   rm_code code = RM_OK;
-  for (int64_t i = 0; i < chunk->n; i++) {
+  for (int64_t i = 0; i < chunk->n && !code; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
-    if (out->seq->group->logits_out)
-      device->get(device->self, out->seq->group->logits_out + out->position * vocab, plan->logits + i * engine->ld_logits,
-                  (size_t)vocab * sizeof(float));
+    float *to = out->seq->group->logits_out;
+    if (to) code = hand_over(engine, to + out->position * vocab, plan->logits + i * engine->ld_logits, vocab, err);
   }
   for (int64_t i = 0, end; i < chunk->n && !code; i = end) {
     end = i + 1;
@@ -345,7 +351,6 @@ static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d,
 // Rows that a host draws from: their logits as they are.
 static rm_code hand_out(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
-  const rm_device *device = engine->device;
   const int64_t vocab = engine->spec->vocab_size;
   rm_code code = RM_OK;
   for (int64_t i = 0; plan->n_host && i < chunk->n && !code; i++) {
@@ -353,9 +358,9 @@ static rm_code hand_out(rm_engine *engine, const rm_chunk *chunk, rm_error *err)
     const rm_group *group = out->seq->group;
     const int64_t to = out->seq->host_row, k = group->top_logprobs, at = out->seq->n_tokens * k;
     if (!out->draws || !group->host_draws) continue;
-    device->get(device->self, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, (size_t)vocab * sizeof(float));
-    device->get(device->self, plan->host_stats + 2 * to, plan->stats + 2 * i, 2 * sizeof(float));
-    if (k) code = top_logprobs(engine, i, 1, k, out->seq->top_ids + at, out->seq->top_logprobs + at, err);
+    code = hand_over(engine, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, vocab, err);
+    if (!code) code = hand_over(engine, plan->host_stats + 2 * to, plan->stats + 2 * i, 2, err);
+    if (k && !code) code = top_logprobs(engine, i, 1, k, out->seq->top_ids + at, out->seq->top_logprobs + at, err);
   }
   return code;
 }
@@ -464,7 +469,8 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
 static rm_code run(rm_engine *engine, rm_error *err) {
   put_tables(engine);
   if (rm_decode_serves(engine)) return rm_decode_run(engine, err);
-  const rm_code code = enqueue(engine, err);
+  rm_code code = enqueue(engine, err);
+  if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
   return code ? code : get_results(engine, err);
 }
 
@@ -473,7 +479,8 @@ rm_code rm_forward(rm_engine *engine, rm_error *err) {
   rm_code code = agree_on_batch(engine, err);
   if (!code) code = run(engine, err);
   if (code) {
-    rm_device_wait(engine->device, NULL);   // for what would be written to records, which may go
+    rm_abandon_peers(engine, code);
+    rm_device_wait(engine->device, NULL);   // for what would be written to records, which may go; no other rank is in the queue any more
     rm_results_drop(&engine->results);
     return code;
   }

@@ -79,7 +79,7 @@ struct rm_engine {
   size_t kv_bytes;
   int64_t max_out_rows, ld_logits;
   int64_t max_draws;            // tokens of one call of the sample op
-  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU
+  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU. May be one (peers.c)
   rm_team *team;
   rm_params *params;
   rm_model *model;
@@ -140,11 +140,20 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
 }
 
 // engine.c
+rm_model_options rm_model_options_of(const rm_engine *engine);
 double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
 // Of those who step together the largest word; and, into the plan, the most rows, this rank's being in it.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);
 rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);         // forward and commit of the plan
+
+// peers.c
+rm_code rm_join_peers(rm_engine *engine, rm_error *err);           // makes tp_there and ep_there
+void rm_leave_peers(rm_engine *engine);
+rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued: a step waits in no other way
+rm_code rm_compare_calls(rm_engine *engine, rm_error *err);        // which compare nothing themselves; all ranks, once a step
+void rm_abandon_peers(rm_engine *engine, rm_code why);             // all groups of this rank are dead
+void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out);
 
 // hosted.c
 int rm_is_hosted(const rm_engine *engine);

@@ -20,7 +20,7 @@
 static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // the sum of a clock and three years fits any timespec
 // Of rm_comm_wait: a step's end is seen at once, and what lasts longer costs no core; groups are looked at a thousand times a second.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
-enum { NAP_NANOSECONDS = 20000 };
+enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 };   // QUEUE_END: instead of a mark
 
 typedef struct account {        // what a rank says to another of the group's calls
   uint64_t calls, digest, between;   // between: of the calls, with the bytes for that other
@@ -302,10 +302,10 @@ static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, d
                  device->name, timeout);
 }
 
-static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {
+static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
   const double start = seconds_now();
   for (double looked = start;;) {
-    const rm_device_status status = device->poll(device->self);
+    const rm_device_status status = mark == QUEUE_END ? device->poll(device->self) : device->reached(device->self, mark);
     const double now = seconds_now();
     if (status == RM_DEVICE_OK) return look_back(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
@@ -319,17 +319,18 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
 }
 
 // Nothing in the queue waits for another rank.
-static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, rm_error *err) {
-  const rm_code code = rm_device_wait(device, err);
+static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int mark, rm_error *err) {
+  const rm_device_status status = mark == QUEUE_END ? device->wait(device->self) : device->reach(device->self, mark);
+  const rm_code code = rm_device_check(device, status, err);
   return code ? code : look_back(comms, n, err);
 }
 
-rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {
+static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
   rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
   rm_error *said = err ? err : &own;
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, within_clock(timeout), said) : wait_alone(comms, n, device, said);
+  const rm_code code = watched ? wait_for(comms, n, device, mark, within_clock(timeout), said) : wait_alone(comms, n, device, mark, said);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
@@ -337,6 +338,14 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, dou
   }
   rm_error_clear(&own);
   return code;
+}
+
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {
+  return wait_until(comms, n, device, QUEUE_END, timeout, err);
+}
+
+rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
+  return wait_until(comms, n, device, mark, timeout, err);
 }
 
 int rm_comm_can_be_recorded(const rm_comm *comm) { return comm->transport.waits_there; }

@@ -82,6 +82,8 @@ rm_code rm_comm_look(rm_comm *comm, rm_error *err);
 // all of them are given up, which ends what stands in the queue. RM_E_RANK_LOST and the like, as the group says;
 // RM_E_COLLECTIVE_TIMEOUT; RM_E_DEVICE where the device itself has failed. Without a group that waits there, it is device->wait.
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err);
+// The same instead of device->reach: until what stands before that mark is done.
+rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err);
 
 // Whether calls do no more than enqueue, so that a recording of the device may hold them; barriers never do.
 int rm_comm_can_be_recorded(const rm_comm *comm);

@@ -51,7 +51,7 @@ static inline int rm_is_static(const rm_model *model, const rm_batch *batch) { r
 
 // Before the host writes words: what it wrote before was read.
 static inline rm_code rm_words_begin(const rm_model *model, rm_error *err) {
-  return rm_device_check(model->device, model->device->reach(model->device->self, RM_MARK_WORDS), err);
+  return rm_rank_reach(&model->options.rank, model->device, RM_MARK_WORDS, err);
 }
 // After it: n of them, for ops; the device's address.
 static inline int32_t *rm_words_put(const rm_model *model, const int32_t *at, int64_t n) {

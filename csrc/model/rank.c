@@ -27,3 +27,24 @@ rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {
     return rm_fail(err, RM_E_CONFIG, "tp=%d, dp=%d, ep=%d without a way to reach the other ranks", mesh->tp, mesh->dp, mesh->ep);
   return RM_OK;
 }
+
+// ---------------------------------------------------------------------------------------------- waiting
+// The groups that there are, each once. Returns the deadline of all.
+static double groups_there(const rm_rank *rank, rm_comm *groups[2]) {
+  groups[0] = rank->tp_there;
+  groups[1] = rank->ep_there == rank->tp_there ? NULL : rank->ep_there;
+  const double tp = groups[0] ? rm_comm_timeout(groups[0]) : 0, ep = groups[1] ? rm_comm_timeout(groups[1]) : 0;
+  return tp > ep ? tp : ep;
+}
+
+rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err) {
+  rm_comm *groups[2];
+  const double seconds = groups_there(rank, groups);
+  return rm_comm_wait(groups, 2, device, seconds, err);
+}
+
+rm_code rm_rank_reach(const rm_rank *rank, const rm_device *device, int mark, rm_error *err) {
+  rm_comm *groups[2];
+  const double seconds = groups_there(rank, groups);
+  return rm_comm_reach(groups, 2, device, mark, seconds, err);
+}

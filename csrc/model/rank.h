@@ -19,7 +19,7 @@ typedef struct rm_rank {
   rm_mesh mesh;
   int32_t index;                // 0 … world − 1
   rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1. Of blocks that the host has
-  rm_comm *tp_there, *ep_there; // the same groups, of blocks in the device's memory; NULL: tp and ep serve, or there is none
+  rm_comm *tp_there, *ep_there; // the same groups, of blocks in the device's memory; NULL: tp and ep serve, or there is none. May be one
   rm_dispatcher dispatcher;
   int sequence_parallel;        // no effect when tp = 1
 } rm_rank;
@@ -28,6 +28,11 @@ typedef struct rm_rank {
 static inline int rm_rank_spans_dp(const rm_rank *rank) { return rank->mesh.dp > 1 && rank->mesh.ep > rank->mesh.tp; }
 // A rank alone: a mesh of one.
 static inline rm_rank rm_rank_alone(void) { return (rm_rank){.mesh = {.tp = 1, .dp = 1, .ep = 1}}; }
+
+// What whoever works for this rank calls instead of device->wait and device->reach: where groups have put calls into the device's queue it
+// waits for other ranks too, with the groups' deadline, and a rank that is lost is an error (rm_comm_wait).
+rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err);
+rm_code rm_rank_reach(const rm_rank *rank, const rm_device *device, int mark, rm_error *err);
 
 const char *rm_dispatcher_name(rm_dispatcher dispatcher);   // "disabled", "local_allreduce", …
 // RM_E_CONFIG names the rule that is broken: the placement's, or a dispatcher that does not fit ep.

@@ -151,6 +151,18 @@ rm_device_status reach(void *self, int number) {
   return d->is_marked[number] ? done(d, cudaEventSynchronize(d->marks[number]), "cudaEventSynchronize") : RM_DEVICE_OK;
 }
 
+rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char *call) {
+  if (error != cudaErrorNotReady) return done(d, error, call);
+  cudaGetLastError();  // it counts as an error there
+  return RM_DEVICE_BUSY;
+}
+
+rm_device_status reached(void *self, int number) {
+  cuda_device *d = of(self);
+  if (!is_alive(d)) return RM_DEVICE_FAULT;
+  return d->is_marked[number] ? not_ready_is_busy(d, cudaEventQuery(d->marks[number]), "cudaEventQuery") : RM_DEVICE_OK;
+}
+
 rm_device_status wait(void *self) {
   cuda_device *d = of(self);
   return is_alive(d) ? done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize") : RM_DEVICE_FAULT;
@@ -158,11 +170,7 @@ rm_device_status wait(void *self) {
 
 rm_device_status poll(void *self) {
   cuda_device *d = of(self);
-  if (!is_alive(d)) return RM_DEVICE_FAULT;
-  const cudaError_t error = cudaStreamQuery(d->stream);
-  if (error != cudaErrorNotReady) return done(d, error, "cudaStreamQuery");
-  cudaGetLastError();  // it counts as an error there
-  return RM_DEVICE_BUSY;
+  return is_alive(d) ? not_ready_is_busy(d, cudaStreamQuery(d->stream), "cudaStreamQuery") : RM_DEVICE_FAULT;
 }
 
 // ------------------------------------------------------------------------------------------------ recordings
@@ -292,6 +300,7 @@ const rm_device CALLS = {
     .zero = zero,
     .mark = mark,
     .reach = reach,
+    .reached = reached,
     .wait = wait,
     .poll = poll,
     .record = record,

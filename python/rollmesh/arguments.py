@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.comm import Comm, Nccl
+from rollmesh.comm import Comm
 from rollmesh.errors import CapacityError, ConfigError, RequestError
 from rollmesh.mesh import Mesh
 from rollmesh.sampling import SamplingParams
@@ -33,8 +33,6 @@ def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequenc
         raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
     if comm is not None and not isinstance(comm, Comm):
         raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…)")
-    if isinstance(comm, Nccl):
-        raise ConfigError(f"comm is for the memory of {comm.device}, and no engine takes it yet: wanted rm.comm.shm(…) or rm.comm.torch(…)")
     check_backend(ep_backend)
     if not isinstance(sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(sequence_parallel)}, wanted a bool")

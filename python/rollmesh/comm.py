@@ -4,14 +4,14 @@
     Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: a process is a rank, shared memory between (one machine)
     Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
     Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
-    rm.comm.nccl(rm.comm.shm(…), "cuda:0")                        NCCL between the memories of GPUs; no engine takes it yet
+    Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, and NCCL between the memories of GPUs; without
+                                                                  a comm within, ranks are threads
 
 A comm is used by one generator. Bytes are moved and never added: what comes out does not depend on which it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import numbers
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollmesh import _core
 from rollmesh import nccl as _nccl
-from rollmesh.devices import library_path
+from rollmesh.devices import Device
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -48,7 +48,6 @@ SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
 BOARD_S = 2.0  # for a word in torch's store
 ASK_S = 1.0  # between two questions to it, while nothing else says whether a rank has given up
 GAVE_UP = "rollmesh: the rank that gave up"
-DEVICE = re.compile(r"cuda(?::(\d{1,3}))?")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -124,6 +123,14 @@ class Comm:
     def _connect(self, mesh: Mesh) -> Ends:
         raise NotImplementedError
 
+    def tells(self) -> dict[str, str]:
+        """What the ranks have to know of one another before they make their engines."""
+        return {"NCCL": "none"}
+
+    def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
+        """What all ranks tell. Raises MeshMismatchError that lists which differ in their NCCL."""
+        check_alike([{"NCCL": its["NCCL"]} for its in everyone])
+
     def look(self, control: _core.Comm) -> None:
         """Raises RankLostError, or what ended the mesh, if that is known without meeting the others."""
         control.look()
@@ -195,7 +202,9 @@ class Torch(Comm):
             return None
         me = members.index(self.rank)
         self._exchanges.append(_Exchange(self, group, me, len(members)))
-        return _core.Comm(self._exchanges[-1], me, len(members), "torch")
+        end = _core.Comm(self._exchanges[-1], me, len(members), "torch")
+        end.set_timeout(self.timeout)  # the group has it; what stands on this end asks here
+        return end
 
     def _watch(self, processes: Mapping[int, int]) -> None:
         for rank, process in processes.items():
@@ -333,73 +342,62 @@ class _Exchange:
 
 
 class Nccl(Comm):
-    """A comm of the host, and what the engine needs to make groups of NCCL over it: `library`, `device`, `gpu`. What ranks say to one
-    another besides activations (plans, requests, votes, outputs) goes by the host's, and so does word of a rank that is lost."""
+    """NCCL between the memories of GPUs, over a comm of the host: what ranks say to one another besides activations (plans, requests,
+    votes, outputs) goes by the host's, and so does word of a rank that is lost. `group` is None where ranks are threads."""
 
-    def __init__(self, group: Comm, device: str, library: str | os.PathLike[str] | None):
-        if not isinstance(group, Comm) or isinstance(group, Nccl):
-            raise ConfigError(f"group = {shown(group)}, wanted a comm of the host: rm.comm.shm(…) or rm.comm.torch(…)")
-        self.index = _cuda_index(device)
-        self.device = f"cuda:{self.index}"
-        _check_cuda(self.index)
+    def __init__(self, group: Comm | None, library: str | os.PathLike[str] | None):
+        if group is not None and (not isinstance(group, Comm) or isinstance(group, Nccl)):
+            raise ConfigError(
+                f"group = {shown(group)}, wanted a comm of the host: rm.comm.shm(…), rm.comm.torch(…), or None where ranks are threads"
+            )
         self.library = _nccl.find(library)
-        self.gpu = _gpu_name(self.index)  # alike on ranks that have the same one
         self.group = group
-        super().__init__(group.rank, group.world, group.timeout)
+        self.gpu: str | None = None  # this rank's, alike on ranks that have the same one; threads know theirs by its number
+        super().__init__(*((0, 1, MAX_TIMEOUT_S) if group is None else (group.rank, group.world, group.timeout)))
+
+    def place(self, where: Device, mesh: Mesh) -> Device:
+        """The generator's device, as it is for this rank. ConfigError: it is the CPU."""
+        if where.cuda_library is None:
+            raise ConfigError(
+                "device = 'cpu' with rm.comm.nccl(…), wanted device = 'cuda', or of the host alone rm.comm.shm(…) or rm.comm.torch(…)"
+            )
+        count = _core.cuda_count(where.cuda_library)
+        if self.group is None:
+            if mesh.world > (1 if where.cuda_ordinal >= 0 else count):
+                self._share()
+            return where
+        ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
+        self.gpu = _gpu_name(ordinal)
+        return where._replace(cuda_ordinal=ordinal)
+
+    def _share(self) -> None:
+        if self.library.version >= _nccl.SHARES_GPU:  # else the engine says what is wanted
+            os.environ[_nccl.SHARES_GPU_VARIABLE] = "1"  # NCCL reads it when the first group of the process is made
 
     def _connect(self, mesh: Mesh) -> Ends:
-        ends = self.group.connect(mesh)
-        if ends.control is not None:
-            mine = {"NCCL": ".".join(map(str, self.library.version)), "GPU": self.gpu}
-            check_gpus([json.loads(part) for part in ends.control.all_gather(json.dumps(mine).encode())])
-        return ends
+        assert self.group is not None
+        return self.group.connect(mesh)
+
+    def tells(self) -> dict[str, str]:
+        return {"NCCL": ".".join(map(str, self.library.version)), "GPU": str(self.gpu)}
+
+    def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
+        super().hears(everyone)
+        gpus = [its["GPU"] for its in everyone]
+        if len(set(gpus)) < len(gpus):
+            self._share()
 
     def look(self, control: _core.Comm) -> None:
-        self.group.look(control)
+        if self.group is not None:
+            self.group.look(control)
 
     def abort(self) -> None:
-        self.group.abort()
+        if self.group is not None:
+            self.group.abort()
 
     def close(self) -> None:
-        self.group.close()
-
-
-def check_gpus(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raises MeshMismatchError where ranks have NCCL of different versions, and ConfigError where two have one GPU and theirs does not
-    allow it; where it does, it is told to."""
-    check_alike([{"NCCL": its["NCCL"]} for its in everyone])
-    first: dict[str, int] = {}
-    shared = [(first[its["GPU"]], rank) for rank, its in enumerate(everyone) if first.setdefault(its["GPU"], rank) != rank]
-    if not shared:
-        return
-    version = everyone[0]["NCCL"]
-    if tuple(map(int, version.split("."))) < _nccl.SHARES_GPU:
-        raise ConfigError(
-            f"ranks {shared[0][0]} and {shared[0][1]} have one GPU, which NCCL {version} does not allow, wanted "
-            f"{'.'.join(map(str, _nccl.SHARES_GPU))} or later ({_nccl.INSTALL}), or a GPU for each"
-        )
-    os.environ[_nccl.SHARES_GPU_VARIABLE] = "1"  # NCCL reads it when the first group of the process is made
-
-
-def _cuda_index(device: object) -> int:
-    found = DEVICE.fullmatch(device) if isinstance(device, str) else None
-    if found is None:
-        raise ConfigError(f"device = {shown(device)}, wanted 'cuda' or 'cuda:0', 'cuda:1', …")
-    return int(found[1] or 0)
-
-
-def _check_cuda(index: int) -> None:
-    """That this build and this machine have what a GPU needs."""
-    path = library_path()
-    if not path.exists():
-        raise ConfigError(f"this build of rollmesh has no kernels for GPUs ({path.name}), wanted one made where nvcc is")
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise ConfigError(f"no NVIDIA driver is here: {error}") from error
-    devices = _core.cuda_count(str(path))
-    if not index < devices:
-        raise ConfigError(f"device = 'cuda:{index}', and {max(devices, 0)} GPUs are visible to this process")
+        if self.group is not None:
+            self.group.close()
 
 
 def _gpu_name(index: int) -> str:
@@ -436,16 +434,17 @@ def torch(group: Any = None, timeout: float = 600.0) -> Torch:
     return Torch(group, timeout)
 
 
-def nccl(group: Comm, device: str = "cuda", library: str | os.PathLike[str] | None = None) -> Nccl:
-    """This process as a rank on a GPU: `group` (rm.comm.shm or rm.comm.torch) is how its ranks find one another, and NCCL moves what
-    lies in their GPUs' memories. device: "cuda" is "cuda:0", of those that CUDA_VISIBLE_DEVICES leaves this process. library: the path
-    of a libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says which). Deadlines
-    are the group's. Two ranks may have one GPU with NCCL 2.30.3 and later; NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then.
+def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = None) -> Nccl:
+    """Ranks on GPUs, of a Generator(device="cuda"): `group` (rm.comm.shm or rm.comm.torch; None or rm.comm.threads(): all ranks are
+    threads of this process) is how they find one another, and NCCL moves what lies in their GPUs' memories. library: the path of a
+    libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says which would be, and
+    metrics()["nccl"] which was). Deadlines are the group's. Two ranks may have one GPU with NCCL 2.30.3 and later;
+    NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then.
 
-    ConfigError: this build has no kernels for GPUs; there is no driver, no such GPU, no NCCL, or too old a one; ranks share a GPU and
-    NCCL does not allow it. MeshMismatchError, when the generator is made: ranks have NCCL of different versions. Then and in any call
-    RankLostError, CollectiveTimeoutError and CollectiveMismatchError as with any comm, and DeviceError where CUDA fails."""
-    return Nccl(group, device, library)
+    ConfigError: no NCCL, or too old a one; when the generator is made: it is on the CPU, or ranks share a GPU and NCCL does not allow it.
+    MeshMismatchError then: ranks have NCCL of different versions, or some have none. Then and in any call RankLostError,
+    CollectiveTimeoutError and CollectiveMismatchError as with any comm, and DeviceError where CUDA fails."""
+    return Nccl(group, library)
 
 
 __all__ = ["Comm", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

@@ -39,7 +39,7 @@ from rollmesh.arguments import (
     request_ids,
     share_of_memory,
 )
-from rollmesh.comm import Comm
+from rollmesh.comm import Comm, Nccl
 from rollmesh.devices import CUDA_FAMILIES, device_of
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
@@ -93,6 +93,8 @@ class EngineOptions:
     cuda_library: str | None = None  # devices.py, as the next
     cuda_ordinal: int = -1
     cuda_family: str | None = None
+    nccl_library: str | None = None  # comm.Nccl, as the next
+    nccl_gpu: str | None = None
 
 
 class Generator:
@@ -100,7 +102,8 @@ class Generator:
 
     spec                    what the model is
     mesh                    ranks: threads of this process that share `threads` out, or with comm processes; no bit depends on it
-    comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them
+    comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them;
+                            rm.comm.nccl over any of these: activations travel between GPUs by NCCL, else by way of the host
     device                  "cpu"; "cuda": rank r of the mesh on GPU r, counted round; "cuda:N": all ranks of this process on that one
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
     ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp)
@@ -157,6 +160,10 @@ class Generator:
         where = device_of(device)
         self.spec = spec
         self.mesh = mesh or Mesh()
+        nccl = comm if isinstance(comm, Nccl) else None
+        if nccl is not None:
+            where = nccl.place(where, self.mesh)
+        self._nccl = None if nccl is None else str(nccl.library)
         self.tokenizer = tokenizer
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
@@ -185,10 +192,12 @@ class Generator:
             cuda_library=where.cuda_library,
             cuda_ordinal=where.cuda_ordinal,
             cuda_family=None if isa is None or not where.cuda_library else choice("isa", isa, CUDA_FAMILIES),
+            nccl_library=None if nccl is None else nccl.library.path,
+            nccl_gpu=None if nccl is None else nccl.gpu,
         )
         values = spec.engine_values(self.max_model_len)
         self._engine: AnyEngine
-        if comm is None:
+        if comm is None or (nccl is not None and nccl.group is None):
             self._engine = _core.Engine(values, options)
         else:
             self._engine = join(values, options, comm, self.mesh)
@@ -214,13 +223,15 @@ class Generator:
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", and kv_usage in [0, 1]."""
+        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", kv_usage in [0, 1], and "nccl":
+        which one was loaded and where it was found, or None."""
         with self._call():
             stats = self._engine.stats()
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        return {**stats, "version": self._weights.version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
+        own = {"version": self._weights.version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
+        return {**stats, **own, "nccl": self._nccl}
 
     def _check_alive(self) -> None:
         if os.getpid() != self._pid:

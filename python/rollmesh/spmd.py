@@ -59,7 +59,7 @@ ALONE = (
     DeviceError,
 )  # not every rank need have the same of these
 PUSHES = "a set of weights that is pushed"
-OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal")  # options that the bits do not depend on
+OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal", "nccl_library", "nccl_gpu")  # options that the bits do not depend on
 
 
 class SpmdEngine:
@@ -417,6 +417,7 @@ def join(values: Any, options: Any, comm: Comm, mesh: Mesh, may_differ: Iterable
     if ends.control is None:
         return _core.Engine(values, options)
     try:
+        comm.hears([decode(part) for part in ends.control.all_gather(encode(comm.tells()))])
         engine = _make(values, options, comm.rank, ends, ends.control)
     except BaseException:
         ends.control.close()
@@ -439,7 +440,10 @@ def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm)
     try:
         engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
     except BaseException as error:
-        control.all_gather(encode(f"{type(error).__name__}: {error}"[:500]))
+        failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
+        first = next(((other, why) for other, why in enumerate(failures) if why and not why.startswith(RankLostError.__name__)), None)
+        if isinstance(error, RankLostError) and first is not None:  # it heard of another's, where they make their groups
+            raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
         raise
     for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):
         if failure is not None:

@@ -66,6 +66,7 @@ static const fault faults[] = {
     {"staged: a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
     {"staged: an abort", NULL, "own", ABORTING, RM_E_RANK_LOST, "rank 1 has given up: NumericsError", 1},
     {"staged: a late rank", NULL, "late", CALLING, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not come within", 1},
+    {"staged: another epoch", NULL, "epoch", COMPARING, RM_E_COLLECTIVE_MISMATCH, "weights of epoch", 1},
     {"staged: a rank leaves", NULL, NULL, LEAVING, RM_E_RANK_LOST, "left", 1},
 };
 enum { N_FAULT = sizeof faults / sizeof *faults };

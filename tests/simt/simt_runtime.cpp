@@ -2,6 +2,8 @@
 #include "simt.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +13,10 @@
 #include <mutex>
 #include <sys/mman.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
+
+#include "standin/stream.h"
 
 namespace {
 
@@ -31,17 +36,19 @@ struct device {
   int n_streams;
 };
 
-// One of the three kinds: a launch, a copy (`from`), a fill.
+// One of the four kinds: a launch, somebody else's (`run`, over `data`), a copy (`from`), a fill.
 struct work {
   std::shared_ptr<const simt_launch> launch;
   char *to;
   const char *from;
   int value;
   size_t bytes;
+  int (*run)(void *data) = nullptr;  // returns whether it is through; else it is called again
+  std::vector<char> data = {};
 };
 
 std::mutex lock;
-using locked = std::lock_guard<std::mutex>;
+using locked = std::unique_lock<std::mutex>;
 std::map<const char *, block> blocks;  // by data
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
@@ -62,9 +69,11 @@ cudaError_t said(cudaError_t error) {
 }  // namespace
 
 struct simt_stream {
+  standin_stream others;  // first
   int owner;
   std::deque<work> queue;
   uint64_t n_enqueued, n_done;
+  uint64_t behind_others;  // the place behind the last work of others
   long n_launches, fault_at;
   std::vector<work> *capture;  // NULL: not recording
   std::thread::id capturer;
@@ -181,11 +190,16 @@ bool block_destroy(void *data, bool on_host) {
 }
 
 // ------------------------------------------------------------------------------------------------ the queue
-void do_work(simt_stream *s, const work &w) {
+// Returns whether it is through.
+bool do_work(simt_stream *s, work &w) {
   if (w.launch) {
     if (++s->n_launches == s->fault_at) devices[s->owner].sticky = cudaErrorIllegalAddress;
     else simt_run(*w.launch);
-    return;
+    return true;
+  }
+  if (w.run) {
+    simt_doing("an exchange");
+    return w.run(w.data.data());
   }
   simt_doing(w.from ? "cudaMemcpyAsync" : "cudaMemsetAsync");
   for (const char *at : {static_cast<const char *>(w.to), w.from}) {
@@ -194,20 +208,17 @@ void do_work(simt_stream *s, const work &w) {
   }
   if (w.from) memcpy(w.to, w.from, w.bytes);
   else memset(w.to, w.value, w.bytes);
+  return true;
 }
 
-// Does what was enqueued before `place`, with the device's memory open to it, and `now` behind it.
-void drain(simt_stream *s, uint64_t place, const work *now = nullptr) {
+// Does what was enqueued before `place`, with the device's memory open to it, and `now` behind it; as far as it comes.
+void drain(simt_stream *s, uint64_t place, work *now = nullptr) {
   const device &d = devices[s->owner];
   if (d.sticky == cudaSuccess && (s->n_done < place || now)) {
     simt_begin();
     drains = s->owner;
-    for (; s->n_done < place && d.sticky == cudaSuccess; s->n_done++) {
-      const work w = std::move(s->queue.front());
-      s->queue.pop_front();
-      do_work(s, w);
-    }
-    if (now && d.sticky == cudaSuccess) do_work(s, *now);
+    for (; s->n_done < place && d.sticky == cudaSuccess && do_work(s, s->queue.front()); s->n_done++) s->queue.pop_front();
+    if (now && s->n_done >= place && d.sticky == cudaSuccess) do_work(s, *now);
     drains = HOST;
     close_all();
     for (const auto &[data, b] : blocks)
@@ -219,6 +230,15 @@ void drain(simt_stream *s, uint64_t place, const work *now = nullptr) {
   s->n_done = s->n_enqueued;
 }
 
+// All of it, however long another rank takes.
+void drain_whole(simt_stream *s, uint64_t place, locked &hold, work *now = nullptr) {
+  for (drain(s, place, now); s->n_done < place; drain(s, place, now)) {
+    hold.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    hold.lock();
+  }
+}
+
 cudaError_t enqueue(simt_stream *s, work w) {
   if (devices[s->owner].sticky != cudaSuccess) return devices[s->owner].sticky;
   if (s->capture) {
@@ -226,11 +246,41 @@ cudaError_t enqueue(simt_stream *s, work w) {
     s->capture->push_back(std::move(w));
     return cudaSuccess;
   }
+  const bool is_others = w.run;
   s->queue.push_back(std::move(w));
   s->n_enqueued++;
+  if (is_others) s->behind_others = s->n_enqueued;
   if (from_environment("ROLLMESH_SIMT_EAGER", 0)) drain(s, s->n_enqueued);
   return cudaSuccess;
 }
+
+// Another rank may wait for an exchange that stands in a queue here, while this one's thread waits for something else: a thread of its own
+// does, a little later than a GPU would, what stands before the last exchange of each queue, and the exchange.
+std::vector<simt_stream *> streams;
+
+struct helper {
+  std::thread *thread;  // NULL until it is needed
+  pid_t process;        // whose it is: a forked child has none
+  std::atomic<bool> is_over;
+
+  void work() {
+    while (!is_over) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      const locked hold(lock);
+      for (simt_stream *s : streams)
+        if (s->n_done < s->behind_others) drain(s, s->behind_others);
+    }
+  }
+  void begin() {
+    if (thread && process == getpid()) return;
+    process = getpid();
+    thread = new std::thread([this] { work(); });
+  }
+  ~helper() {
+    is_over = true;
+    if (thread && process == getpid()) thread->join();
+  }
+} others_helper;
 
 // A call that the thread's capture does not allow.
 cudaError_t forbid(simt_stream *s) {
@@ -423,12 +473,23 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes) {
 }
 
 // ------------------------------------------------------------------------------------------------ streams and events
+static void enqueue_others(standin_stream *stream, int (*run)(void *data), const void *data, size_t bytes) {
+  const char *from = static_cast<const char *>(data);
+  const locked hold(lock);
+  others_helper.begin();
+  enqueue(reinterpret_cast<simt_stream *>(stream), {nullptr, nullptr, nullptr, 0, 0, run, {from, from + bytes}});
+}
+
+static char *host_address(standin_stream *, const void *device) { return static_cast<char *>(const_cast<void *>(device)); }
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   const locked hold(lock);
   const cudaError_t error = ready();
   if (error != cudaSuccess) return said(error);
   *stream = new simt_stream();
+  (*stream)->others = {enqueue_others, host_address};
   (*stream)->owner = current_device;
+  streams.push_back(*stream);
   (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
   devices[current_device].n_streams++;
   simt_order(from_environment("ROLLMESH_SIMT_REVERSED", 0) != 0);
@@ -437,20 +498,21 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
-  const locked hold(lock);
-  drain(s, s->n_enqueued);
+  locked hold(lock);
+  drain_whole(s, s->n_enqueued, hold);
   device &d = devices[s->owner];
   if (--d.n_streams == 0) d.sticky = cudaSuccess;
   if (captured == s) captured = nullptr;
+  streams.erase(std::find(streams.begin(), streams.end(), s));
   delete s->capture;
   delete s;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
-  const locked hold(lock);
+  locked hold(lock);
   if (s->capture) return said(forbid(s));
-  drain(s, s->n_enqueued);
+  drain_whole(s, s->n_enqueued, hold);
   return said(devices[s->owner].sticky);
 }
 
@@ -463,17 +525,17 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s) {
-  const locked hold(lock);
+  locked hold(lock);
   const bool to_device = kind != cudaMemcpyDeviceToHost, from_device = kind != cudaMemcpyHostToDevice;
   if ((to_device && !is_on(s->owner, to, bytes)) || (from_device && !is_on(s->owner, from, bytes))) return said(cudaErrorInvalidValue);
-  const work w = {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes};
+  work w = {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes};
   if (to_device && from_device) return said(enqueue(s, w));
   const void *host = to_device ? from : to;
   const block *b = block_of(host);
   if (b && (b->owner != HOST || !is_inside(b, host, bytes))) return said(cudaErrorInvalidValue);
   if (b) return said(enqueue(s, w));
   if (s->capture) return said(forbid(s));
-  drain(s, s->n_enqueued, &w);
+  drain_whole(s, s->n_enqueued, hold, &w);
   return said(devices[s->owner].sticky);
 }
 
@@ -500,12 +562,22 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  const locked hold(lock);
+  locked hold(lock);
   if (captured) return said(forbid(captured));
   if (event->is_captured) return said(cudaErrorCapturedEvent);
   if (!event->stream) return cudaSuccess;
-  drain(event->stream, event->place);
+  drain_whole(event->stream, event->place, hold);
   return said(devices[event->stream->owner].sticky);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const locked hold(lock);
+  if (captured) return said(forbid(captured));
+  if (event->is_captured) return said(cudaErrorCapturedEvent);
+  simt_stream *s = event->stream;
+  if (!s || s->n_done >= event->place) return said(s ? devices[s->owner].sticky : cudaSuccess);
+  drain(s, s->n_done + 1);
+  return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady : devices[s->owner].sticky);
 }
 
 // ------------------------------------------------------------------------------------------------ graphs

@@ -1,11 +1,14 @@
 // simt_runtime.h: the calls of the CUDA runtime that kernels/cuda makes, by their own names, on the shim: memory, streams, events,
 // graphs. It is as strict as a GPU is at its slowest:
 //   - what is enqueued is done when something waits for it, on the thread that waits, and not before: arguments are kept by value,
-//     pinned memory is read and written then. cudaStreamQuery does one step. Copies of memory that is not pinned drain the stream.
+//     pinned memory is read and written then. cudaStreamQuery and cudaEventQuery do one step. Copies of memory that is not pinned
+//     drain the stream.
 //   - the host cannot touch a device's memory, and no device another's; a block has pages that nobody may touch on both ends, and the
 //     bytes between those and its own are looked at after each drain. A fault is a message and exit status 3, in any program.
 //   - fresh memory holds 0xff, also that of the host.
-// Threads may use it at once, as CUDA says; work is done by one at a time.
+// Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work of a stand-in for NCCL too
+// (tests/native/standin/stream.h), which may take until another rank comes: meanwhile nothing is locked, and
+// what stands before it is done some milliseconds later though nobody waits.
 //
 // The environment, read when it is needed:
 //   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
@@ -86,6 +89,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventQuery(cudaEvent_t event);
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);

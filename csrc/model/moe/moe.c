@@ -14,7 +14,8 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
                       int64_t static_rows, rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
-  *moe = (rm_moe){.spec = params->spec, .here = &params->placement, .device = device, .dtype = params->dtype, .max_rows = max_rows};
+  *moe = (rm_moe){
+      .spec = params->spec, .here = &params->placement, .device = device, .rank = rank, .dtype = params->dtype, .max_rows = max_rows};
   moe->kernels = device->kernels;
   moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
   if (mesh->ep == 1) return create_groups(moe, err);
@@ -187,7 +188,7 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
   moe->kernels->gemm_swiglu(ctx, &up);
   moe->kernels->gemm(ctx, &down);
   rm_mirror_get(&moe->groups, moe->group_rows, moe->groups.bytes);
-  const rm_code code = rm_device_wait(moe->device, err);   // sizes of the blocks are the host's to know
+  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);   // sizes of the blocks are the host's to know
   if (code) return code;
   const int64_t first = here[0], n = here[moe->here->experts.n] - first;
   for (int r = 0; r < shard->size; r++) {

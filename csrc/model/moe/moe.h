@@ -55,6 +55,7 @@ typedef struct rm_moe {
   const rm_spec *spec;          // view
   const rm_placement *here;     // view
   const rm_device *device;      // view
+  const rm_rank *rank;          // view
   const rm_kernels *kernels;    // its
   rm_dtype dtype;
   rm_dispatcher dispatcher;

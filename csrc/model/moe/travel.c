@@ -39,7 +39,7 @@ static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err
   rm_moe_stage *stage = &moe->stage;
   if (rows) device->get(device->self, stage->x, x, (size_t)rows * rm_moe_row_bytes(moe));
   if (rows) device->get(device->self, stage->ids, moe->ids, (size_t)(rows * moe->spec->top_k) * sizeof *stage->ids);
-  return rm_device_wait(device, err);
+  return rm_rank_wait(moe->rank, device, err);
 }
 
 // `rows`, the dispatcher's, to the device, through the experts and back.
@@ -53,7 +53,7 @@ static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_para
   rm_mirror_put(&stage->mirror, stage->group_rows, groups * sizeof *stage->group_rows);
   compute(moe, ctx, layer, weights, rm_mirror_there(&stage->mirror, stage->group_rows), rm_mirror_there(&stage->mirror, stage->here));
   rm_mirror_get(&stage->mirror, stage->here, bytes);
-  const rm_code code = rm_device_wait(moe->device, err);
+  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
   if (!code) memcpy(rows, stage->here, bytes);
   return code;
 }

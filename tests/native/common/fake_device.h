@@ -23,7 +23,7 @@
 typedef struct fake_task fake_task;
 struct fake_task {
   fake_task *next;
-  void (*run)(void *data);
+  int (*run)(void *data);
   size_t bytes;
   char data[];
 };
@@ -50,7 +50,7 @@ typedef struct fake_device {
   int refuse_at;                // the so-manieth map or pin from now finds no memory; 0: none
 } fake_device;
 
-static inline void fake_append(fake_list *list, void (*run)(void *), const void *data, size_t bytes) {
+static inline void fake_append(fake_list *list, int (*run)(void *), const void *data, size_t bytes) {
   fake_task *task = malloc(sizeof *task + bytes);
   if (!task) tiny_die("no memory for a task");
   *task = (fake_task){.run = run, .bytes = bytes};
@@ -60,7 +60,7 @@ static inline void fake_append(fake_list *list, void (*run)(void *), const void 
   list->last = task;
 }
 
-static inline void fake_enqueue(standin_stream *stream, void (*run)(void *), const void *data, size_t bytes) {
+static inline void fake_enqueue(standin_stream *stream, int (*run)(void *), const void *data, size_t bytes) {
   fake_device *d = (fake_device *)stream;
   pthread_mutex_lock(&d->lock);
   if (d->recording) fake_append(d->recording, run, data, bytes);
@@ -92,7 +92,7 @@ static inline void *fake_work(void *self) {
     pthread_mutex_unlock(&d->lock);
     random = tiny_mix(random + 1);
     if (d->late_us && random % 8 == 0) usleep((useconds_t)(random >> 8) % (useconds_t)d->late_us);
-    if (!atomic_load(&d->fault)) task->run(task->data);
+    while (!atomic_load(&d->fault) && !task->run(task->data)) usleep(20);
     free(task);
     pthread_mutex_lock(&d->lock);
     d->done++;
@@ -160,12 +160,13 @@ typedef struct fake_move {
   size_t to_pitch, from_pitch, width, rows;
 } fake_move;
 
-static inline void fake_move_run(void *data) {
+static inline int fake_move_run(void *data) {
   const fake_move *m = data;
   for (size_t r = 0; r < m->rows; r++) {
     if (m->from) memcpy(m->to + r * m->to_pitch, m->from + r * m->from_pitch, m->width);
     else memset(m->to + r * m->to_pitch, 0, m->width);
   }
+  return 1;
 }
 
 static inline void fake_put(void *self, void *to, const void *from, size_t bytes) {
@@ -202,13 +203,17 @@ static inline void fake_mark(void *self, int number) {
 
 static inline rm_device_status fake_reach(void *self, int number) { return fake_wait_until(self, ((fake_device *)self)->marks[number]); }
 
-static inline rm_device_status fake_poll(void *self) {
-  fake_device *d = self;
+// Whether so many are done; −1: all.
+static inline rm_device_status fake_poll_until(fake_device *d, long until) {
   pthread_mutex_lock(&d->lock);
-  const int busy = d->done < d->enqueued;
+  const int busy = d->done < (until < 0 ? d->enqueued : until);
   pthread_mutex_unlock(&d->lock);
   return atomic_load(&d->fault) ? RM_DEVICE_FAULT : busy ? RM_DEVICE_BUSY : RM_DEVICE_OK;
 }
+
+static inline rm_device_status fake_poll(void *self) { return fake_poll_until(self, -1); }
+
+static inline rm_device_status fake_reached(void *self, int number) { return fake_poll_until(self, ((fake_device *)self)->marks[number]); }
 
 // ------------------------------------------------------------------------------------------------ recordings
 static inline rm_device_status fake_record(void *self) {
@@ -281,6 +286,7 @@ static inline fake_device *fake_device_open(size_t room) {
                           .reach = fake_reach,
                           .wait = fake_wait,
                           .poll = fake_poll,
+                          .reached = fake_reached,
                           .record = fake_record,
                           .recorded = fake_recorded,
                           .replay = fake_replay,

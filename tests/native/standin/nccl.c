@@ -1,4 +1,4 @@
-// nccl.c: a stand-in for libnccl.so.2, for streams of common/fake_device.h: the functions that csrc/mesh/nccl.c loads, as NCCL documents
+// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that csrc/mesh/nccl.c loads, as NCCL documents
 // them for communicators that do not block, with ranks that are threads or processes. Groups are put into the queue by a thread, some
 // time after ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers as kernels would, until
 // they are through or the communicator is aborted. A size or a kind that a peer does not expect is a hang, as it may be there.
@@ -37,6 +37,7 @@ enum { SUCCESS, CUDA, SYSTEM, INTERNAL, ARGUMENT, USAGE, REMOTE, IN_PROGRESS };
 enum { RANKS = 16, ROOM = 1024, OPS = 4 * RANKS };
 enum { KIND_SEND = 1, KIND_GATHER = 2 };
 static const unsigned MAGIC = 0xcafebeef;
+static const double FAILS_AFTER = 0.1;   // seconds that a kernel runs before its error shows
 
 // ------------------------------------------------------------------------------------------------ what the ranks share
 // Bytes from one rank to another: a frame of a word, kind and size, then the bytes. A ring; the counters never wrap.
@@ -69,7 +70,8 @@ typedef struct comm {
   long calls;
   pthread_t thread;             // of what is under way
   int has_thread;
-  atomic_int running;           // kernels that are at it
+  atomic_int running;           // kernels that have begun and are not through
+  atomic_int inside;            // of those, that touch what is shared at this moment
   struct comm *before;          // all there ever were: a use after its end is seen
   fault init, group, async, hang, skip, flip, finalize;
 } comm;
@@ -83,7 +85,8 @@ typedef struct op {
 
 typedef struct kernel {
   comm *comm;
-  int n, hangs, fails, flips;
+  int n, hangs, fails, flips, has_begun;
+  double since;
   op ops[OPS];
 } kernel;
 
@@ -104,6 +107,12 @@ static void wrong(const char *what) {
   fprintf(stderr, "stand-in for NCCL: %s\n", what);
   fflush(stderr);
   abort();
+}
+
+static double clock_now(void) {
+  struct timespec at;
+  clock_gettime(CLOCK_MONOTONIC, &at);
+  return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
 }
 
 static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL); }
@@ -166,24 +175,44 @@ static int pour(comm *c, op *o) {
   return moved;
 }
 
-static void run_kernel(void *data) {
-  kernel *k = data;
+static void begin_kernel(kernel *k) {
+  k->has_begun = 1;
+  k->since = clock_now();
+  atomic_fetch_add(&k->comm->running, 1);
+  for (int i = 0; i < k->n && k->flips && !atomic_load(&k->comm->dead); i++) {
+    int is_flipped = !k->ops[i].sends || !k->ops[i].bytes;
+    for (int j = 0; j < i; j++) is_flipped |= k->ops[j].sends && k->ops[j].at == k->ops[i].at;   // one block for several ranks
+    if (!is_flipped) k->ops[i].at[0] ^= 1;
+  }
+}
+
+// As far as it comes now; whether something is left.
+static int run_on(kernel *k) {
   comm *c = k->comm;
-  atomic_fetch_add(&c->running, 1);
-  for (int i = 0; i < 1500 && k->fails && !atomic_load(&c->dead); i++) nap();   // who began it has gone on
-  if (k->fails && !atomic_load(&c->dead)) atomic_store(&c->state, k->fails);
-  for (int i = 0; i < k->n && k->flips && !atomic_load(&c->dead); i++)
-    if (k->ops[i].sends && k->ops[i].bytes) k->ops[i].at[0] ^= 1;
-  for (int left = 1; left && !atomic_load(&c->dead);) {
-    int moved = 0;
-    left = k->hangs;
-    for (int i = 0; i < k->n && !k->hangs; i++) {
+  if (k->fails && clock_now() - k->since > FAILS_AFTER) atomic_store(&c->state, k->fails);   // who began it has gone on
+  if (k->hangs) return 1;
+  int left = 1;
+  for (int moved = 1; moved && left;) {
+    moved = left = 0;
+    for (int i = 0; i < k->n && !atomic_load(&c->dead); i++) {
       moved |= pour(c, &k->ops[i]);
       left |= k->ops[i].done != sizeof k->ops[i].frame + k->ops[i].bytes;
     }
-    if (left && !moved) nap();
   }
-  atomic_fetch_sub(&c->running, 1);
+  return left;
+}
+
+static int run_kernel(void *data) {
+  kernel *k = data;
+  comm *c = k->comm;
+  int left = 0;
+  atomic_fetch_add(&c->inside, 1);
+  if (!k->has_begun) begin_kernel(k);
+  if (!atomic_load(&c->dead)) left = run_on(k);
+  left &= !atomic_load(&c->dead);
+  if (!left) atomic_fetch_sub(&c->running, 1);
+  atomic_fetch_sub(&c->inside, 1);
+  return !left;
 }
 
 typedef struct launch {
@@ -296,7 +325,7 @@ EXPORT int ncclCommGetAsyncError(comm *c, int *result) {
 static void bury(comm *c) {
   join(c);
   atomic_store(&c->dead, 1);
-  while (atomic_load(&c->running)) nap();
+  while (atomic_load(&c->inside)) nap();
   c->alive = 0;
   munmap(c->shared, sizeof *c->shared);
 }

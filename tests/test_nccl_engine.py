@@ -1,0 +1,431 @@
+"""rm.Generator(device="cuda", comm=rm.comm.nccl(…)): ranks whose activations travel by NCCL, here on the simulated device of tests/simt and
+the stand-in for NCCL of tests/native/standin; on GPUs and with NCCL itself where they are, several ranks on one GPU if need be.
+
+Oracle: one rank on the CPU, whose bits a mesh on devices gives. Bound: equality. What goes wrong on one rank is a typed error on all, in
+time: no rank may stay in a wait for a queue that another will never come to. Ranks are threads of this process, or processes that
+tests/mesh_ranks.py forks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+from native_build import standin
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, everything, free, told
+from test_mesh_processes import Server, check_lost, results
+
+import rollmesh as rm
+from rollmesh import _core, nccl
+from rollmesh.devices import LIBRARY_SWITCH, library_path
+
+Make = Callable[..., rm.Generator]
+Run = Callable[..., list[dict[str, Any]]]
+PROOF = 2  # groups of NCCL that prove one when it is made (csrc/mesh/nccl.c)
+SOON = 20.0  # seconds in which a fault has to be known, far above what it takes
+
+
+@pytest.fixture(scope="module")
+def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a GPU and NCCL itself, or of what stands in for both."""
+    real = library_path()
+    has_gpu = real.exists() and _core.cuda_count(str(real)) > 0
+    if not has_gpu and shutil.which("gcc") is None:
+        pytest.skip("needs a GPU or a C compiler")
+    if has_gpu:
+        found = {"NCCL_LIBRARY": nccl.find().path}
+    else:
+        found = {LIBRARY_SWITCH: str(simt_library), "NCCL_LIBRARY": str(standin(tmp_path_factory.mktemp("standin")))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in found.items():
+            patch.setenv(name, value)
+        patch.delenv(nccl.SHARES_GPU_VARIABLE, raising=False)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def shares(where: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test puts into the environment for ranks on one GPU goes with it."""
+    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+
+
+@pytest.fixture
+def simt(where: dict[str, str]) -> Path:
+    if LIBRARY_SWITCH not in where:
+        pytest.skip("a stand-in's settings mean nothing to a GPU")
+    return Path(where[LIBRARY_SWITCH])
+
+
+@pytest.fixture
+def make(where: dict[str, str]) -> Iterator[Make]:
+    made: list[rm.Generator] = []
+
+    def one(config: helpers.Config = DENSE, mesh: rm.Mesh | None = None, **changes: Any) -> rm.Generator:
+        on_gpus = {"device": "cuda", "mesh": mesh, "comm": rm.comm.nccl(rm.comm.threads(), where["NCCL_LIBRARY"])} if mesh else {}
+        made.append(rm.Generator(rm.ModelSpec.from_hf(config), **{**SMALL, **on_gpus, **changes}))
+        return made[-1]
+
+    yield one
+    for generator in made:
+        generator.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Processes on devices, by NCCL over shared memory or over torch."""
+    made = {host: Server(host, tmp_path_factory.mktemp("rendezvous")) for host in ("shm", "torch")}
+
+    def run(do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any) -> list[dict[str, Any]]:
+        options = {"device": "cuda", **job.pop("options", {})}
+        return made[host](do, mesh, **{"transport": f"nccl over {host}", "options": options, "limit": 40.0, **job})
+
+    yield run
+    for server in made.values():
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Run) -> Callable[..., Any]:
+    """What one rank on the CPU answers."""
+    known: dict[str, Any] = {}
+
+    def ask(do: str, model: str) -> Any:
+        key = f"{do} {model}"
+        if key not in known:
+            known[key] = results(ranks(do, (1, 1, 1), model=model, transport="none", options={"device": "cpu"}))[0]
+        return known[key]
+
+    return ask
+
+
+def seen(generator: rm.Generator) -> Any:
+    """What no mesh may change: all but how much of a prompt a replica had seen before."""
+    generated, _, *scored = everything(generator)
+    return [output[:1] + output[2:] for output in generated], scored
+
+
+# ------------------------------------------------------------------------------------------------ bits
+WIDE = helpers.tiny_config(num_attention_heads=8, num_key_value_heads=4, vocab_size=600)
+
+
+@pytest.mark.parametrize(
+    "config, mesh, changes",
+    [
+        (DENSE, rm.Mesh(tp=2), {}),
+        (DENSE, rm.Mesh(tp=2), {"sequence_parallel": True, "device": "cuda:0", "dtype": "float32"}),
+        (WIDE, rm.Mesh(tp=4), {}),
+        (WIDE, rm.Mesh(tp=4), {"dtype": "float32"}),
+        (DENSE, rm.Mesh(dp=2), {}),
+        (MOE, rm.Mesh(tp=2), {}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "alltoall"}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "allgather_reducescatter"}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce", "sequence_parallel": True, "dtype": "float32"}),
+        (MOE, rm.Mesh(tp=2, dp=2, ep=4), {"sequence_parallel": True}),
+        (MOE, rm.Mesh(tp=2, dp=2, ep=4), {"ep_backend": "allgather_reducescatter", "dtype": "float32"}),
+        (MOE, rm.Mesh(dp=2, ep=2), {"ep_backend": "allgather_reducescatter"}),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) and "model_type" in value else str(value),
+)
+def test_a_mesh_gives_one_ranks_bits(make: Make, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]) -> None:
+    state = helpers.numpy_state_dict(config, seed=1)
+    cpu, gpu = make(config, dtype=changes.get("dtype", "bfloat16")), make(config, mesh, **changes)
+    found = []
+    for generator in (cpu, gpu):
+        generator.sync_weights(state, cast=True)
+        found.append(seen(generator))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mesh, call", [(rm.Mesh(tp=2), 2), (rm.Mesh(tp=2, ep=2), 3)], ids=str)
+def test_nccl_is_what_activations_travel_by(make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, mesh: rm.Mesh, call: int) -> None:
+    """A bit that it flips, of what rank 1 sends of the first layer, is a bit of the numbers."""
+    state, found = helpers.numpy_state_dict(MOE, seed=1), []
+    for flip in ("", f"1:{PROOF + call}"):
+        monkeypatch.setenv("STANDIN_FLIP", flip)
+        generator = make(MOE, mesh, ep_backend="local_allreduce")
+        generator.sync_weights(state, cast=True)
+        found.append([row.tobytes() for row in generator.logits([[4] * 9])])
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("mesh, groups", [(rm.Mesh(tp=2), 1), (rm.Mesh(tp=2, ep=2), 1), (rm.Mesh(tp=2, dp=2, ep=4), 2)], ids=str)
+def test_ranks_compare_their_calls_once_a_step(make: Make, where: dict[str, str], mesh: rm.Mesh, groups: int) -> None:
+    """Against the same mesh by way of the host, whose every call compares: two calls more for each group that is made, of which there is
+    one where two axes have the same ranks, and one for each step of a rank."""
+    state, calls, steps = helpers.numpy_state_dict(MOE, seed=1), [], 0
+    for comm in (None, rm.comm.nccl(None, where["NCCL_LIBRARY"])):
+        generator = make(MOE, mesh, comm=comm)
+        generator.sync_weights(state, cast=True)
+        generator.generate(PROMPTS, PARAMS, use_tqdm=False)
+        stats = generator.metrics()
+        calls.append(stats["comm_calls"])
+        steps = stats["steps"]
+    assert steps > 5
+    assert calls[1] - calls[0] == groups * (2 + steps)
+
+
+@pytest.mark.parametrize("how", [{"inflight": "restart"}, {"inflight": "keep"}, {"inflight": "keep", "keep_kv": True}], ids=str)
+def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
+    found = []
+    for mesh in (None, rm.Mesh(tp=2, ep=2)):
+        generator = make(MOE, mesh, dtype="float32")
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1))
+        ids = generator.submit(PROMPTS, PARAMS)
+        done = []
+        for step in range(3):
+            done += generator.poll()
+            if step == 1:
+                generator.sync_weights(helpers.numpy_state_dict(MOE, seed=2), **how)
+        done += generator.poll(min_outputs=len(ids))
+        found.append(told(sorted(done, key=lambda output: output.request_id)))
+    assert found[0] == found[1]
+
+
+def test_sleep_and_wake(make: Make) -> None:
+    cpu, gpu = make(MOE), make(MOE, rm.Mesh(tp=2, ep=2))
+    for seed in range(2):
+        for generator in (cpu, gpu):
+            generator.sync_weights(helpers.numpy_state_dict(MOE, seed=seed), cast=True)
+        assert seen(gpu) == seen(cpu)
+        gpu.sleep(["kv", "weights"])
+        with pytest.raises(rm.StateError, match="asleep"):
+            gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
+        gpu.wake(["kv", "weights"])
+
+
+def test_close_gives_everything_back(make: Make, simt: Path) -> None:
+    before, mapped = [_core.cuda_available(str(simt), device) for device in range(2)], _core.memory_blocks()
+    gpu = make(MOE, rm.Mesh(tp=2, ep=2), ep_backend="local_allreduce")
+    gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+    gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert free(simt) < before[0]
+    gpu.close()
+    assert ([_core.cuda_available(str(simt), device) for device in range(2)], _core.memory_blocks()) == (before, mapped)
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("standin-nccl-")] == []
+
+
+def test_which_nccl_is_said(make: Make, where: dict[str, str]) -> None:
+    generator = make(DENSE, rm.Mesh(tp=2))
+    assert generator.metrics()["nccl"] == str(nccl.find(where["NCCL_LIBRARY"]))
+    assert where["NCCL_LIBRARY"] in generator.metrics()["nccl"]
+    assert make().metrics()["nccl"] is None
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+def test_it_is_of_gpus(make: Make) -> None:
+    with pytest.raises(rm.ConfigError, match=r"device = 'cpu' with rm.comm.nccl\(…\), wanted device = 'cuda'"):
+        make(DENSE, rm.Mesh(tp=2), device="cpu")
+    with pytest.raises(rm.ConfigError, match="wanted 'cpu', 'cuda' or 'cuda:N'"):
+        make(DENSE, rm.Mesh(tp=2), device="cuda:")
+
+
+REFUSED = [
+    ({"STANDIN_VERSION": "22907"}, {"device": "cuda:0"}, rm.ConfigError, "ranks 0 and 1 have one GPU, which NCCL 2.29.7 does not allow"),
+    ({"STANDIN_ID": "2"}, {}, rm.RankLostError, r"a name for the group: NCCL says .unhandled system error.: planted: no id"),
+    ({"STANDIN_INIT": "1:5"}, {}, rm.ConfigError, "making a group: NCCL says .invalid usage"),
+    ({"STANDIN_INIT": "1:2"}, {}, rm.RankLostError, "making a group: NCCL says .unhandled system error"),
+    ({"ROLLMESH_SIMT_MEMORY": "4096"}, {}, rm.CapacityError, r"no room on cuda:\d for exchanges of \d+ bytes"),
+    ({"ROLLMESH_SIMT_MEMORY": "300000"}, {}, rm.CapacityError, "takes 0.00 GiB and cuda:0 has 0.00 GiB free"),
+]
+
+
+@pytest.mark.parametrize("environment, changes, kind, words", REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_a_group_that_cannot_be_made(
+    make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], changes: Any, kind: type[Exception], words: str
+) -> None:
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(kind, match=words):
+            make(DENSE, rm.Mesh(tp=2), **changes)
+    make(DENSE, rm.Mesh(tp=2)).sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
+
+
+# ------------------------------------------------------------------------------------------------ faults: ranks that are threads
+FAULTS = [
+    ({"STANDIN_GROUP": "1:30:3"}, rm.RankLostError, "NCCL says .internal error"),
+    ({"STANDIN_GROUP": "0:30:1"}, rm.DeviceError, "NCCL says .unhandled cuda error"),
+    ({"STANDIN_ASYNC": "1:30:6"}, rm.RankLostError, "NCCL says .remote process exited"),
+    ({"ROLLMESH_SIMT_FAULT": "400"}, rm.DeviceError, "cuda:.: .*illegal memory access"),
+]
+
+
+@pytest.mark.parametrize("environment, kind, words", FAULTS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_a_fault_ends_the_engine_and_says_so(
+    make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], kind: type[Exception], words: str
+) -> None:
+    state = helpers.numpy_state_dict(MOE, seed=1)
+    cpu = make(MOE)
+    cpu.sync_weights(state, cast=True)
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        gpu = make(MOE, rm.Mesh(tp=2, ep=2))
+        gpu.sync_weights(state, cast=True)
+        with pytest.raises(kind, match=words):
+            gpu.generate(PROMPTS * 8, rm.SamplingParams(max_tokens=60, seed=1, ignore_eos=True), use_tqdm=False)
+        with pytest.raises((rm.RankLostError, kind)):
+            gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
+        gpu.close()
+    again = make(MOE, rm.Mesh(tp=2, ep=2))
+    again.sync_weights(state, cast=True)
+    assert seen(again) == seen(cpu)
+
+
+# ------------------------------------------------------------------------------------------------ ranks that are processes
+@pytest.mark.parametrize(
+    "host, mesh, model, options",
+    [
+        ("shm", (2, 1, 1), "dense", {}),
+        ("shm", (2, 2, 4), "moe", {"sequence_parallel": True}),
+        ("shm", (3, 1, 3), "moe", {"ep_backend": "local_allreduce"}),
+        ("torch", (2, 1, 2), "moe", {"ep_backend": "allgather_reducescatter"}),
+    ],
+)
+def test_processes_give_the_bits_of_one_rank(
+    ranks: Run, alone: Callable[..., Any], host: str, mesh: tuple[int, int, int], model: str, options: dict[str, Any]
+) -> None:
+    expected = [family_aside(answer) for answer in alone("bits", model)]
+    for number, got in enumerate(results(ranks("bits", mesh, host, model=model, options=options, source=0))):
+        assert [family_aside(answer) for answer in got] == expected, f"rank {number}"
+
+
+def family_aside(answer: dict[str, Any]) -> dict[str, Any]:
+    """A contract names the family, which is the device's own though its bits are the CPU's."""
+    return {**answer, "about": answer["about"].replace("family='cuda_fma'", "family='x86'")}
+
+
+# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued; in a kernel of the forward, or of what
+# comes last in a step, that never ends. In the last three the others stand in the kernel.
+KILLED = {
+    "in a step": {"where": "generate", "calls": 9, "delay": 0.004},
+    "between steps": {"where": "generate", "calls": 5},
+    "in a call": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_GROUP": "1:60:7"}},
+    "in a kernel of the forward": {"where": "generate", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:8"}},
+    "in a kernel at the end": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}},
+}
+LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
+
+
+@pytest.mark.parametrize("how", KILLED)
+@pytest.mark.parametrize("mesh", [(2, 1, 2)], ids=str)
+def test_a_rank_that_is_killed_is_named(ranks: Run, alone: Callable[..., Any], simt: Path, mesh: tuple[int, int, int], how: str) -> None:
+    options = {**LONG, "ep_backend": "local_allreduce"}
+    got = ranks("lost", mesh, model="moe", victim=1, signal=int(signal.SIGKILL), options=options, **KILLED[how])
+    assert got[1]["status"] == -signal.SIGKILL
+    check_lost(got, 1, within=SOON)
+
+
+def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: Path) -> None:
+    """A copy to memory that is not pinned waits inside the driver, where nobody looks for lost ranks: what it would wait for is waited for
+    before."""
+    job = {"where": "logits", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:13"}}
+    got = ranks("lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGKILL), options=LONG, **job)
+    check_lost(got, 1, within=SOON)
+
+
+@pytest.mark.parametrize(
+    "victims, kinds",
+    [
+        ({"STANDIN_GROUP": "1:60:3"}, {"RankLostError"}),
+        ({"STANDIN_GROUP": "1:60:5"}, {"CollectiveMismatchError", "RankLostError"}),
+        ({"STANDIN_ASYNC": "1:60:6"}, {"RankLostError"}),
+        ({"STANDIN_GROUP": "1:60:7"}, {"CollectiveTimeoutError", "RankLostError"}),
+        ({"STANDIN_HANG": "1:60"}, {"CollectiveTimeoutError", "RankLostError"}),
+        ({"ROLLMESH_SIMT_FAULT": "900"}, {"DeviceError", "RankLostError"}),
+    ],
+    ids=str,
+)
+def test_a_fault_of_one_process_is_an_error_on_all(
+    ranks: Run, alone: Callable[..., Any], simt: Path, victims: dict[str, str], kinds: set[str]
+) -> None:
+    """And its own on the rank that has it, where there is one; each can make another generator."""
+    got = results(ranks("failing", (2, 1, 2), model="moe", victim=1, victims=victims, timeout=2.0, options=LONG))
+    assert {rank["told"][0] for rank in got} <= kinds
+    assert got[1]["told"][0] in kinds - {"RankLostError"} or kinds == {"RankLostError"}
+    for rank in got:
+        assert rank["again"] in kinds
+        assert rank["seconds"] < SOON
+        assert rank["next"] == alone("bits", "moe")[0]["logits"]
+
+
+def test_a_device_that_fails_is_heard_of_where_replicas_meet(ranks: Run, simt: Path) -> None:
+    """Ranks that exchange nothing in a step, by way of the host: who has lost its device gives the mesh up, and is not waited for."""
+    job = {"victims": {"ROLLMESH_SIMT_FAULT": "900"}, "transport": "shm", "timeout": 60.0, "options": LONG}
+    got = results(ranks("failing", (1, 2, 1), model="dense", victim=1, **job))
+    assert [rank["told"][0] for rank in got] == ["RankLostError", "DeviceError"]
+    assert all(rank["seconds"] < SOON for rank in got)
+
+
+def test_a_rank_that_stops_is_timed_out(ranks: Run, simt: Path) -> None:
+    job = {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}, "options": LONG, "timeout": 2.0}
+    got = ranks("lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGSTOP), **job)
+    assert got[0]["result"]["told"][0] == "CollectiveTimeoutError"
+    assert "was not done within 2 s" in got[0]["result"]["told"][1]
+    assert got[1]["result"]["told"][0] in ("CollectiveTimeoutError", "RankLostError")
+
+
+# ------------------------------------------------------------------------------------------------ making and syncing
+def test_a_rank_that_cannot_be_made(ranks: Run, where: dict[str, str]) -> None:
+    """The others stand where groups of NCCL are made, or left, and hear of it there."""
+    for changes in ({"kv_cache_gib": 500000.0}, {"max_num_seqs": 2**20, "max_num_batched_tokens": 13}):
+        got = ranks("construct", (2, 1, 1), each=[{}, changes], timeout=20.0)
+        assert got[1]["error"][0] in ("CapacityError", "ConfigError", "MemoryError")
+        assert got[0]["error"][0] == "RankLostError"
+        assert got[0]["error"][1].startswith(f"rank 1 could not be made: {got[1]['error'][0]}")
+
+
+@pytest.mark.parametrize(
+    "job, words",
+    [
+        ({"victims": {"STANDIN_VERSION": "23003"}}, "rank 1 has NCCL = 2.30.3, rank 0 2.32.3"),
+        ({"without": True}, "rank 1 has NCCL = none, rank 0 2.32.3"),
+    ],
+    ids=["another NCCL", "none"],
+)
+def test_ranks_that_have_not_the_same_nccl(ranks: Run, simt: Path, job: dict[str, Any], words: str) -> None:
+    for rank in ranks("construct", (2, 1, 1), each=[{}, {}], victim=1, timeout=20.0, **job):
+        assert rank["error"][0] == "MeshMismatchError"
+        assert words in rank["error"][1]
+
+
+def test_ranks_on_one_gpu_want_an_nccl_that_allows_it(ranks: Run, simt: Path) -> None:
+    one = {"device": "cuda:0"}
+    for rank in ranks("construct", (2, 1, 1), each=[one, one], timeout=20.0, environment={"STANDIN_VERSION": "22907"}):
+        assert rank["error"][0] == "ConfigError"
+        assert "ranks 0 and 1 have one GPU, which NCCL 2.29.7 does not allow, wanted 2.30.3 or later" in rank["error"][1]
+    for rank in ranks("construct", (2, 1, 1), each=[one, one], timeout=20.0):
+        assert rank["error"] is None
+
+
+def test_a_weight_that_one_rank_lacks_at_the_commit(ranks: Run, alone: Callable[..., Any]) -> None:
+    """Two phases, by the host's groups: the old version serves on, and the next sync goes well."""
+    for number, rank in enumerate(results(ranks("bad_weight", (2, 1, 2), model="moe", how="pushed", victim=1, row=0))):
+        assert rank["told"][0] == ("IncompleteSyncError" if number == 1 else "SyncAbortedError")
+        assert rank["same"]
+        expected = family_aside(alone("bits", "moe")[1])
+        assert family_aside({"digest": rank["next"], "version": 1, **rank["bits"]}) == expected
+
+
+def test_ranks_that_step_with_different_batches(ranks: Run) -> None:
+    """Prompts of one length, so that no exchange has another size."""
+    for rank in ranks("apart", (2, 1, 1), model="moe", how="unheard", victim=1, timeout=20.0):
+        assert rank["error"][0] == "CollectiveMismatchError"
+        assert "another batch" in rank["error"][1]
+
+
+def test_refusals_leave_the_mesh_usable(ranks: Run) -> None:
+    expected = results(ranks("calls_in_a_row", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"}))[0]
+    for got in results(ranks("calls_in_a_row", (2, 1, 2), model="moe")):
+        assert [*got[:-1], family_aside(got[-1])] == [*expected[:-1], expected[-1]]
+
+
+def test_close_of_a_process_gives_everything_back(ranks: Run, simt: Path) -> None:
+    for first, _, third in results(ranks("closed", (2, 1, 2), model="moe")):
+        assert all(after <= before for after, before in zip(third, first, strict=True)), (first, third)
