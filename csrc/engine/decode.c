@@ -61,7 +61,9 @@ void rm_decode_plan(rm_engine *engine) {
   const int64_t most = rm_min64(rm_min64(options->max_num_seqs, options->max_num_batched_tokens), MAX_ROWS);
   rows_block unused;
   rm_field fields[N_FIELDS];
-  if (options->enforce_eager || !engine->device->record || options->rank.tp || options->rank.ep) return;
+  // Where experts span replicas these would have to agree on a size that each has another number of rows for.
+  if (options->enforce_eager || !engine->device->record || rm_rank_spans_dp(&options->rank) || !rm_model_is_static(engine->model, most))
+    return;
   for (int64_t rows = 1; rows < most; rows = next_size(rows)) decode->sizes[decode->n_sizes++] = rows;
   decode->sizes[decode->n_sizes++] = most;
   list_fields(engine, most, &unused, fields);
@@ -116,49 +118,80 @@ static int fill(const rm_engine *engine, const rows_block *b, int64_t rows) {
 
 static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }
 
-// Tokens of rows [first, first + n), from their hidden states.
+// Rows of n that this rank draws from: of a tp group each rank has its share, and tells the others.
+static rm_range own_rows(const rm_engine *engine, int64_t n) {
+  const rm_comm *tp = engine->options.rank.tp;
+  return tp ? rm_model_own_rows(engine->model, n, rm_comm_rank(tp)) : (rm_range){0, n};
+}
+
+// Tokens of this rank's share of rows [first, first + n), from their hidden states.
 static rm_code draw(rm_engine *engine, const rows_block *b, const char *hidden, int64_t first, int64_t n, int with_ranks, rm_error *err) {
   const rm_plan *plan = &engine->plan;
+  const rm_range own = own_rows(engine, n);
+  const int64_t at = first + own.first;
   const rm_head head = {
       .hidden = hidden + (size_t)(first * engine->spec->hidden_size) * rm_dtype_bytes(engine->options.dtype),
       .rows = n,
       .ld_logits = engine->ld_logits,
+      .own_rows = engine->options.rank.tp != NULL,
       .logits = plan->logits,
       .stats = plan->stats,
       .row_flags = there(engine, b->out_flags + first),
   };
   const rm_sample_args sample = {
-      .tokens = there(engine, b->tokens + first),
-      .logprobs = there(engine, b->logprobs + first),
-      .sampling_logprobs = there(engine, b->sampling_logprobs + first),
-      .logits = plan->logits,
-      .stats = plan->stats,
-      .params = there(engine, b->params + first),
-      .row_flags = head.row_flags,
-      .rows = n,
+      .tokens = there(engine, b->tokens + at),
+      .logprobs = there(engine, b->logprobs + at),
+      .sampling_logprobs = there(engine, b->sampling_logprobs + at),
+      .logits = plan->logits + own.first * engine->ld_logits,
+      .stats = plan->stats + 2 * own.first,
+      .params = there(engine, b->params + at),
+      .row_flags = there(engine, b->out_flags + at),
+      .rows = own.n,
       .vocab = engine->spec->vocab_size,
       .ld_logits = engine->ld_logits,
   };
   const rm_ranks_args ranks = {
-      .ranks = there(engine, b->ranks + first),
-      .logits = plan->logits,
+      .ranks = there(engine, b->ranks + at),
+      .logits = sample.logits,
       .tokens = sample.tokens,
-      .rows = n,
+      .rows = own.n,
       .vocab = sample.vocab,
       .ld_logits = sample.ld_logits,
   };
   const rm_code code = rm_model_head(engine->model, rm_store_weights(engine->store), &head, err);
-  if (code) return code;
+  if (code || !own.n) return code;
   engine->kernels->sample(rm_model_ctx(engine->model), &sample);
   if (with_ranks) engine->kernels->ranks(rm_model_ctx(engine->model), &ranks);
   return RM_OK;
 }
 
-static rm_code enqueue(rm_engine *engine, const rows_block *b, int64_t rows, int with_ranks, rm_error *err) {
-  const void *hidden;
-  const rm_batch batch = {
+// What the other ranks of the tp group have drawn; the host's.
+static rm_code share_draws(rm_engine *engine, const rows_block *b, int64_t rows, rm_error *err) {
+  const rm_comm *tp = engine->options.rank.tp;
+  rm_drawn *drawn = engine->plan.drawn;
+  int64_t counts[RM_MAX_TP];
+  rm_code code = RM_OK;
+  for (int64_t first = 0, n; tp && first < rows && !code; first += n) {
+    n = rm_min64(rows - first, engine->max_out_rows);
+    for (int r = 0; r < rm_comm_size(tp); r++) counts[r] = rm_model_own_rows(engine->model, n, r).n;
+    for (int64_t i = first; i < first + n; i++)
+      drawn[i - first] = (rm_drawn){b->tokens[i], b->ranks[i], b->logprobs[i], b->sampling_logprobs[i]};
+    code = rm_model_share(engine->model, drawn, counts, sizeof *drawn, err);
+    for (int64_t i = first; i < first + n; i++) {
+      b->tokens[i] = drawn[i - first].token;
+      b->ranks[i] = drawn[i - first].rank;
+      b->logprobs[i] = drawn[i - first].logprob;
+      b->sampling_logprobs[i] = drawn[i - first].sampling_logprob;
+    }
+  }
+  return code;
+}
+
+static rm_batch batch_of(const rm_engine *engine, const rows_block *b, int64_t rows) {
+  return (rm_batch){
       .mirror = &engine->mirror,
       .n_rows = rows,
+      .most_rows = rows,
       .n_seqs = engine->options.max_num_seqs,
       .max_pages = engine->max_pages,
       .ids = b->ids,
@@ -171,6 +204,11 @@ static rm_code enqueue(rm_engine *engine, const rows_block *b, int64_t rows, int
       .routed = b->routed,
       .row_flags = b->row_flags,
   };
+}
+
+static rm_code enqueue(rm_engine *engine, const rows_block *b, int64_t rows, int with_ranks, rm_error *err) {
+  const rm_batch batch = batch_of(engine, b, rows);
+  const void *hidden;
   rm_mirror_put(&engine->mirror, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
   rm_code code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
   for (int64_t first = 0; first < rows && !code; first += engine->max_out_rows)
@@ -215,7 +253,22 @@ static rm_code record(rm_engine *engine, rm_recording *recording, const rows_blo
   code = enqueue(engine, b, rows, with_ranks, err);
   const rm_device_status status = device->recorded(device->self, &recording->kept);
   recording->is_refused = status == RM_DEVICE_NO_MEMORY;
-  return code || recording->is_refused ? code : rm_device_check(device, status, err);
+  if (code || !recording->is_refused) return code ? code : rm_device_check(device, status, err);
+  if (!engine->options.rank.tp) return RM_OK;
+  return rm_fail(err, RM_E_CAPACITY, "no memory on %s to record steps of %lld rows; enforce_eager needs none", device->name,
+                 (long long)rows);   // the other ranks have recorded what this one would call again
+}
+
+static void take(rm_engine *engine, const rows_block *b, int with_ranks) {
+  rm_plan *plan = &engine->plan;
+  const size_t n = (size_t)plan->n_rows, words = n * sizeof(int32_t);
+  memcpy(plan->tokens, b->tokens, words);
+  memcpy(plan->logprobs, b->logprobs, words);
+  memcpy(plan->sampling_logprobs, b->sampling_logprobs, words);
+  if (with_ranks) memcpy(plan->ranks, b->ranks, words);
+  memcpy(plan->row_flags, b->row_flags, n);
+  memcpy(plan->out_flags, b->out_flags, n);
+  if (plan->routed) memcpy(plan->routed, b->routed, n * (size_t)engine->routed_per_token * sizeof *plan->routed);
 }
 
 rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
@@ -224,23 +277,17 @@ rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
   const rows_block b = block_of(engine, rows);
   const int with_ranks = fill(engine, &b, rows);
   rm_recording *recording = recording_of(engine, index, with_ranks);
-  rm_code code = RM_OK;
-  if (recording->was_run && !recording->kept && !recording->is_refused) code = record(engine, recording, &b, rows, with_ranks, err);
+  const rm_batch batch = batch_of(engine, &b, rows);
+  rm_code code = rm_model_prepare(engine->model, &batch, err);
+  const int may_record = recording->was_run && !recording->kept && !recording->is_refused;
+  if (!code && may_record) code = record(engine, recording, &b, rows, with_ranks, err);
   if (!code && recording->kept) device->replay(device->self, recording->kept);
   else if (!code) code = enqueue(engine, &b, rows, with_ranks, err);
   recording->was_run = 1;
   engine->stats.replays += recording->kept != NULL;
   if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
   if (!code) code = rm_results_fetch(&engine->results, err);
-  if (code) return code;
-  rm_plan *plan = &engine->plan;
-  const size_t n = (size_t)plan->n_rows, words = n * sizeof(int32_t);
-  memcpy(plan->tokens, b.tokens, words);
-  memcpy(plan->logprobs, b.logprobs, words);
-  memcpy(plan->sampling_logprobs, b.sampling_logprobs, words);
-  if (with_ranks) memcpy(plan->ranks, b.ranks, words);
-  memcpy(plan->row_flags, b.row_flags, n);
-  memcpy(plan->out_flags, b.out_flags, n);
-  if (plan->routed) memcpy(plan->routed, b.routed, n * (size_t)engine->routed_per_token * sizeof *plan->routed);
-  return RM_OK;
+  if (!code) code = share_draws(engine, &b, rows, err);
+  if (!code) take(engine, &b, with_ranks);
+  return code;
 }
