@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sys/mman.h>
 #include <thread>
 #include <vector>
@@ -30,18 +31,22 @@ struct device {
   int n_streams;
 };
 
-// One of the three kinds: a launch, a copy (`from`), a fill.
+// One of the four kinds: a launch, a copy (`from`), a fill, a wait for what another stream has before a place.
 struct work {
   std::shared_ptr<const simt_launch> launch;
   char *to;
   const char *from;
   int value;
   size_t bytes;
+  bool is_peers;  // `from` is another device's
+  cudaStream_t awaited;
+  uint64_t place;
 };
 
 std::mutex lock;
 using locked = std::lock_guard<std::mutex>;
 std::map<const char *, block> blocks;  // by data
+std::set<cudaStream_t> streams;
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
@@ -188,14 +193,26 @@ void do_work(simt_stream *s, const work &w) {
   simt_doing(w.from ? "cudaMemcpyAsync" : "cudaMemsetAsync");
   for (const char *at : {static_cast<const char *>(w.to), w.from}) {
     const block *b = at ? block_of(at) : nullptr;
-    if (b && b->owner == s->owner && w.bytes) open_chunks(*b, at, at + w.bytes);
+    if (b && (b->owner == s->owner || (w.is_peers && b->owner != HOST)) && w.bytes) open_chunks(*b, at, at + w.bytes);
   }
   if (w.from) memcpy(w.to, w.from, w.bytes);
   else memset(w.to, w.value, w.bytes);
+  if (w.is_peers) close_all();  // to the kernels behind it
+}
+
+void drain(simt_stream *s, uint64_t place, const work *now = nullptr);
+
+void await(simt_stream *s, const work &w) {
+  drains = HOST;
+  close_all();
+  simt_end();
+  if (streams.count(w.awaited)) drain(w.awaited, std::min(w.place, w.awaited->n_enqueued));  // one that is gone was drained
+  simt_begin();
+  drains = s->owner;
 }
 
 // Does what was enqueued before `place`, with the device's memory open to it, and `now` behind it.
-void drain(simt_stream *s, uint64_t place, const work *now = nullptr) {
+void drain(simt_stream *s, uint64_t place, const work *now) {
   const device &d = devices[s->owner];
   if (d.sticky == cudaSuccess && (s->n_done < place || now)) {
     simt_begin();
@@ -203,7 +220,8 @@ void drain(simt_stream *s, uint64_t place, const work *now = nullptr) {
     for (; s->n_done < place && d.sticky == cudaSuccess; s->n_done++) {
       const work w = std::move(s->queue.front());
       s->queue.pop_front();
-      do_work(s, w);
+      if (w.awaited) await(s, w);
+      else do_work(s, w);
     }
     if (now && d.sticky == cudaSuccess) do_work(s, *now);
     drains = HOST;
@@ -275,7 +293,7 @@ void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const char *refused = simt_refused(*launch);
   if (stream) {
     said(refused ? cudaErrorInvalidConfiguration
-                 : enqueue(static_cast<simt_stream *>(stream), {std::move(launch), nullptr, nullptr, 0, 0}));
+                 : enqueue(static_cast<simt_stream *>(stream), {std::move(launch), nullptr, nullptr, 0, 0, false, nullptr, 0}));
     return;
   }
   if (refused) simt_fault(refused);
@@ -365,6 +383,18 @@ extern "C" __attribute__((visibility("default"))) uint64_t simt_contexts() {
   return bits;
 }
 
+// For tests that are another library of the process: the thread's device, whose a stream is, and cudaStreamWaitEvent for all that
+// `awaited` has been given so far.
+extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_device; }
+
+extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) { return static_cast<cudaStream_t>(stream)->owner; }
+
+extern "C" __attribute__((visibility("default"))) void simt_stream_await(void *stream, void *awaited) {
+  const locked hold(lock);
+  const cudaStream_t other = static_cast<cudaStream_t>(awaited);
+  enqueue(static_cast<cudaStream_t>(stream), {nullptr, nullptr, nullptr, 0, 0, false, other, other->n_enqueued});
+}
+
 // ------------------------------------------------------------------------------------------------ memory
 static size_t all_memory() { return static_cast<size_t>(from_environment("ROLLMESH_SIMT_MEMORY", 1l << 30)); }
 
@@ -429,6 +459,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   (*stream)->owner = current_device;
   (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
   devices[current_device].n_streams++;
+  streams.insert(*stream);
   simt_order(from_environment("ROLLMESH_SIMT_REVERSED", 0) != 0);
   simt_watch();
   return cudaSuccess;
@@ -440,6 +471,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   device &d = devices[s->owner];
   if (--d.n_streams == 0) d.sticky = cudaSuccess;
   if (captured == s) captured = nullptr;
+  streams.erase(s);
   delete s->capture;
   delete s;
   return cudaSuccess;
@@ -464,7 +496,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   const locked hold(lock);
   const bool to_device = kind != cudaMemcpyDeviceToHost, from_device = kind != cudaMemcpyHostToDevice;
   if ((to_device && !is_on(s->owner, to, bytes)) || (from_device && !is_on(s->owner, from, bytes))) return said(cudaErrorInvalidValue);
-  const work w = {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes};
+  const work w = {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes, false, nullptr, 0};
   if (to_device && from_device) return said(enqueue(s, w));
   const void *host = to_device ? from : to;
   const block *b = block_of(host);
@@ -475,10 +507,17 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   return said(devices[s->owner].sticky);
 }
 
+cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t s) {
+  const locked hold(lock);
+  if (!is_on(to_device, to, bytes) || !is_on(from_device, from, bytes) || (s->owner != to_device && s->owner != from_device))
+    return said(cudaErrorInvalidValue);
+  return said(enqueue(s, {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes, true, nullptr, 0}));
+}
+
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t s) {
   const locked hold(lock);
   if (!is_on(s->owner, at, bytes)) return said(cudaErrorInvalidValue);
-  return said(enqueue(s, {nullptr, static_cast<char *>(at), nullptr, value, bytes}));
+  return said(enqueue(s, {nullptr, static_cast<char *>(at), nullptr, value, bytes, false, nullptr, 0}));
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {

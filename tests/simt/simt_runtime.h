@@ -2,7 +2,7 @@
 // graphs. It is as strict as a GPU is at its slowest:
 //   - what is enqueued is done when something waits for it, on the thread that waits, and not before: arguments are kept by value,
 //     pinned memory is read and written then. cudaStreamQuery does one step. Copies of memory that is not pinned drain the stream.
-//   - the host cannot touch a device's memory, and no device another's; a block has pages that nobody may touch on both ends, and the
+//   - the host cannot touch a device's memory, and no device another's but by cudaMemcpyPeerAsync; a block has pages that nobody may touch on both ends, and the
 //     bytes between those and its own are looked at after each drain. A fault is a message and exit status 3, in any program.
 //   - fresh memory holds 0xff, also that of the host.
 // Threads may use it at once, as CUDA says; work is done by one at a time.
@@ -79,6 +79,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
