@@ -69,6 +69,14 @@ typedef struct rm_device {
   void (*close)(void *self);              // all blocks were given back
 } rm_device;
 
+// An allocation of a device's memory that another process may open (rm_cuda.h).
+typedef struct rm_device_loan {
+  char device[32];          // the device's PCI bus id: its ordinal may be another one there
+  unsigned char handle[64];
+  void *block;              // where it begins in this process
+  size_t bytes;
+} rm_device_loan;
+
 #ifdef __cplusplus
 }
 #endif

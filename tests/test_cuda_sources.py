@@ -7,17 +7,15 @@ Oracle: the same weights from the host, by digest (of every stored value) and by
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import cuda_device
-import dlpack
 import helpers
 import numpy as np
 import pytest
+from gpu_trainer import Trainer
 
 import rollmesh as rm
 from rollmesh import _core
@@ -46,60 +44,6 @@ def make() -> Iterator[Callable[..., rm.Generator]]:
     yield one
     for generator in made:
         generator.close()
-
-
-class Trainer:
-    """Another library of this process, on one device, with a stream of its own."""
-
-    def __init__(self, library: Path, ordinal: int) -> None:
-        self.ordinal = ordinal
-        self.loaded = ctypes.CDLL(str(library))
-        self.loaded.simt_stream_device.argtypes = [ctypes.c_void_p]
-        self.loaded.simt_stream_await.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self.device = cuda_device.Device(cuda_device.Library(library), ordinal)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        saved = self.device.enter()
-        try:
-            yield
-        finally:
-            self.device.leave(saved)
-
-    def tensor(self, array: np.ndarray, **fields: Any) -> OnGpu:
-        return OnGpu(self, array, **fields)
-
-    def state(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        return {name: self.tensor(array) for name, array in arrays.items()}
-
-    def close(self) -> None:
-        with self.current():
-            self.device.give_back()
-            self.device.close()
-
-
-class OnGpu(dlpack.Producer):
-    """As torch gives a CUDA tensor: while its device is the current one, after the reader's stream was made to wait for its own."""
-
-    def __init__(self, trainer: Trainer, array: np.ndarray, **fields: Any) -> None:
-        base = array if array.base is None else array.base
-        assert isinstance(base, np.ndarray)
-        with trainer.current():
-            block, pinned = trainer.device.map(max(base.nbytes, 1)), trainer.device.pin(max(base.nbytes, 1))
-            ctypes.memmove(pinned, base.ctypes.data, base.nbytes)
-            trainer.device.put(block, pinned, base.nbytes)
-        data = block + array.ctypes.data - base.ctypes.data
-        super().__init__(array, data=data, device=2, version=(1, 0), said_device=(2, trainer.ordinal), **fields)
-        self._managed.tensor.device_id = trainer.ordinal
-        self.trainer = trainer
-
-    def __dlpack__(self, **arguments: Any) -> Any:
-        loaded, stream = self.trainer.loaded, arguments["stream"]
-        if (current := loaded.simt_current_device()) != self.trainer.ordinal:
-            raise BufferError(f"Can't export tensors on a different CUDA device index. Current device: {current}.")
-        assert loaded.simt_stream_device(stream) == self.trainer.ordinal
-        loaded.simt_stream_await(stream, self.trainer.device.table.stream)
-        return super().__dlpack__(**arguments)
 
 
 @pytest.fixture

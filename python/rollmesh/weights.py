@@ -25,7 +25,7 @@ from rollmesh.pieces import local_tensor
 from rollmesh.requests import Requests
 from rollmesh.show import reason
 from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
-from rollmesh.sync import SyncOptions, check_deadline, check_mapping, push_all, push_entries, push_mapping, report_of
+from rollmesh.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
 TIMED = "commit in time"
@@ -51,11 +51,13 @@ class Weights:
             self._finish_running(options, deadline)
         try:
             options.begin(self._engine)
-            if isinstance(source, Mapping):
-                check_mapping(self._engine, self.manifest, source, options)
-                push_mapping(self._engine, source, deadline)
-            else:
-                push_entries(self._engine, source, deadline)
+            with lent(source) as is_lent_still:
+                if isinstance(source, Mapping):
+                    check_mapping(self._engine, self.manifest, source, options)
+                    push_mapping(self._engine, source, deadline)
+                else:
+                    push_entries(self._engine, source, deadline)
+                is_lent_still()
             return self._commit(options, deadline)
         except BaseException:
             self._abort()

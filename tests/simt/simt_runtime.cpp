@@ -6,11 +6,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fcntl.h>
 #include <map>
 #include <mutex>
 #include <set>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 namespace {
@@ -21,6 +25,9 @@ struct block {
   char *raw, *room, *data;          // guard page, then pages of which the last hold the block, then a guard page
   size_t length, room_bytes, bytes;  // of the mapping, of its pages that may be touched, of the block
   int owner;                        // a device, or HOST
+  int file;                         // of its room, which other processes open; 0: none
+  bool is_borrowed;                 // another process's
+  cudaIpcMemHandle_t handle;
   char *slack_from() const { return std::max(room, data - ALIGNMENT); }
 };
 
@@ -172,14 +179,20 @@ void open_chunks(const block &b, const char *from, const char *to) {
   protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
 }
 
+void block_drop(std::map<const char *, block>::iterator at) {
+  if (at->second.file) close(at->second.file);
+  munmap(at->second.raw, at->second.length);
+  blocks.erase(at);
+}
+
 bool block_destroy(void *data, bool on_host) {
   auto found = blocks.find(static_cast<char *>(data));
-  if (found == blocks.end() || (found->second.owner == HOST) != on_host) return false;
+  if (found == blocks.end() || (found->second.owner == HOST) != on_host || found->second.is_borrowed) return false;
   const block &b = found->second;
+  if (b.file && flock(b.file, LOCK_EX | LOCK_NB)) simt_fault("memory is freed that another process has open");
   if (on_host) check_slack(b);
   else devices[b.owner].used -= b.bytes;
-  munmap(b.raw, b.length);
-  blocks.erase(found);
+  block_drop(found);
   return true;
 }
 
@@ -308,6 +321,9 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorDeviceUninitialized: return "invalid device context";
+    case cudaErrorMapBufferObjectFailed: return "mapping of buffer object failed";
+    case cudaErrorAlreadyMapped: return "resource already mapped";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction: return "invalid device function";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
@@ -367,11 +383,21 @@ static int primary_context_state(int ordinal, unsigned *flags, int *is_active) {
   return 0;
 }
 
+static int address_range(unsigned long long *base, size_t *bytes, unsigned long long address) {
+  const locked hold(lock);
+  const void *at = reinterpret_cast<const void *>(address);
+  const block *b = block_of(at);
+  if (!b || b->owner == HOST || !is_inside(b, at, 1)) return cudaErrorInvalidValue;
+  *base = reinterpret_cast<uintptr_t>(b->data), *bytes = b->bytes;
+  return 0;
+}
+
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult *found) {
-  const bool is_known = !strcmp(name, "cuDevicePrimaryCtxGetState");
-  *entry = is_known ? reinterpret_cast<void *>(primary_context_state) : nullptr;
-  *found = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  *entry = !strcmp(name, "cuDevicePrimaryCtxGetState") ? reinterpret_cast<void *>(primary_context_state)
+           : !strcmp(name, "cuMemGetAddressRange")     ? reinterpret_cast<void *>(address_range)
+                                                       : nullptr;
+  *found = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
@@ -414,6 +440,7 @@ cudaError_t cudaFree(void *data) {
   if (!data || captured) return said(error);
   const block *b = block_of(data);
   if (b && b->data == data && b->owner != HOST) {
+    if (b->is_borrowed) return said(cudaErrorInvalidValue);
     mprotect(b->room, b->room_bytes, PROT_READ);
     check_slack(*b);
   }
@@ -448,6 +475,99 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes) {
   *all_bytes = all, *free_bytes = all > used ? all - used : 0;
   devices[current_device].has_context = true;
   return said(devices[current_device].sticky);
+}
+
+// ------------------------------------------------------------------------------------------------ between processes
+// What a handle says: where the file is, and how the block lies in it.
+struct simt_handle {
+  char magic[8];
+  pid_t process;
+  int file, bus;
+  uint64_t inode;  // a number of a file may be another's by now
+  size_t room_bytes, bytes;
+};
+static_assert(sizeof(simt_handle) <= sizeof(cudaIpcMemHandle_t));
+
+static int bus_of(int ordinal) { return static_cast<int>(from_environment("ROLLMESH_SIMT_FIRST", 0)) + ordinal + 1; }
+
+// The room of b becomes a file's, with the bytes that it has.
+static cudaError_t share(block &b) {
+  struct stat status;
+  const int file = memfd_create("simt", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(b.room_bytes)) || fstat(file, &status)) return cudaErrorMemoryAllocation;
+  protect(b.room, b.room + b.room_bytes, PROT_READ);
+  if (pwrite(file, b.room, b.room_bytes, 0) != static_cast<ssize_t>(b.room_bytes)) simt_fault("pwrite");
+  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) simt_fault("mmap");
+  const simt_handle made = {{"simtipc"}, getpid(), file, bus_of(b.owner), status.st_ino, b.room_bytes, b.bytes};
+  memcpy(&b.handle, &made, sizeof made);
+  b.file = file;
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *data) {
+  const locked hold(lock);
+  cudaError_t error = ready();
+  auto found = blocks.find(static_cast<char *>(data));
+  const bool is_whole = found != blocks.end() && found->second.owner != HOST && !found->second.is_borrowed;
+  if (error != cudaSuccess) return said(error);
+  if (!is_whole || from_environment("ROLLMESH_SIMT_SEGMENTS", 0)) return said(cudaErrorInvalidValue);
+  if (!found->second.file) error = share(found->second);
+  *handle = found->second.handle;
+  return said(error);
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  if (error != cudaSuccess) return said(error);
+  simt_handle from;
+  memcpy(&from, &handle, sizeof from);
+  if (memcmp(from.magic, "simtipc", sizeof from.magic) != 0 || from.bus != bus_of(current_device)) return said(cudaErrorInvalidValue);
+  if (from.process == getpid()) return said(cudaErrorDeviceUninitialized);
+  for (const auto &[data, b] : blocks)
+    if (b.is_borrowed && !memcmp(&b.handle, &handle, sizeof handle)) return said(cudaErrorAlreadyMapped);
+  char path[64];
+  struct stat status;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", from.process, from.file);
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return said(cudaErrorMapBufferObjectFailed);
+  if (fstat(file, &status) || status.st_ino != from.inode || flock(file, LOCK_SH | LOCK_NB)) {
+    close(file);
+    return said(cudaErrorMapBufferObjectFailed);
+  }
+  block b = {};
+  b.length = from.room_bytes + 2 * PAGE, b.room_bytes = from.room_bytes, b.bytes = from.bytes, b.owner = current_device;
+  b.file = file, b.is_borrowed = true, b.handle = handle;
+  b.raw = static_cast<char *>(mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  b.room = b.raw + PAGE;
+  b.data = b.room + b.room_bytes - (b.bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) simt_fault("mmap");
+  blocks[b.data] = b;
+  *out = b.data;
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *data) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  auto found = blocks.find(static_cast<char *>(data));
+  if (error != cudaSuccess) return said(error);
+  if (found == blocks.end() || !found->second.is_borrowed) return said(cudaErrorInvalidValue);
+  block_drop(found);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char *id, int room, int ordinal) {
+  snprintf(id, static_cast<size_t>(room), "0000:%02X:00.0", bus_of(ordinal));
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *id) {
+  int n = 0;
+  unsigned bus = 0;
+  cudaGetDeviceCount(&n);
+  *ordinal = sscanf(id, "0000:%02X:00.0", &bus) == 1 ? static_cast<int>(bus) - bus_of(0) : -1;
+  return said(*ordinal >= 0 && *ordinal < n ? cudaSuccess : cudaErrorInvalidDevice);
 }
 
 // ------------------------------------------------------------------------------------------------ streams and events

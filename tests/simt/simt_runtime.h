@@ -4,11 +4,14 @@
 //     pinned memory is read and written then. cudaStreamQuery does one step. Copies of memory that is not pinned drain the stream.
 //   - the host cannot touch a device's memory, and no device another's but by cudaMemcpyPeerAsync; a block has pages that nobody may touch on both ends, and the
 //     bytes between those and its own are looked at after each drain. A fault is a message and exit status 3, in any program.
+//   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A process opens it once, and not its own;
+//     memory that is freed while another has it open is a fault.
 //   - fresh memory holds 0xff, also that of the host.
 // Threads may use it at once, as CUDA says; work is done by one at a time.
 //
 // The environment, read when it is needed:
 //   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
+//   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have other numbers in other processes
 //   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB)
 //   ROLLMESH_SIMT_SM=90          their architecture: kernels have code for 90 alone
 //   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
@@ -22,6 +25,9 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorDeviceUninitialized = 201,
+  cudaErrorMapBufferObjectFailed = 205,
+  cudaErrorAlreadyMapped = 208,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorNoDevice = 100,
@@ -41,7 +47,13 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
-enum { cudaHostAllocPortable = 1, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaEnableDefault = 0 };
+enum {
+  cudaHostAllocPortable = 1,
+  cudaStreamNonBlocking = 1,
+  cudaEventDisableTiming = 2,
+  cudaEnableDefault = 0,
+  cudaIpcMemLazyEnablePeerAccess = 1
+};
 
 using cudaStream_t = struct simt_stream *;
 using cudaEvent_t = struct simt_event *;
@@ -73,6 +85,15 @@ cudaError_t cudaHostAlloc(void **block, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void *block);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address);
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes);
+
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *block);
+cudaError_t cudaIpcOpenMemHandle(void **block, cudaIpcMemHandle_t handle, unsigned flags);
+cudaError_t cudaIpcCloseMemHandle(void *block);
+cudaError_t cudaDeviceGetPCIBusId(char *id, int room, int ordinal);
+cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *id);
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
