@@ -23,7 +23,8 @@ import pytest
 from test_cuda_sources import DENSE, MOE, from_the_host, library, logits, make
 
 import rollmesh as rm
-from rollmesh import sources
+from rollmesh import _core, sources
+from rollmesh.devices import LIBRARY_SWITCH
 from rollmesh.sources.loans import parse_loan
 
 NAME = "model.norm.weight"
@@ -321,6 +322,21 @@ def test_nothing_to_lend(library: Path) -> None:
         with reader.lent() as still:
             still()
             assert reader["a"].shape == (3,)
+
+
+def test_no_cuda_library(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer = gpu_trainer.Trainer(library, 0)
+    monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
+    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lent and borrowed by none\.so, which this build has not"):
+        writer.publish(trainer.packed(state_of(DENSE, 1)), lend_to=1)
+    trainer.close()
+
+
+def test_a_handle_of_another_length(library: Path) -> None:
+    with pytest.raises(rm.ConfigError, match="a handle of 3 bytes, wanted 64"):
+        _core.Gpus(str(library)).borrow("0000:01:00.0", b"abc")
+    with pytest.raises(rm.DeviceError, match="cuda:0: memory of another process: cudaIpcOpenMemHandle: invalid argument"):
+        _core.Gpus(str(library)).borrow("0000:01:00.0", bytes(64))
 
 
 GOOD: dict[str, Any] = {

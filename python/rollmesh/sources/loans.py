@@ -126,13 +126,13 @@ class Lender:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody who holds the lock of a file lives. False where there is no file."""
+    """Whether nobody who holds the lock of a file lives. False where there is no file. Two that ask are not in each other's way."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
     finally:
