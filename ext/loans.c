@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "arrays.h"
 #include "base/cuda.h"
 #include "base/memory.h"
 #include "base/readers.h"
@@ -12,7 +13,7 @@
 static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
 static void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
-static void dealloc_object(PyObject *self) {
+static void free_object(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);
@@ -26,6 +27,9 @@ static const struct {
               [RM_SRC_F16] = {"float16", DL_FLOAT, 16},
               [RM_SRC_F64] = {"float64", DL_FLOAT, 64}};
 enum { N_DTYPES = sizeof dtypes / sizeof *dtypes };
+#define GIVEN_BACK "the tensor was given back to the process that lent it"
+
+static const rm_device *find_reader(PyObject *gpus, int ordinal);
 
 static PyObject *tuple_of(const int64_t *numbers, int n) {
   PyObject *tuple = PyTuple_New(n);
@@ -39,6 +43,7 @@ static PyObject *tuple_of(const int64_t *numbers, int n) {
 // ------------------------------------------------------------------------------------------------ GpuArray
 typedef struct array_object {
   PyObject_HEAD
+  PyObject *gpus;               // owned _core.Gpus
   void *data;                   // not owned; NULL: dropped
   int ordinal, dtype, n_dims;
   int64_t shape[4], strides[4];   // in elements
@@ -74,7 +79,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
   if (major < 1 || device != Py_None || copy == Py_True)
     return PyErr_SetString(PyExc_BufferError, "wanted DLPack 1.x, on the device where the tensor is, without a copy"), NULL;
-  if (!self->data) return rm_raise_code(module_of(object), RM_E_STATE, "the tensor was given back to the process that lent it");
+  if (!self->data) return rm_raise_code(module_of(object), RM_E_STATE, GIVEN_BACK);
   capsule_held *held = rm_alloc(1, sizeof *held);
   if (!held) return PyErr_NoMemory();
   memcpy(held->shape, self->shape, sizeof held->shape);
@@ -105,9 +110,41 @@ static PyObject *array_drop(PyObject *self, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
+// The bytes from its first element in memory to its last, and which of them is element [0, …].
+static PyObject *array_host(PyObject *object, PyObject *ignored) {
+  array_object *self = (array_object *)object;
+  const int64_t each = dtypes[self->dtype].bits / 8;
+  int64_t low = 0, high = each;
+  rm_error err = RM_ERROR_INIT;
+  (void)ignored;
+  if (!self->data) return rm_raise_code(module_of(object), RM_E_STATE, GIVEN_BACK);
+  for (int i = 0; i < self->n_dims; i++) {
+    const int64_t reach = (self->shape[i] - 1) * self->strides[i] * each;
+    *(reach < 0 ? &low : &high) += reach;
+  }
+  const rm_device *device = find_reader(self->gpus, self->ordinal);
+  PyObject *bytes = device ? rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL) : NULL;
+  if (!bytes) return NULL;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    const int saved = device->enter(device->self);
+    device->get(device->self, PyArray_DATA((PyArrayObject *)bytes), (const char *)self->data + low, (size_t)(high - low));
+    code = rm_device_wait(device, &err);
+    device->leave(device->self, saved);
+  Py_END_ALLOW_THREADS
+  if (!code) return Py_BuildValue("(NL)", bytes, (long long)-low);
+  Py_DECREF(bytes);
+  return rm_raise(module_of(object), &err);
+}
+
 static PyObject *array_shape(PyObject *self, void *ignored) {
   (void)ignored;
   return tuple_of(((array_object *)self)->shape, ((array_object *)self)->n_dims);
+}
+
+static PyObject *array_strides(PyObject *self, void *ignored) {
+  (void)ignored;
+  return tuple_of(((array_object *)self)->strides, ((array_object *)self)->n_dims);
 }
 
 static PyObject *array_dtype(PyObject *self, void *ignored) {
@@ -123,15 +160,22 @@ static PyObject *array_nbytes(PyObject *object, void *ignored) {
   return PyLong_FromLongLong(bytes);
 }
 
+static void array_dealloc(PyObject *self) {
+  Py_XDECREF(((array_object *)self)->gpus);
+  free_object(self);
+}
+
 static PyMethodDef array_methods[] = {
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("A capsule, DLPack 1.x.")},
     {"__dlpack_device__", array_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
+    {"host", array_host, METH_NOARGS, PyDoc_STR("(bytes from its first element in memory to its last, the place of element 0).")},
     {"drop", array_drop, METH_NOARGS, PyDoc_STR("Its memory goes: StateError from now on.")},
     {0},
 };
 
 static PyGetSetDef array_members[] = {
     {"shape", array_shape, NULL, PyDoc_STR("Sizes."), NULL},
+    {"strides", array_strides, NULL, PyDoc_STR("In elements."), NULL},
     {"dtype", array_dtype, NULL, PyDoc_STR("bfloat16, float32, float16 or float64."), NULL},
     {"nbytes", array_nbytes, NULL, PyDoc_STR("Of its elements."), NULL},
     {0},
@@ -156,7 +200,7 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 
 static void gpus_dealloc(PyObject *self) {
   rm_readers_destroy(&((gpus_object *)self)->readers);
-  dealloc_object(self);
+  free_object(self);
 }
 
 static const rm_device *find(gpus_object *self, int ordinal) {
@@ -165,6 +209,8 @@ static const rm_device *find(gpus_object *self, int ordinal) {
   if (rm_readers_find(&self->readers, ordinal, &device, &err)) rm_raise(module_of((PyObject *)self), &err);
   return device;
 }
+
+static const rm_device *find_reader(PyObject *gpus, int ordinal) { return find((gpus_object *)gpus, ordinal); }
 
 static const rm_device *take_reader(void *self, PyObject *name, int ordinal) {
   (void)name;
@@ -268,6 +314,7 @@ static PyObject *gpus_array(PyObject *object, PyObject *args) {
     return rm_raise_code(module, RM_E_DTYPE, "a %s of %zd dims, wanted bfloat16, float32, float16 or float64 of at most 4", name, n);
   array_object *array = new_object((PyTypeObject *)rm_state(module)->gpu_array_type);
   if (!array) return NULL;
+  array->gpus = Py_NewRef(object);
   array->data = (void *)(uintptr_t)address;
   array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n;
   if (!numbers_of(shape, array->shape, (int)n) && !numbers_of(strides, array->strides, (int)n)) return (PyObject *)array;
@@ -287,7 +334,7 @@ static PyMethodDef gpus_methods[] = {
 
 int rm_loan_types_add(PyObject *module) {
   PyType_Slot of_array[] = {
-      {Py_tp_dealloc, dealloc_object},
+      {Py_tp_dealloc, array_dealloc},
       {Py_tp_methods, array_methods},
       {Py_tp_getset, array_members},
       {Py_tp_doc, "A tensor on a GPU, in memory of another process."},

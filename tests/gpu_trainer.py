@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +20,9 @@ import dlpack
 import helpers
 import numpy as np
 
+import rollmesh as rm
 from rollmesh.sources import SharedReader, SharedWriter
+from rollmesh.sources.loans import ALIVE, is_free
 
 
 class Trainer:
@@ -153,3 +157,47 @@ def borrow_and_die(address: str) -> None:
     reader.refresh()
     with reader.lent():
         os._exit(0)
+
+
+# ------------------------------------------------------------------------------------------------ readers
+class Interrupted(SharedReader):
+    """Something happens when tensors have been asked for so many times."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.left, self.happens = -1, lambda: None
+
+    def interrupt(self, asked: int, happens: Callable[[], None]) -> None:
+        self.left, self.happens = asked, happens
+
+    def __getitem__(self, name: str) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.happens()
+        return super().__getitem__(name)
+
+
+def end(address: str, victim: int) -> None:
+    """The trainer of a store, for good."""
+    os.kill(victim, signal.SIGKILL)
+    while not is_free(Path(address.rpartition(":")[0]) / ALIVE):
+        time.sleep(0.001)
+
+
+def rank_of_two(pipe: Connection, name: str, rank: int, config: Any, options: dict[str, Any], address: str | None) -> None:
+    """A process of a mesh of two, on the GPU of its number, until it is told None: syncs from a reader of `address` (None: it has no
+    weights) and answers [digest, logits], or [error]. Told a trainer's process, rank 0 ends that in the middle."""
+    mesh = {"mesh": rm.Mesh(tp=2), "comm": rm.comm.shm(name, rank, 2, 60)}
+    generator = rm.Generator(rm.ModelSpec.from_hf(config), device="cuda", **mesh, **options)
+    reader = None if address is None else Interrupted(address)
+    while (victim := pipe.recv()) is not None:
+        try:
+            if reader is not None and address is not None:
+                reader.refresh()
+                if victim and rank == 0:
+                    reader.interrupt(2 * len(reader) + 3, lambda: end(address, victim))  # each is looked at twice before
+            digest = generator.sync_weights(reader, cast=True).digest
+            pipe.send([digest, [array.tobytes() for array in generator.logits([[3, 1, 2, 9], [4] * 40])]])
+        except rm.errors.Error as error:
+            pipe.send([f"{type(error).__name__}: {error}"])
+    generator.close()

@@ -20,7 +20,7 @@ import gpu_trainer
 import helpers
 import numpy as np
 import pytest
-from test_cuda_sources import DENSE, MOE, from_the_host, library, logits, make
+from test_cuda_sources import DENSE, MOE, SMALL, from_the_host, library, logits, make
 
 import rollmesh as rm
 from rollmesh import _core, sources
@@ -153,6 +153,43 @@ def test_several_readers_and_ranks(make: Callable[..., rm.Generator], trainer: C
     assert remote.alive() == 0
 
 
+@pytest.mark.parametrize("readers", [2, 1], ids=["each has a reader", "one has"])
+def test_ranks_that_are_processes(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote], tmp_path: Path, readers: int
+) -> None:
+    """Two versions; a third, whose trainer ends while it is read, is refused on both ranks."""
+    remote, context = trainer(1), multiprocessing.get_context("spawn")
+    addresses = [remote.address() if rank < readers else None for rank in range(2)]
+    pipes, processes = [], []
+    for rank, address in enumerate(addresses):
+        pipe, end = context.Pipe()
+        arguments = (end, tmp_path.name + str(os.getpid()), rank, MOE, {**SMALL, "dtype": "float32"}, address)
+        processes.append(context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(pipe)
+    cpu = make(MOE, "cpu", dtype="float32")
+
+    def answers(victim: int = 0) -> list[Any]:
+        for pipe in pipes:
+            pipe.send(victim)
+        return [pipe.recv() for pipe in pipes if pipe.poll(60)]
+
+    for version in range(2):
+        remote.publish(MOE, version, version, readers)
+        want = cpu.sync_weights(state_of(MOE, version)).digest, logits(cpu)
+        assert answers() == [list(want)] * 2
+        remote.wait(60)
+        remote.free()
+    remote.publish(MOE, 5, 2, readers)
+    told = answers(remote.process.pid)
+    assert any("RankLostError: the trainer that lends version 2 has ended" in answer[0] for answer in told)
+    assert all("RankLostError" in answer[0] or "SyncAbortedError" in answer[0] for answer in told)
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join(60)
+        assert process.exitcode == 0
+
+
 def test_tensor_by_tensor(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
     remote, gpu = trainer(), make(DENSE)
     remote.publish(DENSE, 1, 4, 1)
@@ -184,20 +221,6 @@ def test_a_sync_that_fails_may_be_tried_again(make: Callable[..., rm.Generator],
 
 
 # ------------------------------------------------------------------------------------------------ who ends, who takes back
-class Interrupted(sources.SharedReader):
-    """Something happens when the third tensor is asked for by a push."""
-
-    def __init__(self, address: str, happens: Callable[[], None]) -> None:
-        super().__init__(address)
-        self.happens, self.asked = happens, 0
-
-    def __getitem__(self, name: str) -> Any:
-        self.asked += 1
-        if self.asked == len(self) + 3:  # each was asked for once to be checked
-            self.happens()
-        return super().__getitem__(name)
-
-
 @pytest.mark.parametrize(
     "what, kind, message",
     [
@@ -225,8 +248,10 @@ def test_a_trainer_that_goes(
         getattr(remote, what)()
 
     remote.publish(DENSE, 1, 1, 1)
-    reader = Interrupted(remote.address(), happens if in_the_middle else lambda: None)
+    reader = gpu_trainer.Interrupted(remote.address())
     reader.refresh()
+    if in_the_middle:
+        reader.interrupt(len(reader) + 3, happens)  # each is asked for once to be checked
     if not in_the_middle:
         happens()
     with pytest.raises(kind, match=message):

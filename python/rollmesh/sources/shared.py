@@ -215,7 +215,8 @@ def _arrays(
 
 class SharedReader(Mapping[str, Any], LentSource):
     """The generator's side: the tensors of the version that `refresh` found, by name, as views of the shared memory. Those that are lent
-    can be read by `Generator.sync_weights`, or inside of `lent()`; a generator whose ranks are processes takes none.
+    can be read by `Generator.sync_weights`, or inside of `lent()`. Where ranks are processes and each has a reader, each reads what it
+    needs where it is; otherwise the ranks get what they want by way of a reader's host.
 
     Each tensor's bytes are summed and compared when it is first taken (verify=False leaves that out): a version that was mapped
     is not written to again.
