@@ -20,11 +20,12 @@ import gpu_trainer
 import helpers
 import numpy as np
 import pytest
-from test_cuda_sources import DENSE, MOE, SMALL, from_the_host, library, logits, make
+from test_cuda_sources import DENSE, MOE, SMALL, from_the_host, library, logits, make, spread
 
 import rollmesh as rm
 from rollmesh import _core, sources
 from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.sources.arrays import as_array
 from rollmesh.sources.loans import parse_loan
 
 NAME = "model.norm.weight"
@@ -354,6 +355,25 @@ def test_no_cuda_library(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
     with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lent and borrowed by none\.so, which this build has not"):
         writer.publish(trainer.packed(state_of(DENSE, 1)), lend_to=1)
+    trainer.close()
+
+
+@pytest.mark.parametrize("how", ["plain", "transposed", "backwards", "every other"])
+def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
+    """The tensor again, from its place, shape and strides; and nothing of it once it was given back."""
+    wanted = np.arange(48, dtype=np.float16).reshape(6, 8)
+    trainer, gpus = gpu_trainer.Trainer(library, 1), _core.Gpus(str(library))
+    ordinal, address, dtype, shape, strides, owner = gpus.lend("a", trainer.tensor(wanted if how == "plain" else spread(wanted, how)))
+    gpus.wait(1)
+    array = gpus.array(ordinal, address, dtype, shape, strides)
+    assert (array.shape, array.strides, array.dtype, array.nbytes) == ((6, 8), strides, "float16", 96)
+    assert as_array("a", array).tobytes() == wanted.tobytes()
+    words = as_array("a", gpus.array(ordinal, address, "bfloat16", shape, strides))
+    assert (words.dtype.metadata, words.tobytes()) == ({"rollmesh": "bfloat16"}, wanted.tobytes())
+    array.drop()
+    with pytest.raises(rm.StateError, match="was given back"):
+        as_array("a", array)
+    del owner
     trainer.close()
 
 
