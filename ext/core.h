@@ -17,6 +17,7 @@ typedef struct rm_module_state {
   PyObject *comm_type;          // owned _core.Comm
   PyObject *dispatcher_type;    // owned _core.Dispatcher
   PyObject *plan_type;          // owned _core.DispatchPlan
+  PyObject *gpu_array_type;     // owned _core.GpuArray
   unsigned long interrupted;    // thread whose call a Ctrl-C has cut short, until that call is over; 0: none
 } rm_module_state;
 

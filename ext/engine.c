@@ -181,7 +181,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->requests = PyDict_New();
   self->done = PySet_New(NULL);
   if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options, ends)) {
-    self->stream = rm_ranks_stream(self->engine);
+    self->reads_gpus = rm_ranks_read_gpus(self->engine);
     return (PyObject *)self;
   }
   Py_DECREF(self);
@@ -194,7 +194,6 @@ static void destroy(rm_engine_object *self) {
   rm_spec *spec = self->spec;
   self->engine = NULL;
   self->spec = NULL;
-  self->stream = NULL;
   if (self->pid != (long)getpid()) return;
   Py_BEGIN_ALLOW_THREADS
     rm_ranks_destroy(engine);

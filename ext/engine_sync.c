@@ -96,6 +96,30 @@ out:
   return array ? Py_BuildValue("(NN)", shape, array) : NULL;
 }
 
+// ------------------------------------------------------------------------------------------------ who reads tensors of a GPU
+static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
+  rm_engine_object *self = engine;
+  PyObject *module = rm_engine_module(self);
+  const rm_device *device = NULL;
+  rm_error err = RM_ERROR_INIT;
+  if (rm_engine_enter(self)) return NULL;
+  const rm_code code = rm_ranks_reader(self->engine, ordinal, &device, &err);
+  if (!code) return device;   // the engine is left by give_reader
+  rm_engine_leave(self);
+  if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor on cuda:%d; %s", name, ordinal, rm_error_message(&err));
+  rm_error_clear(&err);
+  return NULL;
+}
+
+static void give_reader(void *engine) { rm_engine_leave(engine); }
+
+static int tensor_of(rm_engine_object *self, PyObject *object, PyObject *name, rm_tensor *tensor, PyObject **owner) {
+  const rm_tensor_reader reader = {take_reader, give_reader, self};
+  return rm_tensor_from_object(rm_engine_module(self), object, name, self->reads_gpus ? &reader : NULL, tensor, owner);
+}
+
+// ------------------------------------------------------------------------------------------------ tensors in
 typedef rm_code (*sync_call)(rm_ranks *, const char *, size_t, const rm_tensor *, rm_error *);
 
 static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *object, sync_call call) {
@@ -105,7 +129,7 @@ static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *o
   rm_tensor tensor;
   rm_error err = RM_ERROR_INIT;
   if (key_bytes(module, name, &key, &text, &length)) goto out;
-  if (rm_tensor_from_object(module, object, name, self->stream, &tensor, &owner)) goto out;
+  if (tensor_of(self, object, name, &tensor, &owner)) goto out;
   if (rm_engine_enter(self)) goto out;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
@@ -144,7 +168,7 @@ static int hold_pair(rm_engine_object *self, PyObject *pair, held_pair *held, rm
   if (!PyArg_ParseTuple(pair, "OO:sync_push_all", &name, &object)) return -1;
   if (key_bytes(module, name, &held->key, &entry->name, &length)) return -1;
   entry->length = (size_t)length;
-  return rm_tensor_from_object(module, object, name, self->stream, &entry->tensor, &held->owner);
+  return tensor_of(self, object, name, &entry->tensor, &held->owner);
 }
 
 PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "loans.h"
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
 
@@ -56,7 +57,7 @@ static int module_exec(PyObject *module) {
   import_array1(-1);
   if (load_errors(rm_state(module))) return -1;
   if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_cuda_add(module) || rm_comm_type_add(module)) return -1;
-  if (rm_dispatch_types_add(module)) return -1;
+  if (rm_dispatch_types_add(module) || rm_loan_types_add(module)) return -1;
   return rm_engine_type_add(module);
 }
 
@@ -69,6 +70,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->comm_type);
   Py_VISIT(state->dispatcher_type);
   Py_VISIT(state->plan_type);
+  Py_VISIT(state->gpu_array_type);
   return 0;
 }
 
@@ -81,6 +83,7 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->comm_type);
   Py_CLEAR(state->dispatcher_type);
   Py_CLEAR(state->plan_type);
+  Py_CLEAR(state->gpu_array_type);
   return 0;
 }
 

@@ -5,34 +5,7 @@
 
 #include "arrays.h"
 #include "base/checked.h"
-
-// ------------------------------------------------------------------------------------------------ DLPack's structures
-// The published C ABI (dlpack.h, versions 0.x and 1.x).
-typedef struct dl_device {
-  int32_t type, id;
-} dl_device;
-typedef struct dl_dtype {
-  uint8_t code, bits;
-  uint16_t lanes;
-} dl_dtype;
-typedef struct dl_tensor {
-  void *data;
-  dl_device device;
-  int32_t n_dims;
-  dl_dtype dtype;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-} dl_tensor;
-typedef struct dl_versioned {
-  uint32_t major, minor;
-  void *context;
-  void (*deleter)(struct dl_versioned *);
-  uint64_t flags;
-  dl_tensor tensor;
-} dl_versioned;
-
-enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
-enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
+#include "dlpack.h"
 
 static int64_t element_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
 
@@ -250,24 +223,29 @@ static int is_host(long type) { return type == DL_CPU || type == DL_CUDA_HOST; }
 static int is_cuda(long type) { return type == DL_CUDA || type == DL_CUDA_MANAGED; }
 
 static int refuse(PyObject *module, PyObject *name, const char *what) {
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %s; wanted a dense tensor on the CPU", name, what);
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %s; wanted a dense tensor", name, what);
   return -1;
 }
 
-// *on_cuda: what it says of itself. −1 with an exception: it is where nothing here can read.
-static int check_device(PyObject *module, PyObject *object, PyObject *name, const void *stream, int *on_cuda) {
+// Where a producer says that its tensor is: a CUDA device's number, or HOST.
+enum { HOST = -1 };
+
+// −1 with an exception: it is where nothing here can read.
+static int check_device(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int *ordinal) {
   PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
-  PyObject *first = PyTuple_Check(device) && PyTuple_Size(device) == 2 ? PyTuple_GetItem(device, 0) : NULL;
-  const long type = first ? PyLong_AsLong(first) : 0;
+  const int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
+  const long type = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : 0;
+  const long number = is_pair && !PyErr_Occurred() ? PyLong_AsLong(PyTuple_GetItem(device, 1)) : 0;
   Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
-  if (!first) return refuse(module, name, "__dlpack_device__ did not return a pair");
-  *on_cuda = is_cuda(type);
-  if (is_host(type) || (*on_cuda && stream)) return 0;
+  if (!is_pair) return refuse(module, name, "__dlpack_device__ did not return a pair");
+  *ordinal = is_cuda(type) ? (int)number : HOST;
+  if (is_cuda(type) && (number < 0 || number > INT32_MAX)) return refuse(module, name, "__dlpack_device__ names no CUDA device");
+  if (is_host(type) || (is_cuda(type) && reader)) return 0;
   rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
                 "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU%s", name, type,
-                stream ? " or CUDA" : "");
+                reader ? " or CUDA" : "");
   return -1;
 }
 
@@ -330,7 +308,7 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   return 0;
 }
 
-static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int on_cuda, rm_tensor *out) {
+static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int ordinal, rm_tensor *out) {
   const dl_tensor *t;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -344,10 +322,10 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
   } else {
     return refuse(module, name, "__dlpack__ did not return a fresh DLPack capsule");
   }
-  if (on_cuda ? !is_cuda(t->device.type) : !is_host(t->device.type))
+  if (ordinal == HOST ? !is_host(t->device.type) : !is_cuda(t->device.type) || t->device.id != ordinal)
     return refuse(module, name, "the capsule's tensor is not where its producer says");
-  out->on_device = on_cuda;
-  out->ordinal = t->device.id;
+  out->on_device = ordinal != HOST;
+  out->ordinal = ordinal;
   if (t->n_dims > 0 && !t->shape) return refuse(module, name, "the capsule's tensor has dims but no shape");
   if (dlpack_dtype(module, name, t->dtype, &out->dtype)) return -1;
   if (take_shape(module, name, t->n_dims, t->shape, out)) return -1;
@@ -370,16 +348,29 @@ void rm_tensor_release(PyObject *owner) {
   PyErr_Restore(type, value, trace);
 }
 
-static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, void *stream, rm_tensor *out, PyObject **owner) {
-  int failed = 0, on_cuda = 0;
+// The capsule; of a tensor on a GPU while the device that is to read it is current.
+static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int ordinal) {
+  if (ordinal == HOST) return ask_capsule(module, object, name, NULL);
+  const rm_device *device = reader->take(reader->self, name, ordinal);
+  if (!device) return NULL;
+  const int saved = device->enter(device->self);
+  PyObject *capsule = ask_capsule(module, object, name, device->stream);
+  device->leave(device->self, saved);
+  reader->give(reader->self);
+  return capsule;
+}
+
+static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
+                       PyObject **owner) {
+  int failed = 0, ordinal = HOST;
   const char *objection = torch_objection(object, &failed);
   if (failed) return -1;
   if (objection) return refuse(module, name, objection);
-  if (check_device(module, object, name, stream, &on_cuda)) return -1;
+  if (check_device(module, object, name, reader, &ordinal)) return -1;
   PyObject *plain = detached(object), *capsule = NULL;
   int result = -1;
-  if (!plain || !(capsule = ask_capsule(module, plain, name, on_cuda ? stream : NULL))) goto out;
-  if (from_capsule(module, capsule, name, on_cuda, out) || torch_span(module, plain, name, out)) goto out;
+  if (!plain || !(capsule = ask_reader(module, plain, name, reader, ordinal))) goto out;
+  if (from_capsule(module, capsule, name, ordinal, out) || torch_span(module, plain, name, out)) goto out;
   *owner = PyTuple_Pack(2, capsule, plain);
   result = *owner ? 0 : -1;
 out:
@@ -388,7 +379,8 @@ out:
   return result;
 }
 
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, void *stream, rm_tensor *out, PyObject **owner) {
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
+                          PyObject **owner) {
   memset(out, 0, sizeof *out);
   *owner = NULL;
   if (PyArray_Check(object)) {
@@ -405,5 +397,5 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, vo
     return -1;
   }
   Py_DECREF(method);
-  return from_dlpack(module, object, name, stream, out, owner);
+  return from_dlpack(module, object, name, reader, out, owner);
 }

@@ -15,9 +15,17 @@
 // messages.
 // 0, or −1 with the exception set: UnsupportedTensorError, DTypeError, ShapeError, LayoutError, or the producer's own.
 //
-// `stream`: the CUDA stream that will read tensors on a GPU, which their producer is asked to make wait for what writes them (DLPack's
-// protocol); NULL where nothing reads a GPU: such a tensor is UnsupportedTensorError.
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, void *stream, rm_tensor *out, PyObject **owner);
+// `reader`: of tensors on a GPU; NULL where nothing reads one: such a tensor is UnsupportedTensorError. What it gives is the device whose
+// stream the producer is asked to make wait for what writes the tensor (DLPack's protocol), and which is current while it is asked:
+// torch gives tensors of the current device alone.
+typedef struct rm_tensor_reader {
+  const rm_device *(*take)(void *self, PyObject *name, int ordinal);   // a view until give; NULL with an exception
+  void (*give)(void *self);
+  void *self;
+} rm_tensor_reader;
+
+int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
+                          PyObject **owner);
 
 // Drops a reference whose end may run the producer's code (a capsule's destructor): that code neither sees nor loses the
 // exception that is on its way. NULL is fine.

@@ -1,7 +1,7 @@
 // device.h: where ops run and where their arrays live: memory, one queue of work, and the table of ops that are enqueued there.
 //
-// A device is opened for one owner; one thread at a time uses it, between enter and leave. What is enqueued (put, get, copy, zero, the
-// ops of `kernels` on `stream`) is done in that order, some time later; only what waits says whether it went well. A call that
+// A device is opened for one owner; one thread at a time uses it, between enter and leave. What is enqueued (put, get, fetch, copy, zero,
+// the ops of `kernels` on `stream`) is done in that order, some time later; only what waits says whether it went well. A call that
 // enqueues cannot fail: what went wrong is remembered, and the next call that returns a status returns it. After RM_DEVICE_FAULT the
 // device is dead: whatever is enqueued is dropped, every status is RM_DEVICE_FAULT, and memory can only be given back.
 //
@@ -38,11 +38,13 @@ typedef struct rm_device {
   rm_device_status (*pin)(void *self, size_t bytes, void **out);
   void (*unpin)(void *self, void *block, size_t bytes);
   size_t (*available)(void *self);   // bytes that map can give now; SIZE_MAX: not known
-  int (*holds)(void *self, const void *address);   // an address of the device's memory, whoever has it
+  int (*place)(void *self, const void *address);   // the ordinal of the device whose memory it is, whoever has it; −1: none's
 
   // Enqueued. Host memory stays as it is (put) or is not looked at (get) until the work was waited for.
   void (*put)(void *self, void *to, const void *from_host, size_t bytes);
   void (*get)(void *self, void *to_host, const void *from, size_t bytes);
+  // From the memory of the device of that ordinal, whose queue is not asked: what is to be read is there. No kernel of this one reads it.
+  void (*fetch)(void *self, void *to, const void *from, int ordinal, size_t bytes);
   // `rows` runs of `width` bytes each, a pitch from one to the next, any pitch; runs do not overlap, nor do `to` and `from`.
   void (*copy)(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
   void (*zero)(void *self, void *at, size_t pitch, size_t width, size_t rows);
@@ -67,6 +69,14 @@ typedef struct rm_device {
   const char *(*message)(void *self);     // of the last status but OK and BUSY: a sentence in CUDA's words; valid until the next call
   void (*close)(void *self);              // all blocks were given back
 } rm_device;
+
+// An allocation of a device's memory that another process may open (rm_cuda.h).
+typedef struct rm_device_loan {
+  char device[32];          // the device's PCI bus id: its ordinal may be another one there
+  unsigned char handle[64];
+  void *block;              // where it begins in this process
+  size_t bytes;
+} rm_device_loan;
 
 #ifdef __cplusplus
 }

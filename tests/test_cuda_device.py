@@ -479,19 +479,49 @@ def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
 def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
     there = ctypes.create_string_buffer(64)
     at = ctypes.addressof(there)
-    for wrong in ("put", "get", "copy", "zero", "beyond"):
+    for wrong in ("put", "get", "copy", "fetch", "fetch of its own", "zero", "beyond"):
         with simt.open() as device:
             block = device.map(64)
             calls = {
                 "put": lambda d=device, b=block: d.put(at, b, 8),
                 "get": lambda d=device, b=block: d.get(b, at, 8),
                 "copy": lambda d=device, b=block: d.copy(b, 8, at, 8, 8, 1),
+                "fetch": lambda d=device, b=block: d.fetch(b, at, 1, 8),
+                "fetch of its own": lambda d=device, b=block: d.fetch(b, b + 8, 1, 8),
                 "zero": lambda d=device, b=block: d.zero(at, 8, 8, 1),
                 "beyond": lambda d=device, b=block: d.put(b + 60, at, 8),
             }
             calls[wrong]()
             assert device.wait() == FAULT, wrong
             assert device.message().endswith(": invalid argument"), wrong
+
+
+# ------------------------------------------------------------------------------------------------ another device's memory
+def test_fetch_brings_what_another_device_has(library: Library, rng: np.random.Generator) -> None:
+    if library.devices() < 2:
+        pytest.skip("one GPU here")
+    data = rng.bytes(70_001)
+    with library.open(1) as other:
+        there = other.map(len(data))
+        other.write(there, data)
+        with library.open(0) as device:
+            here, host = device.map(len(data)), device.pin(len(data))
+            device.fetch(here + 1, there, 1, len(data) - 1)
+            device.fetch(here, there + 5, 1, 1)
+            device.fetch(here, there, 1, 0)
+            device.get(host, here, len(data))  # behind them in the queue
+            assert device.wait() == OK, device.message()
+            assert seen(host, len(data)) == data[5:6] + data[:-1]
+
+
+def test_place_is_the_device_that_has_the_memory(library: Library) -> None:
+    with library.open(0) as device:
+        block, host, plain = device.map(100), device.pin(100), ctypes.create_string_buffer(8)
+        assert [device.place(block), device.place(block + 99)] == [0, 0]
+        assert [device.place(host), device.place(ctypes.addressof(plain)), device.place(8192)] == [-1, -1, -1]
+        if library.devices() > 1:
+            with library.open(1) as other:
+                assert [device.place(other.map(100)), other.place(block)] == [1, 0]
 
 
 # ------------------------------------------------------------------------------------------------ the shim's strictness
@@ -565,6 +595,8 @@ else: body()
         ("ctypes.string_at(host + 300, 1)", "the host touched pinned memory, byte 300 of a block of 100"),
         ("device.embed(block + 256, block, block, 1, 1)", "access outside"),
         ("device.embed(block, block, elsewhere, 1, 1)", "access outside"),
+        ("device.fetch(block, elsewhere, 1, 8); device.embed(block, block, elsewhere, 1, 1)", "access outside"),
+        ("device.fetch(block, elsewhere, 1, 100)", "unseen"),
         ("device.embed(block, 8, block, 1, 1)", "access outside"),
         ("device.embed(block + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
         ("device.embed(block - 4, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),

@@ -22,13 +22,18 @@ static size_t cpu_available(void *self) {
   return rm_memory_available();
 }
 
-static int cpu_holds(void *self, const void *address) {
-  (void)self;
-  return address != NULL;
+static int cpu_place(void *self, const void *address) {
+  (void)self, (void)address;
+  return -1;
 }
 
 static void cpu_move(void *self, void *to, const void *from, size_t bytes) {
   (void)self;
+  memcpy(to, from, bytes);
+}
+
+static void cpu_fetch(void *self, void *to, const void *from, int ordinal, size_t bytes) {
+  (void)self, (void)ordinal;
   memcpy(to, from, bytes);
 }
 
@@ -79,9 +84,10 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .pin = cpu_map,
       .unpin = cpu_unmap,
       .available = cpu_available,
-      .holds = cpu_holds,
+      .place = cpu_place,
       .put = cpu_move,
       .get = cpu_move,
+      .fetch = cpu_fetch,
       .copy = cpu_copy,
       .zero = cpu_zero,
       .mark = cpu_mark,

@@ -6,6 +6,7 @@
 
 #include "base/cuda.h"
 #include "base/memory.h"
+#include "base/readers.h"
 #include "mesh/region.h"
 
 enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
@@ -38,6 +39,7 @@ struct rm_ranks {
   rm_team *team;                // owned, a thread for each member; NULL where there is one
   rm_region *region;            // owned
   rm_member *members;           // [n]
+  rm_readers readers;           // owned
   int64_t *asked;               // [dp] tokens asked of each replica so far
   rm_beginning *beginnings;     // [PREFIX_SLOTS]
   int64_t page_size;
@@ -186,7 +188,13 @@ static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks
     const rm_code code = connect(ranks, err);
     if (code) return code;
   }
-  return on_all(ranks, create_engine, &how, err);
+  rm_code code = rm_readers_init(&ranks->readers, options->cuda_library, err);
+  if (!code) code = on_all(ranks, create_engine, &how, err);
+  for (int r = ranks->n - 1; r >= 0 && !code; r--) {
+    const rm_device *device = &ranks->members[r].device;
+    if (device->self && device->ordinal < RM_MAX_GPUS) ranks->readers.own[device->ordinal] = device;
+  }
+  return code;
 }
 
 rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm_ranks **out, rm_error *err) {
@@ -222,6 +230,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
   if (ranks->members) on_all(ranks, destroy_engine, NULL, NULL);
+  rm_readers_destroy(&ranks->readers);
   for (int r = 0; ranks->members && r < ranks->n; r++) {
     if (ranks->members[r].device.self) ranks->members[r].device.close(ranks->members[r].device.self);
     for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
@@ -243,7 +252,10 @@ void rm_ranks_give_up(rm_ranks *ranks) {
 
 rm_mesh rm_ranks_mesh(const rm_ranks *ranks) { return ranks->mesh; }
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
-void *rm_ranks_stream(const rm_ranks *ranks) { return ranks->members[0].device.stream; }
+int rm_ranks_read_gpus(const rm_ranks *ranks) { return ranks->readers.library != NULL; }
+rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err) {
+  return rm_readers_find(&ranks->readers, ordinal, out, err);
+}
 
 // ---------------------------------------------------------------------------------------------- replicas
 // Replicas are counted here among those of this process; `i` among the replica's ranks of this process, which are all alike.
@@ -445,15 +457,19 @@ static rm_code push_member(rm_member *member, void *arg) {
   return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
 }
 
-// Producers of tensors on a GPU have made the first member's stream wait for them: the others start when it has.
-static rm_code await_tensors(const rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
-  int on_device = 0;
-  for (int64_t i = 0; i < n && ranks->n > 1; i++) on_device |= entries[i].tensor.on_device;
-  const rm_device *device = &ranks->members[0].device;
-  if (!on_device || !device->self) return RM_OK;
-  const int saved = device->enter(device->self);
-  const rm_code code = rm_device_wait(device, err);
-  device->leave(device->self, saved);
+// Producers of tensors on a GPU have made a stream of that GPU wait for them. Where it is the only member's own, what reads them is
+// enqueued behind; everybody else starts when they are there.
+static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+  const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
+  uint64_t asked = 0;
+  rm_code code = RM_OK;
+  for (int64_t i = 0; i < n && !code; i++) {
+    const rm_tensor *tensor = &entries[i].tensor;
+    if (!tensor->on_device || !ranks->readers.library || (only && tensor->ordinal == only->ordinal)) continue;
+    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && asked >> tensor->ordinal & 1) continue;
+    code = rm_readers_wait(&ranks->readers, tensor->ordinal, err);
+    if (!code) asked |= (uint64_t)1 << tensor->ordinal;
+  }
   return code;
 }
 

@@ -79,5 +79,7 @@ void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 int rm_ranks_world(const rm_ranks *ranks);
 // This process leaves the order of calls that the others make: they get RM_E_RANK_LOST where they wait.
 void rm_ranks_give_up(rm_ranks *ranks);
-void *rm_ranks_stream(const rm_ranks *ranks);             // the first member's, which a tensor's producer makes wait; NULL on the CPU
+// The device whose stream the producer of a tensor of that CUDA device makes wait (base/readers.h). A view.
+int rm_ranks_read_gpus(const rm_ranks *ranks);
+rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err);
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member);  // one of those in this process; for the manifest and the version; a view

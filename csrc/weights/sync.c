@@ -206,16 +206,15 @@ static rm_code check_new(const rm_store *store, const char *name, rm_error *err)
   return RM_OK;
 }
 
-// That the store's device can read the tensor: one that is another device's, or that is no memory at all, would end all its work.
+// That the tensor is where it says: to read it somewhere else would end all work of the store's device.
 static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const char *name, rm_error *err) {
   const rm_device *device = store->device;
   const size_t each = rm_src_bytes(tensor->dtype);
   if (!tensor->on_device) return RM_OK;
   if (device->on_host) return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: a tensor on cuda:%d; wanted the CPU", name, tensor->ordinal);
-  if (tensor->ordinal != device->ordinal)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: a tensor on cuda:%d; wanted %s or the CPU", name, tensor->ordinal, device->name);
-  if (!tensor->data || !device->holds(device->self, tensor->data))
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is no memory of %s", name, tensor->data, device->name);
+  if (!tensor->data || device->place(device->self, tensor->data) != tensor->ordinal)
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is no memory of cuda:%d", name, tensor->data,
+                   tensor->ordinal);
   if ((uintptr_t)tensor->data % each)
     return rm_fail(err, RM_E_LAYOUT, "%s: the tensor's address %p is no multiple of the %zu bytes of an element", name, tensor->data, each);
   return RM_OK;
@@ -301,7 +300,7 @@ static rm_code add_run(rm_store *store, const rm_piece *piece, const rm_entry *e
                        rm_error *err) {
   if (!run.n) return RM_OK;
   rm_unit unit = {.args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
-  unit.on_device = entry->tensor.on_device;
+  unit.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
   unit.args.compare = twin >= 0;
   return rm_units_add(&store->units, &unit, err);
 }

@@ -33,7 +33,7 @@ typedef struct rm_tensor {
   int64_t shape[4];
   int64_t strides[4];           // in elements, any sign
   int64_t span_lo, span_hi;     // bytes before / after data that belong to the owner's buffer, both 0 when not known
-  int on_device, ordinal;       // data is in the memory of this CUDA device, which has to be the store's
+  int on_device, ordinal;       // data is in the memory of this CUDA device, and there
 } rm_tensor;
 
 typedef struct rm_entry {

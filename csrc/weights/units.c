@@ -106,11 +106,9 @@ static void load_rows(void *arg, int thread, int n_threads) {
   }
 }
 
-// The unit's source, row after row, to where the device can read it.
-static rm_code load(rm_ferry *ferry, rm_pack_args *args, const rm_ctx *ctx, rm_error *err) {
+// The next `bytes` of the half that is being filled, as the host has them.
+static rm_code take_room(rm_ferry *ferry, size_t bytes, char **here, rm_error *err) {
   const rm_device *device = ferry->device;
-  const size_t bytes = (size_t)(args->rows * args->cols) * rm_src_bytes(args->src_dtype);
-  if (bytes > ferry->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
   if (ferry->used + bytes > ferry->half_bytes) {
     device->mark(device->self, RM_MARK_FERRY + ferry->half);
     ferry->half = !ferry->half;
@@ -118,16 +116,60 @@ static rm_code load(rm_ferry *ferry, rm_pack_args *args, const rm_ctx *ctx, rm_e
     const rm_code code = rm_device_check(device, device->reach(device->self, RM_MARK_FERRY + ferry->half), err);
     if (code) return code;
   }
-  char *here = ferry->halves.here + (size_t)ferry->half * ferry->half_bytes + ferry->used;
+  *here = ferry->halves.here + (size_t)ferry->half * ferry->half_bytes + ferry->used;
+  ferry->used += (size_t)rm_round_up((int64_t)bytes, RM_FIELD_ALIGN);
+  return RM_OK;
+}
+
+// The unit's source, row after row, to where the device can read it.
+static rm_code load(rm_ferry *ferry, rm_pack_args *args, size_t bytes, const rm_ctx *ctx, rm_error *err) {
+  char *here;
+  const rm_code code = take_room(ferry, bytes, &here, err);
+  if (code) return code;
   loading job = {args, here};
   if (ctx->n_threads > 1 && args->rows * args->cols >= SERIAL_ELEMENTS) ctx->run(ctx->team, load_rows, &job);
   else load_rows(&job, 0, 1);
   rm_mirror_put(&ferry->halves, here, bytes);
-  ferry->used += (size_t)rm_round_up((int64_t)bytes, RM_FIELD_ALIGN);
   args->src = rm_mirror_there(&ferry->halves, here);
   args->row_stride = args->cols;
   args->col_stride = 1;
   return RM_OK;
+}
+
+// The unit's source from another device. All bytes from its first element in memory to its last, strides as they are: one copy, which
+// of a matrix that lies transposed brings most of the matrix along. Where that is too much, run after run of what lies together.
+static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
+  const rm_device *device = ferry->device;
+  const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype), down = (args->rows - 1) * args->row_stride;
+  const int64_t right = (args->cols - 1) * args->col_stride, low = rm_min64(down, 0) + rm_min64(right, 0);
+  const int64_t span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem;
+  const int by_rows = args->col_stride == 1;
+  const char *from = args->src;
+  char *here;
+  if (span > (int64_t)ferry->half_bytes && !by_rows && args->row_stride != 1)
+    return rm_fail(err, RM_E_LAYOUT, "%.*s: strides [%lld, %lld] spread %lld elements on cuda:%d over %lld bytes; send .contiguous()",
+                   (int)unit->entry->length, unit->entry->name, (long long)args->row_stride, (long long)args->col_stride,
+                   (long long)(args->rows * args->cols), unit->ordinal, (long long)span);
+  const int whole = span <= (int64_t)ferry->half_bytes;
+  const rm_code code = take_room(ferry, whole ? (size_t)span : bytes, &here, err);
+  if (code) return code;
+  char *there = rm_mirror_there(&ferry->halves, here);
+  args->src = whole ? there - low * elem : there;
+  if (whole) {
+    device->fetch(device->self, there, from + low * elem, unit->ordinal, (size_t)span);
+    return RM_OK;
+  }
+  const int64_t n = by_rows ? args->rows : args->cols, run = (by_rows ? args->cols : args->rows) * elem;
+  const int64_t pitch = (by_rows ? args->row_stride : args->col_stride) * elem;
+  for (int64_t i = 0; i < n; i++) device->fetch(device->self, there + i * run, from + i * pitch, unit->ordinal, (size_t)run);
+  *(by_rows ? &args->row_stride : &args->col_stride) = run / elem;
+  return RM_OK;
+}
+
+static rm_code bring(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, const rm_ctx *ctx, rm_error *err) {
+  const size_t bytes = (size_t)(args->rows * args->cols) * rm_src_bytes(args->src_dtype);
+  if (bytes > ferry->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
+  return unit->ordinal < 0 ? load(ferry, args, bytes, ctx, err) : fetch(ferry, unit, args, bytes, err);
 }
 
 // Units [first, first + n), and what was found in them.
@@ -139,7 +181,7 @@ static rm_code make_there(const rm_units *units, int64_t first, int64_t n, rm_fe
     const rm_unit *unit = &units->list[first + i];
     rm_pack_args args = unit->args;
     args.found = rm_mirror_there(&ferry->found, found + i);
-    if (!unit->on_device) code = load(ferry, &args, ctx, err);
+    if (unit->ordinal != device->ordinal) code = bring(ferry, unit, &args, ctx, err);
     if (!code) device->kernels->pack(ctx, &args);
   }
   rm_mirror_get(&ferry->found, found, (size_t)n * sizeof *found);

@@ -3,14 +3,14 @@
 // thread that the system runs late costs no more than its unit.
 //
 // A device makes them itself. What it cannot read goes there through two halves of a pinned block by turns: while the device reads one,
-// the host fills the other.
+// the host fills the other. Another device's tensors come into the same halves, without the host.
 #pragma once
 
 #include "base/devices.h"
 #include "base/status.h"
 #include "weights/sync.h"
 
-// The way to a device for what is in the host's memory; nothing where the memory is one.
+// The way to a device for what is not in its memory; nothing where the memory is one.
 typedef struct rm_ferry {
   const rm_device *device;      // view
   size_t half_bytes;            // a unit's tensor data at most
@@ -28,7 +28,7 @@ typedef struct rm_unit {
   rm_piece piece;
   int64_t twin;                 // the parameter that it is compared with, −1: it is written
   int counted;                  // this rank answers for it in the digest
-  int on_device;                // args.src is the device's
+  int ordinal;                  // of the device that has args.src; −1: the host has it
 } rm_unit;
 
 typedef struct rm_units {

@@ -104,11 +104,11 @@ size_t available(void *self) {
   return done(d, cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo") == RM_DEVICE_OK ? free_bytes : 0;
 }
 
-int holds(void *self, const void *address) {
+int place(void *, const void *address) {
   cudaPointerAttributes found;
   const bool known = cudaPointerGetAttributes(&found, address) == cudaSuccess;
   if (!known) cudaGetLastError();
-  return known && (found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged) && found.device == of(self)->ordinal;
+  return known && (found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged) ? found.device : -1;
 }
 
 // ------------------------------------------------------------------------------------------------ the queue
@@ -122,6 +122,12 @@ void get(void *self, void *to_host, const void *from, size_t bytes) {
   cuda_device *d = of(self);
   if (bytes && is_alive(d))
     done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream), "cudaMemcpyAsync to the host");
+}
+
+// By way of the host where the two cannot reach each other: CUDA sees to it, and asks no leave of either.
+void fetch(void *self, void *to, const void *from, int ordinal, size_t bytes) {
+  cuda_device *d = of(self);
+  if (bytes && is_alive(d)) done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, bytes, d->stream), "cudaMemcpyPeerAsync");
 }
 
 void copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
@@ -293,9 +299,10 @@ const rm_device CALLS = {
     .pin = pin,
     .unpin = unpin,
     .available = available,
-    .holds = holds,
+    .place = place,
     .put = put,
     .get = get,
+    .fetch = fetch,
     .copy = copy,
     .zero = zero,
     .mark = mark,

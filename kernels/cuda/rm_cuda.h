@@ -26,6 +26,17 @@ int rm_cuda_devices(void);
 // Opens one of them with a stream of its own. NULL, or why not, as text; the device is closed by its own `close`.
 const char *rm_cuda_open(int ordinal, rm_device *out);
 
+// Memory between processes. The device is the thread's current one (rm_device.enter); NULL, or why not, as text that is valid until the
+// thread's next call. Whoever lends keeps the allocation until all have given it back. A process opens a handle once, and none of its
+// own.
+// The allocation that has `address`.
+const char *rm_cuda_lend(int ordinal, const void *address, rm_device_loan *out);
+// Which device here has that bus id.
+const char *rm_cuda_find(const char *device, int *ordinal);
+// Fills in block and bytes from the handle.
+const char *rm_cuda_borrow(rm_device_loan *loan);
+const char *rm_cuda_give_back(void *block);   // nothing reads it any more
+
 #ifdef __cplusplus
 }
 #endif

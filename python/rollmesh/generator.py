@@ -507,7 +507,8 @@ class Generator:
     ) -> SyncReport:
         """Takes a whole set of weights: all of it serves afterwards, or the old version does.
 
-        source      a state dict, or an iterator of (name, tensor): torch, NumPy, DLPack. DTensors (FSDP2, any mesh) and rm.Piece, where
+        source      a state dict, or an iterator of (name, tensor): torch, NumPy, DLPack, on a GPU (any that this process sees) where the
+                    generator runs on GPUs; or rollmesh.sources. DTensors (FSDP2, any mesh) and rm.Piece, where
                     ranks are processes, go to the ranks that want them and are never whole; in one process a DTensor is gathered.
                     Where ranks are processes: None on those that have none; what several give has to be the same
         version     must exceed the serving one; None: the next number

@@ -8,7 +8,8 @@ begin_sync   the same, tensor by tensor (weights.py)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from rollmesh.errors import (
 from rollmesh.outputs import SyncReport
 from rollmesh.pieces import is_sharded, local_tensor
 from rollmesh.show import shown
+from rollmesh.sources.loans import LentSource
 from rollmesh.views import ManifestEntry, SyncValues
 
 if TYPE_CHECKING:
@@ -204,6 +206,11 @@ def push_all(engine: AnyEngine, entries: Iterable[tuple[str, Any]], listing: boo
     except Error as error:
         fault = error
     return fault
+
+
+def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
+    """How long a source's tensors are wanted: `rollmesh.sources.loans`."""
+    return source.lent() if isinstance(source, LentSource) else nullcontext(lambda: None)
 
 
 def check_source(source: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from rollmesh.pieces import local_tensor
 from rollmesh.requests import Requests
 from rollmesh.show import reason
 from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
-from rollmesh.sync import SyncOptions, check_deadline, check_mapping, push_all, push_entries, push_mapping, report_of
+from rollmesh.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
 TIMED = "commit in time"
@@ -51,11 +51,13 @@ class Weights:
             self._finish_running(options, deadline)
         try:
             options.begin(self._engine)
-            if isinstance(source, Mapping):
-                check_mapping(self._engine, self.manifest, source, options)
-                push_mapping(self._engine, source, deadline)
-            else:
-                push_entries(self._engine, source, deadline)
+            with lent(source) as is_lent_still:
+                if isinstance(source, Mapping):
+                    check_mapping(self._engine, self.manifest, source, options)
+                    push_mapping(self._engine, source, deadline)
+                else:
+                    push_entries(self._engine, source, deadline)
+                is_lent_still()
             return self._commit(options, deadline)
         except BaseException:
             self._abort()
@@ -69,22 +71,25 @@ class Weights:
         kinds, timed = [its for its, _ in told], any(its for _, its in told)
         first = next((rank for rank, its in enumerate(kinds) if its is not None), None)
         voting = False
-        try:
-            if options.mode == "inplace":
-                self._finish_running(options, None)
-            fault = _fault_of(options.begin, engine)
-            if fault is None and kind == "mapping" and (None not in kinds or first == engine.rank):
-                fault = _fault_of(check_mapping, engine, self.manifest, source, options)
-            engine.settle_sync("a sync before its entries", fault)
-            listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
-            engine.settle_sync("a sync after its entries", push_all(engine, engine.spread(source, options), listing, deadline))
-            self._await_turn_to_commit(engine, options, timed, deadline)
-            voting = True
-            return self._commit(options, None)
-        except BaseException as error:
-            self._abort()
-            engine.leave(error, voting)
-            raise
+        with ExitStack() as held:  # what a source has lent, until all have committed
+            try:
+                if options.mode == "inplace":
+                    self._finish_running(options, None)
+                still: list[Callable[[], None]] = []
+                fault = _fault_of(options.begin, engine) or _fault_of(lambda: still.append(held.enter_context(lent(source))))
+                if fault is None and kind == "mapping" and (None not in kinds or first == engine.rank):
+                    fault = _fault_of(check_mapping, engine, self.manifest, source, options)
+                engine.settle_sync("a sync before its entries", fault)
+                listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
+                fault = push_all(engine, engine.spread(source, options), listing, deadline)
+                engine.settle_sync("a sync after its entries", fault or _fault_of(still[0]))
+                self._await_turn_to_commit(engine, options, timed, deadline)
+                voting = True
+                return self._commit(options, None)
+            except BaseException as error:
+                self._abort()
+                engine.leave(error, voting)
+                raise
 
     def _open_together(self, engine: SpmdEngine, where: str, value: Any, options: SyncOptions) -> list[Any]:
         """All ranks begin, unless one of them may not; an open set is reset then. Returns every rank's value."""

@@ -9,9 +9,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fcntl.h>
 #include <map>
 #include <mutex>
+#include <set>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
 #include <vector>
@@ -26,6 +30,9 @@ struct block {
   char *raw, *room, *data;          // guard page, then pages of which the last hold the block, then a guard page
   size_t length, room_bytes, bytes;  // of the mapping, of its pages that may be touched, of the block
   int owner;                        // a device, or HOST
+  int file;                         // of its room, which other processes open; 0: none
+  bool is_borrowed;                 // another process's
+  cudaIpcMemHandle_t handle;
   char *slack_from() const { return std::max(room, data - ALIGNMENT); }
 };
 
@@ -36,13 +43,17 @@ struct device {
   int n_streams;
 };
 
-// One of the four kinds: a launch, somebody else's (`run`, over `data`), a copy (`from`), a fill.
+// One of the five kinds: a launch, somebody else's (`run`, over `data`), a wait for what another stream has before a place, a copy
+// (`from`), a fill.
 struct work {
-  std::shared_ptr<const simt_launch> launch;
-  char *to;
-  const char *from;
-  int value;
-  size_t bytes;
+  std::shared_ptr<const simt_launch> launch = {};
+  char *to = nullptr;
+  const char *from = nullptr;
+  int value = 0;
+  size_t bytes = 0;
+  bool is_peers = false;  // `from` is another device's
+  cudaStream_t awaited = nullptr;
+  uint64_t place = 0;
   int (*run)(void *data) = nullptr;  // returns whether it is through; else it is called again
   std::vector<char> data = {};
 };
@@ -50,6 +61,7 @@ struct work {
 std::mutex lock;
 using locked = std::unique_lock<std::mutex>;
 std::map<const char *, block> blocks;  // by data
+std::set<cudaStream_t> streams;
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
@@ -178,14 +190,20 @@ void open_chunks(const block &b, const char *from, const char *to) {
   protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
 }
 
+void block_drop(std::map<const char *, block>::iterator at) {
+  if (at->second.file) close(at->second.file);
+  munmap(at->second.raw, at->second.length);
+  blocks.erase(at);
+}
+
 bool block_destroy(void *data, bool on_host) {
   auto found = blocks.find(static_cast<char *>(data));
-  if (found == blocks.end() || (found->second.owner == HOST) != on_host) return false;
+  if (found == blocks.end() || (found->second.owner == HOST) != on_host || found->second.is_borrowed) return false;
   const block &b = found->second;
+  if (b.file && flock(b.file, LOCK_EX | LOCK_NB)) simt_fault("memory is freed that another process has open");
   if (on_host) check_slack(b);
   else devices[b.owner].used -= b.bytes;
-  munmap(b.raw, b.length);
-  blocks.erase(found);
+  block_drop(found);
   return true;
 }
 
@@ -204,20 +222,40 @@ bool do_work(simt_stream *s, work &w) {
   simt_doing(w.from ? "cudaMemcpyAsync" : "cudaMemsetAsync");
   for (const char *at : {static_cast<const char *>(w.to), w.from}) {
     const block *b = at ? block_of(at) : nullptr;
-    if (b && b->owner == s->owner && w.bytes) open_chunks(*b, at, at + w.bytes);
+    if (b && (b->owner == s->owner || (w.is_peers && b->owner != HOST)) && w.bytes) open_chunks(*b, at, at + w.bytes);
   }
   if (w.from) memcpy(w.to, w.from, w.bytes);
   else memset(w.to, w.value, w.bytes);
+  if (w.is_peers) close_all();  // to the kernels behind it
   return true;
 }
 
+void drain(simt_stream *s, uint64_t place, work *now = nullptr);
+
+// Returns whether the other stream has come so far; one that is gone was drained.
+bool await(simt_stream *s, const work &w) {
+  if (!streams.count(w.awaited)) return true;
+  const uint64_t place = std::min(w.place, w.awaited->n_enqueued);
+  drains = HOST;
+  close_all();
+  simt_end();
+  drain(w.awaited, place);
+  simt_begin();
+  drains = s->owner;
+  return w.awaited->n_done >= place;
+}
+
 // Does what was enqueued before `place`, with the device's memory open to it, and `now` behind it; as far as it comes.
-void drain(simt_stream *s, uint64_t place, work *now = nullptr) {
+void drain(simt_stream *s, uint64_t place, work *now) {
   const device &d = devices[s->owner];
   if (d.sticky == cudaSuccess && (s->n_done < place || now)) {
     simt_begin();
     drains = s->owner;
-    for (; s->n_done < place && d.sticky == cudaSuccess && do_work(s, s->queue.front()); s->n_done++) s->queue.pop_front();
+    for (; s->n_done < place && d.sticky == cudaSuccess; s->n_done++) {
+      work &w = s->queue.front();
+      if (!(w.awaited ? await(s, w) : do_work(s, w))) break;
+      s->queue.pop_front();
+    }
     if (now && s->n_done >= place && d.sticky == cudaSuccess) do_work(s, *now);
     drains = HOST;
     close_all();
@@ -256,8 +294,6 @@ cudaError_t enqueue(simt_stream *s, work w) {
 
 // Another rank may wait for an exchange that stands in a queue here, while this one's thread waits for something else: a thread of its own
 // does, a little later than a GPU would, what stands before the last exchange of each queue, and the exchange.
-std::vector<simt_stream *> streams;
-
 struct helper {
   std::thread *thread;  // NULL until it is needed
   pid_t process;        // whose it is: a forked child has none
@@ -326,8 +362,7 @@ void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const locked hold(lock);
   const char *refused = simt_refused(*launch);
   if (stream) {
-    said(refused ? cudaErrorInvalidConfiguration
-                 : enqueue(static_cast<simt_stream *>(stream), {std::move(launch), nullptr, nullptr, 0, 0}));
+    said(refused ? cudaErrorInvalidConfiguration : enqueue(static_cast<simt_stream *>(stream), {.launch = std::move(launch)}));
     return;
   }
   if (refused) simt_fault(refused);
@@ -342,6 +377,9 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorDeviceUninitialized: return "invalid device context";
+    case cudaErrorMapBufferObjectFailed: return "mapping of buffer object failed";
+    case cudaErrorAlreadyMapped: return "resource already mapped";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction: return "invalid device function";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
@@ -401,11 +439,21 @@ static int primary_context_state(int ordinal, unsigned *flags, int *is_active) {
   return 0;
 }
 
+static int address_range(unsigned long long *base, size_t *bytes, unsigned long long address) {
+  const locked hold(lock);
+  const void *at = reinterpret_cast<const void *>(address);
+  const block *b = block_of(at);
+  if (!b || b->owner == HOST || !is_inside(b, at, 1)) return cudaErrorInvalidValue;
+  *base = reinterpret_cast<uintptr_t>(b->data), *bytes = b->bytes;
+  return 0;
+}
+
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult *found) {
-  const bool is_known = !strcmp(name, "cuDevicePrimaryCtxGetState");
-  *entry = is_known ? reinterpret_cast<void *>(primary_context_state) : nullptr;
-  *found = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  *entry = !strcmp(name, "cuDevicePrimaryCtxGetState") ? reinterpret_cast<void *>(primary_context_state)
+           : !strcmp(name, "cuMemGetAddressRange")     ? reinterpret_cast<void *>(address_range)
+                                                       : nullptr;
+  *found = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
@@ -415,6 +463,18 @@ extern "C" __attribute__((visibility("default"))) uint64_t simt_contexts() {
   uint64_t bits = 0;
   for (int i = 0; i < MAX_DEVICES; i++) bits |= static_cast<uint64_t>(devices[i].has_context) << i;
   return bits;
+}
+
+// For tests that are another library of the process: the thread's device, whose a stream is, and cudaStreamWaitEvent for all that
+// `awaited` has been given so far.
+extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_device; }
+
+extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) { return static_cast<cudaStream_t>(stream)->owner; }
+
+extern "C" __attribute__((visibility("default"))) void simt_stream_await(void *stream, void *awaited) {
+  const locked hold(lock);
+  const cudaStream_t other = static_cast<cudaStream_t>(awaited);
+  enqueue(static_cast<cudaStream_t>(stream), {.awaited = other, .place = other->n_enqueued});
 }
 
 // ------------------------------------------------------------------------------------------------ memory
@@ -436,6 +496,7 @@ cudaError_t cudaFree(void *data) {
   if (!data || captured) return said(error);
   const block *b = block_of(data);
   if (b && b->data == data && b->owner != HOST) {
+    if (b->is_borrowed) return said(cudaErrorInvalidValue);
     mprotect(b->room, b->room_bytes, PROT_READ);
     check_slack(*b);
   }
@@ -472,12 +533,105 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes) {
   return said(devices[current_device].sticky);
 }
 
+// ------------------------------------------------------------------------------------------------ between processes
+// What a handle says: where the file is, and how the block lies in it.
+struct simt_handle {
+  char magic[8];
+  pid_t process;
+  int file, bus;
+  uint64_t inode;  // a number of a file may be another's by now
+  size_t room_bytes, bytes;
+};
+static_assert(sizeof(simt_handle) <= sizeof(cudaIpcMemHandle_t));
+
+static int bus_of(int ordinal) { return static_cast<int>(from_environment("ROLLMESH_SIMT_FIRST", 0)) + ordinal + 1; }
+
+// The room of b becomes a file's, with the bytes that it has.
+static cudaError_t share(block &b) {
+  struct stat status;
+  const int file = memfd_create("simt", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(b.room_bytes)) || fstat(file, &status)) return cudaErrorMemoryAllocation;
+  protect(b.room, b.room + b.room_bytes, PROT_READ);
+  if (pwrite(file, b.room, b.room_bytes, 0) != static_cast<ssize_t>(b.room_bytes)) simt_fault("pwrite");
+  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) simt_fault("mmap");
+  const simt_handle made = {{"simtipc"}, getpid(), file, bus_of(b.owner), status.st_ino, b.room_bytes, b.bytes};
+  memcpy(&b.handle, &made, sizeof made);
+  b.file = file;
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *data) {
+  const locked hold(lock);
+  cudaError_t error = ready();
+  auto found = blocks.find(static_cast<char *>(data));
+  const bool is_whole = found != blocks.end() && found->second.owner != HOST && !found->second.is_borrowed;
+  if (error != cudaSuccess) return said(error);
+  if (!is_whole || from_environment("ROLLMESH_SIMT_SEGMENTS", 0)) return said(cudaErrorInvalidValue);
+  if (!found->second.file) error = share(found->second);
+  *handle = found->second.handle;
+  return said(error);
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  if (error != cudaSuccess) return said(error);
+  simt_handle from;
+  memcpy(&from, &handle, sizeof from);
+  if (memcmp(from.magic, "simtipc", sizeof from.magic) != 0 || from.bus != bus_of(current_device)) return said(cudaErrorInvalidValue);
+  if (from.process == getpid()) return said(cudaErrorDeviceUninitialized);
+  for (const auto &[data, b] : blocks)
+    if (b.is_borrowed && !memcmp(&b.handle, &handle, sizeof handle)) return said(cudaErrorAlreadyMapped);
+  char path[64];
+  struct stat status;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", from.process, from.file);
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return said(cudaErrorMapBufferObjectFailed);
+  if (fstat(file, &status) || status.st_ino != from.inode || flock(file, LOCK_SH | LOCK_NB)) {
+    close(file);
+    return said(cudaErrorMapBufferObjectFailed);
+  }
+  block b = {};
+  b.length = from.room_bytes + 2 * PAGE, b.room_bytes = from.room_bytes, b.bytes = from.bytes, b.owner = current_device;
+  b.file = file, b.is_borrowed = true, b.handle = handle;
+  b.raw = static_cast<char *>(mmap(nullptr, b.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  b.room = b.raw + PAGE;
+  b.data = b.room + b.room_bytes - (b.bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  if (mmap(b.room, b.room_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) simt_fault("mmap");
+  blocks[b.data] = b;
+  *out = b.data;
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *data) {
+  const locked hold(lock);
+  const cudaError_t error = ready();
+  auto found = blocks.find(static_cast<char *>(data));
+  if (error != cudaSuccess) return said(error);
+  if (found == blocks.end() || !found->second.is_borrowed) return said(cudaErrorInvalidValue);
+  block_drop(found);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char *id, int room, int ordinal) {
+  snprintf(id, static_cast<size_t>(room), "0000:%02X:00.0", bus_of(ordinal));
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *id) {
+  int n = 0;
+  unsigned bus = 0;
+  cudaGetDeviceCount(&n);
+  *ordinal = sscanf(id, "0000:%02X:00.0", &bus) == 1 ? static_cast<int>(bus) - bus_of(0) : -1;
+  return said(*ordinal >= 0 && *ordinal < n ? cudaSuccess : cudaErrorInvalidDevice);
+}
+
 // ------------------------------------------------------------------------------------------------ streams and events
 static void enqueue_others(standin_stream *stream, int (*run)(void *data), const void *data, size_t bytes) {
   const char *from = static_cast<const char *>(data);
   const locked hold(lock);
   others_helper.begin();
-  enqueue(reinterpret_cast<simt_stream *>(stream), {nullptr, nullptr, nullptr, 0, 0, run, {from, from + bytes}});
+  enqueue(reinterpret_cast<simt_stream *>(stream), {.run = run, .data = {from, from + bytes}});
 }
 
 static char *host_address(standin_stream *, const void *device) { return static_cast<char *>(const_cast<void *>(device)); }
@@ -489,9 +643,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   *stream = new simt_stream();
   (*stream)->others = {enqueue_others, host_address};
   (*stream)->owner = current_device;
-  streams.push_back(*stream);
   (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
   devices[current_device].n_streams++;
+  streams.insert(*stream);
   simt_order(from_environment("ROLLMESH_SIMT_REVERSED", 0) != 0);
   simt_watch();
   return cudaSuccess;
@@ -503,7 +657,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   device &d = devices[s->owner];
   if (--d.n_streams == 0) d.sticky = cudaSuccess;
   if (captured == s) captured = nullptr;
-  streams.erase(std::find(streams.begin(), streams.end(), s));
+  streams.erase(s);
   delete s->capture;
   delete s;
   return cudaSuccess;
@@ -528,7 +682,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   locked hold(lock);
   const bool to_device = kind != cudaMemcpyDeviceToHost, from_device = kind != cudaMemcpyHostToDevice;
   if ((to_device && !is_on(s->owner, to, bytes)) || (from_device && !is_on(s->owner, from, bytes))) return said(cudaErrorInvalidValue);
-  work w = {nullptr, static_cast<char *>(to), static_cast<const char *>(from), 0, bytes};
+  work w = {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes};
   if (to_device && from_device) return said(enqueue(s, w));
   const void *host = to_device ? from : to;
   const block *b = block_of(host);
@@ -539,10 +693,17 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   return said(devices[s->owner].sticky);
 }
 
+cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t s) {
+  const locked hold(lock);
+  if (!is_on(to_device, to, bytes) || !is_on(from_device, from, bytes) || (s->owner != to_device && s->owner != from_device))
+    return said(cudaErrorInvalidValue);
+  return said(enqueue(s, {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes, .is_peers = true}));
+}
+
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t s) {
   const locked hold(lock);
   if (!is_on(s->owner, at, bytes)) return said(cudaErrorInvalidValue);
-  return said(enqueue(s, {nullptr, static_cast<char *>(at), nullptr, value, bytes}));
+  return said(enqueue(s, {.to = static_cast<char *>(at), .value = value, .bytes = bytes}));
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {

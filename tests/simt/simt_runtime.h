@@ -3,8 +3,11 @@
 //   - what is enqueued is done when something waits for it, on the thread that waits, and not before: arguments are kept by value,
 //     pinned memory is read and written then. cudaStreamQuery and cudaEventQuery do one step. Copies of memory that is not pinned
 //     drain the stream.
-//   - the host cannot touch a device's memory, and no device another's; a block has pages that nobody may touch on both ends, and the
-//     bytes between those and its own are looked at after each drain. A fault is a message and exit status 3, in any program.
+//   - the host cannot touch a device's memory, and no device another's but by cudaMemcpyPeerAsync; a block has pages that nobody may
+//     touch on both ends, and the bytes between those and its own are looked at after each drain. A fault is a message and exit status
+//     3, in any program.
+//   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A process opens it once, and not its own;
+//     memory that is freed while another has it open is a fault.
 //   - fresh memory holds 0xff, also that of the host.
 // Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work of a stand-in for NCCL too
 // (tests/native/standin/stream.h), which may take until another rank comes: meanwhile nothing is locked, and
@@ -12,6 +15,7 @@
 //
 // The environment, read when it is needed:
 //   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
+//   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have other numbers in other processes
 //   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB)
 //   ROLLMESH_SIMT_SM=90          their architecture: kernels have code for 90 alone
 //   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
@@ -26,6 +30,9 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorDeviceUninitialized = 201,
+  cudaErrorMapBufferObjectFailed = 205,
+  cudaErrorAlreadyMapped = 208,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorNoDevice = 100,
@@ -45,7 +52,13 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
-enum { cudaHostAllocPortable = 1, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaEnableDefault = 0 };
+enum {
+  cudaHostAllocPortable = 1,
+  cudaStreamNonBlocking = 1,
+  cudaEventDisableTiming = 2,
+  cudaEnableDefault = 0,
+  cudaIpcMemLazyEnablePeerAccess = 1
+};
 
 using cudaStream_t = struct simt_stream *;
 using cudaEvent_t = struct simt_event *;
@@ -78,11 +91,21 @@ cudaError_t cudaFreeHost(void *block);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address);
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes);
 
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *block);
+cudaError_t cudaIpcOpenMemHandle(void **block, cudaIpcMemHandle_t handle, unsigned flags);
+cudaError_t cudaIpcCloseMemHandle(void *block);
+cudaError_t cudaDeviceGetPCIBusId(char *id, int room, int ordinal);
+cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *id);
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh import _core
 from rollmesh.errors import DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
 
 BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
@@ -46,6 +47,8 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
         if array.dtype.isnative and array.dtype.name in DTYPES:
             return array
         raise DTypeError(f"{name}: {array.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+    if isinstance(tensor, _core.GpuArray):
+        return _from_gpu(tensor)
     if type(tensor).__module__.split(".")[0] != "torch" and not callable(getattr(tensor, "untyped_storage", None)):
         raise UnsupportedTensorError(f"{name}: {type(tensor).__name__} is neither a NumPy array nor a torch tensor")
     import torch
@@ -62,6 +65,13 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
     if str(tensor.dtype).removeprefix("torch.") in DTYPES:
         return tensor.numpy()  # type: ignore[no-any-return]
     raise DTypeError(f"{name}: {tensor.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+
+
+def _from_gpu(tensor: _core.GpuArray) -> NDArray[Any]:
+    block, at = tensor.host()
+    dtype = DTYPES[tensor.dtype]
+    steps = tuple(stride * dtype.itemsize for stride in tensor.strides)
+    return np.array(np.ndarray(tensor.shape, dtype, block, at, steps), order="C", copy=True)
 
 
 def _objection(tensor: Any) -> str | None:

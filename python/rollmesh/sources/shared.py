@@ -10,6 +10,12 @@ A store is a folder with a random name and mode 0700 that holds one file, `curre
 
 A version is written to a file of its own and renamed, so a reader finds a whole one or the one before, and one that it has
 mapped stays as it was. The address carries the nonce: a file left by somebody else, or made to look like ours, is AuthError.
+
+Tensors on GPUs are copied into it by way of the host, or lent (loans.py): then the file says which memory another process may open, and
+nothing is copied before the generator's own GPU reads it.
+
+    trainer     writer.publish(state_dict, version, lend_to=1)
+                writer.wait_until_read(timeout=60)              before a tensor is written to again
 """
 
 from __future__ import annotations
@@ -21,7 +27,9 @@ import shutil
 import stat
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,14 +37,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import AuthError, CapacityError, DuplicateKeyError, FormatError, LimitError, NotSyncedError, StateError, VersionError
+from rollmesh import _core
+from rollmesh.arguments import deadline_of, integer
+from rollmesh.errors import (
+    AuthError,
+    CapacityError,
+    DeadlineError,
+    DuplicateKeyError,
+    Error,
+    FormatError,
+    LimitError,
+    NotSyncedError,
+    RankLostError,
+    StateError,
+    VersionError,
+)
 from rollmesh.show import shown
 from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_name, describe, lay_out, parse, take
+from rollmesh.sources.loans import ALIVE, Borrowed, Lease, Lender, LentSource, Loan, is_free, is_on_gpu, parse_loan, this_process
 
 MAGIC = b"rollmesh"
 MAX_VERSION = 2**63 - 1
 FIXED = struct.Struct("<8sQ")  # magic, bytes of the header
 CURRENT = "current"
+POLL_SECONDS = 0.002
+MAX_READERS = 4096
 
 
 class SharedWriter:
@@ -47,21 +72,31 @@ class SharedWriter:
         self._nonce = secrets.token_hex(16)
         self.version: int | None = None
         self._closed = False
+        self._lender: Lender | None = None
+        self._lent_to = 0  # readers of the version that is lent; 0: none is
 
     @property
     def address(self) -> str:
         """What a reader needs. Whoever has it can read the weights if the file system lets them."""
         return f"{self._folder}:{self._nonce}"
 
-    def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None) -> int:
+    def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None, *, lend_to: int = 0) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
         Takes NumPy arrays and torch tensors on any device. VersionError when the number does not increase or is no integer
         below 2^63; DuplicateKeyError for a name that comes twice; LimitError for one that is no str or too long; CapacityError
         when the memory is not there. On any error the version before stays current.
+
+        lend_to: by how many readers tensors on GPUs (of any library, by DLPack) will be read where they are. What writes them is waited
+        for; from then on they must stay as they are, and are kept alive, until `wait_until_read` or `take_back`, before which nothing
+        else can be published (StateError). UnsupportedTensorError for GPU memory that no other process can open; ConfigError where
+        this build has no CUDA library.
         """
         if self._closed:
             raise StateError("the store is closed")
+        if self._lent_to:
+            raise StateError(f"version {self.version} is lent to {self._lent_to} readers; wait_until_read() or take_back() comes first")
+        lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         last = -1 if self.version is None else self.version
         version = last + 1 if version is None else version
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or version > MAX_VERSION:
@@ -69,11 +104,26 @@ class SharedWriter:
         version = int(version)
         if version <= last:
             raise VersionError(f"version {version} does not exceed {last}")
-        arrays = _arrays(source)
+        arrays, lent = _arrays(source, lend_to > 0)
         entries, size = lay_out(arrays)
-        header = describe(entries, nonce=self._nonce, version=version)
+        loan = self._lend(lent, lend_to) if lent else None
+        try:
+            self._publish(describe(entries, nonce=self._nonce, version=version, **({"lent": loan} if loan else {})), arrays, entries, size)
+        except BaseException:
+            if self._lender is not None:
+                self._lender.release(version)
+            raise
+        self.version, self._lent_to = version, lend_to if lent else 0
+        return version
+
+    def _lend(self, tensors: list[tuple[str, Any]], readers: int) -> dict[str, Any]:
+        if self._lender is None:
+            self._lender = Lender(self._folder)
+        return self._lender.lend(tensors, readers)
+
+    def _publish(self, header: bytes, arrays: list[tuple[str, NDArray[Any]]], entries: list[Entry], size: int) -> None:
         if len(header) > MAX_HEADER:
-            raise LimitError(f"the names and shapes of {len(entries)} weights take {len(header)} bytes; the limit is {MAX_HEADER}")
+            raise LimitError(f"the names and shapes of the weights take {len(header)} bytes; the limit is {MAX_HEADER}")
         start = (FIXED.size + len(header) + ALIGN - 1) // ALIGN * ALIGN
         descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600
         try:
@@ -84,8 +134,38 @@ class SharedWriter:
             raise
         finally:
             os.close(descriptor)
-        self.version = version
-        return version
+
+    def wait_until_read(self, timeout: float | None = None) -> None:
+        """Until every reader of the version that is lent has said that it looks at it no more; at once where none is. Afterwards the
+        tensors are the trainer's again, and no version is current before the next `publish`.
+
+        DeadlineError when `timeout` seconds have not been enough, RankLostError when a reader has ended before it was through (told
+        once of each): the version stays lent, for another wait or for `take_back`.
+        """
+        deadline = deadline_of(timeout)
+        while self._lent_to:
+            assert self._lender is not None
+            assert self.version is not None
+            read = self._lender.read_by(self.version)
+            told = f"version {self.version} was read by {read} of {self._lent_to} readers"
+            if read >= self._lent_to:
+                self.take_back()
+            elif self._lender.lost_reader(self.version):
+                raise RankLostError(f"{told}, and one of the others has ended")
+            elif deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineError(f"{told} within the timeout")
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def take_back(self) -> None:
+        """What is lent is no longer current; whoever reads it just now fails before it uses it, and must have given it back before its
+        memory goes. Nothing where nothing is lent."""
+        if self._lent_to:
+            assert self._lender is not None
+            assert self.version is not None
+            (self._folder / CURRENT).unlink(missing_ok=True)
+            self._lender.release(self.version)
+            self._lent_to = 0
 
     @staticmethod
     def _write(descriptor: int, header: bytes, start: int, size: int, arrays: list[tuple[str, NDArray[Any]]], entries: list[Entry]) -> None:
@@ -102,7 +182,10 @@ class SharedWriter:
 
     def close(self) -> None:
         if not self._closed:
+            self.take_back()
             self._closed = True
+            if self._lender is not None:
+                self._lender.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> SharedWriter:
@@ -112,18 +195,28 @@ class SharedWriter:
         self.close()
 
 
-def _arrays(source: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[tuple[str, NDArray[Any]]]:
+def _arrays(
+    source: Mapping[str, Any] | Iterable[tuple[str, Any]], lend: bool
+) -> tuple[list[tuple[str, NDArray[Any]]], list[tuple[str, Any]]]:
+    """What goes into the file, and with `lend` what stays on GPUs. A DTensor is gathered."""
     arrays: dict[str, NDArray[Any]] = {}
+    lent: dict[str, Any] = {}
     for name, tensor in source.items() if isinstance(source, Mapping) else source:
         check_name(name)
-        if name in arrays:
+        if name in arrays or name in lent:
             raise DuplicateKeyError(f"{name} comes twice")
-        arrays[name] = as_array(name, tensor)
-    return list(arrays.items())
+        whole = tensor.full_tensor() if lend and callable(getattr(tensor, "full_tensor", None)) else tensor
+        if lend and is_on_gpu(whole):
+            lent[name] = whole
+        else:
+            arrays[name] = as_array(name, whole)
+    return list(arrays.items()), list(lent.items())
 
 
-class SharedReader(Mapping[str, NDArray[Any]]):
-    """The generator's side: the tensors of the version that `refresh` found, by name, as views of the shared memory.
+class SharedReader(Mapping[str, Any], LentSource):
+    """The generator's side: the tensors of the version that `refresh` found, by name, as views of the shared memory. Those that are lent
+    can be read by `Generator.sync_weights`, or inside of `lent()`. Where ranks are processes and each has a reader, each reads what it
+    needs where it is; otherwise the ranks get what they want by way of a reader's host.
 
     Each tensor's bytes are summed and compared when it is first taken (verify=False leaves that out): a version that was mapped
     is not written to again.
@@ -138,10 +231,17 @@ class SharedReader(Mapping[str, NDArray[Any]]):
         self._verified: set[str] = set()  # names of this version
         self._block: NDArray[np.uint8] | None = None
         self._entries: dict[str, Entry] = {}
+        self._loan: Loan | None = None
+        self._file: tuple[int, int] | None = None  # which `current` was
+        self._lease: Lease | None = None
+        self._borrowed: Borrowed | None = None
+        self._read = False  # and given back
         self.version: int | None = None
 
     def refresh(self) -> int:
         """Maps the current version and returns its number. NotSyncedError when nothing has been published yet."""
+        if self._borrowed is not None:
+            raise StateError(f"version {self.version} is being read")
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -150,6 +250,7 @@ class SharedReader(Mapping[str, NDArray[Any]]):
             raise AuthError(f"{self._path}: {error.strerror}") from error
         try:
             block, header, start = self._map(descriptor)
+            file = _identity(os.fstat(descriptor))
         finally:
             os.close(descriptor)
         entries, values = parse(header, block.size - start)
@@ -159,10 +260,67 @@ class SharedReader(Mapping[str, NDArray[Any]]):
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
             raise FormatError(f"{self._path}: version {version!r:.80} is not an integer in [0, {MAX_VERSION}]")
         by_name = {entry.name: entry for entry in entries}
+        loan = parse_loan(values["lent"]) if "lent" in values else None
+        if both := by_name.keys() & (loan.tensors if loan else {}):
+            raise FormatError(f"{self._path}: {min(both)} is there twice")
         if len(by_name) != len(entries):
             raise FormatError(f"{self._path}: {len(entries)} tensors have {len(by_name)} names")
         self._block, self._entries, self._verified, self.version = block[start:], by_name, set(), version
+        self._loan, self._file, self._read = loan, file, False
         return version
+
+    @contextmanager
+    def lent(self) -> Iterator[Callable[[], None]]:
+        """In the block the tensors on GPUs are open; `sync_weights` does so itself. Gives what is to be called when all that was wanted
+        has been read (by a GPU too: it was waited for): it raises if they were not the version's to the end. A block that ends well
+        gives them back for good.
+
+        RankLostError when the trainer has ended or closed its store, StateError when it has taken the version back, when this reader
+        has given it back, or when this is the trainer itself; ConfigError when a GPU is not visible here; DeviceError in CUDA's words.
+        """
+        if self._loan is None:
+            yield lambda: None
+            return
+        if self._read or self._borrowed is not None:
+            raise StateError(f"version {self.version} {'was given back' if self._read else 'is being read'}; refresh() finds the next one")
+        if self._loan.process == this_process():
+            raise StateError("the weights are lent by this very process: pass the tensors themselves")
+        self._still_lent()
+        if self._lease is None:
+            self._lease = Lease(self._path.parent)
+        assert self.version is not None
+        self._borrowed = self._borrow(self._loan)
+        try:
+            yield self._still_lent
+        finally:
+            borrowed, self._borrowed = self._borrowed, None
+            borrowed.close()
+        self._read = True
+        self._lease.read(self.version)
+
+    def _borrow(self, loan: Loan) -> Borrowed:
+        try:
+            return Borrowed(loan)
+        except Error:
+            self._still_lent()  # what has no lender cannot be opened: that is the reason then
+            raise
+
+    def _still_lent(self) -> None:
+        if not (alive := self._path.parent / ALIVE).exists() or is_free(alive):
+            raise RankLostError(f"the trainer that lends version {self.version} has ended, or closed {self._path.parent}")
+        try:
+            same = _identity(os.stat(self._path, follow_symlinks=False)) == self._file
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise StateError(f"version {self.version} was taken back by its trainer")
+
+    def close(self) -> None:
+        """The trainer does not count on this reader any more."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+        self._block, self._entries, self._loan, self.version = None, {}, None, None
 
     def _map(self, descriptor: int) -> tuple[NDArray[np.uint8], bytes, int]:
         status = os.fstat(descriptor)
@@ -177,7 +335,11 @@ class SharedReader(Mapping[str, NDArray[Any]]):
             raise FormatError(f"{self._path} is no weight store: magic {magic!r}, header of {length} in {status.st_size} bytes")
         return np.frombuffer(memory, np.uint8), memory[FIXED.size : FIXED.size + length], start
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> NDArray[Any] | _core.GpuArray:
+        if self._loan is not None and name in self._loan.tensors:
+            if self._borrowed is None:
+                raise StateError(f"{name} is lent: it is open in sync_weights, or inside of `with reader.lent()`")
+            return self._borrowed.array(name)
         entry = self._entries[name]
         assert self._block is not None
         array = take(entry, self._block, verify=self._verify and name not in self._verified)
@@ -185,7 +347,11 @@ class SharedReader(Mapping[str, NDArray[Any]]):
         return array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter((*self._entries, *(self._loan.tensors if self._loan else ())))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + (len(self._loan.tensors) if self._loan else 0)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,0 +1,431 @@
+"""Weights that lie on a GPU of another process (CUDA IPC), by way of the simulated devices: SharedWriter.publish(lend_to=…) there,
+Generator.sync_weights(SharedReader) here. The stand-in opens a handle once a process, never its own, gives other numbers to the devices
+where a test wants it, and ends a process that frees memory which another has open.
+
+Oracle: the same weights from the host, by digest and by logits. Bound: equality. What fails leaves the old version serving.
+"""
+
+# ruff: noqa: F401, F811 (fixtures of another file)
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_trainer
+import helpers
+import numpy as np
+import pytest
+from test_cuda_sources import DENSE, MOE, SMALL, from_the_host, library, logits, make, spread
+
+import rollmesh as rm
+from rollmesh import _core, sources
+from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.sources.arrays import as_array
+from rollmesh.sources.loans import parse_loan
+
+NAME = "model.norm.weight"
+
+
+class Remote:
+    """A trainer in a process of its own: remote.publish(…) is Lending.publish there."""
+
+    def __init__(self, path: Path, ordinal: int, settings: dict[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, end = context.Pipe()
+        self.process = context.Process(target=gpu_trainer.lend, args=(end, str(path), ordinal, settings), daemon=True)
+        self.process.start()
+        end.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.pipe.send((name, arguments, keywords))
+            assert self.pipe.poll(60), f"{name}: no answer"
+            answer, error = self.pipe.recv()
+            if error is not None:
+                raise RuntimeError(error)
+            return answer
+
+        return call
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(60)
+
+    def finish(self) -> None:
+        """Exit status 0: the simulated device has found nothing to complain about."""
+        if self.process.is_alive():
+            self.pipe.send(None)
+        self.process.join(60)
+        assert self.process.exitcode in (0, -signal.SIGKILL)
+
+
+@pytest.fixture
+def trainer(library: Path) -> Iterator[Callable[..., Remote]]:
+    started: list[Remote] = []
+
+    def one(ordinal: int = 0, **settings: str) -> Remote:
+        started.append(Remote(library, ordinal, settings))
+        return started[-1]
+
+    yield one
+    for remote in started:
+        remote.finish()
+
+
+def state_of(config: helpers.Config, seed: int) -> dict[str, np.ndarray]:
+    return helpers.numpy_state_dict(config, seed=seed, dtype="float32")
+
+
+# ------------------------------------------------------------------------------------------------ weights
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("ordinal, packed", [(0, True), (2, False)])
+def test_weights_of_another_process(
+    make: Callable[..., rm.Generator],
+    trainer: Callable[..., Remote],
+    config: helpers.Config,
+    ordinal: int,
+    packed: bool,
+) -> None:
+    """Two versions, one after the other; after each the trainer may free what it has lent."""
+    remote, gpu = trainer(ordinal), make(config)
+    reader = sources.SharedReader(remote.address())
+    for version, seed in enumerate((1, 2)):
+        remote.publish(config, seed, version, 1, packed=packed)
+        assert reader.refresh() == version
+        report = gpu.sync_weights(reader, version=version, cast=True)
+        remote.wait(60)
+        remote.free()
+        assert report.num_tensors == len(state_of(config, seed))
+        assert (report.digest, logits(gpu)) == from_the_host(make, config, state_of(config, seed))
+    with pytest.raises(rm.NotSyncedError, match="has no published version"):
+        reader.refresh()
+
+
+def test_devices_have_other_numbers_there(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote, gpu = trainer(0, ROLLMESH_SIMT_FIRST="3"), make(DENSE)
+    remote.publish(DENSE, 1, 0, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    with reader.lent():
+        assert reader[NAME].__dlpack_device__() == (2, 3)
+    remote.wait(60)
+    remote.publish(DENSE, 1, 1, 1)
+    reader.refresh()
+    assert gpu.sync_weights(reader, cast=True).digest == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    remote.wait(60)
+
+
+def test_some_on_the_host(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote, gpu = trainer(), make(DENSE)
+    names = tuple(sorted(state_of(DENSE, 1)))[::2]
+    remote.publish(DENSE, 1, 0, 1, on_host=names)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    assert sorted(reader) == sorted(state_of(DENSE, 1))
+    assert len(reader) == len(state_of(DENSE, 1))
+    assert isinstance(reader[names[0]], np.ndarray)
+    report = gpu.sync_weights(reader, cast=True)
+    assert (report.digest, logits(gpu)) == from_the_host(make, DENSE, state_of(DENSE, 1))
+    remote.wait(60)
+
+
+def test_several_readers_and_ranks(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    """A reader for each generator; one whose ranks are threads on two GPUs opens the memory once."""
+    remote = trainer(1)
+    remote.publish(MOE, 1, 0, 2)
+    want = from_the_host(make, MOE, state_of(MOE, 1))
+    for number, generator in enumerate((make(MOE, "cuda", mesh=rm.Mesh(tp=2)), make(MOE))):
+        with pytest.raises(RuntimeError, match=f"DeadlineError: version 0 was read by {number} of 2 readers within the timeout"):
+            remote.wait(0)
+        assert remote.alive() > 0
+        reader = sources.SharedReader(remote.address())
+        reader.refresh()
+        digest = generator.sync_weights(reader, cast=True).digest
+        assert (digest, logits(generator)) == want
+        with pytest.raises(rm.StateError, match=r"version 0 was given back; refresh\(\) finds the next one"):
+            generator.sync_weights(reader, cast=True)
+    remote.wait(60)
+    assert remote.alive() == 0
+
+
+@pytest.mark.parametrize("readers", [2, 1], ids=["each has a reader", "one has"])
+def test_ranks_that_are_processes(
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote], tmp_path: Path, readers: int
+) -> None:
+    """Two versions; a third, whose trainer ends while it is read, is refused on both ranks."""
+    remote, context = trainer(1), multiprocessing.get_context("spawn")
+    addresses = [remote.address() if rank < readers else None for rank in range(2)]
+    pipes, processes = [], []
+    for rank, address in enumerate(addresses):
+        pipe, end = context.Pipe()
+        arguments = (end, tmp_path.name + str(os.getpid()), rank, MOE, {**SMALL, "dtype": "float32"}, address)
+        processes.append(context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(pipe)
+    cpu = make(MOE, "cpu", dtype="float32")
+
+    def answers(victim: int = 0) -> list[Any]:
+        for pipe in pipes:
+            pipe.send(victim)
+        return [pipe.recv() for pipe in pipes if pipe.poll(60)]
+
+    for version in range(2):
+        remote.publish(MOE, version, version, readers)
+        want = cpu.sync_weights(state_of(MOE, version)).digest, logits(cpu)
+        assert answers() == [list(want)] * 2
+        remote.wait(60)
+        remote.free()
+    remote.publish(MOE, 5, 2, readers)
+    told = answers(remote.process.pid)
+    assert any("RankLostError: the trainer that lends version 2 has ended" in answer[0] for answer in told)
+    assert all("RankLostError" in answer[0] or "SyncAbortedError" in answer[0] for answer in told)
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def test_tensor_by_tensor(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote, gpu = trainer(), make(DENSE)
+    remote.publish(DENSE, 1, 4, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    with pytest.raises(rm.StateError, match=rf"{NAME} is lent: it is open in sync_weights, or inside of"):
+        reader[NAME]
+    with reader.lent() as still, gpu.begin_sync(version=4, cast=True) as sync:
+        for name, tensor in reader.items():
+            sync.push(name, tensor)
+        still()
+    with pytest.raises(rm.StateError, match="was given back to the process that lent it"):
+        tensor.__dlpack__(max_version=(1, 0))
+    assert logits(gpu) == from_the_host(make, DENSE, state_of(DENSE, 1))[1]
+    remote.wait(60)
+
+
+def test_a_sync_that_fails_may_be_tried_again(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote, gpu = trainer(), make(DENSE)
+    remote.publish(DENSE, 1, 0, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    with pytest.raises(rm.DTypeError, match="cast=True converts"):
+        gpu.sync_weights(reader)
+    with pytest.raises(RuntimeError, match="version 0 was read by 0 of 1 readers"):
+        remote.wait(0)
+    assert gpu.sync_weights(reader, cast=True).digest == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    remote.wait(60)
+
+
+# ------------------------------------------------------------------------------------------------ who ends, who takes back
+@pytest.mark.parametrize(
+    "what, kind, message",
+    [
+        ("kill", rm.RankLostError, "the trainer that lends version 1 has ended"),
+        ("take_back", rm.StateError, "version 1 was taken back by its trainer"),
+        ("change", rm.StateError, "version 1 was taken back by its trainer"),
+    ],
+)
+@pytest.mark.parametrize("in_the_middle", [False, True])
+def test_a_trainer_that_goes(
+    make: Callable[..., rm.Generator],
+    trainer: Callable[..., Remote],
+    what: str,
+    kind: type[Exception],
+    message: str,
+    in_the_middle: bool,
+) -> None:
+    remote, gpu = trainer(), make(DENSE)
+    gpu.sync_weights(state_of(DENSE, 2), version=0, cast=True)
+    before = logits(gpu)
+
+    def happens() -> None:
+        if what == "change":
+            remote.take_back()
+        getattr(remote, what)()
+
+    remote.publish(DENSE, 1, 1, 1)
+    reader = gpu_trainer.Interrupted(remote.address())
+    reader.refresh()
+    if in_the_middle:
+        reader.interrupt(len(reader) + 3, happens)  # each is asked for once to be checked
+    if not in_the_middle:
+        happens()
+    with pytest.raises(kind, match=message):
+        gpu.sync_weights(reader, cast=True)
+    assert gpu.version == 0
+    assert logits(gpu) == before
+
+
+def test_a_reader_that_ends(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote, gpu = trainer(), make(DENSE)
+    remote.publish(DENSE, 1, 0, 1)
+    process = multiprocessing.get_context("spawn").Process(target=gpu_trainer.borrow_and_die, args=(remote.address(),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    with pytest.raises(RuntimeError, match=r"RankLostError: version 0 was read by 0 of 1 readers, and one of the others has ended"):
+        remote.wait(60)
+    with pytest.raises(RuntimeError, match="StateError: version 0 is lent to 1 readers"):
+        remote.publish(DENSE, 1, 1, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    gpu.sync_weights(reader, cast=True)
+    remote.wait(60)
+    reader.close()
+    remote.publish(DENSE, 2, 1, 1)
+    with pytest.raises(RuntimeError, match="DeadlineError"):  # a reader that was closed is not one that has ended
+        remote.wait(0.05)
+    remote.take_back()
+    remote.free()
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+def test_memory_that_cannot_be_opened_elsewhere(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote = trainer(ROLLMESH_SIMT_SEGMENTS="1")
+    with pytest.raises(RuntimeError, match=r"UnsupportedTensorError: .*cudaIpcGetMemHandle: invalid argument; .*expandable_segments:False"):
+        remote.publish(DENSE, 1, 0, 1)
+    remote.environment(ROLLMESH_SIMT_SEGMENTS="0")
+    assert remote.publish(DENSE, 1, 0, 1) == 0
+    remote.take_back()
+
+
+def test_a_gpu_that_is_not_visible_here(
+    make: Callable[..., rm.Generator],
+    trainer: Callable[..., Remote],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remote, gpu = trainer(), make(DENSE)
+    remote.publish(DENSE, 1, 0, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    monkeypatch.setenv("ROLLMESH_SIMT_FIRST", "2")
+    with pytest.raises(rm.ConfigError, match=r"GPU 0000:01:00\.0 is not among the devices of this process"):
+        gpu.sync_weights(reader, cast=True)
+    monkeypatch.delenv("ROLLMESH_SIMT_FIRST")
+    gpu.sync_weights(reader, cast=True)
+    remote.wait(60)
+
+
+def test_a_generator_on_the_cpu_takes_none(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    remote = trainer()
+    remote.publish(DENSE, 1, 0, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    with pytest.raises(rm.UnsupportedTensorError, match=r"DLPack device type 2 .*wanted the CPU$"):
+        make(DENSE, "cpu").sync_weights(reader, cast=True)
+
+
+def test_lent_by_this_process(make: Callable[..., rm.Generator], library: Path) -> None:
+    trainer = gpu_trainer.Trainer(library, 0)
+    with sources.SharedWriter() as writer:
+        writer.publish(trainer.packed(state_of(DENSE, 1)), lend_to=1)
+        reader = sources.SharedReader(writer.address)
+        reader.refresh()
+        with pytest.raises(rm.StateError, match="lent by this very process: pass the tensors themselves"):
+            make(DENSE).sync_weights(reader, cast=True)
+        with pytest.raises(rm.StateError, match=r"version 0 is lent to 1 readers; wait_until_read\(\) or take_back\(\) comes first"):
+            writer.publish({}, lend_to=1)
+    trainer.close()
+
+
+@pytest.mark.parametrize("lend_to", [-1, True, 1.0, "1", 5000])
+def test_numbers_of_readers(library: Path, lend_to: Any) -> None:
+    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lend_to = .*"):
+        writer.publish({"a": np.zeros(3, np.float32)}, lend_to=lend_to)
+
+
+def test_nothing_to_lend(library: Path) -> None:
+    with sources.SharedWriter() as writer:
+        assert [writer.publish({"a": np.zeros(3, np.float32)}, lend_to=1) for _ in range(2)] == [0, 1]
+        writer.wait_until_read(0)
+        reader = sources.SharedReader(writer.address)
+        assert reader.refresh() == 1
+        with reader.lent() as still:
+            still()
+            assert reader["a"].shape == (3,)
+
+
+def test_no_cuda_library(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer = gpu_trainer.Trainer(library, 0)
+    monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
+    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lent and borrowed by none\.so, which this build has not"):
+        writer.publish(trainer.packed(state_of(DENSE, 1)), lend_to=1)
+    trainer.close()
+
+
+@pytest.mark.parametrize("how", ["plain", "transposed", "backwards", "every other"])
+def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
+    """The tensor again, from its place, shape and strides; and nothing of it once it was given back."""
+    wanted = np.arange(48, dtype=np.float16).reshape(6, 8)
+    trainer, gpus = gpu_trainer.Trainer(library, 1), _core.Gpus(str(library))
+    ordinal, address, dtype, shape, strides, owner = gpus.lend("a", trainer.tensor(wanted if how == "plain" else spread(wanted, how)))
+    gpus.wait(1)
+    array = gpus.array(ordinal, address, dtype, shape, strides)
+    assert (array.shape, array.strides, array.dtype, array.nbytes) == ((6, 8), strides, "float16", 96)
+    assert as_array("a", array).tobytes() == wanted.tobytes()
+    words = as_array("a", gpus.array(ordinal, address, "bfloat16", shape, strides))
+    assert (words.dtype.metadata, words.tobytes()) == ({"rollmesh": "bfloat16"}, wanted.tobytes())
+    array.drop()
+    with pytest.raises(rm.StateError, match="was given back"):
+        as_array("a", array)
+    del owner
+    trainer.close()
+
+
+def test_a_handle_of_another_length(library: Path) -> None:
+    with pytest.raises(rm.ConfigError, match="a handle of 3 bytes, wanted 64"):
+        _core.Gpus(str(library)).borrow("0000:01:00.0", b"abc")
+    with pytest.raises(rm.DeviceError, match="cuda:0: memory of another process: cudaIpcOpenMemHandle: invalid argument"):
+        _core.Gpus(str(library)).borrow("0000:01:00.0", bytes(64))
+
+
+GOOD: dict[str, Any] = {
+    "process": "1-a",
+    "readers": 1,
+    "allocations": [["0000:01:00.0", "00" * 64, 100]],
+    "tensors": [["a", "float32", [2, 3], [3, 1], 0, 76], ["b", "bfloat16", [], [], 0, 98], ["c", "float32", [3], [-2], 0, 16]],
+}
+
+
+def changed(*path: Any) -> dict[str, Any]:
+    """GOOD with the last of `path` at the place that the others name."""
+    made = copy.deepcopy(GOOD)
+    at = made
+    for step in path[:-2]:
+        at = at[step]
+    at[path[-2]] = path[-1]
+    return made
+
+
+def test_a_good_description() -> None:
+    assert sorted(parse_loan(GOOD).tensors) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (None, "that is not one"),
+        ({}, "that is not one"),
+        (changed("allocations", 0, 1, "xyz"), "that is not one"),
+        (changed("tensors", 0, []), "that is not one"),
+        (changed("tensors", 0, 5, 77), r"a: bytes \[77, 101\) of an allocation of 100"),
+        (changed("tensors", 0, 5, -4), r"a: bytes \[-4, 20\)"),
+        (changed("tensors", 2, 5, 15), r"c: bytes \[-1, 19\)"),
+        (changed("tensors", 0, 3, [2**59, 1]), r"a: bytes \["),
+        (changed("tensors", 0, 3, [2**60, 1]), "not all integers below"),
+        (changed("tensors", 0, 2, [2, True]), "not all integers below"),
+        (changed("tensors", 0, 2, [0, 3]), "wanted at most 4 sizes >= 1"),
+        (changed("tensors", 0, 3, [1]), "wanted at most 4 sizes >= 1"),
+        (changed("tensors", 0, 4, 1), "a: allocation 1 of 1"),
+        (changed("tensors", 0, 1, "int8"), "dtype 'int8' is not one of"),
+        (changed("tensors", 1, 0, "a"), "3 lent tensors have 2 names"),
+    ],
+)
+def test_damaged_descriptions(value: Any, message: str) -> None:
+    with pytest.raises(rm.FormatError, match=message):
+        parse_loan(value)
