@@ -18,6 +18,8 @@ import helpers
 import pytest
 from native_build import standin
 from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, everything, free, told
+from test_cuda_graphs import PARAMS as GRAPH_PARAMS
+from test_cuda_graphs import PROMPTS as GRAPH_PROMPTS
 from test_mesh_processes import Server, check_lost, results
 
 import rollmesh as rm
@@ -142,6 +144,37 @@ def test_a_mesh_gives_one_ranks_bits(make: Make, config: helpers.Config, mesh: r
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "config, mesh, changes, are_replayed",
+    [
+        (DENSE, rm.Mesh(tp=2), {}, True),
+        (WIDE, rm.Mesh(tp=4), {"sequence_parallel": True}, True),
+        (DENSE, rm.Mesh(tp=2, dp=2), {}, True),
+        (MOE, rm.Mesh(tp=2), {"dtype": "float32"}, True),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "alltoall", "sequence_parallel": True}, True),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "allgather_reducescatter"}, True),
+        (MOE, rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}, True),
+        (MOE, rm.Mesh(dp=2, ep=2), {}, False),  # csrc/engine/decode.c, rm_decode_plan
+    ],
+    ids=str,
+)
+def test_steps_of_ranks_are_recorded_with_their_exchanges(
+    make: Make, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any], are_replayed: bool
+) -> None:
+    """Batches of every size between 7 and 1, each replayed with other tokens than it was recorded with, under two versions."""
+    cpu = make(config, dtype=changes.get("dtype", "bfloat16"), max_num_seqs=7, kv_cache_gib=0.004)
+    gpu = make(config, mesh, max_num_seqs=7, kv_cache_gib=0.004, **changes)
+    found = []
+    for generator in (cpu, gpu):
+        found.append([])
+        for version in range(3):
+            generator.sync_weights(helpers.numpy_state_dict(config, seed=version), cast=True)
+            outputs = generator.generate(GRAPH_PROMPTS, GRAPH_PARAMS, use_tqdm=False)
+            found[-1].append([output[:1] + output[2:] for output in told(outputs)])
+    assert found[0] == found[1]
+    assert (gpu.metrics()["graph_replays"] > 20) == are_replayed
+
+
 @pytest.mark.parametrize("mesh, call", [(rm.Mesh(tp=2), 2), (rm.Mesh(tp=2, ep=2), 3)], ids=str)
 def test_nccl_is_what_activations_travel_by(make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, mesh: rm.Mesh, call: int) -> None:
     """A bit that it flips, of what rank 1 sends of the first layer, is a bit of the numbers."""
@@ -160,7 +193,7 @@ def test_ranks_compare_their_calls_once_a_step(make: Make, where: dict[str, str]
     one where two axes have the same ranks, and one for each step of a rank."""
     state, calls, steps = helpers.numpy_state_dict(MOE, seed=1), [], 0
     for comm in (None, rm.comm.nccl(None, where["NCCL_LIBRARY"])):
-        generator = make(MOE, mesh, comm=comm)
+        generator = make(MOE, mesh, comm=comm, enforce_eager=True)  # what a recording replays was called once
         generator.sync_weights(state, cast=True)
         generator.generate(PROMPTS, PARAMS, use_tqdm=False)
         stats = generator.metrics()
@@ -348,7 +381,11 @@ def test_a_fault_of_one_process_is_an_error_on_all(
     """And its own on the rank that has it, where there is one; each can make another generator."""
     got = results(ranks("failing", (2, 1, 2), model="moe", victim=1, victims=victims, timeout=2.0, options=LONG))
     assert {rank["told"][0] for rank in got} <= kinds
-    assert got[1]["told"][0] in kinds - {"RankLostError"} or kinds == {"RankLostError"}
+    own = kinds - {"RankLostError"}
+    if "STANDIN_HANG" in victims:  # both stand in one wait: either may be the one that gives up
+        assert any(rank["told"][0] in own for rank in got)
+    elif own:
+        assert got[1]["told"][0] in own
     for rank in got:
         assert rank["again"] in kinds
         assert rank["seconds"] < SOON
