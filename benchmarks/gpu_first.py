@@ -94,7 +94,7 @@ def parts() -> list[Part]:
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
         Part("test-device", 150, pytest("tests/test_cuda_device.py"), "build"),
         Part("decode-8b", 150, figures("decode-8b", f"limits decode --shapes dense-8b {mma}"), "programs"),
-        Part("test-engine", 240, pytest("tests/test_cuda_engine.py"), "build"),
+        Part("test-engine", 240, pytest("tests/test_cuda_engine.py", "tests/test_cuda_graphs.py"), "build"),
         Part("ops-mma", 120, figures("ops-mma", f"ops {mma}"), "programs"),
         Part("decode-others", 200, figures("decode-others", f"decode --shapes dense-0.6b,moe-30b-a3b {mma}"), "programs"),
         Part("bits", 120, figures("bits", "bits --shapes dense-0.6b"), "build"),
@@ -106,10 +106,11 @@ def parts() -> list[Part]:
         Part("memcheck-fma", 200, sanitized("memcheck", OPS, "fma"), "programs"),
         Part("racecheck-mma", 240, sanitized("racecheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-fma", 200, figures("decode-fma", f"decode prefill --prefill 512 {fma} --shapes dense-8b,moe-30b-a3b"), "programs"),
+        Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-8b,dense-0.6b --set enforce_eager=true"), "programs"),
         Part("ops-fma", 180, figures("ops-fma", f"ops {fma}"), "programs"),
         Part("racecheck-fma", 240, sanitized("racecheck", OPS, "fma"), "programs"),
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
-        Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_device_comm.py"), "build"),
+        Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_nccl_engine.py"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
     ]  # fmt: skip
 
