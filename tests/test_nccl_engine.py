@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,16 @@ KILLED = {
     "in a kernel at the end": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}},
 }
 LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
+
+
+def test_an_abort_that_lasts_is_waited_for_by_nobody(ranks: Run, simt: Path) -> None:
+    """NCCL's own waits until no recording knows the communicator, and those go after it: the error has to come before."""
+    began = time.monotonic()
+    job = {"victims": {"STANDIN_HANG": "1:60"}, "environment": {"STANDIN_ABORT": "4.5"}, "timeout": 2.0, "options": LONG}
+    got = results(ranks("failing", (2, 1, 2), model="moe", victim=1, **job))
+    assert {rank["told"][0] for rank in got} <= {"CollectiveTimeoutError", "RankLostError"}
+    assert max(rank["seconds"] for rank in got) < 5.5
+    assert time.monotonic() - began > 4.0
 
 
 @pytest.mark.parametrize("how", KILLED)

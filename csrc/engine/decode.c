@@ -1,6 +1,8 @@
 // decode.c: see decode.h.
 #include "engine/decode.h"
 
+#include <assert.h>
+
 #include "engine/state.h"
 
 // More rows than these hide the launches behind the work.
@@ -64,7 +66,10 @@ void rm_decode_plan(rm_engine *engine) {
   // Where experts span replicas these would have to agree on a size that each has another number of rows for.
   if (options->enforce_eager || !engine->device->record || rm_rank_spans_dp(&options->rank) || !rm_model_is_static(engine->model, most))
     return;
-  for (int64_t rows = 1; rows < most; rows = next_size(rows)) decode->sizes[decode->n_sizes++] = rows;
+  for (int64_t rows = 1; rows < most; rows = next_size(rows)) {
+    assert(decode->n_sizes < RM_DECODE_SIZES - 1);
+    decode->sizes[decode->n_sizes++] = rows;
+  }
   decode->sizes[decode->n_sizes++] = most;
   list_fields(engine, most, &unused, fields);
   decode->block_bytes = rm_fields_bytes(fields, N_FIELDS);
@@ -230,19 +235,32 @@ void rm_decode_forget(rm_engine *engine) {
   for (int set = 0; set < RM_DECODE_SETS && engine->decode.n_sizes; set++) forget_set(engine, set);
 }
 
-// Of the weights that serve. A third address takes the place of the one that served before the last.
+// Of the weights that serve. A third block takes the place of the one that served before the last.
 static rm_recording *recording_of(rm_engine *engine, int64_t index, int with_ranks) {
   rm_decode *decode = &engine->decode;
-  const void *weights = rm_store_weights(engine->store);
+  const uint64_t block = rm_store_block(engine->store);
   int set = 0;
-  while (set < RM_DECODE_SETS && decode->sets[set].weights != weights) set++;
+  while (set < RM_DECODE_SETS && decode->sets[set].block != block) set++;
   if (set == RM_DECODE_SETS) {
     set = !decode->last;
     forget_set(engine, set);
-    decode->sets[set].weights = weights;
+    decode->sets[set].block = block;
   }
   decode->last = set;
   return &decode->sets[set].list[index][with_ranks];
+}
+
+// Where one rank of a tp group has no memory for it none replays: what it would enqueue in the place of a replay the others have not.
+static rm_code agree_on_refusal(rm_engine *engine, rm_recording *recording, rm_error *err) {
+  rm_comm *tp = engine->options.rank.tp;
+  const uint8_t mine = (uint8_t)recording->is_refused;
+  uint8_t all[RM_MAX_TP];
+  size_t bytes[RM_MAX_TP];
+  if (!tp) return RM_OK;
+  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof mine;
+  const rm_code code = rm_comm_all_gather(tp, &mine, all, bytes, err);
+  for (int r = 0; r < rm_comm_size(tp) && !code; r++) recording->is_refused |= all[r];
+  return code;
 }
 
 // What has been enqueued by an op that could not go on is dropped with the recording.
@@ -253,10 +271,12 @@ static rm_code record(rm_engine *engine, rm_recording *recording, const rows_blo
   code = enqueue(engine, b, rows, with_ranks, err);
   const rm_device_status status = device->recorded(device->self, &recording->kept);
   recording->is_refused = status == RM_DEVICE_NO_MEMORY;
-  if (code || !recording->is_refused) return code ? code : rm_device_check(device, status, err);
-  if (!engine->options.rank.tp) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "no memory on %s to record steps of %lld rows; enforce_eager needs none", device->name,
-                 (long long)rows);   // the other ranks have recorded what this one would call again
+  if (!code && !recording->is_refused) code = rm_device_check(device, status, err);
+  if (!code) code = agree_on_refusal(engine, recording, err);
+  if (!code && !recording->is_refused) return RM_OK;
+  device->forget(device->self, recording->kept);
+  recording->kept = NULL;
+  return code;
 }
 
 static void take(rm_engine *engine, const rows_block *b, int with_ranks) {
@@ -284,7 +304,7 @@ rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
   if (!code && recording->kept) device->replay(device->self, recording->kept);
   else if (!code) code = enqueue(engine, &b, rows, with_ranks, err);
   recording->was_run = 1;
-  engine->stats.replays += recording->kept != NULL;
+  engine->stats.replays += !code && recording->kept != NULL;
   if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
   if (!code) code = rm_results_fetch(&engine->results, err);
   if (!code) code = share_draws(engine, &b, rows, err);

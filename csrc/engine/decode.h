@@ -7,7 +7,9 @@
 //
 // A recording holds addresses: of the KV cache, which stays until it sleeps, and of the weights, of which a store has two blocks that
 // take turns. So there are two sets of recordings, and a sync costs none of them. A size is recorded when it comes for the second time
-// with weights of that address: the first run loads what CUDA loads late.
+// with weights of that block: the first run loads what CUDA loads late.
+//
+// Ranks of a tp group record and replay alike, exchanges included, since all have seen the same batches and blocks.
 #pragma once
 
 #include "base/status.h"
@@ -24,7 +26,7 @@ typedef struct rm_recording {
 } rm_recording;
 
 typedef struct rm_recordings {
-  const void *weights;          // view: their address, no more
+  uint64_t block;               // of the store, by its number; 0: none
   rm_recording list[RM_DECODE_SIZES][2];   // without ranks, with
 } rm_recordings;
 
@@ -37,7 +39,8 @@ typedef struct rm_decode {
   int last;                     // the set that was used last
 } rm_decode;
 
-// Sizes and bytes for steps of at most max_rows rows. None where the device records nothing or the options say so.
+// Sizes, up to 512 rows, and bytes for them. None where the device records nothing, the options say so, exchanges wait for the host
+// (staged.h), or experts span replicas.
 void rm_decode_plan(rm_engine *engine);
 // Whether the plan is such a step.
 int rm_decode_serves(const rm_engine *engine);

@@ -150,7 +150,7 @@ rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
-  int64_t replays;              // of steps, as recordings (decode.h)
+  int64_t replays;              // of steps, as recordings (decode.h); what their exchanges move is not in the figures below
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;

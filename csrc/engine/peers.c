@@ -3,6 +3,9 @@
 // On a device each group of the host has a second one beside it, of the same ranks: staged by way of the host's, or NCCL over it. What
 // is no activation (batches, draws, flags, votes) goes by the host's, whose headers compare what the ranks are doing; NCCL's calls have
 // none, and are compared once a step.
+#define _GNU_SOURCE
+#include <time.h>
+
 #include "engine/state.h"
 #include "mesh/nccl.h"
 #include "mesh/staged.h"
@@ -73,6 +76,15 @@ void rm_abandon_peers(rm_engine *engine, rm_code why) {
   rm_comm *const groups[] = {engine->tp_there, engine->ep_there, rank->tp, rank->ep, rank->world};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
     if (groups[i]) rm_comm_abort(groups[i], why);
+}
+
+void rm_settle_peers(rm_engine *engine) {
+  const rm_device *device = engine->device;
+  const rm_comm *const tp = engine->tp_there, *const ep = engine->ep_there;
+  const double until = rm_now() + (tp || ep ? rm_comm_timeout(tp ? tp : ep) : 0);
+  if (!tp && !ep) rm_device_wait(device, NULL);
+  while ((tp || ep) && device->poll(device->self) == RM_DEVICE_BUSY && rm_now() < until)
+    nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
 }
 
 // ---------------------------------------------------------------------------------------------- figures

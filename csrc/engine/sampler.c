@@ -480,7 +480,7 @@ rm_code rm_forward(rm_engine *engine, rm_error *err) {
   if (!code) code = run(engine, err);
   if (code) {
     rm_abandon_peers(engine, code);
-    rm_device_wait(engine->device, NULL);   // for what would be written to records, which may go; no other rank is in the queue any more
+    rm_settle_peers(engine);   // for what would be written to records, which may go
     rm_results_drop(&engine->results);
     return code;
   }

@@ -153,6 +153,7 @@ void rm_leave_peers(rm_engine *engine);
 rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued: a step waits in no other way
 rm_code rm_compare_calls(rm_engine *engine, rm_error *err);        // which compare nothing themselves; all ranks, once a step
 void rm_abandon_peers(rm_engine *engine, rm_code why);             // all groups of this rank are dead
+void rm_settle_peers(rm_engine *engine);   // after it: until the device is through, or, where ranks are, the deadline of a group
 void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out);
 
 // hosted.c

@@ -29,11 +29,43 @@ double rm_nccl_clock(void) {
 static void nap(double seconds) { nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL); }
 
 // ------------------------------------------------------------------------------------------------ what went wrong
+typedef struct abort_job {
+  int (*abort)(rm_nccl_comm *comm);
+  rm_nccl_comm *comm;
+} abort_job;
+
+static void *abort_comm(void *data) {
+  abort_job job = *(abort_job *)data;
+  rm_free(data);
+  job.abort(job.comm);
+  return NULL;
+}
+
+// On a thread of its own: NCCL first tells its kernels, then waits until every recording that has captured the communicator is
+// destroyed. Their owner does that later, and two communicators of one queue have to be told before either is waited for.
 void rm_nccl_give_up(rm_nccl_end *end) {
   pthread_mutex_lock(&end->lock);
-  if (end->comm) end->api.abort(end->comm);
+  rm_nccl_comm *comm = end->comm;
   end->comm = NULL;
+  if (comm) {
+    abort_job *job = rm_alloc(1, sizeof *job);
+    if (job) *job = (abort_job){end->api.abort, comm};
+    end->has_aborter = job && pthread_create(&end->aborter, NULL, abort_comm, job) == 0;
+    if (!end->has_aborter) {
+      rm_free(job);
+      end->api.abort(comm);
+    }
+  }
   pthread_mutex_unlock(&end->lock);
+}
+
+// What does not come to its end keeps what it has, and its thread.
+static void join_aborter(rm_nccl_end *end) {
+  struct timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += (time_t)LEAVING_SECONDS;
+  if (end->has_aborter && pthread_timedjoin_np(end->aborter, NULL, &until)) pthread_detach(end->aborter);
+  end->has_aborter = 0;
 }
 
 static rm_code fall(rm_nccl_end *end, rm_code code, int how) {
@@ -306,6 +338,7 @@ static void put_down(rm_nccl_end *end) {
 void rm_nccl_leave(void *self) {
   rm_nccl_end *end = self;
   put_down(end);
+  join_aborter(end);
   if (end->out) end->device->unmap(end->device->self, end->out, end->capacity);
   if (end->in) end->device->unmap(end->device->self, end->in, end->capacity);
   end->out = end->in = NULL;

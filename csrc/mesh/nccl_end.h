@@ -19,6 +19,8 @@ typedef struct rm_nccl_end {    // the transport's self
   // calls is one hold: between its start and its end NCCL must not be told anything else of this communicator.
   pthread_mutex_t lock;
   rm_nccl_comm *comm;           // owned; NULL before it is made and after it was given up
+  pthread_t aborter;            // gives it up
+  int has_aborter;
 } rm_nccl_end;
 
 double rm_nccl_clock(void);
@@ -28,7 +30,9 @@ enum { RM_NCCL_TELLS = 1, RM_NCCL_MAKING = 2 };
 rm_code rm_nccl_judge(rm_nccl_end *end, const char *what, int result, int how, rm_error *err);
 // Waits until what NCCL was told last is under way, "in progress" no more, or says why it never will be, as above.
 rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int how, rm_error *err);
-void rm_nccl_give_up(rm_nccl_end *end);   // the end alone; what stands in the device's queue comes to its end
+// The end alone; what stands in the device's queue comes to its end. Does not wait for NCCL, whose abort returns only when no recording
+// of the device knows the communicator any more.
+void rm_nccl_give_up(rm_nccl_end *end);
 // The functions of rm_transport.
 rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                          const rm_block recv[], rm_error *err);

@@ -50,7 +50,7 @@ size_t rm_model_workspace_bytes(const rm_model *model);   // activations, rope t
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
 // What the host says to the ops of a forward of the batch, before it: nothing of the last forward may stand in the queue any more. Of
-// the batch it reads what the host has alone. Touches no device, and so it may come before the replay of a recorded forward.
+// the batch it reads what the host has alone. It waits for the forward before to have read its own; never while the device records. It comes before a replay too.
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err);
 // After rm_model_prepare of the same batch. hidden: T [n_out][hidden], carved in the model, valid until the next forward.
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,

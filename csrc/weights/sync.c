@@ -20,6 +20,7 @@ enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been wri
 
 typedef struct version_state {
   char *block;                  // of the device, owned; NULL: none
+  uint64_t number;              // of the block
   uint64_t *sums;               // [2][n] of the stored values for which this rank answers, and of all that it holds
   uint8_t *counts;              // [n] the parameter is part of the version: all are but absent biases and a tied lm_head
   uint64_t digest;              // of names and sums, over the whole mesh
@@ -31,6 +32,7 @@ struct rm_store {
   rm_ctx ctx;
   rm_ferry ferry;
   version_state serving, staging;
+  uint64_t n_blocks;            // that were mapped
   int64_t version;              // of serving, −1
   int64_t last_version;         // ever committed, −1
   uint8_t *has_bias;            // [n_layers] the last committed version carried a router bias here
@@ -112,6 +114,7 @@ void rm_store_destroy(rm_store *store) {
 
 int64_t rm_store_version(const rm_store *store) { return store->version; }
 const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
+uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
 uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
 int rm_store_is_open(const rm_store *store) { return store->open; }
 size_t rm_store_ferry_bytes(const rm_store *store) { return store->device->on_host ? 0 : 2 * store->ferry.half_bytes; }
@@ -163,6 +166,7 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   void *block;
   const rm_code code = rm_device_map(store->device, bytes, "the weights", &block, err);
   store->staging.block = block;
+  if (!code) store->staging.number = ++store->n_blocks;
   return code;
 }
 

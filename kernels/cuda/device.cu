@@ -201,6 +201,10 @@ rm_device_status recorded(void *self, void **recording) {
   error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
   if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
+  if (error == cudaSuccess && (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {  // else its first launch took it
+    cudaGraphExecDestroy(made);
+    return lacks(d, error, "cudaGraphUpload", 0);
+  }
   *recording = made;
   return done(d, error, "cudaGraphInstantiate");
 }
@@ -229,6 +233,7 @@ bool has_context(int ordinal) {
   unsigned flags = 0;
   int is_active = 1;
   if (error == cudaSuccess && entry) reinterpret_cast<state_of>(entry)(ordinal, &flags, &is_active);
+  if (error != cudaSuccess) cudaGetLastError();
   return is_active;
 }
 

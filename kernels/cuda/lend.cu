@@ -26,6 +26,7 @@ const char *range_of(const void *address, char **base, size_t *bytes) {
   unsigned long long start = 0;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) cudaGetLastError();  // or it were found again behind the next launch
   if (error != cudaSuccess || !entry) return "the driver has no cuMemGetAddressRange";
   if (reinterpret_cast<range_call>(entry)(&start, bytes, reinterpret_cast<uintptr_t>(address)) != 0) return "it is in no allocation";
   *base = reinterpret_cast<char *>(start);

@@ -1,5 +1,5 @@
-// moe.cu: router, permute, slots and combine of docs/numerics.md §5. Nothing comes back to the host: how many rows an expert has is a value
-// on the device, and every grid is sized by rows · top_k or by the experts.
+// moe.cu: router, permute, slots and combine of docs/numerics.md §5. Nothing comes back to the host: how many rows an expert has is a
+// value on the device, and every grid is sized by rows · top_k or by the experts.
 //
 // The router's logits are the gemm's, into the workspace; then a warp takes a row. The next choice is the best of those that come
 // behind the last one, so no list of what is taken is kept, and any number of experts will do.
@@ -36,7 +36,7 @@ __device__ float sum_of_chosen(const rm_router_args &a, const float *scores, con
 
 // A block is one warp; `logits` [rows][n_experts] become the scores.
 __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
-  RM_SHARED(sorted); // [top_k]
+  RM_SHARED(sorted);  // [top_k]
   const int64_t row = blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x);
   float *scores = logits + row * a.n_experts, max = -INFINITY, partial = 0.0f;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float
   __syncwarp();
   for (int64_t e = lane % RM_LANES; e < a.n_experts; e += RM_LANES) partial = partial + scores[e];
   const float total = rm_tree16_lanes(partial);
-  __syncwarp(); // all have read: a shuffle orders no memory
+  __syncwarp();  // all have read: a shuffle orders no memory
   for (int64_t e = lane; e < a.n_experts; e += RM_WARP) scores[e] = scores[e] / total;
   __syncwarp();
   uint64_t last = ~0ull;
@@ -93,13 +93,13 @@ __global__ void __launch_bounds__(THREADS) place_kernel(rm_permute_args a) {
     }
     if (mine) a.place[i] = static_cast<int32_t>(next + earlier + __popc(of_warp & before_me));
     next += all;
-    __syncthreads(); // before by_warp is used again
+    __syncthreads();  // before by_warp is used again
   }
   if (threadIdx.x == 0 && expert == a.n_experts - 1) a.group_rows[a.n_experts] = static_cast<int32_t>(next);
 }
 
 __global__ void __launch_bounds__(THREADS) move_kernel(rm_permute_args a) {
-  const uint32_t choice = blockIdx.x, row = choice / static_cast<uint32_t>(a.top_k); // a 64-bit division is a call
+  const uint32_t choice = blockIdx.x, row = choice / static_cast<uint32_t>(a.top_k);  // a 64-bit division is a call
   const int64_t bytes = a.hidden * static_cast<int64_t>(rm_dtype_bytes(a.dtype));
   if (a.ids[choice] < 0 || a.ids[choice] >= a.n_experts) {
     if (threadIdx.x == 0) a.place[choice] = -1;
@@ -116,7 +116,7 @@ __global__ void no_choices_kernel(rm_permute_args a) {
 // A thread has a choice, and counts those of its row that come before it: no thread waits for another. Of `own` it writes the place
 // that its choice has, and place k where there is none.
 __global__ void __launch_bounds__(THREADS) slots_kernel(rm_slots_args a, uint32_t n) {
-  const uint32_t i = blockIdx.x * THREADS + threadIdx.x, top_k = static_cast<uint32_t>(a.top_k); // a 64-bit division is a call
+  const uint32_t i = blockIdx.x * THREADS + threadIdx.x, top_k = static_cast<uint32_t>(a.top_k);  // a 64-bit division is a call
   if (i >= n) return;
   const uint32_t at = i / top_k, k = i % top_k, home = at / static_cast<uint32_t>(a.pitch), row = at % static_cast<uint32_t>(a.pitch);
   const int32_t experts = static_cast<int32_t>(a.experts_each);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(THREADS) slots_kernel(rm_slots_args a, uint32_
 }
 
 // ------------------------------------------------------------------------------------------------ combine
-struct choice_list { // of one row, in shared memory: sorted by id, then the joins of the tree in their order
+struct choice_list {  // of one row, in shared memory: sorted by id, then the joins of the tree in their order
   int32_t *ids, *places, *left, *right;
   float *gates;
 };
@@ -178,7 +178,7 @@ __device__ void order_joins(choice_list l, int n) {
 template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(rm_combine_args a) {
   RM_SHARED(shared);
   const choice_list l = list_in(shared);
-  float *node = shared + 5 * MAX_TOP_K + threadIdx.x; // [top_k][COMBINE_THREADS]: a column is one thread's
+  float *node = shared + 5 * MAX_TOP_K + threadIdx.x;  // [top_k][COMBINE_THREADS]: a column is one thread's
   const int64_t row = blockIdx.x;
   const int n = static_cast<int>(a.top_k);
   sort_choices(l, a, row * a.top_k);
@@ -195,7 +195,7 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(COMBINE_THREADS) com
   }
 }
 
-} // namespace
+}  // namespace
 
 static size_t logits_bytes(int64_t rows, int64_t n_experts) {
   return static_cast<size_t>(rm_round_up(rows * n_experts * static_cast<int64_t>(sizeof(float)), 64));
@@ -211,7 +211,7 @@ static void router_by(const rm_ctx *ctx, const rm_router_args *a, void (*gemm_of
   rm_gemm_args gemm = {};
   gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts, gemm.k = a->hidden;
   gemm.ldx = a->hidden, gemm.ldy = a->n_experts, gemm.dtype = a->dtype, gemm.y_dtype = RM_F32;
-  rm_ctx behind = *ctx; // the workspace behind the logits
+  rm_ctx behind = *ctx;  // the workspace behind the logits
   const size_t used = logits_bytes(a->rows, a->n_experts);
   behind.workspace = static_cast<char *>(ctx->workspace) + used;
   behind.workspace_bytes = ctx->workspace_bytes > used ? ctx->workspace_bytes - used : 0;

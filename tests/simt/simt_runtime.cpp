@@ -780,6 +780,11 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   return cudaSuccess;
 }
 
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t s) {
+  const locked hold(lock);
+  return said(devices[s->owner].sticky);
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t s) {
   const locked hold(lock);
   cudaError_t error = devices[s->owner].sticky;

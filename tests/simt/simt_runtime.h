@@ -118,5 +118,6 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphUpload(cudaGraphExec_t made, cudaStream_t stream);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t stream);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made);

@@ -56,7 +56,7 @@ size_t rm_moe_bytes(const rm_moe *moe) {
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
-  const int travels = rm_moe_takes_home_rows(moe), cut = moe->here->hidden.n < spec->hidden_size && !travels;
+  const int travels = rm_moe_takes_home_rows(moe), cut = moe->rank->mesh.tp > 1 && !travels;
   const rm_slot_sizes most = rm_moe_slots_most(moe);
   const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), ep = (size_t)moe->slots.mesh.ep;
   const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each, in_part = ep * (size_t)(moe->slots.rows * most.each);

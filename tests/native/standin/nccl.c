@@ -16,6 +16,7 @@
 //   STANDIN_SKIP=rank:call                    that group is left out
 //   STANDIN_FLIP=rank:call                    a bit of what that group sends
 //   STANDIN_FINALIZE=rank                     the communicator's end does not come
+//   STANDIN_ABORT=seconds                     so long an abort does not return, as one of a communicator that a recording knows
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -337,6 +338,8 @@ EXPORT int ncclCommAbort(comm *c) {
   atomic_fetch_add(&n_aborts, 1);
   atomic_store(&c->dead, 1);
   shm_unlink(c->name);
+  const char *text = getenv("STANDIN_ABORT");
+  for (const double until = clock_now() + (text ? atof(text) : 0); clock_now() < until;) nap();
   bury(c);
   return SUCCESS;
 }
