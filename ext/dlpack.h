@@ -26,5 +26,6 @@ typedef struct dl_versioned {
   dl_tensor tensor;
 } dl_versioned;
 
+enum { DL_READ_ONLY = 1 };   // of flags
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };

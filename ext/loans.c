@@ -85,7 +85,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   memcpy(held->shape, self->shape, sizeof held->shape);
   memcpy(held->strides, self->strides, sizeof held->strides);
   held->array = Py_NewRef(object);
-  held->managed = (dl_versioned){.major = 1, .context = held, .deleter = let_go};
+  held->managed = (dl_versioned){.major = 1, .context = held, .deleter = let_go, .flags = DL_READ_ONLY};   // they are another's
   held->managed.tensor = (dl_tensor){
       .data = self->data,
       .device = {DL_CUDA, self->ordinal},

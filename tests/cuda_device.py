@@ -10,8 +10,6 @@ from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
-
 OK, BUSY, NO_MEMORY, FAULT = range(4)
 MARKS = 4
 
@@ -93,6 +91,8 @@ class Table(Structure):
 
 def no_gpu(reason: str) -> NoReturn:
     """Ends a test that needs a GPU: skipped, or with RM_NEEDS_GPU failed, where somebody has one and wants no test left out."""
+    import pytest  # not at the top: benchmarks have this file too
+
     (pytest.fail if os.environ.get("RM_NEEDS_GPU") else pytest.skip)(reason)
 
 

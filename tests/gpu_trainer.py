@@ -159,16 +159,32 @@ def borrow_and_die(address: str) -> None:
         os._exit(0)
 
 
+def borrow_and_end(address: str) -> None:
+    """A reader's process that has read and never closes."""
+    reader = SharedReader(address)
+    reader.refresh()
+    with reader.lent():
+        pass
+
+
 # ------------------------------------------------------------------------------------------------ readers
 class Interrupted(SharedReader):
-    """Something happens when tensors have been asked for so many times."""
+    """Something happens when tensors have been asked for so many times; or they cannot be given back."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.left, self.happens = -1, lambda: None
+        self.keeps = False
 
     def interrupt(self, asked: int, happens: Callable[[], None]) -> None:
         self.left, self.happens = asked, happens
+
+    @contextmanager
+    def lent(self) -> Iterator[Callable[[], None]]:
+        with super().lent() as still:
+            yield still
+        if self.keeps:
+            raise rm.DeviceError("cannot be given back")
 
     def __getitem__(self, name: str) -> Any:
         self.left -= 1
@@ -186,7 +202,8 @@ def end(address: str, victim: int) -> None:
 
 def rank_of_two(pipe: Connection, name: str, rank: int, config: Any, options: dict[str, Any], address: str | None) -> None:
     """A process of a mesh of two, on the GPU of its number, until it is told None: syncs from a reader of `address` (None: it has no
-    weights) and answers [digest, logits], or [error]. Told a trainer's process, rank 0 ends that in the middle."""
+    weights) and answers [digest, logits], or [error]. Told a trainer's process, rank 0 ends that in the middle; told -1, it
+    cannot give back what it has read."""
     mesh = {"mesh": rm.Mesh(tp=2), "comm": rm.comm.shm(name, rank, 2, 60)}
     generator = rm.Generator(rm.ModelSpec.from_hf(config), device="cuda", **mesh, **options)
     reader = None if address is None else Interrupted(address)
@@ -194,7 +211,8 @@ def rank_of_two(pipe: Connection, name: str, rank: int, config: Any, options: di
         try:
             if reader is not None and address is not None:
                 reader.refresh()
-                if victim and rank == 0:
+                reader.keeps = victim < 0 and rank == 0
+                if victim > 0 and rank == 0:
                     reader.interrupt(2 * len(reader) + 3, lambda: end(address, victim))  # each is looked at twice before
             digest = generator.sync_weights(reader, cast=True).digest
             pipe.send([digest, [array.tobytes() for array in generator.logits([[3, 1, 2, 9], [4] * 40])]])

@@ -9,10 +9,15 @@ Oracle: the same weights from the host, by digest and by logits. Bound: equality
 from __future__ import annotations
 
 import copy
+import ctypes
+import errno
+import gc
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from test_cuda_sources import DENSE, MOE, SMALL, from_the_host, library, logits,
 import rollmesh as rm
 from rollmesh import _core, sources
 from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.sources import loans
 from rollmesh.sources.arrays import as_array
 from rollmesh.sources.loans import parse_loan
 
@@ -76,6 +82,32 @@ def trainer(library: Path) -> Iterator[Callable[..., Remote]]:
     yield one
     for remote in started:
         remote.finish()
+
+
+@pytest.fixture
+def ranks(library: Path, tmp_path: Path) -> Iterator[Callable[..., Callable[..., list[Any]]]]:
+    """Two processes, gpu_trainer.rank_of_two: what is called with what both are told gives their answers, within 30 seconds."""
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+
+    def answers(victim: int = 0) -> list[Any]:
+        for pipe in pipes:
+            pipe.send(victim)
+        return [pipe.recv() for pipe in pipes if pipe.poll(30)]
+
+    def start(config: helpers.Config, addresses: list[str | None]) -> Callable[..., list[Any]]:
+        for rank, address in enumerate(addresses):
+            pipe, end = context.Pipe()
+            arguments = (end, tmp_path.name + str(os.getpid()), rank, config, {**SMALL, "dtype": "float32"}, address)
+            processes.append(context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True))
+            processes[-1].start()
+            pipes.append(pipe)
+        return answers
+
+    yield start
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def state_of(config: helpers.Config, seed: int) -> dict[str, np.ndarray]:
@@ -156,25 +188,12 @@ def test_several_readers_and_ranks(make: Callable[..., rm.Generator], trainer: C
 
 @pytest.mark.parametrize("readers", [2, 1], ids=["each has a reader", "one has"])
 def test_ranks_that_are_processes(
-    make: Callable[..., rm.Generator], trainer: Callable[..., Remote], tmp_path: Path, readers: int
+    make: Callable[..., rm.Generator], trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]], readers: int
 ) -> None:
     """Two versions; a third, whose trainer ends while it is read, is refused on both ranks."""
-    remote, context = trainer(1), multiprocessing.get_context("spawn")
-    addresses = [remote.address() if rank < readers else None for rank in range(2)]
-    pipes, processes = [], []
-    for rank, address in enumerate(addresses):
-        pipe, end = context.Pipe()
-        arguments = (end, tmp_path.name + str(os.getpid()), rank, MOE, {**SMALL, "dtype": "float32"}, address)
-        processes.append(context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True))
-        processes[-1].start()
-        pipes.append(pipe)
+    remote = trainer(1)
     cpu = make(MOE, "cpu", dtype="float32")
-
-    def answers(victim: int = 0) -> list[Any]:
-        for pipe in pipes:
-            pipe.send(victim)
-        return [pipe.recv() for pipe in pipes if pipe.poll(60)]
-
+    answers = ranks(MOE, [remote.address() if rank < readers else None for rank in range(2)])
     for version in range(2):
         remote.publish(MOE, version, version, readers)
         want = cpu.sync_weights(state_of(MOE, version)).digest, logits(cpu)
@@ -185,10 +204,17 @@ def test_ranks_that_are_processes(
     told = answers(remote.process.pid)
     assert any("RankLostError: the trainer that lends version 2 has ended" in answer[0] for answer in told)
     assert all("RankLostError" in answer[0] or "SyncAbortedError" in answer[0] for answer in told)
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        process.join(60)
-        assert process.exitcode == 0
+
+
+def test_a_rank_that_cannot_give_back(trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]]) -> None:
+    """Both have committed, and one leaves by an error: the other learns it, and does not wait for it."""
+    remote = trainer(1)
+    answers = ranks(MOE, [remote.address()] * 2)
+    remote.publish(MOE, 1, 0, 2)
+    told = answers(-1)
+    assert told[0] == ["DeviceError: cannot be given back"]
+    assert told[1][0].startswith("RankLostError")
+    remote.take_back()
 
 
 def test_tensor_by_tensor(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
@@ -218,6 +244,26 @@ def test_a_sync_that_fails_may_be_tried_again(make: Callable[..., rm.Generator],
     with pytest.raises(RuntimeError, match="version 0 was read by 0 of 1 readers"):
         remote.wait(0)
     assert gpu.sync_weights(reader, cast=True).digest == from_the_host(make, DENSE, state_of(DENSE, 1))[0]
+    remote.wait(60)
+
+
+def test_a_commit_that_fails_may_be_tried_again(make: Callable[..., rm.Generator], trainer: Callable[..., Remote]) -> None:
+    """All is staged, and what runs cannot finish: nothing was given back, since nothing of it serves."""
+    remote, gpu = trainer(), make(DENSE)
+    gpu.sync_weights(state_of(DENSE, 2), version=0, cast=True)
+    remote.publish(DENSE, 1, 1, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    gpu.submit([[1, 2, 3]], rm.SamplingParams(max_tokens=4, ignore_eos=True))
+    gpu.pause("keep")
+    with pytest.raises(rm.StateError, match="1 requests cannot finish"):
+        gpu.sync_weights(reader, version=1, cast=True, inflight="wait")
+    assert gpu.version == 0
+    with pytest.raises(RuntimeError, match="version 1 was read by 0 of 1 readers"):
+        remote.wait(0)
+    gpu.resume()
+    report = gpu.sync_weights(reader, version=1, cast=True, inflight="wait")
+    assert (report.digest, logits(gpu)) == from_the_host(make, DENSE, state_of(DENSE, 1))
     remote.wait(60)
 
 
@@ -282,6 +328,116 @@ def test_a_reader_that_ends(make: Callable[..., rm.Generator], trainer: Callable
         remote.wait(0.05)
     remote.take_back()
     remote.free()
+
+
+def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None:
+    """Without close: the next version is not lent to it, and does not miss it."""
+    remote = trainer()
+    remote.publish(DENSE, 1, 0, 1)
+    process = multiprocessing.get_context("spawn").Process(target=gpu_trainer.borrow_and_end, args=(remote.address(),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    remote.wait(60)
+    remote.publish(DENSE, 2, 1, 1)
+    with pytest.raises(RuntimeError, match="DeadlineError: version 1 was read by 0 of 1 readers within"):
+        remote.wait(0.05)
+    remote.take_back()
+
+
+def test_a_reader_that_is_dropped(library: Path, trainer: Callable[..., Remote]) -> None:
+    """It counts as one that has ended, though its process lives."""
+    remote = trainer()
+    remote.publish(DENSE, 1, 0, 1)
+    reader = sources.SharedReader(remote.address())
+    reader.refresh()
+    with suppress(KeyError), reader.lent():
+        reader["none"]
+    with pytest.raises(RuntimeError, match="DeadlineError"):
+        remote.wait(0.05)
+    del reader
+    gc.collect()
+    with pytest.raises(RuntimeError, match="RankLostError: version 0 was read by 0 of 1 readers"):
+        remote.wait(60)
+    remote.take_back()
+
+
+def test_a_reader_is_closed_by_its_block(library: Path, trainer: Callable[..., Remote]) -> None:
+    remote = trainer()
+    remote.publish(DENSE, 1, 0, 1)
+    folder = Path(remote.address().rpartition(":")[0])
+    with sources.SharedReader(remote.address()) as reader:
+        reader.refresh()
+        with reader.lent():
+            with pytest.raises(rm.StateError, match="version 0 is being read"):
+                reader.close()
+            assert reader[NAME].nbytes > 0
+            assert len(list(folder.glob("reader-*"))) == 1
+    assert not list(folder.glob("reader-*"))
+    remote.wait(60)
+
+
+def open_files() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_locks_that_cannot_be_had(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's reason, and no file stays open. A lock that cannot be asked for is not one that somebody holds."""
+    (tmp_path / "file").touch()
+    before = open_files()
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(loans.fcntl, "lockf", fails)
+    for call in (lambda: loans.is_free(tmp_path / "file"), lambda: loans.Lease(tmp_path), lambda: loans.Lender(tmp_path)):
+        with pytest.raises(OSError, match="no locks available"):
+            call()
+    assert open_files() == before
+    assert not list(tmp_path.glob("*-*"))
+
+
+def test_a_store_that_goes_while_a_lease_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files()
+    monkeypatch.setattr(loans.fcntl, "lockf", lambda *_: shutil.rmtree(tmp_path))
+    with pytest.raises(rm.RankLostError, match="has closed its store"):
+        loans.Lease(tmp_path)
+    assert open_files() == before
+
+
+class Gpus:
+    """Of allocations of 100 bytes; those at `bad` cannot be given back."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad, self.open = bad, [0, 1, 2]
+        self.opened = iter(self.open[:])
+
+    def borrow(self, bus: str, handle: bytes) -> tuple[int, int, int]:
+        return 0, next(self.opened), 100
+
+    def give_back(self, ordinal: int, address: int) -> None:
+        self.open.remove(address)
+        if address in self.bad:
+            raise rm.DeviceError(f"of {address}")
+
+
+def test_all_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(2, 1)
+    monkeypatch.setattr(loans, "gpus", lambda: gpus)
+    borrowed = loans.Borrowed(loans.Loan("1-a", (loans.Allocation("", b"", 100),) * 3, {}))
+    with pytest.raises(rm.DeviceError, match="of 2"):
+        borrowed.close()
+    assert gpus.open == []
+
+
+@pytest.mark.parametrize("size, fits", [(99, True), (100, True), (101, False)])
+def test_sizes_of_allocations(monkeypatch: pytest.MonkeyPatch, size: int, fits: bool) -> None:
+    """They may be mapped more coarsely than they were made."""
+    gpus = Gpus()
+    monkeypatch.setattr(loans, "gpus", lambda: gpus)
+    with nullcontext() if fits else pytest.raises(rm.FormatError, match=r"an allocation of 100 bytes .* says has 101"):
+        loans.Borrowed(loans.Loan("1-a", (loans.Allocation("", b"", size),) * 3, {})).close()
+    assert gpus.open == ([] if fits else [1, 2])
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -358,6 +514,13 @@ def test_no_cuda_library(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     trainer.close()
 
 
+def flags_of(capsule: Any) -> int:
+    """DLManagedTensorVersioned's, behind two words of its version and two pointers."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.c_uint64.from_address(pointer(capsule, b"dltensor_versioned") + 24).value
+
+
 @pytest.mark.parametrize("how", ["plain", "transposed", "backwards", "every other"])
 def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
     """The tensor again, from its place, shape and strides; and nothing of it once it was given back."""
@@ -367,6 +530,7 @@ def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
     gpus.wait(1)
     array = gpus.array(ordinal, address, dtype, shape, strides)
     assert (array.shape, array.strides, array.dtype, array.nbytes) == ((6, 8), strides, "float16", 96)
+    assert flags_of(array.__dlpack__(max_version=(1, 0))) == 1  # read-only: it is another's
     assert as_array("a", array).tobytes() == wanted.tobytes()
     words = as_array("a", gpus.array(ordinal, address, "bfloat16", shape, strides))
     assert (words.dtype.metadata, words.tobytes()) == ({"rollmesh": "bfloat16"}, wanted.tobytes())

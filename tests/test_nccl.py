@@ -175,28 +175,31 @@ def test_a_device_is_refused_in_the_generators_words(stand_in: str) -> None:
 
 @pytest.fixture
 def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")  # for what a test puts there to go with it
+    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
 
 
 def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
     """What the environment says when all have told (NCCL, GPU)."""
     rm.comm.nccl(host(), stand_in).hears([{"NCCL": version, "GPU": gpu} for version, gpu in everyone])
-    return os.environ[nccl.SHARES_GPU_VARIABLE]
+    return os.environ.get(nccl.SHARES_GPU_VARIABLE, "unset")
 
 
 def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = [("2.32.3", f"here {i}") for i in range(3)]
-    assert heard(stand_in, apart) == "0"
+    assert heard(stand_in, apart) == "unset"
     with pytest.raises(rm.MeshMismatchError, match=r"rank 2 has NCCL = 2.30.3, rank 0 2.32.3"):
         heard(stand_in, [*apart[:2], ("2.30.3", "here 2")])
     assert heard(stand_in, [*apart[:2], apart[1]]) == "1"
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # what the user has said stands
+    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")
-    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "0"  # which the engine refuses (tests/test_nccl_engine.py)
+    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"  # which the engine refuses (tests/test_nccl_engine.py)
 
 
 @pytest.mark.parametrize(
-    "ordinal, world, found", [(-1, 2, "0"), (-1, 8, "0"), (-1, 9, "1"), (3, 1, "0"), (3, 2, "1")], ids=lambda value: str(value)
+    "ordinal, world, found", [(-1, 2, "unset"), (-1, 8, "unset"), (-1, 9, "1"), (3, 1, "unset"), (3, 2, "1")], ids=lambda value: str(value)
 )
 def test_threads_on_one_gpu(
     stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch, ordinal: int, world: int, found: str
@@ -204,7 +207,7 @@ def test_threads_on_one_gpu(
     monkeypatch.setattr(rm._core, "cuda_count", lambda library: 8)
     where = Device("library", ordinal)
     assert rm.comm.nccl(None, stand_in).place(where, rm.Mesh(tp=world)) == where
-    assert os.environ[nccl.SHARES_GPU_VARIABLE] == found
+    assert os.environ.get(nccl.SHARES_GPU_VARIABLE, "unset") == found
 
 
 def test_a_process_has_the_gpu_of_its_number(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:

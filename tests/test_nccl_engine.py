@@ -55,6 +55,7 @@ def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def shares(where: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test puts into the environment for ranks on one GPU goes with it."""
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
 
 
 @pytest.fixture

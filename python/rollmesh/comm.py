@@ -372,7 +372,7 @@ class Nccl(Comm):
 
     def _share(self) -> None:
         if self.library.version >= _nccl.SHARES_GPU:  # else the engine says what is wanted
-            os.environ[_nccl.SHARES_GPU_VARIABLE] = "1"  # NCCL reads it when the first group of the process is made
+            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads it when the first group of the process is made
 
     def _connect(self, mesh: Mesh) -> Ends:
         assert self.group is not None

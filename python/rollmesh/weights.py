@@ -58,7 +58,7 @@ class Weights:
                 else:
                     push_entries(self._engine, source, deadline)
                 is_lent_still()
-            return self._commit(options, deadline)
+                return self._commit(options, deadline)  # a loan goes back when it serves: what fails may be tried again
         except BaseException:
             self._abort()
             raise
@@ -71,8 +71,8 @@ class Weights:
         kinds, timed = [its for its, _ in told], any(its for _, its in told)
         first = next((rank for rank, its in enumerate(kinds) if its is not None), None)
         voting = False
-        with ExitStack() as held:  # what a source has lent, until all have committed
-            try:
+        try:  # around the block: what fails when tensors are given back is heard of too
+            with ExitStack() as held:  # what a source has lent, until all have committed
                 if options.mode == "inplace":
                     self._finish_running(options, None)
                 still: list[Callable[[], None]] = []
@@ -85,11 +85,13 @@ class Weights:
                 engine.settle_sync("a sync after its entries", fault or _fault_of(still[0]))
                 self._await_turn_to_commit(engine, options, timed, deadline)
                 voting = True
-                return self._commit(options, None)
-            except BaseException as error:
-                self._abort()
-                engine.leave(error, voting)
-                raise
+                report = self._commit(options, None)
+                voting = False
+            return report
+        except BaseException as error:
+            self._abort()
+            engine.leave(error, voting)
+            raise
 
     def _open_together(self, engine: SpmdEngine, where: str, value: Any, options: SyncOptions) -> list[Any]:
         """All ranks begin, unless one of them may not; an open set is reset then. Returns every rank's value."""

@@ -42,6 +42,7 @@ class Trainer:
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
         self.device = torch_device(table.device)
+        check_devices(self.device, config)
         self.model = (load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)).to(self.device)
         self.model.eval()  # no dropout: the policy that is trained is the one that generates
         self.reference = build_reference(config, tokenizer).to(self.device) if config.loss.kl > 0 else None
@@ -161,6 +162,13 @@ def torch_device(name: str) -> Any:
         if (device.index or 0) >= count:
             raise rm.ConfigError(f"[train] device = {name!r}: torch {torch.__version__} sees {count} CUDA devices")
     return device
+
+
+def check_devices(device: Any, config: Config) -> None:
+    """Raises ConfigError where the generator could not read the trainer's tensors: rollmesh's own on the CPU, of a trainer on a GPU."""
+    g, name = config.generator, config.train.device
+    if device.type == "cuda" and g.engine == "rollmesh" and g.device == "cpu":
+        raise rm.ConfigError(f"[train] device = {name!r} with [generator] device = 'cpu', which reads no GPU: wanted cuda for both, or cpu")
 
 
 def learning_rate(table: TrainTable, step: int) -> float:

@@ -11,9 +11,11 @@ Locks are POSIX record locks, which end with their process and are not inherited
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from typing import Any
 
 from rollmesh import _core
 from rollmesh.devices import library_path
-from rollmesh.errors import ConfigError, FormatError, LimitError, RankLostError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, Error, FormatError, LimitError, RankLostError, UnsupportedTensorError
 from rollmesh.sources.arrays import DTYPES, MAX_ENTRIES, check_name
 
 CUDA = (2, 13)  # DLPack's numbers of memory on a GPU
@@ -72,11 +74,16 @@ class Lender:
         self._folder = folder
         self._gpus = gpus()
         self._alive = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.lockf(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.lockf(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(self._alive)
+            raise
         self._kept: list[Any] = []
 
     def lend(self, tensors: Iterable[tuple[str, Any]], readers: int) -> dict[str, Any]:
         """The description of tensors that are written by now. UnsupportedTensorError for memory that no other process can open."""
+        self._forget_ended()
         allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
         described, kept, ordinals = [], [], set()
         handles: list[list[Any]] = []
@@ -106,6 +113,12 @@ class Lender:
     def read_by(self, version: int) -> int:
         return sum(1 for _ in self._folder.glob(f"read-{version}-*"))
 
+    def _forget_ended(self) -> None:
+        """Readers that had ended by now are not of those that this version is lent to."""
+        for lease in self._folder.glob("reader-*"):
+            if is_free(lease):
+                lease.unlink(missing_ok=True)
+
     def lost_reader(self, version: int) -> bool:
         """Whether one that has a lease ended without having read it; told once."""
         for lease in self._folder.glob("reader-*"):
@@ -133,8 +146,10 @@ def is_free(path: Path) -> bool:
         return False
     try:
         fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # somebody has it
+            return False
+        raise
     finally:
         os.close(file)
     return True
@@ -217,7 +232,7 @@ class Borrowed:
             for allocation in loan.allocations:
                 ordinal, address, size = self._gpus.borrow(allocation.bus, allocation.handle)
                 self._open.append((ordinal, address))
-                if size != allocation.bytes:
+                if size < allocation.bytes:  # more is how coarsely it is mapped
                     raise FormatError(f"an allocation of {size} bytes on cuda:{ordinal}, which its lender says has {allocation.bytes}")
         except BaseException:
             self.close()
@@ -231,15 +246,23 @@ class Borrowed:
         return self._arrays[name]
 
     def close(self) -> None:
+        """All are given back, whatever becomes of one; then the first error is raised."""
         for array in self._arrays.values():
             array.drop()
         self._arrays = {}
+        first: Error | None = None
         while self._open:
-            self._gpus.give_back(*self._open.pop())
+            try:
+                self._gpus.give_back(*self._open.pop())
+            except Error as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 class Lease:
-    """That this reader lives, to the trainer; kept until the reader is closed or ends."""
+    """That this reader lives, to the trainer; kept until the reader is closed or ends. One that is dropped without either has ended:
+    its lock goes and its file stays, for the trainer to see."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -249,8 +272,17 @@ class Lease:
             self._file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError as error:
             raise RankLostError(f"the trainer of {folder} has closed its store") from error
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(folder / f"reader-{self._token}")
+        self._let_go = weakref.finalize(self, os.close, self._file)
+        self._let_go.atexit = False  # the end of the process does it
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            made.rename(folder / f"reader-{self._token}")
+        except BaseException as error:
+            self._let_go()
+            made.unlink(missing_ok=True)
+            if isinstance(error, FileNotFoundError):
+                raise RankLostError(f"the trainer of {folder} has closed its store") from error
+            raise
 
     def read(self, version: int) -> None:
         """Nothing of that version is looked at any more."""
@@ -259,4 +291,4 @@ class Lease:
 
     def close(self) -> None:
         (self._folder / f"reader-{self._token}").unlink(missing_ok=True)
-        os.close(self._file)
+        self._let_go()

@@ -85,11 +85,12 @@ class SharedWriter:
 
         Takes NumPy arrays and torch tensors on any device. VersionError when the number does not increase or is no integer
         below 2^63; DuplicateKeyError for a name that comes twice; LimitError for one that is no str or too long; CapacityError
-        when the memory is not there. On any error the version before stays current.
+        when the memory is not there. On any error what was current stays so: the version before, or none where that was lent and is back.
 
         lend_to: by how many readers tensors on GPUs (of any library, by DLPack) will be read where they are. What writes them is waited
         for; from then on they must stay as they are, and are kept alive, until `wait_until_read` or `take_back`, before which nothing
-        else can be published (StateError). UnsupportedTensorError for GPU memory that no other process can open; ConfigError where
+        else can be published (StateError). Where no tensor is on a GPU nothing is lent: the version is a copy like any other, which
+        `wait_until_read` does not wait for. UnsupportedTensorError for GPU memory that no other process can open; ConfigError where
         this build has no CUDA library.
         """
         if self._closed:
@@ -135,12 +136,13 @@ class SharedWriter:
         finally:
             os.close(descriptor)
 
-    def wait_until_read(self, timeout: float | None = None) -> None:
+    def wait_until_read(self, timeout: float | None = 600.0) -> None:
         """Until every reader of the version that is lent has said that it looks at it no more; at once where none is. Afterwards the
         tensors are the trainer's again, and no version is current before the next `publish`.
 
-        DeadlineError when `timeout` seconds have not been enough, RankLostError when a reader has ended before it was through (told
-        once of each): the version stays lent, for another wait or for `take_back`.
+        DeadlineError when `timeout` seconds (None: without end) have not been enough, RankLostError when a reader has ended before it
+        was through (told once of each; one that ended before the `publish` is not missed): the version stays lent, for another wait or
+        for `take_back`.
         """
         deadline = deadline_of(timeout)
         while self._lent_to:
@@ -219,7 +221,7 @@ class SharedReader(Mapping[str, Any], LentSource):
     needs where it is; otherwise the ranks get what they want by way of a reader's host.
 
     Each tensor's bytes are summed and compared when it is first taken (verify=False leaves that out): a version that was mapped
-    is not written to again.
+    is not written to again. `close` it, or leave its `with` block, when no more versions are wanted.
     """
 
     def __init__(self, address: str, *, verify: bool = True):
@@ -240,8 +242,7 @@ class SharedReader(Mapping[str, Any], LentSource):
 
     def refresh(self) -> int:
         """Maps the current version and returns its number. NotSyncedError when nothing has been published yet."""
-        if self._borrowed is not None:
-            raise StateError(f"version {self.version} is being read")
+        self._require_unread()
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -295,8 +296,8 @@ class SharedReader(Mapping[str, Any], LentSource):
         finally:
             borrowed, self._borrowed = self._borrowed, None
             borrowed.close()
-        self._read = True
         self._lease.read(self.version)
+        self._read = True
 
     def _borrow(self, loan: Loan) -> Borrowed:
         try:
@@ -316,11 +317,22 @@ class SharedReader(Mapping[str, Any], LentSource):
             raise StateError(f"version {self.version} was taken back by its trainer")
 
     def close(self) -> None:
-        """The trainer does not count on this reader any more."""
+        """The trainer does not count on this reader any more. StateError inside of `lent()`."""
+        self._require_unread()
         if self._lease is not None:
             self._lease.close()
             self._lease = None
         self._block, self._entries, self._loan, self.version = None, {}, None, None
+
+    def _require_unread(self) -> None:
+        if self._borrowed is not None:
+            raise StateError(f"version {self.version} is being read")
+
+    def __enter__(self) -> SharedReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def _map(self, descriptor: int) -> tuple[NDArray[np.uint8], bytes, int]:
         status = os.fstat(descriptor)
