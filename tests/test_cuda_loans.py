@@ -593,3 +593,19 @@ def test_a_good_description() -> None:
 def test_damaged_descriptions(value: Any, message: str) -> None:
     with pytest.raises(rm.FormatError, match=message):
         parse_loan(value)
+
+
+def test_a_reader_without_a_version_is_refused_by_name(make: Callable[..., rm.Generator]) -> None:
+    """Before the first refresh, and after close."""
+    with sources.SharedWriter() as writer:
+        writer.publish(helpers.numpy_state_dict(DENSE, seed=1))
+        generator, reader = make(), sources.SharedReader(writer.address)
+        with pytest.raises(rm.StateError, match="refresh"):
+            generator.sync_weights(reader, cast=True)
+        generator.sync_weights(reader, version=reader.refresh(), cast=True)
+        reader.close()
+        with pytest.raises(rm.StateError, match="refresh"):
+            generator.sync_weights(reader, cast=True)
+    for address in (5, None, b"/x:y", "a\0:b"):
+        with pytest.raises(rm.Error, match="address of a SharedWriter"):
+            sources.SharedReader(address)

@@ -283,3 +283,9 @@ def test_a_torch_group_says_who_is_lost(ended: list[int], gave_up: int | None, s
 def test_a_torch_group_that_was_left_says_so() -> None:
     with pytest.raises(rm.RankLostError, match="rank 0 has given up or left the group"):
         comms._Exchange(Peers([], None), None, 0, 3).look()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [5, True, [], b"/x", "", "a\0b"], ids=repr)
+def test_a_library_that_is_no_path_is_refused(wrong: object) -> None:
+    with pytest.raises(rm.ConfigError, match=r"library = .*, wanted None or the path"):
+        rm.comm.nccl(None, wrong)

@@ -33,11 +33,13 @@ def library_path() -> Path:
 
 def device_of(name: Any) -> Device:
     """ConfigError says what is missing: the library, the driver, a device of that number."""
-    if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+    if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name):
         raise ConfigError(f"device = {shown(name)}, wanted 'cpu', 'cuda' or 'cuda:N'")
     if name == "cpu":
         return Device()
     path = library_path()
+    if not path.exists() and os.environ.get(LIBRARY_SWITCH):
+        raise ConfigError(f"{LIBRARY_SWITCH}={path}: there is no such file, wanted a library that setup.py cuda has made")
     if not path.exists():
         raise ConfigError(f"device = {name!r}, and this build has no {path.name}: it was made without nvcc, or with ROLLMESH_CUDA=0")
     count = _core.cuda_count(str(path))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError
+from rollmesh.show import shown
 
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
 SHARES_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # and only if this is 1
@@ -29,6 +30,8 @@ class Library(NamedTuple):
 
 def find(path: str | os.PathLike[str] | None = None) -> Library:
     """The NCCL that would be used, or the one at `path`. ConfigError: there is none, or it cannot be loaded, or is older than 2.17.1."""
+    if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path)):
+        raise ConfigError(f"library = {shown(path)}, wanted None or the path of a libnccl.so.2")
     found = next(_candidates(), None) if path is None else (os.fspath(path), "as asked for")
     if found is None:
         raise ConfigError(f"no libnccl.so.2 was found: none is loaded, no wheel has it, and neither has the system ({INSTALL})")

@@ -259,6 +259,9 @@ def _check_together(c: Config) -> None:
 
 def _check_vllm(g: GeneratorTable) -> None:
     """What vLLM, which starts the ranks of its mesh itself, cannot be told."""
+    if g.device != "cpu":
+        told = "ROLLMESH_VLLM_DEVICE tells its workers"
+        raise rm.ConfigError(f'[generator] device: expected "cpu" where engine is "vllm" ({told}), got "{g.device}"')
     if g.comm not in ("auto", "threads"):
         raise rm.ConfigError(f'[generator] comm: expected "auto" or "threads" where engine is "vllm", got "{g.comm}"')
     if g.ep not in (1, g.dp * g.tp):

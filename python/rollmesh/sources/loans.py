@@ -188,7 +188,9 @@ def parse_loan(value: Any) -> Loan:
         process = str(value["process"])
         allocations = tuple(Allocation(str(bus), bytes.fromhex(handle), int(size)) for bus, handle, size in value["allocations"])
         tensors = [LentTensor(n, d, tuple(shape), tuple(strides), at, offset) for n, d, shape, strides, at, offset in value["tensors"]]
-    except (KeyError, TypeError, ValueError) as error:
+        if any("\0" in allocation.bus for allocation in allocations):
+            raise ValueError("a NUL in the name of a GPU")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"a description of lent weights that is not one: {error!r:.200}") from error
     if len(tensors) > MAX_ENTRIES:
         raise LimitError(f"{len(tensors)} weights in one set; the limit is {MAX_ENTRIES}")

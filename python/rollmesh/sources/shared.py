@@ -225,7 +225,7 @@ class SharedReader(Mapping[str, Any], LentSource):
     """
 
     def __init__(self, address: str, *, verify: bool = True):
-        folder, separator, self._nonce = address.rpartition(":")
+        folder, separator, self._nonce = address.rpartition(":") if isinstance(address, str) and "\0" not in address else ("", "", "")
         if not separator or not self._nonce:
             raise AuthError(f"{shown(address)} is not an address of a SharedWriter")
         self._path = Path(folder) / CURRENT
@@ -352,6 +352,7 @@ class SharedReader(Mapping[str, Any], LentSource):
             if self._borrowed is None:
                 raise StateError(f"{name} is lent: it is open in sync_weights, or inside of `with reader.lent()`")
             return self._borrowed.array(name)
+        self._require_version()
         entry = self._entries[name]
         assert self._block is not None
         array = take(entry, self._block, verify=self._verify and name not in self._verified)
@@ -359,9 +360,15 @@ class SharedReader(Mapping[str, Any], LentSource):
         return array
 
     def __iter__(self) -> Iterator[str]:
+        self._require_version()
         return iter((*self._entries, *(self._loan.tensors if self._loan else ())))
 
+    def _require_version(self) -> None:
+        if self.version is None:
+            raise StateError(f"the reader of {self._path.parent} has no version: refresh() maps the current one")
+
     def __len__(self) -> int:
+        self._require_version()
         return len(self._entries) + (len(self._loan.tensors) if self._loan else 0)
 
 
