@@ -106,10 +106,10 @@ def parts() -> list[Part]:
         Part("memcheck-fma", 200, sanitized("memcheck", OPS, "fma"), "programs"),
         Part("racecheck-mma", 240, sanitized("racecheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-fma", 200, figures("decode-fma", f"decode prefill --prefill 512 {fma} --shapes dense-8b,moe-30b-a3b"), "programs"),
-        Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
         Part("ops-fma", 180, figures("ops-fma", f"ops {fma}"), "programs"),
         Part("racecheck-fma", 240, sanitized("racecheck", OPS, "fma"), "programs"),
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
+        Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
         Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_nccl_engine.py"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
     ]  # fmt: skip
