@@ -18,7 +18,7 @@ from typing import Any
 import helpers
 import pytest
 from native_build import standin
-from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, everything, free, told
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, everything, free, told, updated_in_mid_generation
 from test_cuda_graphs import PARAMS as GRAPH_PARAMS
 from test_cuda_graphs import PROMPTS as GRAPH_PROMPTS
 from test_mesh_processes import Server, check_lost, results
@@ -211,14 +211,7 @@ def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
     for mesh in (None, rm.Mesh(tp=2, ep=2)):
         generator = make(MOE, mesh, dtype="float32")
         generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1))
-        ids = generator.submit(PROMPTS, PARAMS)
-        done = []
-        for step in range(3):
-            done += generator.poll()
-            if step == 1:
-                generator.sync_weights(helpers.numpy_state_dict(MOE, seed=2), **how)
-        done += generator.poll(min_outputs=len(ids))
-        found.append(told(sorted(done, key=lambda output: output.request_id)))
+        found.append(updated_in_mid_generation(generator, how))
     assert found[0] == found[1]
 
 

@@ -5,9 +5,6 @@
 
 #include "engine/state.h"
 
-// More rows than these hide the launches behind the work.
-enum { MAX_ROWS = 512 };
-
 // The arrays of a step of `rows` rows, the host's addresses.
 typedef struct rows_block {
   // put
@@ -60,7 +57,7 @@ static int64_t next_size(int64_t rows) {
 void rm_decode_plan(rm_engine *engine) {
   rm_decode *decode = &engine->decode;
   const rm_engine_options *options = &engine->options;
-  const int64_t most = rm_min64(rm_min64(options->max_num_seqs, options->max_num_batched_tokens), MAX_ROWS);
+  const int64_t most = rm_model_options_of(engine).static_rows;   // more hide the launches behind the work
   rows_block unused;
   rm_field fields[N_FIELDS];
   // Where experts span replicas these would have to agree on a size that each has another number of rows for.
