@@ -170,21 +170,13 @@ static rm_code draw(rm_engine *engine, const rows_block *b, const char *hidden, 
 // What the other ranks of the tp group have drawn; the host's.
 static rm_code share_draws(rm_engine *engine, const rows_block *b, int64_t rows, rm_error *err) {
   const rm_comm *tp = engine->options.rank.tp;
-  rm_drawn *drawn = engine->plan.drawn;
   int64_t counts[RM_MAX_TP];
   rm_code code = RM_OK;
   for (int64_t first = 0, n; tp && first < rows && !code; first += n) {
     n = rm_min64(rows - first, engine->max_out_rows);
     for (int r = 0; r < rm_comm_size(tp); r++) counts[r] = rm_model_own_rows(engine->model, n, r).n;
-    for (int64_t i = first; i < first + n; i++)
-      drawn[i - first] = (rm_drawn){b->tokens[i], b->ranks[i], b->logprobs[i], b->sampling_logprobs[i]};
-    code = rm_model_share(engine->model, drawn, counts, sizeof *drawn, err);
-    for (int64_t i = first; i < first + n; i++) {
-      b->tokens[i] = drawn[i - first].token;
-      b->ranks[i] = drawn[i - first].rank;
-      b->logprobs[i] = drawn[i - first].logprob;
-      b->sampling_logprobs[i] = drawn[i - first].sampling_logprob;
-    }
+    const rm_draw_records at = {b->tokens + first, b->ranks + first, b->logprobs + first, b->sampling_logprobs + first};
+    code = rm_share_draws(engine, counts, n, &at, err);
   }
   return code;
 }

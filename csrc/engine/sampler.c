@@ -310,6 +310,19 @@ static int64_t draws_before(const rm_plan *plan, int64_t d, int64_t out) {
   return d;
 }
 
+rm_code rm_share_draws(rm_engine *engine, const int64_t *counts, int64_t n, const rm_draw_records *at, rm_error *err) {
+  rm_drawn *drawn = engine->plan.drawn;
+  for (int64_t i = 0; i < n; i++) drawn[i] = (rm_drawn){at->tokens[i], at->ranks[i], at->logprobs[i], at->sampling_logprobs[i]};
+  const rm_code code = rm_model_share(engine->model, drawn, counts, sizeof *drawn, err);
+  for (int64_t i = 0; i < n && !code; i++) {
+    at->tokens[i] = drawn[i].token;
+    at->ranks[i] = drawn[i].rank;
+    at->logprobs[i] = drawn[i].logprob;
+    at->sampling_logprobs[i] = drawn[i].sampling_logprob;
+  }
+  return code;
+}
+
 // Each rank draws from the rows whose logits it has, and tells the others.
 static rm_code draw_own(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t end, rm_error *err) {
   rm_plan *plan = &engine->plan;
@@ -323,19 +336,11 @@ static rm_code draw_own(rm_engine *engine, const rm_chunk *chunk, int64_t d, int
       rm_code code = draw(engine, chunk, from, to, err);
       if (!code) code = rm_results_fetch(&engine->results, err);
       if (code) return code;
-      for (int64_t i = from; i < to; i++)
-        plan->drawn[i - d] = (rm_drawn){plan->tokens[i], plan->ranks[i], plan->logprobs[i], plan->sampling_logprobs[i]};
     }
     from = to;
   }
-  const rm_code code = rm_model_share(engine->model, plan->drawn, counts, sizeof *plan->drawn, err);
-  for (int64_t i = d; i < end && !code; i++) {
-    plan->tokens[i] = plan->drawn[i - d].token;
-    plan->ranks[i] = plan->drawn[i - d].rank;
-    plan->logprobs[i] = plan->drawn[i - d].logprob;
-    plan->sampling_logprobs[i] = plan->drawn[i - d].sampling_logprob;
-  }
-  return code;
+  const rm_draw_records at = {plan->tokens + d, plan->ranks + d, plan->logprobs + d, plan->sampling_logprobs + d};
+  return rm_share_draws(engine, counts, end - d, &at, err);
 }
 
 static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d, rm_error *err) {

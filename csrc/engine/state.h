@@ -164,6 +164,13 @@ void rm_host_renew(rm_engine *engine, int pages);                  // records of
 // sampler.c
 rm_sample_params rm_params_of(const rm_sequence *seq);
 rm_code rm_forward(rm_engine *engine, rm_error *err);
+// Where draws of a step lie, one after another; views.
+typedef struct rm_draw_records {
+  int32_t *tokens, *ranks;
+  float *logprobs, *sampling_logprobs;
+} rm_draw_records;
+// Of n draws, of which rank r of the tp group has made the next counts[r]: each rank gets all.
+rm_code rm_share_draws(rm_engine *engine, const int64_t *counts, int64_t n, const rm_draw_records *at, rm_error *err);
 
 // requests.c
 rm_group *rm_find_group(const rm_engine *engine, uint64_t id, rm_error *err);   // NULL: RM_E_REQUEST
