@@ -94,9 +94,9 @@ class OnGpu(dlpack.Producer):
 class Lending:
     """What a test makes its trainer's process do: each method is a command, and returns its answer."""
 
-    def __init__(self, library: str, ordinal: int) -> None:
+    def __init__(self, library: str, ordinal: int, folder: str) -> None:
         self.trainer = Trainer(Path(library), ordinal)
-        self.writer = SharedWriter()
+        self.writer = SharedWriter(folder)
         self.held: dict[str, Any] = {}
 
     def address(self) -> str:
@@ -137,10 +137,10 @@ class Lending:
         os._exit(0)
 
 
-def lend(pipe: Connection, library: str, ordinal: int, settings: dict[str, str]) -> None:
-    """The process: answers (answer, None) or (None, error)."""
+def lend(pipe: Connection, library: str, ordinal: int, folder: str, settings: dict[str, str]) -> None:
+    """The process: answers (answer, None) or (None, error). What it publishes lies in folder, which a killed process leaves behind."""
     os.environ.update(settings)
-    lending = Lending(library, ordinal)
+    lending = Lending(library, ordinal, folder)
     with lending.writer:
         while (command := pipe.recv()) is not None:
             name, arguments, keywords = command

@@ -40,10 +40,10 @@ NAME = "model.norm.weight"
 class Remote:
     """A trainer in a process of its own: remote.publish(…) is Lending.publish there."""
 
-    def __init__(self, path: Path, ordinal: int, settings: dict[str, str]) -> None:
+    def __init__(self, path: Path, ordinal: int, folder: Path, settings: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, end = context.Pipe()
-        self.process = context.Process(target=gpu_trainer.lend, args=(end, str(path), ordinal, settings), daemon=True)
+        self.process = context.Process(target=gpu_trainer.lend, args=(end, str(path), ordinal, str(folder), settings), daemon=True)
         self.process.start()
         end.close()
 
@@ -72,11 +72,11 @@ class Remote:
 
 
 @pytest.fixture
-def trainer(library: Path) -> Iterator[Callable[..., Remote]]:
+def trainer(library: Path, tmp_path: Path) -> Iterator[Callable[..., Remote]]:
     started: list[Remote] = []
 
     def one(ordinal: int = 0, **settings: str) -> Remote:
-        started.append(Remote(library, ordinal, settings))
+        started.append(Remote(library, ordinal, tmp_path, settings))
         return started[-1]
 
     yield one

@@ -45,7 +45,7 @@ def test_blocks_of_any_size(served: Served, block_bytes: int, verify: bool) -> N
     served.sender.close()
     served.sender = WeightSender(served.client, block_bytes=block_bytes, verify=verify)
     served.push()
-    assert not list(SHM.glob("rollmesh-*")), "the block's name is still there"
+    assert not list(SHM.glob("rollmesh-weights-*")), "the block's name is still there"
     served.push()
 
 
@@ -73,7 +73,7 @@ def test_a_source_that_fails(served: Served) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         served.sender.send(source(), served.version + 1)
-    assert not list(SHM.glob("rollmesh-*"))
+    assert not list(SHM.glob("rollmesh-weights-*"))
     with pytest.raises(rm.StateError if isinstance(served.client, ranks.Alone) else RuntimeError, match="without an open update"):
         served.client.finish_weight_update()
     served.still_works()
