@@ -43,8 +43,9 @@ typedef struct rm_device {
   // Enqueued. Host memory stays as it is (put) or is not looked at (get) until the work was waited for.
   void (*put)(void *self, void *to, const void *from_host, size_t bytes);
   void (*get)(void *self, void *to_host, const void *from, size_t bytes);
-  // From the memory of the device of that ordinal, whose queue is not asked: what is to be read is there. No kernel of this one reads it.
-  void (*fetch)(void *self, void *to, const void *from, int ordinal, size_t bytes);
+  // As copy, from the memory of the device of that ordinal, whose queue is not asked: what is to be read is there. No kernel of this one
+  // reads it.
+  void (*fetch)(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows);
   // `rows` runs of `width` bytes each, a pitch from one to the next, any pitch; runs do not overlap, nor do `to` and `from`.
   void (*copy)(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
   void (*zero)(void *self, void *at, size_t pitch, size_t width, size_t rows);

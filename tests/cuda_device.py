@@ -70,7 +70,7 @@ class Table(Structure):
         ("place", CFUNCTYPE(c_int, c_void_p, c_void_p)),
         ("put", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
         ("get", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
-        ("fetch", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_size_t)),
+        ("fetch", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_size_t, c_size_t, c_size_t)),
         ("copy", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t)),
         ("zero", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
         ("mark", CFUNCTYPE(None, c_void_p, c_int)),

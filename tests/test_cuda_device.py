@@ -486,8 +486,8 @@ def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
                 "put": lambda d=device, b=block: d.put(at, b, 8),
                 "get": lambda d=device, b=block: d.get(b, at, 8),
                 "copy": lambda d=device, b=block: d.copy(b, 8, at, 8, 8, 1),
-                "fetch": lambda d=device, b=block: d.fetch(b, at, 1, 8),
-                "fetch of its own": lambda d=device, b=block: d.fetch(b, b + 8, 1, 8),
+                "fetch": lambda d=device, b=block: d.fetch(b, 8, at, 1, 8, 8, 1),
+                "fetch of its own": lambda d=device, b=block: d.fetch(b, 8, b + 8, 1, 8, 8, 1),
                 "zero": lambda d=device, b=block: d.zero(at, 8, 8, 1),
                 "beyond": lambda d=device, b=block: d.put(b + 60, at, 8),
             }
@@ -506,12 +506,31 @@ def test_fetch_brings_what_another_device_has(library: Library, rng: np.random.G
         other.write(there, data)
         with library.open(0) as device:
             here, host = device.map(len(data)), device.pin(len(data))
-            device.fetch(here + 1, there, 1, len(data) - 1)
-            device.fetch(here, there + 5, 1, 1)
-            device.fetch(here, there, 1, 0)
+            device.fetch(here + 1, 0, there, 1, 0, len(data) - 1, 1)
+            device.fetch(here, 0, there + 5, 1, 0, 1, 1)
+            device.fetch(here, 0, there, 1, 0, 0, 1)
             device.get(host, here, len(data))  # behind them in the queue
             assert device.wait() == OK, device.message()
             assert seen(host, len(data)) == data[5:6] + data[:-1]
+
+
+def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Generator) -> None:
+    if library.devices() < 2:
+        pytest.skip("one GPU here")
+    data = np.frombuffer(rng.bytes(64 * 100), np.uint8).reshape(64, 100)
+    with library.open(1) as other:
+        there = other.map(data.size)
+        other.write(there, data.tobytes())
+        for to_pitch, from_pitch, width, rows in [(13, 100, 13, 64), (20, 100, 13, 64), (40, 40, 40, 7), (50, 200, 50, 32), (16, 16, 1, 9)]:
+            with library.open(0) as device:  # each asks for leave to read the other anew
+                here, host = device.map(to_pitch * rows), device.pin(to_pitch * rows)
+                device.fetch(here, to_pitch, there + 3, 1, from_pitch, width, rows)
+                device.get(host, here, to_pitch * rows)
+                assert device.wait() == OK, device.message()
+                found = np.frombuffer(seen(host, to_pitch * rows), np.uint8).reshape(rows, to_pitch)
+                wanted = np.lib.stride_tricks.as_strided(data.reshape(-1)[3:], (rows, width), (from_pitch, 1))
+                assert np.array_equal(found[:, :width], wanted)
+                assert not found[:, width:].any(), "what lies between runs stays"
 
 
 def test_place_is_the_device_that_has_the_memory(library: Library) -> None:
@@ -595,8 +614,8 @@ else: body()
         ("ctypes.string_at(host + 300, 1)", "the host touched pinned memory, byte 300 of a block of 100"),
         ("device.embed(block + 256, block, block, 1, 1)", "access outside"),
         ("device.embed(block, block, elsewhere, 1, 1)", "access outside"),
-        ("device.fetch(block, elsewhere, 1, 8); device.embed(block, block, elsewhere, 1, 1)", "access outside"),
-        ("device.fetch(block, elsewhere, 1, 100)", "unseen"),
+        ("device.fetch(block, 8, elsewhere, 1, 8, 8, 1); device.embed(block, block, elsewhere, 1, 1)", "access outside"),
+        ("device.fetch(block, 100, elsewhere, 1, 100, 100, 1)", "unseen"),
         ("device.embed(block, 8, block, 1, 1)", "access outside"),
         ("device.embed(block + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
         ("device.embed(block - 4, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),

@@ -32,14 +32,14 @@ static void cpu_move(void *self, void *to, const void *from, size_t bytes) {
   memcpy(to, from, bytes);
 }
 
-static void cpu_fetch(void *self, void *to, const void *from, int ordinal, size_t bytes) {
-  (void)self, (void)ordinal;
-  memcpy(to, from, bytes);
-}
-
 static void cpu_copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
   (void)self;
   for (size_t r = 0; r < rows; r++) memcpy((char *)to + r * to_pitch, (const char *)from + r * from_pitch, width);
+}
+
+static void cpu_fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
+  (void)ordinal;
+  cpu_copy(self, to, to_pitch, from, from_pitch, width, rows);
 }
 
 static void cpu_zero(void *self, void *at, size_t pitch, size_t width, size_t rows) {

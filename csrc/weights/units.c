@@ -136,33 +136,31 @@ static rm_code load(rm_ferry *ferry, rm_pack_args *args, size_t bytes, const rm_
   return RM_OK;
 }
 
-// The unit's source from another device. All bytes from its first element in memory to its last, strides as they are: one copy, which
-// of a matrix that lies transposed brings most of the matrix along. Where that is too much, run after run of what lies together.
+// The unit's source from another device: run after run of what lies together along a row or a column, as one copy with a pitch. Of a
+// matrix without such runs, or whose elements lie close, all bytes from its first in memory to its last come, strides as they are.
 static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
   const rm_device *device = ferry->device;
   const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype), down = (args->rows - 1) * args->row_stride;
   const int64_t right = (args->cols - 1) * args->col_stride, low = rm_min64(down, 0) + rm_min64(right, 0);
-  const int64_t span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem;
+  const int64_t span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem, half = (int64_t)ferry->half_bytes;
   const int by_rows = args->col_stride == 1;
+  int64_t *stride = by_rows ? &args->row_stride : &args->col_stride;   // from run to run
+  const int64_t n = by_rows ? args->rows : args->cols, run = by_rows ? args->cols : args->rows;
+  const int has_runs = (by_rows || args->row_stride == 1) && *stride >= run;
+  const int is_whole = span <= (has_runs ? rm_min64(half, 2 * (int64_t)bytes) : half);
   const char *from = args->src;
   char *here;
-  if (span > (int64_t)ferry->half_bytes && !by_rows && args->row_stride != 1)
+  if (!is_whole && !has_runs)
     return rm_fail(err, RM_E_LAYOUT, "%.*s: strides [%lld, %lld] spread %lld elements on cuda:%d over %lld bytes; send .contiguous()",
                    (int)unit->entry->length, unit->entry->name, (long long)args->row_stride, (long long)args->col_stride,
                    (long long)(args->rows * args->cols), unit->ordinal, (long long)span);
-  const int whole = span <= (int64_t)ferry->half_bytes;
-  const rm_code code = take_room(ferry, whole ? (size_t)span : bytes, &here, err);
+  const rm_code code = take_room(ferry, is_whole ? (size_t)span : bytes, &here, err);
   if (code) return code;
   char *there = rm_mirror_there(&ferry->halves, here);
-  args->src = whole ? there - low * elem : there;
-  if (whole) {
-    device->fetch(device->self, there, from + low * elem, unit->ordinal, (size_t)span);
-    return RM_OK;
-  }
-  const int64_t n = by_rows ? args->rows : args->cols, run = (by_rows ? args->cols : args->rows) * elem;
-  const int64_t pitch = (by_rows ? args->row_stride : args->col_stride) * elem;
-  for (int64_t i = 0; i < n; i++) device->fetch(device->self, there + i * run, from + i * pitch, unit->ordinal, (size_t)run);
-  *(by_rows ? &args->row_stride : &args->col_stride) = run / elem;
+  args->src = is_whole ? there - low * elem : there;
+  const size_t width = (size_t)(is_whole ? span : run * elem), pitch = is_whole ? width : (size_t)(*stride * elem);
+  device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
+  if (!is_whole) *stride = run;
   return RM_OK;
 }
 

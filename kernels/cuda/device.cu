@@ -13,8 +13,11 @@
 
 namespace {
 
+constexpr int MAX_PEERS = 64;
+
 struct cuda_device {
   int ordinal;
+  unsigned long long peers_asked;  // a bit for each
   bool dead;
   cudaStream_t stream;
   cudaEvent_t marks[RM_DEVICE_MARKS];
@@ -124,10 +127,28 @@ void get(void *self, void *to_host, const void *from, size_t bytes) {
     done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream), "cudaMemcpyAsync to the host");
 }
 
-// By way of the host where the two cannot reach each other: CUDA sees to it, and asks no leave of either.
-void fetch(void *self, void *to, const void *from, int ordinal, size_t bytes) {
+// Once for each device that is read: without leave, or where the two cannot reach each other, copies go by way of the host.
+void reach_peer(cuda_device *d, int ordinal) {
+  if (ordinal == d->ordinal || ordinal < 0 || ordinal >= MAX_PEERS || d->peers_asked >> ordinal & 1) return;
+  int can = 0;
+  d->peers_asked |= 1ull << ordinal;
+  if (cudaDeviceCanAccessPeer(&can, d->ordinal, ordinal) == cudaSuccess && can) cudaDeviceEnablePeerAccess(ordinal, 0);
+  cudaGetLastError();  // somebody else of the process has asked before: an error there
+}
+
+void fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
-  if (bytes && is_alive(d)) done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, bytes, d->stream), "cudaMemcpyPeerAsync");
+  if (!width || !rows || !is_alive(d)) return;
+  reach_peer(d, ordinal);
+  if (rows == 1 || (to_pitch == width && from_pitch == width)) {
+    done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, width * rows, d->stream), "cudaMemcpyPeerAsync");
+    return;
+  }
+  cudaMemcpy3DPeerParms run = {};
+  run.dstDevice = d->ordinal, run.dstPtr = make_cudaPitchedPtr(to, to_pitch, width, rows);
+  run.srcDevice = ordinal, run.srcPtr = make_cudaPitchedPtr(const_cast<void *>(from), from_pitch, width, rows);
+  run.extent = make_cudaExtent(width, rows, 1);
+  done(d, cudaMemcpy3DPeerAsync(&run, d->stream), "cudaMemcpy3DPeerAsync");
 }
 
 void copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {

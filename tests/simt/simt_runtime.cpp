@@ -62,6 +62,7 @@ std::mutex lock;
 using locked = std::unique_lock<std::mutex>;
 std::map<const char *, block> blocks;  // by data
 std::set<cudaStream_t> streams;
+std::set<std::pair<int, int>> peers;  // who may read whom
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
@@ -388,6 +389,7 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
     case cudaErrorNotReady: return "device not ready";
+    case cudaErrorPeerAccessAlreadyEnabled: return "peer access is already enabled";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
@@ -698,6 +700,30 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
   if (!is_on(to_device, to, bytes) || !is_on(from_device, from, bytes) || (s->owner != to_device && s->owner != from_device))
     return said(cudaErrorInvalidValue);
   return said(enqueue(s, {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes, .is_peers = true}));
+}
+
+// Of one layer; row after row.
+cudaError_t cudaMemcpy3DPeerAsync(const cudaMemcpy3DPeerParms *run, cudaStream_t s) {
+  const cudaPitchedPtr &to = run->dstPtr, &from = run->srcPtr;
+  const auto [width, rows, depth] = run->extent;
+  if (depth != 1 || to.pitch < width || from.pitch < width) return said(cudaErrorInvalidValue);
+  for (size_t r = 0; r < rows; r++) {
+    void *there = static_cast<char *>(to.ptr) + r * to.pitch, *here = static_cast<char *>(from.ptr) + r * from.pitch;
+    const cudaError_t error = cudaMemcpyPeerAsync(there, run->dstDevice, here, run->srcDevice, width, s);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) {
+  *can = ordinal != peer;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  const locked hold(lock);
+  const bool is_first = peers.insert({current_device, peer}).second;
+  return said(peer == current_device ? cudaErrorInvalidValue : is_first ? cudaSuccess : cudaErrorPeerAccessAlreadyEnabled);
 }
 
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t s) {

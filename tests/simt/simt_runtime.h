@@ -3,7 +3,7 @@
 //   - what is enqueued is done when something waits for it, on the thread that waits, and not before: arguments are kept by value,
 //     pinned memory is read and written then. cudaStreamQuery and cudaEventQuery do one step. Copies of memory that is not pinned
 //     drain the stream.
-//   - the host cannot touch a device's memory, and no device another's but by cudaMemcpyPeerAsync; a block has pages that nobody may
+//   - the host cannot touch a device's memory, and no device another's but by peer copies; a block has pages that nobody may
 //     touch on both ends, and the bytes between those and its own are looked at after each drain. A fault is a message and exit status
 //     3, in any program.
 //   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A process opens it once, and not its own;
@@ -42,6 +42,7 @@ enum cudaError_t {
   cudaErrorIllegalState = 401,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
+  cudaErrorPeerAccessAlreadyEnabled = 704,
   cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorStreamCaptureInvalidated = 901,
   cudaErrorStreamCaptureWrongThread = 908,
@@ -106,6 +107,23 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream);
+struct cudaPitchedPtr {
+  void *ptr;
+  size_t pitch, xsize, ysize;
+};
+struct cudaExtent {
+  size_t width, height, depth;
+};
+struct cudaMemcpy3DPeerParms {
+  int srcDevice, dstDevice;
+  cudaPitchedPtr srcPtr, dstPtr;
+  cudaExtent extent;
+};
+inline cudaPitchedPtr make_cudaPitchedPtr(void *ptr, size_t pitch, size_t xsize, size_t ysize) { return {ptr, pitch, xsize, ysize}; }
+inline cudaExtent make_cudaExtent(size_t width, size_t height, size_t depth) { return {width, height, depth}; }
+cudaError_t cudaMemcpy3DPeerAsync(const cudaMemcpy3DPeerParms *run, cudaStream_t stream);
+cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer);
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);  // of the current device
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
