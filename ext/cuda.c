@@ -16,6 +16,19 @@ static PyObject *cuda_count(PyObject *module, PyObject *path) {
   return PyLong_FromLong(count);
 }
 
+static PyObject *cuda_bus(PyObject *module, PyObject *args) {
+  const char *library;
+  int ordinal;
+  char id[32];
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_bus_id(library, ordinal, id, &err);
+  Py_END_ALLOW_THREADS
+  return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
+}
+
 static PyObject *cuda_available(PyObject *module, PyObject *args) {
   const char *library;
   int ordinal;
@@ -38,6 +51,7 @@ static PyObject *cuda_available(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"cuda_count", cuda_count, METH_O, "(library): devices that the driver shows, -1 where there is no driver."},
+    {"cuda_bus", cuda_bus, METH_VARARGS, "(library, ordinal): the PCI bus id of a device, its name in every process of the machine."},
     {"cuda_available", cuda_available, METH_VARARGS, "(library, ordinal): bytes of a device's memory that are free."},
     {0},
 };

@@ -212,19 +212,22 @@ def test_threads_on_one_gpu(
 
 def test_a_process_has_the_gpu_of_its_number(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rm._core, "cuda_count", lambda library: 2)
+    monkeypatch.setattr(rm._core, "cuda_bus", lambda library, ordinal: f"bus {ordinal}")
     for rank, wanted in ((0, 0), (1, 1), (2, 0)):
         made = rm.comm.nccl(rm.comm.shm("rollmesh-test-nccl", rank, 3), stand_in)
         assert made.place(Device("library", -1), rm.Mesh(tp=3)).cuda_ordinal == wanted
-        assert made.gpu == comms._gpu_name(wanted)
+        assert str(made.gpu).endswith(f" bus {wanted}")
         assert made.place(Device("library", 1), rm.Mesh(tp=3)).cuda_ordinal == 1
 
 
-def test_a_gpu_has_one_name_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    third = comms._gpu_name(3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 3")
-    assert comms._gpu_name(1) == third
-    assert comms._gpu_name(0) != third
+def test_a_gpu_has_one_name_on_a_machine(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its number in a process."""
+    names = [rm._core.cuda_bus(str(simt_library), ordinal) for ordinal in range(3)]
+    assert len(set(names)) == 3
+    monkeypatch.setenv("ROLLMESH_SIMT_FIRST", "1")
+    assert rm._core.cuda_bus(str(simt_library), 0) == names[1]
+    with pytest.raises(rm.ConfigError, match="cuda:99: .*invalid device ordinal"):
+        rm._core.cuda_bus(str(simt_library), 99)
 
 
 # ---------------------------------------------------------------------------------------------- looking for the others, over torch

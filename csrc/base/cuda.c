@@ -54,6 +54,14 @@ rm_code rm_cuda_loan(const char *library, const rm_device *device, const void *a
   return why ? rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s", why) : RM_OK;
 }
 
+rm_code rm_cuda_bus_id(const char *library, int ordinal, char id[32], rm_error *err) {
+  const char *(*bus)(int, char *, int) = NULL;
+  const rm_code code = find(library, "rm_cuda_bus", &bus, err);
+  if (code) return code;
+  const char *why = bus(ordinal, id, 32);
+  return why ? rm_fail(err, RM_E_CONFIG, "cuda:%d: %s", ordinal, why) : RM_OK;
+}
+
 rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_error *err) {
   const char *(*look)(const char *, int *) = NULL;
   const rm_code code = find(library, "rm_cuda_find", &look, err);

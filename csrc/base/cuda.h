@@ -14,5 +14,7 @@ rm_code rm_cuda_loan(const char *library, const rm_device *device, const void *a
 rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_error *err);
 rm_code rm_cuda_borrowed(const char *library, const rm_device *device, rm_device_loan *loan, rm_error *err);
 rm_code rm_cuda_given_back(const char *library, const rm_device *device, void *block, rm_error *err);
+// The PCI bus id of a device: one name in every process of the machine.
+rm_code rm_cuda_bus_id(const char *library, int ordinal, char id[32], rm_error *err);
 // Devices that the driver shows, −1 where there is no driver.
 rm_code rm_cuda_count(const char *library, int *count, rm_error *err);

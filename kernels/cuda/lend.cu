@@ -42,11 +42,15 @@ RM_EXPORT const char *rm_cuda_lend(int ordinal, const void *address, rm_device_l
   *out = {};
   const char *why = range_of(address, &base, &out->bytes);
   if (!why) why = refusal("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&handle, base));
-  if (!why) why = refusal("cudaDeviceGetPCIBusId", cudaDeviceGetPCIBusId(out->device, static_cast<int>(sizeof out->device), ordinal));
+  if (!why) why = rm_cuda_bus(ordinal, out->device, static_cast<int>(sizeof out->device));
   if (why) return why;
   memcpy(out->handle, &handle, sizeof handle);
   out->block = base;
   return nullptr;
+}
+
+RM_EXPORT const char *rm_cuda_bus(int ordinal, char *id, int room) {
+  return refusal("cudaDeviceGetPCIBusId", cudaDeviceGetPCIBusId(id, room, ordinal));
 }
 
 RM_EXPORT const char *rm_cuda_find(const char *device, int *ordinal) {

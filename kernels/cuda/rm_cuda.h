@@ -31,7 +31,8 @@ const char *rm_cuda_open(int ordinal, rm_device *out);
 // own.
 // The allocation that has `address`.
 const char *rm_cuda_lend(int ordinal, const void *address, rm_device_loan *out);
-// Which device here has that bus id.
+// Its PCI bus id, which is the device's in every process of the machine: NULL, or why not. And which device here has that one.
+const char *rm_cuda_bus(int ordinal, char *id, int room);
 const char *rm_cuda_find(const char *device, int *ordinal);
 // Fills in block and bytes from the handle.
 const char *rm_cuda_borrow(rm_device_loan *loan);

@@ -367,7 +367,7 @@ class Nccl(Comm):
                 self._share()
             return where
         ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
-        self.gpu = _gpu_name(ordinal)
+        self.gpu = f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"  # as NCCL tells them apart
         return where._replace(cuda_ordinal=ordinal)
 
     def _share(self) -> None:
@@ -398,11 +398,6 @@ class Nccl(Comm):
     def close(self) -> None:
         if self.group is not None:
             self.group.close()
-
-
-def _gpu_name(index: int) -> str:
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return f"{_machine() or socket.gethostname()} {visible[index] if index < len(visible) else index}"
 
 
 def threads() -> None:

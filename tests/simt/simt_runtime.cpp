@@ -616,6 +616,9 @@ cudaError_t cudaIpcCloseMemHandle(void *data) {
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char *id, int room, int ordinal) {
+  int n = 0;
+  cudaGetDeviceCount(&n);
+  if (ordinal < 0 || ordinal >= n) return said(cudaErrorInvalidDevice);
   snprintf(id, static_cast<size_t>(room), "0000:%02X:00.0", bus_of(ordinal));
   return cudaSuccess;
 }
