@@ -226,7 +226,7 @@ def test_a_gpu_has_one_name_on_a_machine(simt_library: Path, monkeypatch: pytest
     assert len(set(names)) == 3
     monkeypatch.setenv("ROLLMESH_SIMT_FIRST", "1")
     assert rm._core.cuda_bus(str(simt_library), 0) == names[1]
-    with pytest.raises(rm.ConfigError, match="cuda:99: .*invalid device ordinal"):
+    with pytest.raises(rm.ConfigError, match=r"cuda:99: .*invalid device ordinal"):
         rm._core.cuda_bus(str(simt_library), 99)
 
 
