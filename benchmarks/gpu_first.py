@@ -111,6 +111,8 @@ def parts() -> list[Part]:
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
         Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_nccl_engine.py"), "build"),
+        Part("test-torch", 240, pytest("tests/test_cuda_torch.py", "tests/test_cuda_grpo.py"), "build"),
+        Part("test-slots", 200, pytest("tests/test_moe_slots.py"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
     ]  # fmt: skip
 
@@ -133,7 +135,8 @@ def collected(folder: Path, to: Path) -> Path:
             lines.append(f"| {row['part']} | {row['what']} | {row['family']} | {1e3 * row['seconds']:.3f} | {rate} | {share} |")
         lines.append("")
     lines += ["## Parts", "", *(f"- {name}: {fate['fate']}, {fate['seconds']} s" for name, fate in State.of(folder).fates.items())]
-    path = to / f"gpu-{about['date']}-{'-'.join(about['card'].lower().split())}.md"
+    name = f"gpu-{about['date']}-{'-'.join(about['card'].lower().split())}"
+    path = next(p for n in range(1, 1000) if not (p := to / f"{name}{'' if n == 1 else f'-{n}'}.md").exists())
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import helpers
 import numpy as np
 import pytest
-from test_cuda_engine import bits
+from test_cuda_engine import bits, library  # noqa: F401  (a fixture)
 
 import rollmesh as rm
-from rollmesh.devices import LIBRARY_SWITCH
 from rollmesh.traffic import step_traffic
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")
@@ -27,11 +25,6 @@ BACKENDS = (*TRAVELLING, "local_allreduce")
 FEW = 5  # rows of a step in the static form, at most: max_num_seqs
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "vocab_size": 300}
 LAYERS = 2
-
-
-@pytest.fixture(autouse=True)
-def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
 
 
 @contextmanager
