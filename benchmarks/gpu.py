@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
+import inspect
 import json
 import re
 import subprocess
@@ -43,6 +44,7 @@ from benchmarks.shapes import BF16_BYTES, CARD_SHAPES, SMOKE_SHAPES, Shape
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
 PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "ops")
+OWN = ("spec", "device", "isa", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_gib")  # a part's own
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -374,6 +376,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="of the results, JSON (benchmarks/results/gpu-DATE-CARD.json; with --smoke none)")
     options = parser.parse_args()
     options.set = dict(options.set)
+    settable = inspect.signature(rm.Generator).parameters.keys() - set(OWN)
+    if unknown := sorted(options.set.keys() - settable):
+        parser.error(f"--set {unknown[0][:40]}: wanted an option of rm.Generator that no part sets itself: {', '.join(sorted(settable))}")
     if wrong := [part for part in options.parts if part not in PARTS and options.parts != ["first"]]:
         parser.error(f"{wrong[0][:40]!r} is none of {', '.join(PARTS)}")
     if options.context % PAGE:

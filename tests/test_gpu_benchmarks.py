@@ -68,6 +68,10 @@ def test_settings_reach_the_generator(simt_library: Path) -> None:
     done = gpu(simt_library, "--smoke", "prefill", "--set", "threads=0")
     assert done.returncode == 1
     assert "ConfigError: threads = 0" in done.stderr
+    for wrong in ("thread=1", "isa='cuda_fma'"):
+        done = gpu(simt_library, "--smoke", "prefill", "--set", wrong)
+        assert done.returncode == 2
+        assert f"--set {wrong.partition('=')[0]}: wanted an option of rm.Generator that no part sets itself: comm, dtype," in done.stderr
 
 
 def test_a_line_of_bench_mma_is_read() -> None:
