@@ -662,22 +662,35 @@ def test_what_a_device_is(library: Library) -> None:
         assert device.table.kernels.contents.family == b"cuda_fma"
 
 
-def test_a_thread_goes_back_to_a_device_only_where_it_has_a_context(simt_library: Path) -> None:
-    """cudaSetDevice would make one, some hundred MiB of a device that the process does not use."""
+def test_a_thread_gets_back_what_it_had(simt_library: Path) -> None:
+    """The context of a device, or none: else another runtime of the process would take ours for the thread's choice, and a context of its
+    device 0 would be some hundred MiB of a device that nobody uses."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from cuda_device import Library
 library = Library(Path({str(simt_library)!r}))
+seen = library.loaded.simt_current_device
+NONE = -2
 with library.open(3) as three:
-    assert library.loaded.simt_contexts() == 8, library.loaded.simt_contexts()
+    assert seen() == 3
     with library.open(1) as one:
+        assert seen() == 1
         assert one.table.enter(one.table.self) == 1
         assert three.table.enter(three.table.self) == 1
+        assert seen() == 3
         three.table.leave(three.table.self, 1)
-        assert one.table.enter(one.table.self) == 1
-    assert three.table.enter(three.table.self) == 3
+        assert seen() == 1
+    assert seen() == 3
+assert seen() == 0
+for _ in range(2):
+    with library.open(1) as one:
+        inner = one.table.enter(one.table.self)
+        one.table.leave(one.table.self, NONE)
+        assert (inner, seen()) == (1, 0)
+        assert one.table.enter(one.table.self) == NONE
+    assert seen() == 0
 assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
 """
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

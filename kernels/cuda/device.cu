@@ -244,28 +244,35 @@ void forget(void *self, void *recording) {
 }
 
 // ------------------------------------------------------------------------------------------------ whose thread it is
-// cudaSetDevice makes a context where there is none, some hundred MiB of a device that this process may not use at all: the thread
-// goes back only to one that has a context.
-bool has_context(int ordinal) {
-  using state_of = int (*)(int device, unsigned *flags, int *is_active);
+// Other runtimes of the process (torch's) see the thread's current context, so that is what it gets back. A thread that had none gets
+// none: one of ours would be taken for its choice of a device, and to make one of another would cost that device some hundred MiB.
+constexpr int NO_CONTEXT = -2;
+
+template <class CALL> CALL driver(const char *name) {
   void *entry = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &entry, 12000, cudaEnableDefault, &found);
-  unsigned flags = 0;
-  int is_active = 1;
-  if (error == cudaSuccess && entry) reinterpret_cast<state_of>(entry)(ordinal, &flags, &is_active);
-  if (error != cudaSuccess) cudaGetLastError();
-  return is_active;
+  if (cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found) != cudaSuccess) cudaGetLastError();
+  return reinterpret_cast<CALL>(entry);
+}
+
+int current() {
+  static const auto get = driver<int (*)(void **context)>("cuCtxGetCurrent");
+  void *context = nullptr;
+  int ordinal = -1;
+  if (get && get(&context) == 0 && !context) return NO_CONTEXT;
+  return cudaGetDevice(&ordinal) == cudaSuccess ? ordinal : -1;
 }
 
 void go_back(int ordinal, int saved) {
-  if (saved != ordinal && saved >= 0 && has_context(saved)) cudaSetDevice(saved);
+  static const auto set = driver<int (*)(void *context)>("cuCtxSetCurrent");
+  if (saved == NO_CONTEXT && set) set(nullptr);
+  else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
 
 int enter(void *self) {
   cuda_device *d = of(self);
-  int saved = -1;
-  if (cudaGetDevice(&saved) != cudaSuccess || cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
+  const int saved = current();
+  if (cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
   return saved;
 }
 
@@ -362,7 +369,7 @@ RM_EXPORT int rm_cuda_devices(void) {
 
 RM_EXPORT const char *rm_cuda_open(int ordinal, rm_device *out) {
   static thread_local char why[256];
-  int n = 0, saved = -1;
+  int n = 0;
   const cudaError_t counted = cudaGetDeviceCount(&n);
   cudaGetLastError();
   if (counted != cudaSuccess || ordinal < 0 || ordinal >= n) {
@@ -374,7 +381,7 @@ RM_EXPORT const char *rm_cuda_open(int ordinal, rm_device *out) {
   if (!d) return "no memory";
   d->ordinal = ordinal;
   snprintf(d->name, sizeof d->name, "cuda:%d", ordinal);
-  cudaGetDevice(&saved);
+  const int saved = current();
   cudaError_t error = cudaSuccess;
   const char *failed = make(d, &error);
   if (failed) {

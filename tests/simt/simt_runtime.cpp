@@ -66,6 +66,7 @@ std::set<std::pair<int, int>> peers;  // who may read whom
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
+thread_local int current_context = -1;  // the driver's: of which device; −1: none, then the runtime takes that of its own
 thread_local cudaStream_t captured;  // by this thread
 long n_graphs;                       // made and not destroyed
 
@@ -328,7 +329,7 @@ cudaError_t forbid(simt_stream *s) {
 // Whether the current device can do what is no stream's; makes its context.
 cudaError_t ready() {
   if (captured) return forbid(captured);
-  devices[current_device].has_context = true;
+  devices[current_context = current_device].has_context = true;
   return devices[current_device].sticky;
 }
 
@@ -419,7 +420,7 @@ cudaError_t cudaSetDevice(int ordinal) {
   int n = 0;
   if (cudaGetDeviceCount(&n) != cudaSuccess || ordinal < 0 || ordinal >= n) return said(cudaErrorInvalidDevice);
   const locked hold(lock);
-  current_device = ordinal;
+  current_device = current_context = ordinal;
   devices[ordinal].has_context = true;
   return cudaSuccess;
 }
@@ -435,9 +436,14 @@ cudaError_t simt_function_attributes(cudaFuncAttributes *attributes) {
   return said(from_environment("ROLLMESH_SIMT_SM", 90) == 90 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
 }
 
-static int primary_context_state(int ordinal, unsigned *flags, int *is_active) {
-  const locked hold(lock);
-  *flags = 0, *is_active = devices[ordinal].has_context;
+static int get_context(void **context) {
+  *context = current_context < 0 ? nullptr : &devices[current_context];
+  return 0;
+}
+
+static int set_context(void *context) {
+  if (context) return cudaErrorInvalidValue;
+  current_context = -1;
   return 0;
 }
 
@@ -452,9 +458,10 @@ static int address_range(unsigned long long *base, size_t *bytes, unsigned long 
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult *found) {
-  *entry = !strcmp(name, "cuDevicePrimaryCtxGetState") ? reinterpret_cast<void *>(primary_context_state)
-           : !strcmp(name, "cuMemGetAddressRange")     ? reinterpret_cast<void *>(address_range)
-                                                       : nullptr;
+  *entry = !strcmp(name, "cuCtxGetCurrent")        ? reinterpret_cast<void *>(get_context)
+           : !strcmp(name, "cuCtxSetCurrent")      ? reinterpret_cast<void *>(set_context)
+           : !strcmp(name, "cuMemGetAddressRange") ? reinterpret_cast<void *>(address_range)
+                                                   : nullptr;
   *found = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
@@ -467,9 +474,9 @@ extern "C" __attribute__((visibility("default"))) uint64_t simt_contexts() {
   return bits;
 }
 
-// For tests that are another library of the process: the thread's device, whose a stream is, and cudaStreamWaitEvent for all that
+// For tests that are another library of the process, with a runtime of its own: the thread's device, whose a stream is, and cudaStreamWaitEvent for all that
 // `awaited` has been given so far.
-extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_device; }
+extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_context < 0 ? 0 : current_context; }
 
 extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) { return static_cast<cudaStream_t>(stream)->owner; }
 
@@ -531,7 +538,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes) {
   const locked hold(lock);
   const size_t all = all_memory(), used = devices[current_device].used;
   *all_bytes = all, *free_bytes = all > used ? all - used : 0;
-  devices[current_device].has_context = true;
+  devices[current_context = current_device].has_context = true;
   return said(devices[current_device].sticky);
 }
 
