@@ -19,7 +19,8 @@
 #include "mesh/staged.h"
 
 enum { RANKS = 6, CALLS = 6, CULPRIT = 1, ROOM = 4 << 20, CAPACITY = 2000, BYTES = 3000 };
-static const double PATIENCE = 0.5, SOON = 20;   // a machine that runs tests may stand still
+static const double PATIENCE = 0.5, SOON = 20;   // a machine that runs tests may stand still,
+static const double PARTING_PATIENCE = 2;        // and this one is also that of making the group
 
 typedef enum when { MAKING, CALLING, WAITING, COMPARING, ABORTING, DEVICE, LEAVING, PARTING } when;
 
@@ -113,7 +114,9 @@ static rm_code make(rank *self, rm_error *err) {
   const int one_gpu = strncmp(f->name, "one GPU", 7) == 0;
   rm_nccl_options options = {.library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = SOON};
   if (one_gpu && !self->t->plant) options.gpu = "the one";
-  if ((f->when == MAKING || f->when == PARTING) && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
+  const int is_told = f->own && f->own != RM_E_COLLECTIVE_TIMEOUT;
+  if (f->when == MAKING && !is_told && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
+  if (f->when == PARTING && self->rank == CULPRIT) options.timeout = PARTING_PATIENCE;
   if (is_culprit(self) && is_file) options.library = f->value;
   if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
