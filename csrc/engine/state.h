@@ -2,7 +2,7 @@
 //
 //   rm_schedule   (scheduler.c)   which rows of which sequences; fills the plan's inputs, hands out pages
 //                 (hosted.c)      the same where a host decides
-//   rm_forward    (sampler.c)     model, lm_head, draws, logprobs of prompts; fills the plan's results
+//   rm_forward    (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c); fills the plan's results
 //                                 Only here does a step touch the device: inputs are put, ops enqueued, results waited for once.
 //   rm_commit     (commit.c)      results into the records; pages indexed, prompts shared, the finished put away
 //
@@ -161,9 +161,14 @@ int rm_is_hosted(const rm_engine *engine);
 void rm_host_distrust(rm_engine *engine, const rm_sequence *seq);  // what its pages hold is not to be used
 void rm_host_renew(rm_engine *engine, int pages);                  // records of prompts begin again; with `pages` no page's KV counts
 
+// forward.c
+rm_code rm_forward(rm_engine *engine, rm_error *err);
+
 // sampler.c
 rm_sample_params rm_params_of(const rm_sequence *seq);
-rm_code rm_forward(rm_engine *engine, rm_error *err);
+// What is wanted of the plan's outs, from their hidden states, T [n_out][hidden] on the device.
+rm_code rm_sample_outs(rm_engine *engine, const void *hidden, rm_error *err);
+void rm_record_outs(const rm_plan *plan);   // of the host alone, after the step was waited for
 // Where draws of a step lie, one after another; views.
 typedef struct rm_draw_records {
   int32_t *tokens, *ranks;
