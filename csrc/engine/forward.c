@@ -101,7 +101,7 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
 
 static rm_code run(rm_engine *engine, rm_error *err) {
   put_tables(engine);
-  if (rm_decode_serves(engine)) return rm_decode_run(engine, err);
+  if (engine->plan.is_recorded) return rm_decode_run(engine, err);
   rm_code code = enqueue(engine, err);
   if (!code) code = rm_compare_calls(engine, err); // before waiting for a rank that does something else
   return code ? code : get_results(engine, err);

@@ -38,6 +38,7 @@ typedef struct rm_drawn {
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
   int64_t most_rows;            // n_rows of the rank that has most, of those that step together
+  int is_recorded, with_ranks;  // it goes by decode.h; of some draw the rank is wanted. The same on all that step together
   // the host's alone
   rm_out_row *outs;             // [max_rows]
   rm_sequence **scheduled;      // [max_num_seqs]
@@ -143,7 +144,7 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
 rm_model_options rm_model_options_of(const rm_engine *engine);
 double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
-// Of those who step together the largest word; and, into the plan, the most rows, this rank's being in it.
+// Of those who step together the largest word; and, into the plan, which has its rows, what all of theirs come to.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);
 rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);         // forward and commit of the plan
 

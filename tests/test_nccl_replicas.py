@@ -1,0 +1,137 @@
+"""Recorded decode steps where experts span replicas (ep = dp·tp, csrc/engine/decode.h): each replica has a batch of its own, or none, and
+all record and replay one size together. On the stand-ins of tests/test_nccl_engine.py, or on GPUs.
+
+Input: replicas with as many rows, with other numbers of them, one without any, one that ends before the other, one that is fed a prompt
+in chunks while the other decodes. Oracle: one rank of the CPU, and the same mesh with enforce_eager=True. Bound: equality. How many steps
+every replica has replayed is in metrics()["graph_replays"], their sum.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+from test_cuda_engine import MOE, told
+from test_cuda_graphs import PARAMS, PROMPTS
+from test_nccl_engine import Make, make, shares, simt, where  # noqa: F401  (fixtures)
+
+import rollmesh as rm
+
+TWO, FOUR = rm.Mesh(dp=2, ep=2), rm.Mesh(dp=2, tp=2, ep=4)
+WIDE = {"max_num_seqs": 7, "kv_cache_gib": 0.004}
+# What one replica has beside the other's one long sequence: requests go to the replica of which least was asked.
+LONG = rm.SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+
+
+def short(n: int, tokens: int) -> list[rm.SamplingParams]:
+    return [rm.SamplingParams(max_tokens=tokens, seed=10 + i, temperature=i % 2, ignore_eos=True) for i in range(n)]
+
+
+def rollouts(generator: rm.Generator, prompts: Any = PROMPTS, params: Any = PARAMS) -> Any:
+    """All but how much of a prompt a replica had seen before."""
+    return [output[:1] + output[2:] for output in told(generator.generate(prompts, params, use_tqdm=False))]
+
+
+def counts(generator: rm.Generator) -> tuple[int, int]:
+    stats = generator.metrics()
+    return stats["steps"], stats["graph_replays"]
+
+
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [
+        (TWO, {"ep_backend": "alltoall"}),
+        (TWO, {"ep_backend": "allgather_reducescatter", "dtype": "float32"}),
+        (FOUR, {"ep_backend": "alltoall", "sequence_parallel": True}),
+        (FOUR, {"ep_backend": "allgather_reducescatter"}),
+        (rm.Mesh(dp=4, ep=4), {"device": "cuda:0"}),
+    ],
+    ids=str,
+)
+def test_unequal_batches_are_replayed_together(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:  # noqa: F811
+    """Batches of all sizes, under three versions, a sleep between two of them."""
+    dtype = changes.get("dtype", "bfloat16")
+    generators = [make(MOE, dtype=dtype, **WIDE), make(MOE, mesh, **WIDE, **changes), make(MOE, mesh, enforce_eager=True, **WIDE, **changes)]
+    found: list[Any] = [[] for _ in generators]
+    for generator, seen in zip(generators, found, strict=True):
+        for version in range(3):
+            generator.sync_weights(helpers.numpy_state_dict(MOE, seed=version), cast=True)
+            seen += [rollouts(generator), rollouts(generator, [[3] * 70, *PROMPTS[:3]], short(4, 9))]
+            if version == 1:
+                generator.sleep(["kv"])
+                generator.wake(["kv"])
+    assert found[0] == found[1] == found[2]
+    steps, replays = counts(generators[1])
+    assert replays % mesh.dp == 0
+    assert replays > mesh.dp * steps // 2
+    assert [counts(generator)[1] for generator in (generators[0], generators[2])] == [0, 0]
+
+
+@pytest.mark.parametrize("mesh", [TWO, FOUR], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n: int) -> None:  # noqa: F811
+    """One replica decodes 40 tokens of one sequence, the other 8 of n − 1, or nothing: of all 40 steps the first is of prompts, and the
+    first of each size is enqueued."""
+    params = [LONG, *short(n - 1, 8)]
+    cpu, gpu = make(MOE, **WIDE), make(MOE, mesh, **WIDE)
+    found = []
+    for generator in (cpu, gpu):
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+        found.append(rollouts(generator, [[i + 1, 2, 3] for i in range(n)], params))
+    assert found[0] == found[1]
+    sizes = {1: 1, 2: 1, 5: 2}[n]
+    assert counts(gpu) == (40, mesh.dp * (39 - sizes))
+
+
+def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:  # noqa: F811
+    """While one replica is fed a prompt in eight chunks, or wants top logprobs, the other's decode is not replayed. A prompt of one token
+    is fed in a step like all that follow."""
+    chunks = {**WIDE, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
+    cpu, gpu = make(MOE, **chunks), make(MOE, TWO, **chunks)
+    top = rm.SamplingParams(max_tokens=9, seed=4, logprobs=2, ignore_eos=True)
+    found = []
+    for generator in (cpu, gpu):
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+        found.append([rollouts(generator, [[1], [2]], short(2, 9))])
+        before = counts(generator)
+        found[-1].append(rollouts(generator, [[1], [5] * 56], [short(1, 9)[0], short(1, 1)[0]]))
+        found[-1].append(rollouts(generator, [[1], [2]], [short(1, 9)[0], top]))
+    assert found[0] == found[1]
+    assert before == (9, 2 * 8)
+    assert counts(gpu) == (9 + 9 + 9, 2 * (8 + 1))
+
+
+def test_where_one_replica_has_no_memory_for_a_graph_none_replays(
+    make: Make,  # noqa: F811
+    simt: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is memory for one graph, and two ranks want one."""
+    monkeypatch.setenv("ROLLMESH_SIMT_GRAPHS", "1")
+    cpu, gpu = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
+    found = []
+    for generator in (cpu, gpu):
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+        found.append([rollouts(generator), rollouts(generator)])
+    assert found[0] == found[1]
+    assert counts(gpu)[1] == 0
+
+
+@pytest.mark.parametrize("how", [{"inflight": "restart"}, {"inflight": "keep"}, {"inflight": "keep", "keep_kv": True}], ids=str)
+def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:  # noqa: F811
+    """Against the same mesh of the CPU, whose replicas are as far as these when the weights come."""
+    found = []
+    for changes in ({"device": "cpu", "comm": None}, {}):
+        generator = make(MOE, TWO, dtype="float32", **WIDE, **changes)
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1))
+        ids, done = generator.submit(PROMPTS, PARAMS), []
+        for step in range(8):
+            done += generator.poll()
+            if step == 3:
+                generator.sync_weights(helpers.numpy_state_dict(MOE, seed=2), **how)
+        done += generator.poll(min_outputs=len(ids) - len(done))
+        found.append(told(sorted(done, key=lambda output: output.request_id)))
+    assert found[0] == found[1]
+    assert generator.metrics()["graph_replays"] > 2 * 10
