@@ -18,6 +18,7 @@ from test_cuda_graphs import PARAMS, PROMPTS
 from test_nccl_engine import Make, make, shares, simt, where  # noqa: F401  (fixtures)
 
 import rollmesh as rm
+from rollmesh.traffic import step_traffic
 
 TWO, FOUR = rm.Mesh(dp=2, ep=2), rm.Mesh(dp=2, tp=2, ep=4)
 WIDE = {"max_num_seqs": 7, "kv_cache_gib": 0.004}
@@ -53,7 +54,8 @@ def counts(generator: rm.Generator) -> tuple[int, int]:
 def test_unequal_batches_are_replayed_together(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:  # noqa: F811
     """Batches of all sizes, under three versions, a sleep between two of them."""
     dtype = changes.get("dtype", "bfloat16")
-    generators = [make(MOE, dtype=dtype, **WIDE), make(MOE, mesh, **WIDE, **changes), make(MOE, mesh, enforce_eager=True, **WIDE, **changes)]
+    eager = {**changes, "enforce_eager": True}
+    generators = [make(MOE, dtype=dtype, **WIDE), make(MOE, mesh, **WIDE, **changes), make(MOE, mesh, **WIDE, **eager)]
     found: list[Any] = [[] for _ in generators]
     for generator, seen in zip(generators, found, strict=True):
         for version in range(3):
@@ -135,3 +137,33 @@ def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:  # 
         found.append(told(sorted(done, key=lambda output: output.request_id)))
     assert found[0] == found[1]
     assert generator.metrics()["graph_replays"] > 2 * 10
+
+
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [
+        (rm.Mesh(tp=2), {}),
+        (rm.Mesh(tp=2, ep=2), {"ep_backend": "local_allreduce"}),
+        (rm.Mesh(tp=2, ep=2), {"ep_backend": "alltoall", "sequence_parallel": True}),
+        (TWO, {"ep_backend": "alltoall"}),
+        (FOUR, {"ep_backend": "allgather_reducescatter"}),
+    ],
+    ids=str,
+)
+def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:  # noqa: F811
+    """Of eight steps of four rows a replica the first is enqueued, the second recorded, and all move as much, the bytes of
+    rollmesh.traffic. That there is memory for a graph each rank tells its group in a byte."""
+    gpu = make(MOE, mesh, **WIDE, **changes)
+    gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+    moved = []
+    for round in range(2):
+        before = gpu.metrics()
+        rollouts(gpu, [[i + 1 + 20 * round] for i in range(4 * mesh.dp)], short(4 * mesh.dp, 4))
+        after = gpu.metrics()
+        assert after["steps"] - before["steps"] == 4
+        moved.append([after[name] - before[name] for name in ("comm_bytes", "comm_calls", "graph_replays")])
+    assert [replays for _, _, replays in moved] == [3 * mesh.dp, 4 * mesh.dp]
+    groups, size = (1, mesh.dp * mesh.tp) if mesh.ep > mesh.tp else (mesh.dp, mesh.tp)
+    assert moved[0][:2] == [moved[1][0] + groups * size * (size - 1), moved[1][1] + 1]
+    want = step_traffic(rm.ModelSpec.from_hf(MOE), mesh, 4, recorded=True, **changes)
+    assert moved[1][0] == 4 * sum(want)

@@ -254,12 +254,32 @@ static rm_code agree_on_refusal(rm_engine *engine, rm_recording *recording, rm_e
   return code;
 }
 
+// What was called while the device recorded was not moved, and each replay moves it.
+static void count_recorded(rm_engine *engine, const rm_engine_stats *before, rm_recording *recording) {
+  rm_engine_stats after = {0};
+  rm_peers_traffic(engine, &after);
+  recording->comm_bytes = after.comm_bytes - before->comm_bytes;
+  recording->comm_calls = after.comm_calls - before->comm_calls;
+  engine->stats.comm_bytes -= recording->comm_bytes;
+  engine->stats.comm_calls -= recording->comm_calls;
+}
+
+static void replay(rm_engine *engine, const rm_recording *recording) {
+  engine->device->replay(engine->device->self, recording->kept);
+  engine->stats.comm_bytes += recording->comm_bytes;
+  engine->stats.comm_calls += recording->comm_calls;
+  engine->stats.replays++;
+}
+
 // What has been enqueued by an op that could not go on is dropped with the recording.
 static rm_code record(rm_engine *engine, rm_recording *recording, const rows_block *b, int64_t rows, int with_ranks, rm_error *err) {
   const rm_device *device = engine->device;
+  rm_engine_stats before = {0};
   rm_code code = rm_device_check(device, device->record(device->self), err);
   if (code) return code;
+  rm_peers_traffic(engine, &before);
   code = enqueue(engine, b, rows, with_ranks, err);
+  count_recorded(engine, &before, recording);
   const rm_device_status status = device->recorded(device->self, &recording->kept);
   recording->is_refused = status == RM_DEVICE_NO_MEMORY;
   if (!code && !recording->is_refused) code = rm_device_check(device, status, err);
@@ -283,7 +303,6 @@ static void take(rm_engine *engine, const rows_block *b, int with_ranks) {
 }
 
 rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
-  const rm_device *device = engine->device;
   const int64_t index = size_index(&engine->decode, engine->plan.most_rows), rows = engine->decode.sizes[index];
   const int with_ranks = engine->plan.with_ranks;
   const rows_block b = block_of(engine, rows);
@@ -293,10 +312,9 @@ rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
   rm_code code = rm_model_prepare(engine->model, &batch, err);
   const int may_record = recording->was_run && !recording->kept && !recording->is_refused;
   if (!code && may_record) code = record(engine, recording, &b, rows, with_ranks, err);
-  if (!code && recording->kept) device->replay(device->self, recording->kept);
+  if (!code && recording->kept) replay(engine, recording);
   else if (!code) code = enqueue(engine, &b, rows, with_ranks, err);
   recording->was_run = 1;
-  engine->stats.replays += !code && recording->kept != NULL;
   if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
   if (!code) code = rm_results_fetch(&engine->results, err);
   if (!code) code = share_draws(engine, &b, rows, err);

@@ -23,6 +23,8 @@ enum { RM_DECODE_SETS = 2, RM_DECODE_SIZES = 32 };
 
 typedef struct rm_recording {
   void *kept;                   // the device's; NULL: none yet
+  uint64_t comm_bytes;          // that its exchanges send to other ranks, as was counted when it was recorded
+  int64_t comm_calls;
   int was_run;                  // so that the next may be recorded
   int is_refused;               // the device had no memory for it
 } rm_recording;
