@@ -218,12 +218,12 @@ def apart(rank: Rank) -> Any:
     """The victim makes another call than the rest. "unheard": and the layer that would have noticed first does not listen."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
-        if rank.job["how"] == "unheard":
+        if rank.job["how"] in ("unheard", "handed out"):
             generator._engine._asked = Deaf()
         prompt, how = [1, 2, 3], rank.job["how"] if rank.victim else ""
-        if how == "logits":
+        if how == "logits" or (rank.job["how"] == "handed out" and not rank.victim):
             generator.logits([prompt])
-        elif how == "score":
+        elif how in ("score", "handed out"):
             generator.score([prompt])
         elif how == "sync":
             generator.sync_weights(rank.source(0.5), cast=True)

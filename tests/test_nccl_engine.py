@@ -461,6 +461,12 @@ def test_ranks_that_step_with_different_batches(ranks: Run) -> None:
         assert "another batch" in rank["error"][1]
 
 
+def test_ranks_that_are_asked_for_different_things(ranks: Run) -> None:
+    """Of one batch one rank hands logits out, and the other has no exchange of logits: they compare before the first waits for it."""
+    for rank in ranks("apart", (2, 1, 1), model="moe", how="handed out", victim=1, timeout=10.0):
+        assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
+
+
 def test_refusals_leave_the_mesh_usable(ranks: Run) -> None:
     expected = results(ranks("calls_in_a_row", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"}))[0]
     for got in results(ranks("calls_in_a_row", (2, 1, 2), model="moe")):

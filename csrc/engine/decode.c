@@ -315,7 +315,8 @@ rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
   if (!code && recording->kept) replay(engine, recording);
   else if (!code) code = enqueue(engine, &b, rows, with_ranks, err);
   recording->was_run = 1;
-  if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
+  if (!code) code = rm_compare_forward(engine, err);
+  if (!code) code = rm_compare_outs(engine, err);
   if (!code) code = rm_results_fetch(&engine->results, err);
   if (!code) code = share_draws(engine, &b, rows, err);
   if (!code) take(engine, &b, with_ranks);

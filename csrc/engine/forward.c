@@ -96,14 +96,14 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
   if (code) return code;
   put_inputs(engine);
   code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
+  if (!code) code = rm_compare_forward(engine, err);
   return code ? code : rm_sample_outs(engine, hidden, err);
 }
 
 static rm_code run(rm_engine *engine, rm_error *err) {
   put_tables(engine);
   if (engine->plan.is_recorded) return rm_decode_run(engine, err);
-  rm_code code = enqueue(engine, err);
-  if (!code) code = rm_compare_calls(engine, err); // before waiting for a rank that does something else
+  const rm_code code = enqueue(engine, err);
   return code ? code : get_results(engine, err);
 }
 

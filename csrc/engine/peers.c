@@ -64,11 +64,11 @@ static rm_code compare(rm_comm *there, rm_comm *host, rm_error *err) {
   return there && rm_comm_can_be_recorded(there) ? rm_comm_compare(there, host, err) : RM_OK;
 }
 
-rm_code rm_compare_calls(rm_engine *engine, rm_error *err) {
-  const rm_rank *rank = &engine->options.rank;
-  const rm_code code = compare(engine->tp_there, rank->tp, err);
-  return code || engine->ep_there == engine->tp_there ? code : compare(engine->ep_there, rank->ep, err);
+rm_code rm_compare_forward(rm_engine *engine, rm_error *err) {
+  return engine->ep_there == engine->tp_there ? RM_OK : compare(engine->ep_there, engine->options.rank.ep, err);
 }
+
+rm_code rm_compare_outs(rm_engine *engine, rm_error *err) { return compare(engine->tp_there, engine->options.rank.tp, err); }
 
 // A rank that waits for this one in another group has to hear of it too. What stands in the device's queue for others comes to its end.
 void rm_abandon_peers(rm_engine *engine, rm_code why) {

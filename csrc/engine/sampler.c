@@ -183,23 +183,9 @@ static rm_code run_prompt(rm_engine *engine, const rm_chunk *chunk, int64_t row,
   return code;
 }
 
-// A row of logits, or of stats, into a caller's memory. It is not pinned: the copy waits inside the driver for all that is enqueued, where
-// no deadline reaches it and no lost rank is seen, so that is waited for first.
-static rm_code hand_over(rm_engine *engine, float *to, const float *from, int64_t n, rm_error *err) {
-  const rm_code code = rm_engine_wait(engine, err);
-  if (!code) engine->device->get(engine->device->self, to, from, (size_t)n * sizeof *to);
-  return code;
-}
-
 static rm_code run_prompts(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
-  const int64_t vocab = engine->spec->vocab_size;
   rm_code code = RM_OK;
-  for (int64_t i = 0; i < chunk->n && !code; i++) {
-    const rm_out_row *out = out_row(plan, chunk, i);
-    float *to = out->seq->group->logits_out;
-    if (to) code = hand_over(engine, to + out->position * vocab, plan->logits + i * engine->ld_logits, vocab, err);
-  }
   for (int64_t i = 0, end; i < chunk->n && !code; i = end) {
     end = i + 1;
     if (out_row(plan, chunk, i)->target < 0) continue;
@@ -350,19 +336,39 @@ static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d,
   return code;
 }
 
-// Rows that a host draws from: their logits as they are.
+// ---------------------------------------------------------------------------------------------- rows of logits for others
+static int is_handed_out(const rm_out_row *out) {
+  return out->seq->group->logits_out != NULL || (out->draws && out->seq->group->host_draws);
+}
+
+static void get(rm_engine *engine, float *to, const float *from, int64_t n) {
+  engine->device->get(engine->device->self, to, from, (size_t)n * sizeof *to);
+}
+
+// Rows that a host draws from are its own as they are, and their stats; what else is wanted of them goes into the records.
+static rm_code hand_to_host(rm_engine *engine, const rm_chunk *chunk, int64_t i, rm_error *err) {
+  const rm_plan *plan = &engine->plan;
+  const int64_t vocab = engine->spec->vocab_size;
+  rm_sequence *seq = out_row(plan, chunk, i)->seq;
+  const int64_t to = seq->host_row, k = seq->group->top_logprobs, at = seq->n_tokens * k;
+  get(engine, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, vocab);
+  get(engine, plan->host_stats + 2 * to, plan->stats + 2 * i, 2);
+  return k ? top_logprobs(engine, i, 1, k, seq->top_ids + at, seq->top_logprobs + at, err) : RM_OK;
+}
+
+// A caller's memory is not pinned: a copy to it waits inside the driver for all that is enqueued, where no deadline reaches it and no lost
+// rank is seen. So that is waited for first; what comes behind it waits for no rank until the next lm_head.
 static rm_code hand_out(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
   const int64_t vocab = engine->spec->vocab_size;
-  rm_code code = RM_OK;
-  for (int64_t i = 0; plan->n_host && i < chunk->n && !code; i++) {
+  int any = 0;
+  for (int64_t i = 0; i < chunk->n && !any; i++) any = is_handed_out(out_row(plan, chunk, i));
+  rm_code code = any ? rm_engine_wait(engine, err) : RM_OK;
+  for (int64_t i = 0; any && i < chunk->n && !code; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
-    const rm_group *group = out->seq->group;
-    const int64_t to = out->seq->host_row, k = group->top_logprobs, at = out->seq->n_tokens * k;
-    if (!out->draws || !group->host_draws) continue;
-    code = hand_over(engine, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, vocab, err);
-    if (!code) code = hand_over(engine, plan->host_stats + 2 * to, plan->stats + 2 * i, 2, err);
-    if (k && !code) code = top_logprobs(engine, i, 1, k, out->seq->top_ids + at, out->seq->top_logprobs + at, err);
+    float *to = out->seq->group->logits_out;
+    if (to) get(engine, to + out->position * vocab, plan->logits + i * engine->ld_logits, vocab);
+    if (out->draws && out->seq->group->host_draws) code = hand_to_host(engine, chunk, i, err);
   }
   return code;
 }
@@ -374,11 +380,12 @@ rm_code rm_sample_outs(rm_engine *engine, const void *hidden, rm_error *err) {
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += engine->max_out_rows) {
     rm_chunk chunk;
     code = run_lm_head(engine, hidden, first, &chunk, err);
-    if (!code) code = run_prompts(engine, &chunk, err);
+    if (!code) code = rm_compare_outs(engine, err);
     if (!code) code = hand_out(engine, &chunk, err);
+    if (!code) code = run_prompts(engine, &chunk, err);
     if (!code) code = draw_tokens(engine, &chunk, &d, err);
   }
-  return code;
+  return code || plan->n_out ? code : rm_compare_outs(engine, err);
 }
 
 void rm_record_outs(const rm_plan *plan) {

@@ -152,7 +152,11 @@ rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);      
 rm_code rm_join_peers(rm_engine *engine, rm_error *err);           // makes tp_there and ep_there
 void rm_leave_peers(rm_engine *engine);
 rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued: a step waits in no other way
-rm_code rm_compare_calls(rm_engine *engine, rm_error *err);        // which compare nothing themselves; all ranks, once a step
+// Calls compare nothing themselves, so all ranks of a group do, before one of them waits for what stands in its queue. The group of
+// experts after a forward, where it is not the tp group: it has no call behind that. The tp group after each lm_head, or where a step
+// has none.
+rm_code rm_compare_forward(rm_engine *engine, rm_error *err);
+rm_code rm_compare_outs(rm_engine *engine, rm_error *err);
 void rm_abandon_peers(rm_engine *engine, rm_code why);             // all groups of this rank are dead
 void rm_settle_peers(rm_engine *engine);   // after it: until the device is through, or, where ranks are, the deadline of a group
 void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out);
