@@ -167,3 +167,39 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
     assert moved[0][:2] == [moved[1][0] + groups * size * (size - 1), moved[1][1] + 1]
     want = step_traffic(rm.ModelSpec.from_hf(MOE), mesh, 4, recorded=True, **changes)
     assert moved[1][0] == 4 * sum(want)
+
+
+@pytest.mark.parametrize(
+    "mesh, rows, changes",
+    [
+        (TWO, 515, {"ep_backend": "alltoall"}),
+        (FOUR, 1027, {"ep_backend": "allgather_reducescatter", "sequence_parallel": True}),
+        (rm.Mesh(tp=2, ep=2), 1027, {"ep_backend": "local_allreduce"}),
+    ],
+    ids=str,
+)
+def test_long_steps_go_to_experts_run_after_run(make: Make, mesh: rm.Mesh, rows: int, changes: dict[str, Any]) -> None:  # noqa: F811
+    """A prompt of three rows more than a run of 512 for each rank, whose home has the other replica's few rows beside it or none."""
+    config = helpers.tiny_config(moe=True, num_hidden_layers=1)
+    how = {"max_model_len": 1100, "max_num_batched_tokens": 1100, "max_num_seqs": 2, "enable_prefix_caching": False}
+    prompts = [[(7 * i) % 97 for i in range(rows)], [5, 6]]
+    found = []
+    for generator in (make(config, **how), make(config, mesh, **how, **changes)):
+        generator.sync_weights(helpers.numpy_state_dict(config, seed=1), cast=True)
+        params = rm.SamplingParams(max_tokens=2, seed=1, logprobs=2)
+        found.append([rollouts(generator, prompts, params), rollouts(generator, prompts[:1], params)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather_reducescatter"])
+def test_by_nccl_no_step_moves_what_is_chosen(make: Make, backend: str) -> None:  # noqa: F811
+    """Of prompts of more rows than sequences at once: nothing is counted, so whatever is in them, as many bytes go in as many calls."""
+    gpu = make(MOE, TWO, max_num_seqs=2, ep_backend=backend, enable_prefix_caching=False)
+    gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+    moved = set()
+    for first in range(6):
+        before = gpu.metrics()
+        rollouts(gpu, [[(first + 7 * i) % 97 for i in range(9)]], rm.SamplingParams(max_tokens=1))
+        after = gpu.metrics()
+        moved.add(tuple(after[name] - before[name] for name in ("steps", "comm_bytes", "comm_calls")))
+    assert len(moved) == 1
