@@ -15,7 +15,8 @@ import helpers
 import pytest
 from test_cuda_engine import MOE, told
 from test_cuda_graphs import PARAMS, PROMPTS
-from test_nccl_engine import Make, make, shares, simt, where  # noqa: F401  (fixtures)
+from test_mesh_processes import results
+from test_nccl_engine import Make, Run, make, ranks, shares, simt, where  # noqa: F401  (fixtures)
 
 import rollmesh as rm
 from rollmesh.traffic import step_traffic
@@ -85,6 +86,15 @@ def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n:
     assert found[0] == found[1]
     sizes = {1: 1, 2: 1, 5: 2}[n]
     assert counts(gpu) == (40, mesh.dp * (39 - sizes))
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 4)], ids=str)
+def test_every_rank_replays(ranks: Run, mesh: tuple[int, int, int]) -> None:  # noqa: F811
+    """Of processes each counts its own. Twelve tokens of one request: after the prompt's step one is enqueued, and the others are replayed
+    on the replica that has nothing too; of three requests two are in one replica, a size that is new."""
+    (one, _), (three, _) = results(ranks("replayed", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"}))[0]
+    for got in results(ranks("replayed", mesh, model="moe")):
+        assert got == [[one, 10], [three, 20]]
 
 
 def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:  # noqa: F811
