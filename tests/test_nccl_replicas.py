@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import helpers
+import numpy as np
 import pytest
 from test_cuda_engine import MOE, told
 from test_cuda_graphs import PARAMS, PROMPTS
+from test_hosted import asked
 from test_mesh_processes import results
 from test_nccl_engine import Make, Run, make, ranks, shares, simt, where  # noqa: F401  (fixtures)
 
@@ -113,6 +115,25 @@ def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:  # no
     assert found[0] == found[1]
     assert before == (9, 2 * 8)
     assert counts(gpu) == (9 + 9 + 9, 2 * (8 + 1))
+
+
+def test_ranks_of_tokens_that_one_replica_wants(make: Make) -> None:  # noqa: F811
+    """All replicas then take the recording that has them, and have recorded it at the same step: eight steps and eight without."""
+    cpu, gpu = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
+    found = []
+    for generator in (cpu, gpu):
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+        engine, told, more = generator._engine, [], True
+        asks = [asked(max_tokens=9 + 8 * i, seed=i, ignore_eos=True, ranks=i == 0) for i in range(2)]
+        numbers = [engine.add(np.array([i + 1, 2], np.int32), np.zeros(0, np.int32), ask, None) for i, ask in enumerate(asks)]
+        while engine.unfinished() and more:
+            _, more = engine.step()
+        for sample in (engine.sample(number, 0) for number in numbers):
+            told.append([None if sample[name] is None else sample[name].tobytes() for name in ("token_ids", "logprobs", "ranks")])
+        found.append(told)
+    assert found[0] == found[1]
+    assert [of_tokens is None for _, _, of_tokens in found[1]] == [False, True]
+    assert counts(gpu) == (17, 2 * (7 + 7))
 
 
 def test_where_one_replica_has_no_memory_for_a_graph_none_replays(
