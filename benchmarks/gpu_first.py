@@ -116,7 +116,7 @@ def parts() -> list[Part]:
         Part("racecheck-fma", 240, sanitized("racecheck", OPS, "fma"), "programs"),
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
-        Part("test-nccl", 240, shared_gpu(pytest("tests/test_nccl.py", "tests/test_nccl_engine.py")), "build"),
+        Part("test-nccl", 240, shared_gpu(pytest("tests/test_nccl.py", "tests/test_nccl_engine.py", "tests/test_nccl_replicas.py")), "build"),
         Part("test-torch", 240, pytest("tests/test_cuda_torch.py", "tests/test_cuda_grpo.py"), "build"),
         Part("test-slots", 200, pytest("tests/test_moe_slots.py"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),

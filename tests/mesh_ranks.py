@@ -147,6 +147,18 @@ def bits(rank: Rank) -> Any:
         return [out, {"digest": second.digest, "version": second.version, **answers(generator)}]
 
 
+def replayed(rank: Rank) -> Any:
+    """What one request and then three answer, and how many steps this rank has replayed since it was made."""
+    params, out = rm.SamplingParams(max_tokens=12, seed=2, ignore_eos=True), []
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True)
+        for prompts in ([[3, 1]], [[3, 1], [1, 2], [2, 9]]):
+            outputs = generator.generate(prompts, params, use_tqdm=False)
+            told = [part for output in outputs for sample in output.outputs for part in (sample.token_ids, sample.logprobs)]
+            out.append((digest(*told), generator.metrics()["graph_replays"]))
+    return out
+
+
 def construct(rank: Rank) -> Any:
     """Ranks that are made as `each` says."""
     tp, dp, ep = rank.job["each"][rank.rank].pop("mesh", rank.job["mesh"])
@@ -218,12 +230,12 @@ def apart(rank: Rank) -> Any:
     """The victim makes another call than the rest. "unheard": and the layer that would have noticed first does not listen."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
-        if rank.job["how"] == "unheard":
+        if rank.job["how"] in ("unheard", "handed out"):
             generator._engine._asked = Deaf()
         prompt, how = [1, 2, 3], rank.job["how"] if rank.victim else ""
-        if how == "logits":
+        if how == "logits" or (rank.job["how"] == "handed out" and not rank.victim):
             generator.logits([prompt])
-        elif how == "score":
+        elif how in ("score", "handed out"):
             generator.score([prompt])
         elif how == "sync":
             generator.sync_weights(rank.source(0.5), cast=True)

@@ -60,9 +60,7 @@ void rm_decode_plan(rm_engine *engine) {
   const int64_t most = rm_model_options_of(engine).static_rows;   // more hide the launches behind the work
   rows_block unused;
   rm_field fields[N_FIELDS];
-  // Where experts span replicas these would have to agree on a size that each has another number of rows for.
-  if (options->enforce_eager || !engine->device->record || rm_rank_spans_dp(&options->rank) || !rm_model_is_static(engine->model, most))
-    return;
+  if (options->enforce_eager || !engine->device->record || !rm_model_is_static(engine->model, most)) return;
   for (int64_t rows = 1; rows < most; rows = next_size(rows)) {
     assert(decode->n_sizes < RM_DECODE_SIZES - 1);
     decode->sizes[decode->n_sizes++] = rows;
@@ -82,13 +80,16 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_banned);
 }
 
-int rm_decode_serves(const rm_engine *engine) {
+int rm_decode_serves(const rm_engine *engine, int *with_ranks) {
   const rm_plan *plan = &engine->plan;
   const rm_decode *decode = &engine->decode;
-  if (!decode->n_sizes || plan->n_rows < 1 || plan->n_rows > decode->sizes[decode->n_sizes - 1]) return 0;
+  *with_ranks = 0;
+  if (!decode->n_sizes || plan->n_rows > decode->sizes[decode->n_sizes - 1]) return 0;
   if (plan->n_out != plan->n_rows || plan->n_draws != plan->n_rows) return 0;
-  for (int64_t i = 0; i < plan->n_rows; i++)
+  for (int64_t i = 0; i < plan->n_rows; i++) {
     if (!only_draws(plan, i)) return 0;
+    *with_ranks |= plan->draws[i].seq->group->want_ranks != 0;
+  }
   return 1;
 }
 
@@ -99,23 +100,22 @@ static int64_t size_index(const rm_decode *decode, int64_t rows) {
 }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Rows behind the plan's: token 0 at position 0 of the first row's sequence, which has a page there. Whether ranks are wanted.
-static int fill(const rm_engine *engine, const rows_block *b, int64_t rows) {
+// Rows behind the plan's: token 0 at position 0 of the first row's sequence, which has a page there; where there is none, of whoever had
+// the first place last: every number in the tables is a page's, from the beginning on.
+static void fill(const rm_engine *engine, const rows_block *b, int64_t rows) {
   const rm_plan *plan = &engine->plan;
-  int with_ranks = 0;
+  const int32_t first = plan->n_rows ? plan->seq_of_row[0] : 0;
   for (int64_t i = 0; i < rows; i++) {
     const int counts = i < plan->n_rows;
     b->slots[i] = counts ? plan->slots[i] : -1;
     b->ids[i] = counts ? plan->ids[i] : 0;
     b->positions[i] = counts ? plan->positions[i] : 0;
-    b->seq_of_row[i] = plan->seq_of_row[counts ? i : 0];
+    b->seq_of_row[i] = counts ? plan->seq_of_row[i] : first;
     b->out_rows[i] = (int32_t)i;
     b->params[i] = counts ? rm_params_of(plan->draws[i].seq) : (rm_sample_params){.top_p = 1, .top_k = -1, .forced = -1};
-    if (counts) with_ranks |= plan->draws[i].seq->group->want_ranks;
   }
   memset(b->row_flags, 0, (size_t)rows);
   memset(b->out_flags, 0, (size_t)rows);
-  return with_ranks;
 }
 
 static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }
@@ -239,25 +239,47 @@ static rm_recording *recording_of(rm_engine *engine, int64_t index, int with_ran
   return &decode->sets[set].list[index][with_ranks];
 }
 
-// Where one rank of a tp group has no memory for it none replays: what it would enqueue in the place of a replay the others have not.
+// Where one of those that step together has no memory for it none replays: what it would enqueue in the place of a replay the others have
+// not.
 static rm_code agree_on_refusal(rm_engine *engine, rm_recording *recording, rm_error *err) {
-  rm_comm *tp = engine->options.rank.tp;
+  const rm_rank *rank = &engine->options.rank;
+  rm_comm *together = rm_rank_spans_dp(rank) ? rank->ep : rank->tp;
   const uint8_t mine = (uint8_t)recording->is_refused;
-  uint8_t all[RM_MAX_TP];
-  size_t bytes[RM_MAX_TP];
-  if (!tp) return RM_OK;
-  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof mine;
-  const rm_code code = rm_comm_all_gather(tp, &mine, all, bytes, err);
-  for (int r = 0; r < rm_comm_size(tp) && !code; r++) recording->is_refused |= all[r];
+  uint8_t all[RM_MAX_WORLD];
+  size_t bytes[RM_MAX_WORLD];
+  if (!together) return RM_OK;
+  for (int r = 0; r < rm_comm_size(together); r++) bytes[r] = sizeof mine;
+  const rm_code code = rm_comm_all_gather(together, &mine, all, bytes, err);
+  for (int r = 0; r < rm_comm_size(together) && !code; r++) recording->is_refused |= all[r];
   return code;
+}
+
+// What was called while the device recorded was not moved, and each replay moves it.
+static void count_recorded(rm_engine *engine, const rm_engine_stats *before, rm_recording *recording) {
+  rm_engine_stats after = {0};
+  rm_peers_traffic(engine, &after);
+  recording->comm_bytes = after.comm_bytes - before->comm_bytes;
+  recording->comm_calls = after.comm_calls - before->comm_calls;
+  engine->stats.comm_bytes -= recording->comm_bytes;
+  engine->stats.comm_calls -= recording->comm_calls;
+}
+
+static void replay(rm_engine *engine, const rm_recording *recording) {
+  engine->device->replay(engine->device->self, recording->kept);
+  engine->stats.comm_bytes += recording->comm_bytes;
+  engine->stats.comm_calls += recording->comm_calls;
+  engine->stats.replays++;
 }
 
 // What has been enqueued by an op that could not go on is dropped with the recording.
 static rm_code record(rm_engine *engine, rm_recording *recording, const rows_block *b, int64_t rows, int with_ranks, rm_error *err) {
   const rm_device *device = engine->device;
+  rm_engine_stats before = {0};
   rm_code code = rm_device_check(device, device->record(device->self), err);
   if (code) return code;
+  rm_peers_traffic(engine, &before);
   code = enqueue(engine, b, rows, with_ranks, err);
+  count_recorded(engine, &before, recording);
   const rm_device_status status = device->recorded(device->self, &recording->kept);
   recording->is_refused = status == RM_DEVICE_NO_MEMORY;
   if (!code && !recording->is_refused) code = rm_device_check(device, status, err);
@@ -281,20 +303,20 @@ static void take(rm_engine *engine, const rows_block *b, int with_ranks) {
 }
 
 rm_code rm_decode_run(rm_engine *engine, rm_error *err) {
-  const rm_device *device = engine->device;
-  const int64_t index = size_index(&engine->decode, engine->plan.n_rows), rows = engine->decode.sizes[index];
+  const int64_t index = size_index(&engine->decode, engine->plan.most_rows), rows = engine->decode.sizes[index];
+  const int with_ranks = engine->plan.with_ranks;
   const rows_block b = block_of(engine, rows);
-  const int with_ranks = fill(engine, &b, rows);
+  fill(engine, &b, rows);
   rm_recording *recording = recording_of(engine, index, with_ranks);
   const rm_batch batch = batch_of(engine, &b, rows);
   rm_code code = rm_model_prepare(engine->model, &batch, err);
   const int may_record = recording->was_run && !recording->kept && !recording->is_refused;
   if (!code && may_record) code = record(engine, recording, &b, rows, with_ranks, err);
-  if (!code && recording->kept) device->replay(device->self, recording->kept);
+  if (!code && recording->kept) replay(engine, recording);
   else if (!code) code = enqueue(engine, &b, rows, with_ranks, err);
   recording->was_run = 1;
-  engine->stats.replays += !code && recording->kept != NULL;
-  if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
+  if (!code) code = rm_compare_forward(engine, err);
+  if (!code) code = rm_compare_outs(engine, err);
   if (!code) code = rm_results_fetch(&engine->results, err);
   if (!code) code = share_draws(engine, &b, rows, err);
   if (!code) take(engine, &b, with_ranks);

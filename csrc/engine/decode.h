@@ -9,7 +9,9 @@
 // take turns. So there are two sets of recordings, and a sync costs none of them. A size is recorded when it comes for the second time
 // with weights of that block: the first run loads what CUDA loads late.
 //
-// Ranks of a tp group record and replay alike, exchanges included, since all have seen the same batches and blocks.
+// Ranks record and replay alike, exchanges included. Those of a tp group have seen the same batches and blocks. Where experts span
+// replicas each has a batch of its own, and what they agree on before a step (rm_engine_ask_all) is whether it goes this way at all,
+// its size, which is that of the most rows of any, and whether ranks are wanted. A replica without rows has rows that do not count alone.
 #pragma once
 
 #include "base/status.h"
@@ -21,6 +23,8 @@ enum { RM_DECODE_SETS = 2, RM_DECODE_SIZES = 32 };
 
 typedef struct rm_recording {
   void *kept;                   // the device's; NULL: none yet
+  uint64_t comm_bytes;          // that its exchanges send to other ranks, as was counted when it was recorded
+  int64_t comm_calls;
   int was_run;                  // so that the next may be recorded
   int is_refused;               // the device had no memory for it
 } rm_recording;
@@ -39,12 +43,13 @@ typedef struct rm_decode {
   int last;                     // the set that was used last
 } rm_decode;
 
-// Sizes, up to 512 rows, and bytes for them. None where the device records nothing, the options say so, exchanges wait for the host
-// (staged.h), or experts span replicas.
+// Sizes, up to 512 rows, and bytes for them. None where the device records nothing, the options say so, or exchanges wait for the host
+// (staged.h).
 void rm_decode_plan(rm_engine *engine);
-// Whether the plan is such a step.
-int rm_decode_serves(const rm_engine *engine);
-// In the place of enqueueing it op by op and fetching: inputs put, results in the plan. What is enqueued on an error is not waited for.
+// Whether the plan is such a step, as far as this rank knows; one without rows is. *with_ranks: it wants those of its tokens.
+int rm_decode_serves(const rm_engine *engine, int *with_ranks);
+// Where the plan says that it is recorded, in the place of enqueueing it op by op and fetching: inputs put, results in the plan. What is
+// enqueued on an error is not waited for.
 rm_code rm_decode_run(rm_engine *engine, rm_error *err);
 // Before memory goes that recordings know. Waits for the device.
 void rm_decode_forget(rm_engine *engine);

@@ -281,22 +281,29 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
   return code;
 }
 
-// Where experts span replicas all of them step together, those without requests with an empty batch.
+// Where experts span replicas all of them step together, those without requests with an empty batch. One whose step is not to be
+// recorded makes all enqueue theirs.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err) {
   const rm_rank *rank = &engine->options.rank;
+  rm_plan *plan = &engine->plan;
+  plan->is_recorded = rm_decode_serves(engine, &plan->with_ranks);
   const struct word {
-    int32_t word, rows;
-  } own = {mine, (int32_t)engine->plan.n_rows};
+    int32_t rows;
+    int16_t word;
+    uint8_t is_recorded, with_ranks;
+  } own = {(int32_t)plan->n_rows, (int16_t)mine, (uint8_t)plan->is_recorded, (uint8_t)plan->with_ranks};
   struct word all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
   *most = mine;
-  engine->plan.most_rows = engine->plan.n_rows;
+  plan->most_rows = plan->n_rows;
   if (!rm_rank_spans_dp(rank)) return RM_OK;
   for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
   const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);
   for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) {
     *most = all[r].word > *most ? all[r].word : *most;
-    engine->plan.most_rows = rm_max64(engine->plan.most_rows, all[r].rows);
+    plan->most_rows = rm_max64(plan->most_rows, all[r].rows);
+    plan->is_recorded &= all[r].is_recorded;
+    plan->with_ranks |= all[r].with_ranks;
   }
   return code ? lose(engine, code, err) : RM_OK;
 }

@@ -150,7 +150,7 @@ rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
-  int64_t replays;              // of steps, as recordings (decode.h); what their exchanges move is not in the figures below
+  int64_t replays;              // of steps, as recordings (decode.h)
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;
@@ -159,7 +159,7 @@ typedef struct rm_engine_stats {
   double forward_seconds, schedule_seconds, commit_seconds;
   uint64_t comm_bytes;          // that this rank has sent to others
   int64_t comm_calls;           // exchanges it took part in
-  double comm_seconds;          // of forward_seconds and commits, inside exchanges
+  double comm_seconds;          // of forward_seconds and commits, inside exchanges; what a replay has them do is not in it
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
 const rm_params *rm_engine_params(const rm_engine *engine);

@@ -9,30 +9,15 @@
 #include "engine/state.h"
 #include "mesh/nccl.h"
 #include "mesh/staged.h"
+#include "model/exchanged.h"
 
 // ---------------------------------------------------------------------------------------------- making
-// The most that ranks exchange at once: whole rows of a step, a row for each expert of each, or logits.
-static size_t most_exchanged(const rm_engine *engine) {
-  const rm_model_options model = rm_model_options_of(engine);
-  const rm_spec *spec = engine->spec;
-  const int64_t outputs = spec->hidden_size * rm_max64(spec->top_k, 1), heads = spec->n_heads * spec->head_dim;
-  const int64_t inner = rm_max64(spec->intermediate_size, spec->moe_intermediate_size * rm_max64(spec->top_k, 1));
-  const size_t row = (size_t)rm_max64(rm_max64(outputs, heads), inner) * rm_dtype_bytes(engine->options.dtype);
-  const size_t routed = (size_t)engine->routed_per_token * sizeof(int16_t), logits = (size_t)engine->ld_logits * sizeof(float);
-  const size_t rows = (size_t)engine->options.max_num_batched_tokens * (row > routed ? row : routed);
-  const size_t sizes[] = {rows, (size_t)engine->max_out_rows * logits, rm_model_static_bytes(spec, &model)};
-  size_t most = 0;
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) most = sizes[i] > most ? sizes[i] : most;
-  return most;
-}
-
-static rm_code join(rm_engine *engine, rm_comm *host, rm_comm **out, rm_error *err) {
+static rm_code join(rm_engine *engine, rm_comm *host, rm_exchanged most, rm_comm **out, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  const size_t capacity = most_exchanged(engine);
-  if (!options->nccl_library) return rm_comm_create_staged(host, engine->device, capacity, out, err);
+  if (!options->nccl_library) return rm_comm_create_staged(host, engine->device, most.all, out, err);
   const rm_nccl_options nccl = {.library = options->nccl_library,
                                 .gpu = options->nccl_gpu ? options->nccl_gpu : engine->device->name,
-                                .capacity = capacity,
+                                .capacity = most.apart,
                                 .timeout = rm_comm_timeout(host)};
   return rm_comm_create_nccl(host, engine->device, &nccl, out, err);
 }
@@ -40,12 +25,13 @@ static rm_code join(rm_engine *engine, rm_comm *host, rm_comm **out, rm_error *e
 rm_code rm_join_peers(rm_engine *engine, rm_error *err) {
   rm_rank *rank = &engine->options.rank;
   const int calls_ep = rank->ep != NULL;
+  const rm_model_options model = rm_model_options_of(engine);
   rm_code code = RM_OK;
   if (engine->device->on_host) return RM_OK;
-  if (rank->tp) code = join(engine, rank->tp, &engine->tp_there, err);
+  if (rank->tp) code = join(engine, rank->tp, rm_exchanged_tp(engine->spec, &model), &engine->tp_there, err);
   if (code) return code;
   if (calls_ep && rank->mesh.ep == rank->mesh.tp) engine->ep_there = engine->tp_there;   // the same ranks
-  else if (calls_ep && (code = join(engine, rank->ep, &engine->ep_there, err))) return code;
+  else if (calls_ep && (code = join(engine, rank->ep, rm_exchanged_ep(engine->spec, &model), &engine->ep_there, err))) return code;
   rank->tp_there = engine->tp_there;
   rank->ep_there = engine->ep_there;
   return RM_OK;
@@ -64,11 +50,11 @@ static rm_code compare(rm_comm *there, rm_comm *host, rm_error *err) {
   return there && rm_comm_can_be_recorded(there) ? rm_comm_compare(there, host, err) : RM_OK;
 }
 
-rm_code rm_compare_calls(rm_engine *engine, rm_error *err) {
-  const rm_rank *rank = &engine->options.rank;
-  const rm_code code = compare(engine->tp_there, rank->tp, err);
-  return code || engine->ep_there == engine->tp_there ? code : compare(engine->ep_there, rank->ep, err);
+rm_code rm_compare_forward(rm_engine *engine, rm_error *err) {
+  return engine->ep_there == engine->tp_there ? RM_OK : compare(engine->ep_there, engine->options.rank.ep, err);
 }
+
+rm_code rm_compare_outs(rm_engine *engine, rm_error *err) { return compare(engine->tp_there, engine->options.rank.tp, err); }
 
 // A rank that waits for this one in another group has to hear of it too. What stands in the device's queue for others comes to its end.
 void rm_abandon_peers(rm_engine *engine, rm_code why) {

@@ -1,9 +1,6 @@
-// sampler.c: from the batch to tokens and logprobs. The forward gives hidden states of the wanted rows; they go through lm_head
-// max_out_rows at a time, so that a long prompt with logprobs needs no logits for all of its rows at once, and rows
-// whose target's logprob is all that is wanted never have their logits stored.
-//
-// First everything is enqueued, for one lot of rows after another; then the device is waited for, once but for rows of logits that a
-// caller wants; then results go into the records. What an op gives to a record directly goes by results.h.
+// sampler.c: from hidden states of the wanted rows to tokens and logprobs. The rows go through lm_head max_out_rows at a time, so that a
+// long prompt with logprobs needs no logits for all of its rows at once, and rows whose target's logprob is all that is wanted never
+// have their logits stored. What an op gives to a record directly goes by results.h.
 //
 // A call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of the
 // n samples of a prompt), which is the same call with a row stride of 0.
@@ -186,23 +183,9 @@ static rm_code run_prompt(rm_engine *engine, const rm_chunk *chunk, int64_t row,
   return code;
 }
 
-// A row of logits, or of stats, into a caller's memory. It is not pinned: the copy waits inside the driver for all that is enqueued, where
-// no deadline reaches it and no lost rank is seen, so that is waited for first.
-static rm_code hand_over(rm_engine *engine, float *to, const float *from, int64_t n, rm_error *err) {
-  const rm_code code = rm_engine_wait(engine, err);
-  if (!code) engine->device->get(engine->device->self, to, from, (size_t)n * sizeof *to);
-  return code;
-}
-
 static rm_code run_prompts(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
-  const int64_t vocab = engine->spec->vocab_size;
   rm_code code = RM_OK;
-  for (int64_t i = 0; i < chunk->n && !code; i++) {
-    const rm_out_row *out = out_row(plan, chunk, i);
-    float *to = out->seq->group->logits_out;
-    if (to) code = hand_over(engine, to + out->position * vocab, plan->logits + i * engine->ld_logits, vocab, err);
-  }
   for (int64_t i = 0, end; i < chunk->n && !code; i = end) {
     end = i + 1;
     if (out_row(plan, chunk, i)->target < 0) continue;
@@ -353,146 +336,59 @@ static rm_code draw_tokens(rm_engine *engine, const rm_chunk *chunk, int64_t *d,
   return code;
 }
 
-// Rows that a host draws from: their logits as they are.
+// ---------------------------------------------------------------------------------------------- rows of logits for others
+static int is_handed_out(const rm_out_row *out) {
+  return out->seq->group->logits_out != NULL || (out->draws && out->seq->group->host_draws);
+}
+
+static void get(rm_engine *engine, float *to, const float *from, int64_t n) {
+  engine->device->get(engine->device->self, to, from, (size_t)n * sizeof *to);
+}
+
+// Rows that a host draws from are its own as they are, and their stats; what else is wanted of them goes into the records.
+static rm_code hand_to_host(rm_engine *engine, const rm_chunk *chunk, int64_t i, rm_error *err) {
+  const rm_plan *plan = &engine->plan;
+  const int64_t vocab = engine->spec->vocab_size;
+  rm_sequence *seq = out_row(plan, chunk, i)->seq;
+  const int64_t to = seq->host_row, k = seq->group->top_logprobs, at = seq->n_tokens * k;
+  get(engine, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, vocab);
+  get(engine, plan->host_stats + 2 * to, plan->stats + 2 * i, 2);
+  return k ? top_logprobs(engine, i, 1, k, seq->top_ids + at, seq->top_logprobs + at, err) : RM_OK;
+}
+
+// A caller's memory is not pinned: a copy to it waits inside the driver for all that is enqueued, where no deadline reaches it and no lost
+// rank is seen. So that is waited for first; what comes behind it waits for no rank until the next lm_head.
 static rm_code hand_out(rm_engine *engine, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = &engine->plan;
   const int64_t vocab = engine->spec->vocab_size;
-  rm_code code = RM_OK;
-  for (int64_t i = 0; plan->n_host && i < chunk->n && !code; i++) {
+  int any = 0;
+  for (int64_t i = 0; i < chunk->n && !any; i++) any = is_handed_out(out_row(plan, chunk, i));
+  rm_code code = any ? rm_engine_wait(engine, err) : RM_OK;
+  for (int64_t i = 0; any && i < chunk->n && !code; i++) {
     const rm_out_row *out = out_row(plan, chunk, i);
-    const rm_group *group = out->seq->group;
-    const int64_t to = out->seq->host_row, k = group->top_logprobs, at = out->seq->n_tokens * k;
-    if (!out->draws || !group->host_draws) continue;
-    code = hand_over(engine, plan->host_logits + to * vocab, plan->logits + i * engine->ld_logits, vocab, err);
-    if (!code) code = hand_over(engine, plan->host_stats + 2 * to, plan->stats + 2 * i, 2, err);
-    if (k && !code) code = top_logprobs(engine, i, 1, k, out->seq->top_ids + at, out->seq->top_logprobs + at, err);
+    float *to = out->seq->group->logits_out;
+    if (to) get(engine, to + out->position * vocab, plan->logits + i * engine->ld_logits, vocab);
+    if (out->draws && out->seq->group->host_draws) code = hand_to_host(engine, chunk, i, err);
   }
   return code;
 }
 
-// ---------------------------------------------------------------------------------------------- the other ranks of the tp group
-// They were told the same and have scheduled alike, or what they exchange would be of different batches.
-static rm_code agree_on_batch(rm_engine *engine, rm_error *err) {
+// ---------------------------------------------------------------------------------------------- all of them
+rm_code rm_sample_outs(rm_engine *engine, const void *hidden, rm_error *err) {
   const rm_plan *plan = &engine->plan;
-  rm_comm *tp = engine->options.rank.tp;
-  if (!tp) return RM_OK;
-  uint64_t digest = (uint64_t)plan->n_rows, all[RM_MAX_TP];
-  size_t bytes[RM_MAX_TP];
-  for (int64_t r = 0; r < plan->n_rows; r++)
-    digest =
-        (digest ^ (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32) * 0x9E3779B97F4A7C15u + (uint64_t)plan->positions[r];
-  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof digest;
-  const rm_code code = rm_comm_all_gather(tp, &digest, all, bytes, err);
-  for (int r = 0; r < rm_comm_size(tp) && !code; r++)
-    if (all[r] != digest)
-      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                     "tp rank %d steps with another batch than tp rank %d; all ranks of a tp group get the same calls", r,
-                     rm_comm_rank(tp));
-  return code;
-}
-
-// A row of K or V that is not finite is seen by the ranks that have its head, and ends its request on all.
-static rm_code share_flags(rm_engine *engine, rm_error *err) {
-  rm_comm *tp = engine->options.rank.tp;
-  rm_plan *plan = &engine->plan;
-  if (!tp || !plan->n_rows) return RM_OK;
-  size_t bytes[RM_MAX_TP];
-  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = (size_t)plan->n_rows;
-  const rm_code code = rm_comm_all_gather(tp, plan->row_flags, plan->all_flags, bytes, err);
-  for (int64_t i = 0; i < plan->n_rows * rm_comm_size(tp) && !code; i++) plan->row_flags[i % plan->n_rows] |= plan->all_flags[i];
-  return code;
-}
-
-// ---------------------------------------------------------------------------------------------- a step
-// Those that were changed, neighbours together. Nothing where the memory is one.
-static void put_tables(const rm_engine *engine) {
-  uint8_t *changed = engine->table_changed;
-  for (int64_t i = 0, end; i < engine->options.max_num_seqs && !engine->device->on_host; i = end + 1) {
-    for (end = i; end < engine->options.max_num_seqs && changed[end]; end++) changed[end] = 0;
-    rm_mirror_put(&engine->mirror, engine->block_tables + i * engine->max_pages,
-                  (size_t)((end - i) * engine->max_pages) * sizeof *engine->block_tables);
-  }
-}
-
-static void put_inputs(const rm_engine *engine) {
-  const rm_plan *plan = &engine->plan;
-  const rm_mirror *mirror = &engine->mirror;
-  const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
-  rm_mirror_put(mirror, plan->ids, rows * sizeof *plan->ids);
-  rm_mirror_put(mirror, plan->positions, rows * sizeof *plan->positions);
-  rm_mirror_put(mirror, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
-  rm_mirror_put(mirror, plan->slots, rows * sizeof *plan->slots);
-  rm_mirror_put(mirror, plan->out_rows, outs * sizeof *plan->out_rows);
-  rm_mirror_put(mirror, plan->targets, outs * sizeof *plan->targets);
-  rm_device_zero(engine->device, there(engine, plan->row_flags), rows);
-  rm_device_zero(engine->device, there(engine, plan->out_flags), outs);
-}
-
-static rm_code get_results(rm_engine *engine, rm_error *err) {
-  const rm_plan *plan = &engine->plan;
-  const rm_mirror *mirror = &engine->mirror;
-  rm_mirror_get(mirror, plan->row_flags, (size_t)plan->n_rows);
-  rm_mirror_get(mirror, plan->out_flags, (size_t)plan->n_out);
-  rm_mirror_get(mirror, plan->target_logprobs, (size_t)plan->n_out * sizeof *plan->target_logprobs);
-  if (plan->routed) rm_mirror_get(mirror, plan->routed, (size_t)(plan->n_rows * engine->routed_per_token) * sizeof *plan->routed);
-  return rm_results_fetch(&engine->results, err);
-}
-
-static rm_code enqueue(rm_engine *engine, rm_error *err) {
-  const rm_plan *plan = &engine->plan;
-  const void *hidden;
-  const rm_batch batch = {
-      .mirror = &engine->mirror,
-      .n_rows = plan->n_rows,
-      .most_rows = plan->most_rows,
-      .n_seqs = engine->options.max_num_seqs,
-      .max_pages = engine->max_pages,
-      .ids = plan->ids,
-      .positions = plan->positions,
-      .seq_of_row = plan->seq_of_row,
-      .slots = plan->slots,
-      .block_tables = engine->block_tables,
-      .n_out = plan->n_out,
-      .out_rows = plan->out_rows,
-      .routed = plan->routed,
-      .row_flags = plan->row_flags,
-  };
-  rm_code code = rm_model_prepare(engine->model, &batch, err);
-  if (code) return code;
-  put_inputs(engine);
-  code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
+  rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += engine->max_out_rows) {
     rm_chunk chunk;
     code = run_lm_head(engine, hidden, first, &chunk, err);
-    if (!code) code = run_prompts(engine, &chunk, err);
+    if (!code) code = rm_compare_outs(engine, err);
     if (!code) code = hand_out(engine, &chunk, err);
+    if (!code) code = run_prompts(engine, &chunk, err);
     if (!code) code = draw_tokens(engine, &chunk, &d, err);
   }
-  return code;
+  return code || plan->n_out ? code : rm_compare_outs(engine, err);
 }
 
-static rm_code run(rm_engine *engine, rm_error *err) {
-  put_tables(engine);
-  if (rm_decode_serves(engine)) return rm_decode_run(engine, err);
-  rm_code code = enqueue(engine, err);
-  if (!code) code = rm_compare_calls(engine, err);   // before waiting for a rank that does something else
-  return code ? code : get_results(engine, err);
-}
-
-rm_code rm_forward(rm_engine *engine, rm_error *err) {
-  rm_plan *plan = &engine->plan;
-  rm_code code = agree_on_batch(engine, err);
-  if (!code) code = run(engine, err);
-  if (code) {
-    rm_abandon_peers(engine, code);
-    rm_settle_peers(engine);   // for what would be written to records, which may go
-    rm_results_drop(&engine->results);
-    return code;
-  }
-  for (int64_t i = 0; i < plan->n_out; i++) plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];
-  for (int64_t d = 0; d < plan->n_draws; d++)
-    if (!plan->draws[d].seq->group->want_ranks) plan->ranks[d] = 0;
+void rm_record_outs(const rm_plan *plan) {
   record_prompts(plan);
   record_siblings(plan);
-  return share_flags(engine, err);
 }

@@ -2,7 +2,7 @@
 //
 //   rm_schedule   (scheduler.c)   which rows of which sequences; fills the plan's inputs, hands out pages
 //                 (hosted.c)      the same where a host decides
-//   rm_forward    (sampler.c)     model, lm_head, draws, logprobs of prompts; fills the plan's results
+//   rm_forward    (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c); fills the plan's results
 //                                 Only here does a step touch the device: inputs are put, ops enqueued, results waited for once.
 //   rm_commit     (commit.c)      results into the records; pages indexed, prompts shared, the finished put away
 //
@@ -38,6 +38,7 @@ typedef struct rm_drawn {
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
   int64_t most_rows;            // n_rows of the rank that has most, of those that step together
+  int is_recorded, with_ranks;  // it goes by decode.h; of some draw the rank is wanted. The same on all that step together
   // the host's alone
   rm_out_row *outs;             // [max_rows]
   rm_sequence **scheduled;      // [max_num_seqs]
@@ -143,7 +144,7 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
 rm_model_options rm_model_options_of(const rm_engine *engine);
 double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
-// Of those who step together the largest word; and, into the plan, the most rows, this rank's being in it.
+// Of those who step together the largest word; and, into the plan, which has its rows, what all of theirs come to.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);
 rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);         // forward and commit of the plan
 
@@ -151,7 +152,11 @@ rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);      
 rm_code rm_join_peers(rm_engine *engine, rm_error *err);           // makes tp_there and ep_there
 void rm_leave_peers(rm_engine *engine);
 rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued: a step waits in no other way
-rm_code rm_compare_calls(rm_engine *engine, rm_error *err);        // which compare nothing themselves; all ranks, once a step
+// Calls compare nothing themselves, so all ranks of a group do, before one of them waits for what stands in its queue. The group of
+// experts after a forward, where it is not the tp group: it has no call behind that. The tp group after each lm_head, or where a step
+// has none.
+rm_code rm_compare_forward(rm_engine *engine, rm_error *err);
+rm_code rm_compare_outs(rm_engine *engine, rm_error *err);
 void rm_abandon_peers(rm_engine *engine, rm_code why);             // all groups of this rank are dead
 void rm_settle_peers(rm_engine *engine);   // after it: until the device is through, or, where ranks are, the deadline of a group
 void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out);
@@ -161,9 +166,14 @@ int rm_is_hosted(const rm_engine *engine);
 void rm_host_distrust(rm_engine *engine, const rm_sequence *seq);  // what its pages hold is not to be used
 void rm_host_renew(rm_engine *engine, int pages);                  // records of prompts begin again; with `pages` no page's KV counts
 
+// forward.c
+rm_code rm_forward(rm_engine *engine, rm_error *err);
+
 // sampler.c
 rm_sample_params rm_params_of(const rm_sequence *seq);
-rm_code rm_forward(rm_engine *engine, rm_error *err);
+// What is wanted of the plan's outs, from their hidden states, T [n_out][hidden] on the device.
+rm_code rm_sample_outs(rm_engine *engine, const void *hidden, rm_error *err);
+void rm_record_outs(const rm_plan *plan);   // of the host alone, after the step was waited for
 // Where draws of a step lie, one after another; views.
 typedef struct rm_draw_records {
   int32_t *tokens, *ranks;

@@ -31,6 +31,7 @@ static uint64_t digest_of(const char *name) {
 static rm_code map_run(const rm_nccl_end *end, char **out, rm_error *err) {
   void *block = NULL;
   const rm_device *device = end->device;
+  if (!end->capacity) return RM_OK;
   const rm_device_status status = device->map(device->self, end->capacity, &block);
   if (status == RM_DEVICE_OK) *out = block;
   if (status == RM_DEVICE_OK) return RM_OK;
@@ -40,8 +41,7 @@ static rm_code map_run(const rm_nccl_end *end, char **out, rm_error *err) {
 
 static rm_code prepare(rm_nccl_end *end, const rm_nccl_options *options, hello *mine, rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  if (options->capacity < 1 || options->capacity > INT64_MAX)
-    return rm_fail(err, RM_E_CONFIG, "capacity=%zu, wanted bytes of one exchange", options->capacity);
+  if (options->capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "capacity=%zu, wanted bytes of one exchange", options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
   if (!code) code = map_run(end, &end->out, err);
   if (!code) code = map_run(end, &end->in, err);

@@ -22,7 +22,7 @@
 typedef struct rm_nccl_options {
   const char *library;          // the path of libnccl.so.2, which is loaded if it was not
   const char *gpu;              // names this rank's GPU, alike where two ranks have the same one; NULL: not known
-  size_t capacity;              // bytes of blocks with rows apart, in one exchange and direction; an all_gather's are all ranks'
+  size_t capacity;              // bytes of blocks with rows apart, in one exchange and direction; an all_gather's are all ranks'. 0: none
   double timeout;               // seconds: of creation, of leaving, and the first value of the comm's
 } rm_nccl_options;
 

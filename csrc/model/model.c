@@ -162,17 +162,10 @@ void rm_model_destroy(rm_model *model) {
 }
 
 int rm_model_is_static(const rm_model *model, int64_t rows) {
-  const rm_shard *shard = &model->shard;
-  const rm_moe *moe = &model->moe;
-  if (shard->comm && (rows > model->options.static_rows || !rm_comm_can_be_recorded(shard->comm))) return 0;
-  return !moe->ep || (rm_moe_is_static(moe, rows) && rm_comm_can_be_recorded(moe->ep));
-}
-
-size_t rm_model_static_bytes(const rm_spec *spec, const rm_model_options *options) {
-  const rm_mesh *mesh = &options->rank.mesh;
-  const size_t looked_up = (size_t)(mesh->tp * options->static_rows * spec->hidden_size) * rm_dtype_bytes(options->dtype);
-  const size_t slots = mesh->ep > 1 ? rm_slots_exchanged(spec, mesh, options->dtype, options->static_rows) : 0;
-  return slots > looked_up ? slots : looked_up;
+  rm_comm *const comms[] = {model->shard.comm, model->moe.ep};
+  for (int i = 0; i < 2; i++)
+    if (comms[i] && (rows > model->options.static_rows || !rm_comm_can_be_recorded(comms[i]))) return 0;
+  return 1;
 }
 
 const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
@@ -438,7 +431,7 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
   int16_t *routed = (int16_t *)there(batch, batch->routed) + moe_layer * spec->top_k;
   const rm_layer_params *layer = &model->params->layers[index];
   rm_code code;
-  if (rm_moe_takes_home_rows(moe)) {
+  if (moe->travels) {
     char *own = model->x + (size_t)home.first * row_bytes(model), *out = model->sequence_parallel ? model->home : own;
     code = rm_moe_travel(moe, &model->ctx, layer, weights, own, out, home.n, most, routed + home.first * stride, stride, err);
     if (code || model->sequence_parallel) return code;
@@ -489,7 +482,7 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
     if (spec->layers[i].is_moe) code = moe_block(model, i, moe_layer++, base, batch, err);
     else code = mlp_block(model, layer, base, batch->n_rows, err);
   }
-  if (!code && moe_layer && rm_moe_takes_home_rows(&model->moe))
+  if (!code && moe_layer && model->moe.travels)
     code = rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows,
                                 (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
   return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);

@@ -58,8 +58,6 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
 // Whether a forward of a batch whose most_rows (or n_rows) are so many enqueues only, and the same for every batch with as many rows and
 // wanted rows, so that a recording may hold it.
 int rm_model_is_static(const rm_model *model, int64_t rows);
-// Bytes that an exchange of a static forward sends or receives at most.
-size_t rm_model_static_bytes(const rm_spec *spec, const rm_model_options *options);
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
 
 // From hidden states to logits and their statistics; as rm_lm_head_args, over the whole vocabulary. logits may be NULL, and so may

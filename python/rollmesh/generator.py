@@ -107,7 +107,7 @@ class Generator:
     device                  "cpu"; "cuda": rank r of the mesh on GPU r, counted round; "cuda:N": all ranks of this process on that one
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
     ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp);
-                            in short steps on GPUs the first two are one
+                            on GPUs the first two are one in short steps, and by NCCL in all
     sequence_parallel       norms and residuals on token shards; no effect where mesh.tp = 1
     tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts, texts and stop strings
     eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's

@@ -2,7 +2,8 @@
 
 Everything is of the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts
 once for each receiver. Tokens are taken to choose experts evenly; everything else is exact, and held to the engine's own count. With
-`static` it is of the form that steps of few rows have on a GPU, whose sizes do not depend on what is chosen (csrc/model/moe/slots.c).
+`static` it is of the form that steps of few rows have on a GPU, whose sizes do not depend on what is chosen (csrc/model/moe/slots.c);
+with `recorded` of a step that goes by a graph over NCCL (csrc/engine/decode.c), of the recorded size that its rows are made up to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rollmesh.spec import ModelSpec
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")  # dispatchers that move rows of the ranks' home shards
 VOCAB_BLOCK = 128
+ACCOUNT = 32  # bytes by which two ranks compare their calls of NCCL, once a step (csrc/mesh/comm.c)
 
 
 class Traffic(NamedTuple):
@@ -31,16 +33,19 @@ def step_traffic(
     ep_backend: str = "alltoall",
     sequence_parallel: bool = False,
     static: bool = False,
+    recorded: bool = False,
 ) -> Traffic:
     """Of one decode step."""
-    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static)
+    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static, recorded)
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
 
 class _Step:
-    def __init__(self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool, static: bool):
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool, static: bool, recorded: bool
+    ):
         self.spec, self.mesh, self.rows, self.elem, self.backend, self.sp = spec, mesh, rows, elem, backend, sequence_parallel
-        self.static = static
+        self.static, self.recorded = static or recorded, recorded
         self.travels = mesh.ep > 1 and backend in TRAVELLING
         self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
         self.num_moe, self.hidden = sum(spec.is_moe_layer), spec.hidden_size
@@ -77,9 +82,10 @@ class _Step:
         last = self.gathered(self.hidden) if self.sp else 0
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
         kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
-        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1) + self.rows * 4 * pairs
+        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
+        told = ACCOUNT if self.recorded else self.rows * 4  # calls, or the logit of each target by who has it
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
-        return looked_up + layers + routed + last + head + (8 + self.rows) * pairs
+        return looked_up + layers + routed + last + head + (told + 8 + self.rows) * pairs
 
     def ep_bytes(self) -> float:
         mesh, top_k = self.mesh, self.spec.num_experts_per_tok
@@ -87,7 +93,7 @@ class _Step:
             return 0.0
         groups, pairs = mesh.world // mesh.ep, mesh.ep * (mesh.ep - 1)
         row, rows = self.hidden * self.elem, self.rows * (mesh.dp if mesh.ep > mesh.tp else 1)  # of one group
-        together = 8 * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
+        together = (8 + ACCOUNT * self.recorded) * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
         if self.static:
             return groups * (self.num_moe * self.slots() + together)
         away = rows * top_k * row * (1 - 1 / mesh.ep)

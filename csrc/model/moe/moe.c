@@ -18,6 +18,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
       .spec = params->spec, .here = &params->placement, .device = device, .rank = rank, .dtype = params->dtype, .max_rows = max_rows};
   moe->kernels = device->kernels;
   moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
+  moe->travels = mesh->ep > 1 && moe->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   if (mesh->ep == 1) return create_groups(moe, err);
   moe->ep = rank->ep_there ? rank->ep_there : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
@@ -26,8 +27,8 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
   moe->recv = moe->send + mesh->ep;
   for (int32_t i = 0; i < peers.count; i++) moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
   rm_code code = rm_moe_slots_create(moe, mesh, static_rows, err);
-  if (code) return code;
-  if (moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return create_groups(moe, err);
+  if (code || rm_moe_is_static(moe, INT64_MAX)) return code;
+  if (!moe->travels) return create_groups(moe, err);
   const rm_dispatch_options options = {.ep = rank->ep,
                                        .experts = moe->experts,
                                        .n_experts = params->spec->n_experts,
@@ -56,11 +57,11 @@ size_t rm_moe_bytes(const rm_moe *moe) {
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
-  const int travels = rm_moe_takes_home_rows(moe), cut = moe->rank->mesh.tp > 1 && !travels;
+  const int travels = moe->travels, cut = moe->rank->mesh.tp > 1 && !travels;
   const rm_slot_sizes most = rm_moe_slots_most(moe);
   const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), ep = (size_t)moe->slots.mesh.ep;
   const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each, in_part = ep * (size_t)(moe->slots.rows * most.each);
-  const size_t arrive = travels ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : choices;
+  const size_t arrive = moe->dispatch ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : travels ? 0 : choices;
   const rm_field list[RM_MOE_FIELDS - RM_SLOT_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
@@ -201,12 +202,13 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
-                    int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+// All rows of a step, or a run of those that have the static form.
+static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
+                    int64_t rows, int is_static, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int64_t m = rows * moe->spec->top_k;
   rm_code code;
   rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
-  if (moe->ep && rm_moe_is_static(moe, rows)) {
+  if (is_static) {
     code = rm_moe_slots_stay(moe, ctx, shard, layer, weights, x, rows, err);
   } else {
     permute(moe, ctx, x, rows);
@@ -222,4 +224,16 @@ rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_la
   rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->ids, moe->place, mine.n, rows);
   if (bytes) moe->device->copy(moe->device->self, x + (size_t)mine.first * shard->elem, row, moe->sorted, bytes, bytes, (size_t)rows);
   return RM_OK;
+}
+
+rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
+                    int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+  const int is_static = moe->ep && rm_moe_is_static(moe, rows);
+  const int64_t each = is_static ? moe->slots.rows : rm_max64(rows, 1);
+  const size_t row = rm_moe_row_bytes(moe);
+  rm_code code = RM_OK;
+  for (int64_t first = 0; first < rm_max64(rows, 1) && !code; first += each)
+    code = stay(moe, ctx, shard, layer, weights, x + (size_t)first * row, rm_min64(rows - first, each), is_static,
+                routed + first * routed_stride, routed_stride, err);
+  return code;
 }

@@ -7,8 +7,10 @@
 //   travel   a rank has the rows it is home of; inputs go to the experts' ranks and outputs come back. `allgather_reducescatter`
 //            and `alltoall` differ in what they send out (dispatch.h).
 //
-// Where a step has few rows, and the device's memory is not the host's, either way has a static form besides, whose exchanges have sizes
-// that follow from the number of rows alone (slots.c): nothing in it waits for the device.
+// Where the device's memory is not the host's, either way has a static form besides, whose exchanges have sizes that follow from the
+// number of rows alone (slots.c): nothing in it waits for the device. It goes a run of rows after another, so that its memory is bounded
+// whatever the experts. By way of the host (staged.h) steps of few rows have it; by NCCL all have, and the counting form's memory is
+// left out.
 //
 // Whichever way, an expert's output is one row of bits, and the home adds the rows of a token up in the contract's tree, so that
 // all ways give the bits of one rank.
@@ -41,7 +43,8 @@ typedef struct rm_slot_sizes {
 // What the static form has of its own; nothing where rows = 0.
 typedef struct rm_moe_slots {
   rm_mesh mesh;
-  int64_t rows;                 // of a step at most
+  int64_t rows;                 // of a run at most
+  int64_t most_rows;            // of a step that has this form, at most
   rm_mirror none;               // owned: [home_rows][top_k] −1, ids of rows that are empty
   char *all;                    // [ep][pitch] rows of all homes and their ids; where rows travel
   int32_t *own;                 // [homes][pitch][each] choices of this rank's experts; where rows stay, one home of all rows
@@ -59,7 +62,8 @@ typedef struct rm_moe {
   const rm_kernels *kernels;    // its
   rm_dtype dtype;
   rm_dispatcher dispatcher;
-  int64_t max_rows;
+  int travels;                  // rows do: the block takes and gives home rows
+  int64_t max_rows;             // of the block at a time; of a run where all steps have the static form
   int32_t *ids;                 // [rows][top_k], best first
   float *gates;                 // [rows][top_k]
   char *inner;                  // T [rows at this rank's experts][moe_intermediate]
@@ -73,13 +77,14 @@ typedef struct rm_moe {
   int32_t *group_rows;          // [n_experts + 1] the host's address
   char *part;                   // T [rows·top_k][hidden columns of this rank]; where tp > 1
   rm_range *experts;            // [ep] of each rank
-  // where rows travel
-  rm_dispatch *dispatch;        // owned; NULL where rows stay
+  // where rows travel and are counted
+  rm_dispatch *dispatch;        // owned; else NULL
   rm_dispatch_plan *plan;       // owned
   rm_moe_stage stage;           // owned; where the host cannot touch the device's memory
 } rm_moe;
 
-// static_rows: of a step in the static form at most, where ep > 1; 0: there is none.
+// static_rows: of a step in the static form at most, where ep > 1 and the experts' group is by way of the host; by NCCL all steps have
+// it. 0: there is none.
 enum { RM_SLOT_FIELDS = 5, RM_MOE_FIELDS = 6 + RM_SLOT_FIELDS };
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device, const rm_rank *rank, int64_t max_rows,
                       int64_t static_rows, rm_error *err);
@@ -87,11 +92,17 @@ void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]);   // returns how many
 size_t rm_moe_bytes(const rm_moe *moe);                              // of what it holds beside its fields
 
-// Whether rows travel: the block then takes and gives home rows.
-static inline int rm_moe_takes_home_rows(const rm_moe *moe) { return moe->dispatch != NULL; }
 // Whether a step has the static form, in which the rank with most rows has so many. All ranks that exchange say the same number.
-static inline int rm_moe_is_static(const rm_moe *moe, int64_t most_rows) { return moe->slots.rows > 0 && most_rows <= moe->slots.rows; }
-// Bytes that an exchange of the static form sends or receives at most, in steps of up to so many rows.
+static inline int rm_moe_is_static(const rm_moe *moe, int64_t most_rows) {
+  return moe->slots.rows > 0 && most_rows <= moe->slots.most_rows;
+}
+// Rows of a run of the static form, of steps of so many at most: 512 of each rank's own, or as many as have RM_SLOT_BYTES in one
+// exchange, whichever is less, but one. Scratch is about two and a half times that, and a step of more rows goes run after run: 30 B of
+// parameters with 128 experts, 8 of them chosen, over 8 ranks exchange 128 MiB of 512 rows; a model with 7168 hidden and 256 experts over
+// 64 ranks has runs of 73 rows.
+enum { RM_SLOT_ROWS = 512, RM_SLOT_BYTES = 256 << 20 };
+int64_t rm_slots_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
+// Bytes that an exchange of the static form sends or receives at most, in runs of up to so many rows.
 size_t rm_slots_exchanged(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
 
 // x ← block(x), T [rows][hidden]; of the output this rank's columns alone, in their place. routed: the chosen ids, row r's at
@@ -109,9 +120,10 @@ rm_slot_sizes rm_slot_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtyp
 static inline rm_slot_sizes rm_moe_slots_most(const rm_moe *moe) {
   return moe->slots.rows ? rm_slot_sizes_of(moe->spec, &moe->slots.mesh, moe->dtype, moe->slots.rows) : (rm_slot_sizes){0};
 }
+// Where all steps have the static form max_rows becomes that of a run.
 rm_code rm_moe_slots_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err);
 void rm_moe_slots_fields(rm_moe *moe, rm_field fields[RM_SLOT_FIELDS]);
-// Outputs of the rows, which were routed, to `part` by place.
+// Outputs of a run's rows, which were routed, to `part` by place.
 rm_code rm_moe_slots_stay(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard, const rm_layer_params *layer, const char *weights,
                           const char *x, int64_t rows, rm_error *err);
 // rm_moe_travel in the static form.

@@ -1,6 +1,8 @@
 // slots.c: the block between ranks where nobody has to know how many rows go where. Every exchange has the size that the step's rows
 // ask for at most, whatever was chosen, so nothing is counted, the host touches nothing, and a step can be recorded and replayed with
-// other choices. What that costs are bytes that say nothing, and so it is for few rows (rm_model_options.static_rows).
+// other choices. What that costs are bytes that say nothing: outputs return in up to min(top_k, experts of a rank) times the rows that a
+// count would give. Where the host has to bring the rows anyway that is for few of them (rm_model_options.static_rows); by NCCL it is
+// less than a wait for the host in every layer, and than the way through its memory.
 //
 //   travel   rows of all homes with their ids go to all ranks; each rank sorts those for its experts, computes them, and gives each
 //            home its rows' outputs in slots
@@ -39,10 +41,23 @@ size_t rm_slots_exchanged(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dty
   return (size_t)(mesh->ep * rm_max64(travel, stay)) * rm_dtype_bytes(dtype);
 }
 
+int64_t rm_slots_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows) {
+  int64_t least = 1, most = rm_min64(rows, (int64_t)RM_SLOT_ROWS * mesh->tp);
+  while (least < most) {
+    const int64_t half = least + (most - least + 1) / 2;
+    if (rm_slots_exchanged(spec, mesh, dtype, half) <= RM_SLOT_BYTES) least = half;
+    else most = half - 1;
+  }
+  return rm_min64(least, rows);
+}
+
 rm_code rm_moe_slots_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err) {
   rm_moe_slots *slots = &moe->slots;
+  const int for_all = static_rows > 0 && rm_comm_can_be_recorded(moe->ep);
   slots->mesh = *mesh;
-  slots->rows = rm_min64(static_rows, moe->max_rows);
+  slots->most_rows = for_all ? INT64_MAX : rm_min64(static_rows, moe->max_rows);
+  slots->rows = rm_slots_run_rows(moe->spec, mesh, moe->dtype, rm_min64(slots->most_rows, moe->max_rows));
+  if (for_all) moe->max_rows = slots->rows;
   if (!slots->rows || moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
   const rm_slot_sizes most = rm_slot_sizes_of(moe->spec, mesh, moe->dtype, slots->rows);
   const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
@@ -56,7 +71,7 @@ rm_code rm_moe_slots_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_row
 void rm_moe_slots_fields(rm_moe *moe, rm_field fields[RM_SLOT_FIELDS]) {
   rm_moe_slots *slots = &moe->slots;
   const rm_slot_sizes most = rm_moe_slots_most(moe);
-  const size_t row = rm_moe_row_bytes(moe), travels = rm_moe_takes_home_rows(moe), homes = travels ? (size_t)slots->mesh.ep : 1;
+  const size_t row = rm_moe_row_bytes(moe), travels = moe->travels != 0, homes = travels ? (size_t)slots->mesh.ep : 1;
   const size_t rows = !slots->rows ? 0 : travels ? (size_t)most.pitch : (size_t)slots->rows, n = homes * rows * (size_t)most.each;
   const rm_field list[RM_SLOT_FIELDS] = {
       {&slots->all, travels ? homes * rows : 0, row},
@@ -146,9 +161,10 @@ static rm_code give_back(rm_moe *moe, rm_slot_sizes sizes, rm_error *err) {
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-rm_code rm_moe_slots_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
-                            int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
-  const rm_slot_sizes sizes = rm_slot_sizes_of(moe->spec, &moe->slots.mesh, moe->dtype, most_rows);
+// A run of home rows, of which the home with most has most_home.
+static rm_code travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
+                      int64_t rows, int64_t most_home, int16_t *routed, int64_t routed_stride, rm_error *err) {
+  const rm_slot_sizes sizes = rm_slot_sizes_of(moe->spec, &moe->slots.mesh, moe->dtype, most_home * moe->slots.mesh.tp);
   const int64_t top_k = moe->spec->top_k, me = rm_comm_rank(moe->ep), empty = sizes.home_rows - rows;
   const size_t row = rm_moe_row_bytes(moe), ids_at = (size_t)sizes.home_rows * row;
   char *mine = moe->slots.all + (size_t)(me * sizes.pitch) * row;
@@ -164,4 +180,17 @@ rm_code rm_moe_slots_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_param
   if ((code = give_back(moe, sizes, err))) return code;
   rm_moe_combine(moe, ctx, out, moe->sorted, ids, moe->place + me * sizes.home_rows * top_k, moe->spec->hidden_size, rows);
   return RM_OK;
+}
+
+rm_code rm_moe_slots_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
+                            int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+  const int64_t tp = moe->slots.mesh.tp, most_home = (most_rows + tp - 1) / tp, each = (moe->slots.rows + tp - 1) / tp;
+  const size_t row = rm_moe_row_bytes(moe);
+  rm_code code = RM_OK;
+  for (int64_t first = 0; first < most_home && !code; first += each) {
+    const int64_t mine = rm_min64(first, rows);   // a home that has no more takes part without rows
+    code = travel(moe, ctx, layer, weights, x + (size_t)mine * row, out + (size_t)mine * row, rm_min64(rows - mine, each),
+                  rm_min64(most_home - first, each), routed + mine * routed_stride, routed_stride, err);
+  }
+  return code;
 }
