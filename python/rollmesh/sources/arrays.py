@@ -120,9 +120,9 @@ def checksum_of_torch(data: Any) -> str:
 
     hasher = hashlib.blake2b(str(data.numel()).encode(), digest_size=8)
     whole = data.numel() // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
-    words = data[:whole].view(torch.int64)  # its sums wrap as those of uint64 do
-    for at in range(0, words.numel(), _SUM_WORDS):
-        hasher.update(words[at : at + _SUM_WORDS].view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
+    for at in range(0, whole, 8 * _SUM_WORDS):
+        words = data[at : min(at + 8 * _SUM_WORDS, whole)].view(torch.int64)  # whose sums wrap as those of uint64 do
+        hasher.update(words.view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
     hasher.update(data[whole:].cpu().numpy().tobytes())
     return hasher.hexdigest()
 
