@@ -111,6 +111,8 @@ def parts() -> list[Part]:
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
         Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_nccl_engine.py"), "build"),
+        Part("stream", 180, python("-m benchmarks.stream nccl shm --device cuda:0"), "build"),
+        Part("stream-torch", 120, python("-m benchmarks.stream torch --device cuda:0"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
     ]  # fmt: skip
 
