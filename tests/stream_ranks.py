@@ -47,6 +47,31 @@ def spread(array: np.ndarray) -> np.ndarray:
     return view
 
 
+class Passing(np.ndarray):
+    """A trainer's tensor that is gone as soon as nobody holds it: whoever looks then sees no number."""
+
+    def __del__(self) -> None:
+        if self.base is None:
+            self.view(np.ndarray).fill(np.nan)
+
+
+def passing(array: np.ndarray, trainer: Any) -> Any:
+    """On the host, or on the GPU of a trainer whose allocator gives memory to the next at once, as torch's does."""
+    if trainer is None:
+        made = Passing(array.shape, array.dtype)
+        made[...] = array
+        return made
+    from gpu_trainer import OnGpu
+
+    class PassingOnGpu(OnGpu):
+        def __del__(self) -> None:
+            with self.trainer.current():
+                self.trainer.device.zero(self._managed.tensor.data, array.nbytes, array.nbytes, 1)
+                assert self.trainer.device.wait() == 0
+
+    return PassingOnGpu(trainer, array)
+
+
 class Rank:
     """A rank's side of each scenario; what a method returns, or raises, is told to the test."""
 
@@ -74,23 +99,19 @@ class Rank:
 
     # ---------------------------------------------------------------------------------------- the sender
     def _given(self, state: State, where: str) -> dict[str, Any]:
-        """host; gpu: on this rank's GPU; other: on another one; mixed: all three in turn; strided: on the GPU, not in C order."""
+        """host; gpu: on this rank's GPU; other: on another one; mixed: all three in turn; strided: on the GPU, not in C order; passing:
+        on the GPU where there is one, and each gone when nobody holds it."""
         if where == "strided":
             state = {name: spread(array) for name, array in state.items()}
-        if self.kind == "torch" or (self.kind == "gloo" and where != "host"):
+        if (self.kind == "torch" and where != "passing") or (self.kind == "gloo" and where not in ("host", "passing")):
             import torch
 
             tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in state.items()}
             return {n: state[n] if where == "mixed" and i % 2 else t for i, (n, t) in enumerate(tensors.items())}
-        if self.kind != "nccl" or where == "host":
+        if self.kind != "nccl" or where in ("host", "passing"):
             return state
-        from gpu_trainer import Trainer
-
         places = {"mixed": (None, 0, 3), "other": (3,)}.get(where, (0,))
-        for ordinal in places:
-            if ordinal is not None and ordinal not in self.trainers:
-                self.trainers[ordinal] = Trainer(Path(os.environ[LIBRARY_SWITCH]), ordinal)
-        turns = [self.trainers.get(-1 if ordinal is None else ordinal) for ordinal in places]
+        turns = [None if ordinal is None else self._trainer(ordinal) for ordinal in places]
         return {n: a if (t := turns[i % len(turns)]) is None else t.tensor(a) for i, (n, a) in enumerate(state.items())}
 
     def send(
@@ -115,15 +136,25 @@ class Rank:
                     raise KeyError("trainer")
                 if i == dies_at:
                     os._exit(0)
-                yield entry
+                yield (entry[0], passing(entry[1], self._trainer())) if where == "passing" else entry
 
         honest = stream.describe
         if lie:
             stream.describe = lambda entries: LIES[lie](honest(entries))  # type: ignore[assignment]
         try:
-            return sources.send_weights(entries() if fails_at >= 0 or dies_at >= 0 else source, self.group, **self._options(options))
+            streams = fails_at >= 0 or dies_at >= 0 or where == "passing"
+            return sources.send_weights(entries() if streams else source, self.group, **self._options(options))
         finally:
             stream.describe = honest
+
+    def _trainer(self, ordinal: int = 0) -> Any:
+        if self.kind != "nccl":
+            return None
+        from gpu_trainer import Trainer
+
+        if ordinal not in self.trainers:
+            self.trainers[ordinal] = Trainer(Path(os.environ[LIBRARY_SWITCH]), ordinal)
+        return self.trainers[ordinal]
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"device": self.device, **options}

@@ -148,9 +148,9 @@ def test_a_stream(ranks: Ranks, config: helpers.Config) -> None:
         assert told == [nbytes(state), want, want]
 
 
-@pytest.mark.parametrize("where", ["host", "other", "mixed", "strided"])
+@pytest.mark.parametrize("where", ["host", "other", "mixed", "strided", "passing"])
 def test_tensors_of_any_memory(ranks: Ranks, where: str) -> None:
-    """Of the host, of another GPU than the stream's, of all at once, and such as do not lie in C order."""
+    """Of the host, of another GPU than the stream's, of all at once, such as do not lie in C order, and such as are gone soon."""
     ranks.make(MOE)
     told = ranks.stream(MOE, 4, {"where": where, "bucket_bytes": 20000})
     assert told[1:] == [from_the_host(MOE, state_of(MOE, 4))] * 2

@@ -384,20 +384,18 @@ def test_vllm_over_a_cuda_device(simt_library: Path, tmp_path: Path, model: str,
 
 
 @needs_vllm
-@pytest.mark.parametrize("exchange", ["host", "nccl"])
-def test_vllms_workers_over_devices(simt_library: Path, tmp_path: Path, exchange: str) -> None:
-    """Two of them, which exchange by way of the host, or by what stands in for NCCL: it is the one that their processes have loaded."""
+def test_vllms_workers_exchange_by_nccl(simt_library: Path, tmp_path: Path) -> None:
+    """Two of them, and what stands in for NCCL: it is the one that their processes have loaded."""
     library = standin(tmp_path)
     environment = os.environ | {"VLLM_PLUGINS": "rollmesh", "ROLLMESH_VLLM_DEVICE": "cuda", "ROLLMESH_CUDA_LIBRARY": str(simt_library)}
     environment |= {"LD_PRELOAD": str(library), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    command = [sys.executable, str(Path(__file__).with_name("vllm_device.py")), "moe", "bfloat16", str(tmp_path / "model"), exchange]
+    command = [sys.executable, str(Path(__file__).with_name("vllm_device.py")), "moe", "bfloat16", str(tmp_path / "model"), "nccl"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["device"] == "cuda:0"
-    assert (found["nccl"] is not None) == (exchange == "nccl")
-    assert exchange == "host" or f"which this process has loaded already ({library})" in found["nccl"]
-    assert found["compared"] > 500
+    assert f"which this process has loaded already ({library})" in found["nccl"]
+    assert found["compared"] > 200
 
 
 @needs_vllm
