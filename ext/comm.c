@@ -273,6 +273,23 @@ out:
   return done ? Py_NewRef(Py_None) : NULL;
 }
 
+// The root's buffer into everyone's, of the same size.
+static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
+  PyObject *object;
+  Py_buffer view;
+  int root;
+  if (!PyArg_ParseTuple(args, "Oi:broadcast", &object, &root) || enter(self)) return NULL;
+  if (PyObject_GetBuffer(object, &view, root == rm_comm_rank(self->comm) ? PyBUF_SIMPLE : PyBUF_WRITABLE)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err);
+  Py_END_ALLOW_THREADS
+  PyBuffer_Release(&view);
+  if (code) return rm_raise(module_of((PyObject *)self), &err);
+  Py_RETURN_NONE;
+}
+
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
   const double value = PyFloat_AsDouble(seconds);
   if ((value == -1.0 && PyErr_Occurred()) || enter(self)) return NULL;
@@ -376,6 +393,7 @@ static PyObject *nccl_version(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
     METHOD(all_to_all, METH_VARARGS, "all_to_all(give, take): give[r] goes to rank r, what it gives comes into take[r]; sizes must fit."),
+    METHOD(broadcast, METH_VARARGS, "broadcast(buffer, root): the root's bytes into everyone's buffer, which has as many."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
     METHOD(look, METH_NOARGS, "Raises what the next call would, if it is known already that the group is dead."),
     METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),

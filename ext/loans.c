@@ -8,6 +8,7 @@
 #include "base/memory.h"
 #include "base/readers.h"
 #include "dlpack.h"
+#include "gpu_group.h"
 #include "tensor.h"
 
 static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
@@ -29,8 +30,6 @@ static const struct {
 enum { N_DTYPES = sizeof dtypes / sizeof *dtypes };
 #define GIVEN_BACK "the tensor was given back to the process that lent it"
 
-static const rm_device *find_reader(PyObject *gpus, int ordinal);
-
 static PyObject *tuple_of(const int64_t *numbers, int n) {
   PyObject *tuple = PyTuple_New(n);
   for (int i = 0; tuple && i < n; i++) {
@@ -44,6 +43,7 @@ static PyObject *tuple_of(const int64_t *numbers, int n) {
 typedef struct array_object {
   PyObject_HEAD
   PyObject *gpus;               // owned _core.Gpus
+  PyObject *held;               // owned: what keeps `data`; NULL: somebody else does
   void *data;                   // not owned; NULL: dropped
   int ordinal, dtype, n_dims;
   int64_t shape[4], strides[4];   // in elements
@@ -122,7 +122,7 @@ static PyObject *array_host(PyObject *object, PyObject *ignored) {
     const int64_t reach = (self->shape[i] - 1) * self->strides[i] * each;
     *(reach < 0 ? &low : &high) += reach;
   }
-  const rm_device *device = find_reader(self->gpus, self->ordinal);
+  const rm_device *device = rm_gpus_device(self->gpus, self->ordinal);
   PyObject *bytes = device ? rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL) : NULL;
   if (!bytes) return NULL;
   rm_code code;
@@ -161,6 +161,7 @@ static PyObject *array_nbytes(PyObject *object, void *ignored) {
 }
 
 static void array_dealloc(PyObject *self) {
+  Py_XDECREF(((array_object *)self)->held);
   Py_XDECREF(((array_object *)self)->gpus);
   free_object(self);
 }
@@ -210,7 +211,7 @@ static const rm_device *find(gpus_object *self, int ordinal) {
   return device;
 }
 
-static const rm_device *find_reader(PyObject *gpus, int ordinal) { return find((gpus_object *)gpus, ordinal); }
+const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) { return find((gpus_object *)gpus, ordinal); }
 
 static const rm_device *take_reader(void *self, PyObject *name, int ordinal) {
   (void)name;
@@ -293,7 +294,7 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static int numbers_of(PyObject *tuple, int64_t *out, int n) {
+int rm_numbers_of(PyObject *tuple, int64_t *out, int n) {
   for (int i = 0; i < n; i++) {
     PyObject *number = PyTuple_GetItem(tuple, i);
     out[i] = number ? PyLong_AsLongLong(number) : -1;
@@ -303,11 +304,12 @@ static int numbers_of(PyObject *tuple, int64_t *out, int n) {
 }
 
 static PyObject *gpus_array(PyObject *object, PyObject *args) {
-  PyObject *module = module_of(object), *shape, *strides;
+  PyObject *module = module_of(object), *shape, *strides, *held = NULL;
   int ordinal, dtype = 0;
   unsigned long long address;
   const char *name;
-  if (!PyArg_ParseTuple(args, "iKsO!O!:array", &ordinal, &address, &name, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) return NULL;
+  if (!PyArg_ParseTuple(args, "iKsO!O!|O:array", &ordinal, &address, &name, &PyTuple_Type, &shape, &PyTuple_Type, &strides, &held))
+    return NULL;
   while (dtype < N_DTYPES && strcmp(dtypes[dtype].name, name) != 0) dtype++;
   const Py_ssize_t n = PyTuple_Size(shape);
   if (dtype == N_DTYPES || n > 4 || PyTuple_Size(strides) != n)
@@ -315,9 +317,10 @@ static PyObject *gpus_array(PyObject *object, PyObject *args) {
   array_object *array = new_object((PyTypeObject *)rm_state(module)->gpu_array_type);
   if (!array) return NULL;
   array->gpus = Py_NewRef(object);
+  array->held = Py_XNewRef(held);
   array->data = (void *)(uintptr_t)address;
   array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n;
-  if (!numbers_of(shape, array->shape, (int)n) && !numbers_of(strides, array->strides, (int)n)) return (PyObject *)array;
+  if (!rm_numbers_of(shape, array->shape, (int)n) && !rm_numbers_of(strides, array->strides, (int)n)) return (PyObject *)array;
   Py_DECREF(array);
   return NULL;
 }
@@ -328,7 +331,9 @@ static PyMethodDef gpus_methods[] = {
     {"loan", gpus_loan, METH_VARARGS, PyDoc_STR("(ordinal, address): the allocation there: (bus id, handle, address, bytes).")},
     {"borrow", gpus_borrow, METH_VARARGS, PyDoc_STR("(bus id, handle): another process's, opened: (ordinal, address, bytes).")},
     {"give_back", gpus_give_back, METH_VARARGS, PyDoc_STR("(ordinal, address): closes it.")},
-    {"array", gpus_array, METH_VARARGS, PyDoc_STR("(ordinal, address, dtype, shape, strides): a GpuArray, inside of an allocation.")},
+    {"array", gpus_array, METH_VARARGS,
+     PyDoc_STR("(ordinal, address, dtype, shape, strides, held=None): a GpuArray, inside of an allocation, which it keeps by `held`.")},
+    {"group", rm_gpu_group_new, METH_VARARGS, PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
     {0},
 };
 
@@ -337,7 +342,7 @@ int rm_loan_types_add(PyObject *module) {
       {Py_tp_dealloc, array_dealloc},
       {Py_tp_methods, array_methods},
       {Py_tp_getset, array_members},
-      {Py_tp_doc, "A tensor on a GPU, in memory of another process."},
+      {Py_tp_doc, "A tensor on a GPU, in memory that another process lends or another rank has sent."},
       {0, NULL},
   };
   PyType_Slot of_gpus[] = {

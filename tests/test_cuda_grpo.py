@@ -3,15 +3,20 @@ CPU's run, since the default family of kernels has the CPU's bits. With a traine
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from native_build import standin
 from test_cuda_engine import library  # noqa: F401  (a fixture)
 from test_grpo import DENSE, MOE, TIMES, run, weights_of
+from transformers import AutoConfig
 
 import rollmesh as rm
+from rollmesh import nccl
 from rollmesh.grpo import config, metrics
+from rollmesh.grpo.generator import make_generator
 from rollmesh.grpo.trainer import check_devices, torch_device
 
 
@@ -28,6 +33,57 @@ def test_a_run_on_a_device_is_the_cpus(file: Path, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
     assert lines(tmp_path / "cpu") == lines(tmp_path / "cuda")
     assert len(lines(tmp_path / "cuda")) == 4
+
+
+def test_a_run_whose_ranks_exchange_by_nccl_is_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = str(standin(tmp_path))
+    monkeypatch.setattr(nccl, "_candidates", lambda: iter([(made, "the stand-in")]))
+    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)  # what is put there goes with the test
+    small = ["train.steps=1", "generator.max_num_seqs=16", "generator.tp=2", "generator.ep=2"]
+    by_nccl = ["generator.device=cuda", "generator.exchange=nccl", "generator.enforce_eager=true"]
+    weights = [weights_of(run(MOE, tmp_path / name, [*small, *more])) for name, more in (("cpu", []), ("nccl", by_nccl))]
+    assert weights[0] == weights[1]
+    assert lines(tmp_path / "cpu") == lines(tmp_path / "nccl")
+
+
+def test_what_a_generator_is_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, object] = {}
+    monkeypatch.setattr(rm, "Generator", lambda spec, **options: made.update(options))
+    monkeypatch.setattr(rm.comm, "nccl", lambda group: ("nccl over", group))
+    hf_config = AutoConfig.for_model("qwen3", **config.load(DENSE).model.hf_fields())
+    for changes, want in (
+        (["generator.isa=ref"], (None, False, "ref")),
+        (["generator.device=cuda"], (None, False, None)),
+        (["generator.device=cuda", "generator.enforce_eager=true", "generator.isa=cuda_mma"], (None, True, "cuda_mma")),
+        (["generator.device=cuda", "generator.exchange=nccl", "generator.tp=2"], (("nccl over", None), False, None)),
+    ):
+        make_generator(config.load(DENSE, changes), hf_config, types.SimpleNamespace(eos_token_id=None))
+        assert (made["comm"], made["enforce_eager"], made["isa"]) == want
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["exchange=nccl"], r'\[generator\] exchange: expected "host" where device is "cpu", got "nccl"'),
+        (["exchange=nccl", "device=cuda"], r'\[generator\] exchange: expected "host" with tp=1 and ep=1, whose ranks exchange nothing'),
+        (["exchange=gloo"], r"\[generator\] exchange: .*gloo"),
+        (["enforce_eager=true"], r'\[generator\] enforce_eager: expected false where device is "cpu"'),
+        (["isa=cuda_mma"], r'\[generator\] isa: expected one of .*"ref".* where device is "cpu", got "cuda_mma"'),
+        (["isa=ref", "device=cuda:1"], r'\[generator\] isa: expected one of "cuda_fma", "cuda_mma".* where device is "cuda:1", got "ref"'),
+    ],
+)
+def test_what_means_nothing_on_a_device_is_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(rm.ConfigError, match=message):
+        config.load(DENSE, [f"generator.{change}" for change in changes])
+
+
+def test_vllms_workers_are_told_themselves() -> None:
+    """The device that they run on is vLLM's platform's, so what goes with one is not refused here but there."""
+    table = config.load(
+        DENSE, [f"generator.{change}" for change in ("engine=vllm", "exchange=nccl", "enforce_eager=true", "isa=cuda_mma", "tp=2")]
+    ).generator
+    assert (table.exchange, table.enforce_eager, table.isa) == ("nccl", True, "cuda_mma")
 
 
 @pytest.mark.parametrize(

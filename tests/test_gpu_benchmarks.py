@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import test_cuda
-from native_build import ROOT
+from native_build import ROOT, standin
 
 sys.path.insert(0, str(ROOT))
 
@@ -56,6 +56,19 @@ def test_every_part_runs_on_the_simulated_device(simt_library: Path, tmp_path: P
         least, most = ((shape.decode_elements(touched) + kv) * 2e-9 for touched in (experts[0], experts[-1]))
         assert least * (1 - 1e-9) <= gigabytes <= most * (1 + 1e-9)
     assert "ops      not measured" in done.stdout
+
+
+def test_streams_run_on_the_simulated_device(simt_library: Path, tmp_path: Path) -> None:
+    """Over Gloo in place of torch's NCCL. A digest that differs is said, and is the status."""
+    pytest.importorskip("torch")
+    environment = os.environ | {"ROLLMESH_CUDA_LIBRARY": str(simt_library), "NCCL_LIBRARY": str(standin(tmp_path))}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "benchmarks.stream", "--smoke", "--runs", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["nccl", "torch", "shm"]
+    assert all(line.endswith("GB/s, digest as sent") for line in lines)
 
 
 def test_the_simulated_device_is_not_measured(simt_library: Path) -> None:
@@ -198,7 +211,7 @@ def test_the_plan_names_what_there_is() -> None:
             assert not word.startswith("tests/") or (ROOT / word).is_file()
     assert set(gpu_first.OPS) == set(test_cuda.OPS)
     assert set(gpu_first.MMA_OPS) == {*test_cuda.MMA_OPS, "mma_company"}
-    behind = ("racecheck", "synccheck", "decode-eager", "test-nccl", "test-torch", "test-slots", "test-kernels")
+    behind = ("racecheck", "synccheck", "decode-eager", "test-nccl", "test-torch", "test-slots", "stream", "test-kernels")
     half_an_hour = [part for part in plan if not part.name.startswith(behind)]
     assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60  # limits are twice and more what a part should take
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from helpers import tiny_config
+from native_build import standin
 
 import rollmesh as rm
 import rollmesh.vllm as plugin
@@ -301,6 +302,8 @@ def refused(configure: Configure, *args: Any, **options: Any) -> str:
         ({"additional_config": {"rollmesh": {"ep_backend": "magic"}}}, "ep_backend = 'magic', wanted one of"),
         ({"additional_config": {"rollmesh": 3}}, "= 3, wanted a dict"),
         ({"additional_config": {"rollmesh": {"isa": "sse"}}}, "isa = 'sse', wanted one of"),
+        ({"additional_config": {"rollmesh": {"exchange": "gloo"}}}, "exchange = 'gloo', wanted one of host, nccl"),
+        ({"additional_config": {"rollmesh": {"exchange": "nccl"}}}, "exchange = 'nccl', wanted 'host' where engines run on the CPU"),
         ({"additional_config": {"rolmesh": {}}}, 'additional_config has rolmesh={}, wanted "rollmesh" alone'),
         ({"kv_cache_memory_bytes": 2**50}, "kv_cache_memory_bytes = 1125899906842624, wanted an integer in [1, "),
         ({"hf_overrides": {"attention_sinks": 4}}, "attention_sinks=4"),
@@ -378,6 +381,35 @@ def test_vllm_over_a_cuda_device(simt_library: Path, tmp_path: Path, model: str,
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["platform"], found["device"]) == ("RollmeshCudaPlatform", "cuda:0")
     assert found["compared"] > 500
+
+
+@needs_vllm
+def test_vllms_workers_exchange_by_nccl(simt_library: Path, tmp_path: Path) -> None:
+    """Two of them, and what stands in for NCCL: it is the one that their processes have loaded."""
+    library = standin(tmp_path)
+    environment = os.environ | {"VLLM_PLUGINS": "rollmesh", "ROLLMESH_VLLM_DEVICE": "cuda", "ROLLMESH_CUDA_LIBRARY": str(simt_library)}
+    environment |= {"LD_PRELOAD": str(library), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    command = [sys.executable, str(Path(__file__).with_name("vllm_device.py")), "moe", "bfloat16", str(tmp_path / "model"), "nccl"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["device"] == "cuda:0"
+    assert f"which this process has loaded already ({library})" in found["nccl"]
+    assert found["compared"] > 200
+
+
+@needs_vllm
+def test_an_exchange_of_one_worker_is_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    from rollmesh.vllm import config
+
+    made = configure(additional_config={"rollmesh": {"exchange": "host"}})
+    monkeypatch.setattr(type(current_platform), "engine_device", "cuda")
+    config.check(made)
+    made.additional_config["rollmesh"]["exchange"] = "nccl"
+    with pytest.raises(rm.ConfigError, match="exchange = 'nccl', wanted 'host' or more workers: one alone exchanges nothing"):
+        config.check(made)
 
 
 @needs_vllm

@@ -106,6 +106,7 @@ class Comm:
             raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = False
+        self.stream: Any = None  # what carries weights over it (rollmesh.sources.carriers), from the first stream on
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""
@@ -139,7 +140,10 @@ class Comm:
         """The rank gives up, and its ends have been told: what else there is to do for the others to hear of it."""
 
     def close(self) -> None:
-        """The ends are closed."""
+        """The ends are closed: a generator's by it, a stream's here, by all ranks."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
 
 
 class Shm(Comm):
@@ -249,6 +253,7 @@ class Torch(Comm):
         self.close()
 
     def close(self) -> None:
+        super().close()
         for fd in self._watched.values():
             os.close(fd)
         self._watched = {}
@@ -396,6 +401,7 @@ class Nccl(Comm):
             self.group.abort()
 
     def close(self) -> None:
+        super().close()
         if self.group is not None:
             self.group.close()
 

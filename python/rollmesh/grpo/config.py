@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import rollmesh as rm
+from rollmesh import _core
+from rollmesh.devices import CUDA_FAMILIES
 from rollmesh.grpo.tables import number, override, read_table, read_value
 from rollmesh.show import plain
 
@@ -101,6 +103,9 @@ class GeneratorTable:
     ep: int = number(1, at_least=1)
     ep_backend: str = "alltoall"
     sequence_parallel: bool = False
+    exchange: Literal["host", "nccl"] = "host"  # between GPUs: by way of the host, or by NCCL beside the comm
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs
+    isa: str | None = None  # of the CPU: ref, avx2, …; of a GPU the family of kernels: cuda_fma, cuda_mma. Default: the first that is here
     comm: Literal["auto", "threads", "shm", "torch"] = "auto"  # auto: shm where torchrun started the ranks, else threads
     comm_timeout: float = number(1800.0, above=0)  # seconds that a rank waits for the others; it includes an update
 
@@ -255,6 +260,22 @@ def _check_together(c: Config) -> None:
         )
     if c.generator.engine == "vllm":
         _check_vllm(c.generator)
+    else:
+        _check_device(c.generator)
+
+
+def _check_device(g: GeneratorTable) -> None:
+    """What only GPUs have, and which kernels. vLLM's workers have a device of their own, and say so themselves."""
+    if g.device == "cpu" and g.exchange != "host":
+        raise rm.ConfigError(f'[generator] exchange: expected "host" where device is "cpu", got "{g.exchange}"')
+    if g.device == "cpu" and g.enforce_eager:
+        raise rm.ConfigError('[generator] enforce_eager: expected false where device is "cpu", which records no graphs, got true')
+    known = _core.available_isas() if g.device == "cpu" else CUDA_FAMILIES
+    if g.isa is not None and g.isa not in known:
+        names = ", ".join(f'"{isa}"' for isa in known)
+        raise rm.ConfigError(f'[generator] isa: expected one of {names} where device is "{plain(g.device)}", got "{plain(g.isa)}"')
+    if g.exchange != "host" and g.tp == g.ep == 1:
+        raise rm.ConfigError(f'[generator] exchange: expected "host" with tp=1 and ep=1, whose ranks exchange nothing, got "{g.exchange}"')
 
 
 def _check_vllm(g: GeneratorTable) -> None:

@@ -42,7 +42,7 @@ def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm
     return rm.Generator(
         rm.ModelSpec.from_hf(hf_config),
         mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
-        comm=comm,
+        comm=rm.comm.nccl(comm) if g.exchange == "nccl" else comm,
         sequence_parallel=g.sequence_parallel,
         device=g.device,
         dtype=g.dtype,
@@ -51,6 +51,8 @@ def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm
         max_model_len=g.max_model_len,
         max_num_seqs=g.max_num_seqs,
         kv_cache_gib=g.kv_cache_gib,
+        enforce_eager=g.enforce_eager,
+        isa=g.isa,
         threads=g.threads or None,
         seed=config.seed,
     )

@@ -162,7 +162,8 @@ async def start(table: GeneratorTable, folder: str) -> Any:
     if not type(current_platform).__module__.startswith("rollmesh."):
         raise rm.ConfigError(f"vLLM runs on {type(current_platform).__qualname__}, wanted rollmesh's platform: is rollmesh installed?")
     threads = max(1, table.threads // (table.tp * table.dp)) if table.threads else None  # of one worker
-    options = {"threads": threads, "ep_backend": table.ep_backend, "sequence_parallel": table.sequence_parallel}
+    own = ("ep_backend", "sequence_parallel", "isa", "exchange")
+    options = {"threads": threads, **{name: getattr(table, name) for name in own}}
     args = AsyncEngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -174,6 +175,7 @@ async def start(table: GeneratorTable, folder: str) -> Any:
         tensor_parallel_size=table.tp,
         data_parallel_size=table.dp,
         enable_expert_parallel=table.ep > 1,
+        enforce_eager=table.enforce_eager,
         logprobs_mode="processed_logprobs",
         additional_config={"rollmesh": options},
         weight_transfer_config=WeightTransferConfig(backend=NAME),

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,22 +49,31 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
         raise DTypeError(f"{name}: {array.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
     if isinstance(tensor, _core.GpuArray):
         return _from_gpu(tensor)
-    if type(tensor).__module__.split(".")[0] != "torch" and not callable(getattr(tensor, "untyped_storage", None)):
+    if not is_torch(tensor):
         raise UnsupportedTensorError(f"{name}: {type(tensor).__name__} is neither a NumPy array nor a torch tensor")
     import torch
 
+    tensor = dense(name, tensor).cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BF16)  # type: ignore[no-any-return]
+    return tensor.numpy()  # type: ignore[no-any-return]
+
+
+def is_torch(tensor: Any) -> bool:
+    return type(tensor).__module__.split(".")[0] == "torch" or callable(getattr(tensor, "untyped_storage", None))
+
+
+def dense(name: str, tensor: Any) -> Any:
+    """A torch tensor as one of its values alone, in one of DTYPES and whole, where it is; a DTensor is gathered."""
     if (what := _objection(tensor)) is not None:
         raise UnsupportedTensorError(f"{name}: {what}; wanted a dense tensor")
     if callable(getattr(tensor, "full_tensor", None)):
         tensor = tensor.full_tensor()
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:  # resized, as sharded trainers do; NumPy would make up values
         raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.uint16).numpy().view(BF16)  # type: ignore[no-any-return]
-    if str(tensor.dtype).removeprefix("torch.") in DTYPES:
-        return tensor.numpy()  # type: ignore[no-any-return]
-    raise DTypeError(f"{name}: {tensor.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        raise DTypeError(f"{name}: {tensor.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+    return tensor.detach()
 
 
 def _from_gpu(tensor: _core.GpuArray) -> NDArray[Any]:
@@ -105,6 +114,19 @@ def checksum(data: NDArray[np.uint8]) -> str:
     return hasher.hexdigest()
 
 
+def checksum_of_torch(data: Any) -> str:
+    """The same of a torch tensor of bytes, wherever it is: 4 KiB of each 16 MiB come to the host."""
+    import torch
+
+    hasher = hashlib.blake2b(str(data.numel()).encode(), digest_size=8)
+    whole = data.numel() // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
+    for at in range(0, whole, 8 * _SUM_WORDS):
+        words = data[at : min(at + 8 * _SUM_WORDS, whole)].view(torch.int64)  # whose sums wrap as those of uint64 do
+        hasher.update(words.view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
+    hasher.update(data[whole:].cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
 # -------------------------------------------------------------------------------------------------- descriptions
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -120,14 +142,22 @@ class Entry:
 
 def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) -> tuple[list[Entry], int]:
     """Places and sums (or "") of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
-    entries, at = [], 0
     if len(arrays) > MAX_ENTRIES:
         raise LimitError(f"{len(arrays)} weights in one set; the limit is {MAX_ENTRIES}")
-    for name, array in arrays:
+    sizes = [(name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays]
+    entries, size = place(sizes)
+    if sums:
+        entries = [replace(entry, sum=checksum(bytes_of(array))) for entry, (_, array) in zip(entries, arrays, strict=True)]
+    return entries, size
+
+
+def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
+    """Entries without a sum for tensors of (name, dtype, shape, bytes) one after another, and the bytes of the block."""
+    entries, at = [], 0
+    for name, dtype, shape, size in tensors:
         check_name(name)
-        total = checksum(bytes_of(array)) if sums else ""
-        entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, total))
-        at = (at + array.nbytes + ALIGN - 1) // ALIGN * ALIGN
+        entries.append(Entry(name, dtype, shape, at, size, ""))
+        at = (at + size + ALIGN - 1) // ALIGN * ALIGN
     return entries, at
 
 

@@ -1,8 +1,18 @@
-"""Weights over a torch.distributed group: one rank sends, every other one receives, each bucket by three broadcasts.
+"""Weights from one rank of a group to all others, in buckets, GPU to GPU where the group is NCCL's.
 
-    head     int64 [3]: what follows (BUCKET, END, ABORT), bytes of the description, bytes of the data
-    uint8    the description: names, dtypes, shapes, places and sums as JSON
-    uint8    the data
+    group          data                                        needs
+    rm.comm.nccl   between GPUs' memories                      NCCL; no torch
+    torch, NCCL    between GPUs' memories, as torch tensors    torch
+    torch, Gloo    by the host                                 torch
+    rm.comm.shm    by the host                                 nothing
+
+A torch group with both backends takes each bucket where its tensors lie. What the ranks say and do:
+
+    every rank     which rank it takes for the sender, and whether it is that one: all agree, or all raise
+    the sender     head     int64 [4]: what follows (BUCKET, END, ABORT), bytes of the description, bytes of the data, whether on GPUs
+                   uint8    the description: names, dtypes, shapes, places and sums as JSON
+    every rank     whether it has room: all have, or all raise
+    the sender     uint8    the data, which travels while the next bucket is filled, and the one before is read
 
 All ranks of the group must take part: the sender in send_weights, the others in receive_weights. A sender that fails says ABORT
 and the receivers raise SyncAbortedError. A receiver whose consumer stops early still takes the rest of the stream, so that
@@ -12,100 +22,238 @@ the group's next collective is the right one. How long a wait may last is the gr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rollmesh.errors import FormatError, SyncAbortedError
-from rollmesh.sources.arrays import MAX_HEADER, as_array, bucketed, bytes_of, describe, lay_out, parse, take
+from rollmesh.arguments import boolean
+from rollmesh.errors import CollectiveMismatchError, ConfigError, Error, FormatError, LimitError, SyncAbortedError
+from rollmesh.show import reason, shown
+from rollmesh.sources.arrays import MAX_HEADER, as_array, bucketed, describe, parse, place
+from rollmesh.sources.carriers import Bucket, Carrier, Piece, carrier_of
 
 BUCKET, END, ABORT = 1, 2, 3
 MAX_BUCKET = 1 << 40
+MAX_WHY = 300  # characters of an error that the others are told
 
 
 def send_weights(
-    source: Mapping[str, Any] | Iterable[tuple[str, Any]], group: Any = None, *, src: int | None = None, bucket_bytes: int = 256 << 20
+    source: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    group: Any = None,
+    *,
+    src: int | None = None,
+    bucket_bytes: int = 256 << 20,
+    device: str | None = None,
 ) -> int:
-    """Sends NumPy arrays or torch tensors to all other ranks of the group; returns the bytes of data sent.
+    """Sends NumPy arrays or tensors of torch (of any library's GPU memory, by rm.comm.nccl) to all other ranks of the group; returns
+    the bytes of data sent. Tensors of the host and of GPUs may be mixed.
 
-    `src` is the global rank of the sender, by default this one; receivers must name the same.
+    group         a torch.distributed group (None: the default one), or rm.comm.nccl(…), shm(…), torch(…): a comm of its own, which
+                  the first stream connects, later ones use again and comm.close() leaves, on all ranks
+    src           the sender's rank, by default this one; receivers must name the same. Of a torch group it is the global rank
+    bucket_bytes  of data sent at once; a rank holds two buckets. The sender's alone is asked for
+    device        with rm.comm.nccl this rank's GPU: "cuda" (the one of its number) or "cuda:N"
+
+    Raises CollectiveMismatchError on all ranks that do not agree about the sender, SyncAbortedError when another rank has no room,
+    RankLostError and CollectiveTimeoutError when one is lost: the group is dead then.
     """
-    import torch.distributed as dist
-
-    src = dist.get_rank() if src is None else src
-    items = source.items() if isinstance(source, Mapping) else source
-    sent = 0
+    stream = _Stream(carrier_of(group, device), src)
+    stream.agree(sends=True)
+    sent, last = 0, None
     try:
-        for bucket in bucketed(((name, as_array(name, tensor)) for name, tensor in items), bucket_bytes):
-            entries, size = lay_out(bucket)
-            description = describe(entries)
-            data = np.zeros(size, np.uint8)
-            for (_, array), entry in zip(bucket, entries, strict=True):
-                data[entry.offset : entry.offset + entry.bytes] = bytes_of(array)
-            _broadcast(np.array([BUCKET, len(description), size], np.int64), src, group)
-            _broadcast(np.frombuffer(description, np.uint8).copy(), src, group)
-            _broadcast(data, src, group)
-            sent += size
+        for pieces in _buckets(stream.carrier, source, bucket_bytes):
+            bucket, description = stream.filled(pieces)
+            if last is not None:
+                stream.finish(last)
+            stream.send(bucket, description)
+            sent, last = sent + bucket.size, bucket
+        if last is not None:
+            stream.finish(last)
     except BaseException:
-        _broadcast(np.array([ABORT, 0, 0], np.int64), src, group)
+        stream.abort(last)
         raise
-    _broadcast(np.array([END, 0, 0], np.int64), src, group)
+    stream.end()
     return sent
 
 
-def receive_weights(group: Any = None, *, src: int, verify: bool = True) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The entries that rank `src` sends, as arrays that stay valid. SyncAbortedError when the sender gives up."""
+def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, device: str | None = None) -> Iterator[tuple[str, Any]]:
+    """The entries that rank `src` sends, as arrays that stay valid: torch tensors on this rank's GPU where the group is torch's and NCCL's,
+    DLPack producers on it (for Generator.sync_weights, torch.from_dlpack) with rm.comm.nccl, else NumPy arrays.
+
+    group   as in send_weights
+    verify  whether sums of every entry's bytes are compared; None: where there are sums, which is everywhere but with rm.comm.nccl
+    device  "cpu": NumPy arrays, whatever the group; with rm.comm.nccl also this rank's GPU, as in send_weights
+
+    SyncAbortedError when the sender gives up or another rank has no room, CapacityError or MemoryError where that is this one,
+    FormatError for a description or a sum that is wrong; else as send_weights.
+    """
+    stream = _Stream(carrier_of(group, device), src)
+    checks = stream.agree(sends=False, verify=verify)
+    coming = None
     try:
-        while bucket := _receive_bucket(src, group):
-            entries, _ = parse(bucket[0].tobytes(), bucket[1].size)
-            for entry in entries:
-                yield entry.name, take(entry, bucket[1], verify=verify)
-    except (GeneratorExit, FormatError) as error:
-        if not isinstance(error, _BrokenStream):
-            _drain(src, group)
+        coming = stream.receive()
+        while coming is not None:
+            (bucket, description), coming = coming, None
+            stream.finish(bucket)
+            entries, _ = parse(description, bucket.size)
+            for i, entry in enumerate(entries):
+                if i == 1:  # the consumer has let go of the bucket before
+                    coming = stream.receive()
+                yield entry.name, _given(bucket.take(entry, checks), entry.name, device)
+            if len(entries) < 2:
+                coming = stream.receive()
+    except (Exception, GeneratorExit):
+        stream.drain(coming)
         raise
 
 
-class _BrokenStream(FormatError):
-    """The head makes no sense, so nobody knows what comes next."""
+def _given(tensor: Any, name: str, device: str | None) -> Any:
+    return as_array(name, tensor) if device == "cpu" else tensor
 
 
-def _drain(src: int, group: Any) -> None:
-    try:
-        while _receive_bucket(src, group):
-            pass
-    except (SyncAbortedError, _BrokenStream):
-        return
+def _buckets(carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[Piece]]:
+    items = source.items() if isinstance(source, Mapping) else source
+    pieces = (carrier.piece(name, tensor) for name, tensor in items)
+    for bucket in bucketed(((piece.name, piece) for piece in pieces), bucket_bytes):
+        yield [piece for _, piece in bucket]
 
 
-def _receive_bucket(src: int, group: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
-    """Description and data; None at the end."""
-    head = np.zeros(3, np.int64)
-    _broadcast(head, src, group)
-    kind, described, size = (int(value) for value in head)
-    if kind == ABORT:
-        raise SyncAbortedError(f"rank {src} gave up sending its weights")
-    if kind == END:
-        return None
-    if kind != BUCKET or not 0 < described <= MAX_HEADER or not 0 <= size <= MAX_BUCKET:
-        raise _BrokenStream(f"a bucket of kind {kind} with {described} + {size} bytes from rank {src}")
-    description, data = np.zeros(described, np.uint8), np.zeros(size, np.uint8)
-    _broadcast(description, src, group)
-    _broadcast(data, src, group)
-    return description, data
+class _Stream:
+    """This rank's part of one stream: what it has to say and to hear, so that all ranks stay at the same place of it."""
+
+    def __init__(self, carrier: Carrier, src: int | None):
+        self.carrier, self.src = carrier, carrier.rank if src is None else src
+        self.is_over = False
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Calls of the group. After one that fails nothing is to be said any more: the group is dead, or is given up here."""
+        self.is_over = True
+        try:
+            yield
+        except Error:
+            raise
+        except BaseException:
+            self.carrier.give_up()
+            raise
+        self.is_over = False
+
+    def agree(self, *, sends: bool, verify: bool | None = None) -> bool:
+        """All ranks mean the same stream. Returns whether sums are compared here."""
+        fault: Error | None = None
+        try:
+            self._check(verify)
+        except Error as error:
+            fault = error
+        with self._together():
+            told = self.carrier.tell([None if fault else self.src, sends, _why(fault)])
+        self._refuse(fault, [why for _, _, why in told])
+        if [(self.src, rank == self.src) for rank in self.carrier.ranks] != [(src, does) for src, does, _ in told]:
+            who = zip(self.carrier.ranks, told, strict=True)
+            text = ", ".join(f"rank {rank} {'sends as' if does else 'receives from'} {src}" for rank, (src, does, _) in who)
+            raise CollectiveMismatchError(f"{text[:1000]}; wanted one sender, and its rank as src on all")
+        return self.carrier.has_sums if verify is None else verify
+
+    def _check(self, verify: bool | None) -> None:
+        if isinstance(self.src, bool) or not isinstance(self.src, int) or self.src not in self.carrier.ranks:
+            raise ConfigError(f"src = {shown(self.src)}, wanted a rank of the group, one of {shown(self.carrier.ranks)}")
+        if verify is not None and boolean("verify", verify) and not self.carrier.has_sums:
+            raise ConfigError("verify = True with rm.comm.nccl, wanted None or False: bytes on GPUs are summed by torch alone")
+
+    def _refuse(self, fault: Exception | None, whys: list[str | None]) -> None:
+        """All ranks have heard why one goes no further, or that none has a reason."""
+        self.is_over = fault is not None or any(whys)
+        if fault is not None:
+            raise fault
+        for rank, why in zip(self.carrier.ranks, whys, strict=True):
+            if why:
+                raise SyncAbortedError(f"rank {rank}: {why}")
+
+    # ---------------------------------------------------------------------------------------- the sender
+    def filled(self, pieces: list[Piece]) -> tuple[Bucket, bytes]:
+        """A bucket with these, and its description."""
+        entries, size = place((piece.name, piece.dtype, piece.shape, piece.nbytes) for piece in pieces)
+        bucket = self.carrier.bucket(size, self.carrier.is_for_gpu(pieces))
+        for entry, piece in zip(entries, pieces, strict=True):
+            bucket.put(entry.offset, piece)
+        if self.carrier.has_sums:
+            entries = [replace(entry, sum=bucket.sum(entry)) for entry in entries]
+        description = describe(entries)
+        if len(description) > MAX_HEADER:
+            raise LimitError(f"{len(description)} bytes of names and shapes in one bucket; the limit is {MAX_HEADER}")
+        return bucket, description
+
+    def send(self, bucket: Bucket, description: bytes) -> None:
+        with self._together():
+            self._say(BUCKET, len(description), bucket.size, bucket.on_gpu)
+            self.carrier.words(np.frombuffer(description, np.uint8).copy(), self.src)
+            whys = self.carrier.tell(None)
+            if not any(whys):
+                bucket.begin(self.src)
+        self._refuse(None, whys)
+
+    def finish(self, bucket: Bucket) -> None:
+        with self._together():
+            bucket.finish()
+
+    def end(self) -> None:
+        with self._together():
+            self._say(END)
+
+    def abort(self, last: Bucket | None) -> None:
+        """For what is raised anyway: nothing that goes wrong here is."""
+        with suppress(Error):
+            if not self.is_over and last is not None:
+                self.finish(last)
+            if not self.is_over:
+                with self._together():
+                    self._say(ABORT)
+
+    def _say(self, kind: int, described: int = 0, size: int = 0, on_gpu: bool = False) -> None:
+        self.carrier.words(np.array([kind, described, size, on_gpu], np.int64), self.src)
+
+    # ---------------------------------------------------------------------------------------- a receiver
+    def receive(self) -> tuple[Bucket, bytes] | None:
+        """The next bucket, on its way, and its description; None at the end."""
+        with self._together():
+            head = np.zeros(4, np.int64)
+            self.carrier.words(head, self.src)
+            kind, described, size, on_gpu = (int(value) for value in head)
+            if kind == ABORT:
+                raise SyncAbortedError(f"rank {self.src} gave up sending its weights")
+            if kind != END and not (kind == BUCKET and 0 < described <= MAX_HEADER and 0 <= size <= MAX_BUCKET and on_gpu in (0, 1)):
+                self.carrier.give_up()  # nobody knows what comes next
+                raise FormatError(f"a bucket of kind {kind} with {described} + {size} bytes (on GPUs: {on_gpu}) from rank {self.src}")
+            if kind == BUCKET:
+                description = np.zeros(described, np.uint8)
+                self.carrier.words(description, self.src)
+                bucket, fault = self._room(size, bool(on_gpu))
+                whys = self.carrier.tell(_why(fault))
+                if bucket is not None and not any(whys):
+                    bucket.begin(self.src)
+        if kind == END:
+            self.is_over = True
+            return None
+        self._refuse(fault, whys)
+        assert bucket is not None
+        return bucket, description.tobytes()
+
+    def _room(self, size: int, on_gpu: bool) -> tuple[Bucket | None, Exception | None]:
+        try:
+            return self.carrier.bucket(size, on_gpu), None
+        except (Error, MemoryError) as error:
+            return None, error
+
+    def drain(self, coming: tuple[Bucket, bytes] | None) -> None:
+        """What is left of the stream, for a consumer that wants no more of it."""
+        with suppress(Error):
+            while not self.is_over:
+                if coming is not None:
+                    self.finish(coming[0])
+                coming = self.receive()
 
 
-def _broadcast(array: NDArray[Any], src: int, group: Any) -> None:
-    """In place. A group without a CPU backend (NCCL alone) gets a copy on this process's GPU."""
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.from_numpy(array)
-    if array.size == 0:
-        return
-    on_cpu = "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
-    moved = tensor if on_cpu else tensor.cuda()
-    dist.broadcast(moved, src, group=group)
-    if not on_cpu:
-        tensor.copy_(moved)
+def _why(fault: Exception | None) -> str | None:
+    return None if fault is None else reason(fault)[:MAX_WHY]

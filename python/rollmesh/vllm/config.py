@@ -27,6 +27,7 @@ WORKER = "rollmesh.vllm.worker.Worker"
 SCHEDULER, ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.Scheduler", "rollmesh.vllm.scheduler.AsyncScheduler"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DTYPES = ("bfloat16", "float32")
+EXCHANGES = ("host", "nccl")
 BACKEND = "rollmesh"  # of weight transfer
 OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
@@ -39,12 +40,15 @@ class Options:
     ep_backend         how tokens travel with enable_expert_parallel; see rm.Generator
     sequence_parallel  see rm.Generator
     isa                see rm.Generator
+    exchange           "host": workers exchange by way of the host's memory, whatever they run on; "nccl": what lies in GPUs' memories goes
+                       between them by NCCL, and the rest by the host. The first needs nothing of the machine, so it is the default
     """
 
     threads: int | None = None
     ep_backend: str = "alltoall"
     sequence_parallel: bool = False
     isa: str | None = None
+    exchange: str = "host"
 
 
 class _Rule(NamedTuple):
@@ -112,6 +116,8 @@ def check(vllm_config: Any) -> None:
     options(vllm_config)
     spec = model_spec(vllm_config)
     mesh = mesh_of(vllm_config.parallel_config, vllm_config.model_config.is_moe)
+    if mesh.world == 1 and options(vllm_config).exchange != "host":
+        raise ConfigError("exchange = 'nccl', wanted 'host' or more workers: one alone exchanges nothing")
     if mesh.ep > 1 and spec.num_experts % mesh.ep:
         raise ConfigError(f"enable_expert_parallel over {mesh.ep} ranks, which does not divide num_experts = {spec.num_experts}")
 
@@ -226,6 +232,9 @@ def options(vllm_config: Any) -> Options:
 
     if chosen.isa is not None and _workers_are_here(vllm_config):
         choice("isa", chosen.isa, CUDA_FAMILIES if current_platform.engine_device == "cuda" else _core.available_isas())
+    choice("exchange", chosen.exchange, EXCHANGES)
+    if chosen.exchange == "nccl" and current_platform.engine_device != "cuda":
+        raise ConfigError("exchange = 'nccl', wanted 'host' where engines run on the CPU: NCCL moves what lies in GPUs' memories")
     return chosen
 
 

@@ -3,7 +3,8 @@
     __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─► initialize_from_config ─► steps …
 
 Nothing is loaded: weights come from a trainer, by any of the ways in weights.py. The engine is made when the number of KV pages is
-known, in initialize_from_config. Ranks meet over shared memory where all are on one machine, else over vLLM's own Gloo group.
+known, in initialize_from_config. Ranks meet over shared memory where all are on one machine, else over vLLM's own Gloo group; NCCL goes
+over either where additional_config["rollmesh"] says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +67,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     model_runner: Runner | None
     _made: _Made | None = None
+    _nccl: str | None = None  # which is loaded, in words
 
     def init_device(self) -> None:
         """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
@@ -192,7 +195,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
         values = self.spec.engine_values(options.max_model_len)
         if self.mesh.world == 1:
             return _core.Engine(values, options)
-        return join(values, options, self._comm(), self.mesh, may_differ=("seed",))  # each data parallel rank has one of its own
+        group = self._comm()
+        if config.options(self.vllm_config).exchange == "nccl":
+            group = nccl = comm.nccl(group)
+            self._nccl = str(nccl.library)
+            nccl.place(Device(options.cuda_library, options.cuda_ordinal), self.mesh)
+            options = replace(options, nccl_library=nccl.library.path, nccl_gpu=nccl.gpu)
+        return join(values, options, group, self.mesh, may_differ=("seed",))  # each data parallel rank has one of its own
 
     def _comm(self) -> comm.Comm:
         from vllm.distributed.parallel_state import in_the_same_node_as
@@ -264,7 +273,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     @_one_answers
     def metrics(self) -> dict[str, Any]:
         """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
-        return {**self.made.engine.stats(), "version": self.updates.weight_version()}
+        return {**self.made.engine.stats(), "version": self.updates.weight_version(), "nccl": self._nccl}
 
     @_one_answers
     def why_failed(self, name: str) -> str | None:

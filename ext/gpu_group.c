@@ -1,0 +1,377 @@
+// gpu_group.c: see gpu_group.h. A block that nobody has any more is kept for the next one: its memory is mapped once, however many
+// buckets a stream has, and a consumer that keeps what it was given keeps it whole. A ring of two lost: what it had given out would
+// have changed under a consumer that looked at it late.
+#include "gpu_group.h"
+
+#include <string.h>
+
+#include "base/devices.h"
+#include "base/memory.h"
+#include "comm.h"
+#include "loans.h"
+#include "mesh/nccl.h"
+
+enum { MAX_DIMS = 4, STRIDED_BYTES = 256 };   // nothing that is sent has rows apart, but NCCL's end wants some room for them
+
+typedef struct run {            // of the device's memory
+  struct run *next;
+  char *data;                   // owned
+  size_t bytes;
+} run;
+
+typedef struct group_object {
+  PyObject_HEAD
+  PyObject *gpus;               // owned _core.Gpus, which has the device
+  const rm_device *device;      // view
+  rm_comm *host, *there;        // owned; NULL: closed
+  run *spare;                   // owned, of no block
+  int is_busy;                  // a thread is in a call that has let go of the GIL
+} group_object;
+
+typedef struct block_object {
+  PyObject_HEAD
+  group_object *group;          // owned
+  run *run;                     // owned; goes back to the group
+} block_object;
+
+static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
+
+static void *new_object(PyObject *type) { return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0); }
+
+static void free_object(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+// Before a call that uses the device without the GIL; −1 with an exception. `saved` is for leave.
+static int enter(group_object *self, int *saved) {
+  if (!self->there || self->is_busy) {
+    rm_raise_code(module_of((PyObject *)self), RM_E_STATE, "this group of GPUs is %s", self->there ? "in use by another thread" : "closed");
+    return -1;
+  }
+  self->is_busy = 1;
+  *saved = self->device->enter(self->device->self);
+  return 0;
+}
+
+// After it: None, or NULL with what `code` and `err` say.
+static PyObject *leave(group_object *self, int saved, rm_code code, rm_error *err) {
+  self->device->leave(self->device->self, saved);
+  self->is_busy = 0;
+  return code ? rm_raise(module_of((PyObject *)self), err) : Py_NewRef(Py_None);
+}
+
+// ------------------------------------------------------------------------------------------------ blocks
+static void drop_run(const rm_device *device, run *r) {
+  const int saved = device->enter(device->self);
+  rm_device_unmap(device, r->data, r->bytes);
+  device->leave(device->self, saved);
+  rm_free(r);
+}
+
+static void drop_spare(group_object *self) {
+  while (self->spare) {
+    run *first = self->spare;
+    self->spare = first->next;
+    drop_run(self->device, first);
+  }
+}
+
+// One that is large enough, or a new one in place of all that are not.
+static rm_code take_run(group_object *self, size_t bytes, run **out, rm_error *err) {
+  for (run **at = &self->spare; *at; at = &(*at)->next) {
+    if ((*at)->bytes < bytes) continue;
+    *out = *at;
+    *at = (*out)->next;
+    return RM_OK;
+  }
+  drop_spare(self);
+  run *made = rm_alloc(1, sizeof *made);
+  void *data = NULL;
+  rm_code code = made ? RM_OK : rm_fail(err, RM_E_MEMORY, "no memory for a bucket of weights");
+  if (!code) code = rm_device_map(self->device, bytes, "a bucket of weights", &data, err);
+  if (code) {
+    rm_free(made);
+    return code;
+  }
+  *made = (run){.data = data, .bytes = bytes};
+  *out = made;
+  return RM_OK;
+}
+
+static PyObject *group_block(PyObject *object, PyObject *args) {
+  group_object *self = (group_object *)object;
+  Py_ssize_t bytes;
+  int saved;
+  rm_error err = RM_ERROR_INIT;
+  run *taken = NULL;
+  if (!PyArg_ParseTuple(args, "n:block", &bytes)) return NULL;
+  if (bytes < 0) return rm_raise_code(module_of(object), RM_E_LIMIT, "a block of %zd bytes", bytes);
+  if (enter(self, &saved)) return NULL;
+  const rm_code code = take_run(self, bytes ? (size_t)bytes : 1, &taken, &err);   // with the GIL, which guards the spare ones
+  PyObject *none = leave(self, saved, code, &err);
+  if (!none) return NULL;
+  Py_DECREF(none);
+  block_object *block = new_object(rm_state(module_of(object))->gpu_block_type);
+  if (!block) {
+    taken->next = self->spare;
+    self->spare = taken;
+    return NULL;
+  }
+  block->group = (group_object *)Py_NewRef(object);
+  block->run = taken;
+  return (PyObject *)block;
+}
+
+// May be any thread's doing, and while another is in a call: so the memory only changes hands. After close nobody wants it.
+static void block_dealloc(PyObject *object) {
+  block_object *self = (block_object *)object;
+  group_object *group = self->group;
+  if (group && group->there) {
+    self->run->next = group->spare;
+    group->spare = self->run;
+  } else if (group) {
+    drop_run(group->device, self->run);
+  }
+  Py_XDECREF((PyObject *)group);
+  free_object(object);
+}
+
+static int check_inside(block_object *self, long long offset, size_t bytes) {
+  if (offset >= 0 && (size_t)offset <= self->run->bytes && bytes <= self->run->bytes - (size_t)offset) return 0;
+  rm_raise_code(module_of((PyObject *)self), RM_E_LIMIT, "%zu bytes at %lld of a block of %zu", bytes, offset, self->run->bytes);
+  return -1;
+}
+
+static PyObject *block_put(PyObject *object, PyObject *args) {
+  block_object *self = (block_object *)object;
+  const rm_device *device = self->group->device;
+  long long offset;
+  Py_buffer view;
+  int saved;
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "Ly*:put", &offset, &view)) return NULL;
+  PyObject *done = NULL;
+  if (!check_inside(self, offset, (size_t)view.len) && !enter(self->group, &saved)) {
+    Py_BEGIN_ALLOW_THREADS
+      device->put(device->self, self->run->data + offset, view.buf, (size_t)view.len);
+    Py_END_ALLOW_THREADS
+    done = leave(self->group, saved, RM_OK, &err);
+  }
+  PyBuffer_Release(&view);
+  return done;
+}
+
+// A tensor of at most four dims as runs of bytes that lie together: dims of size 1 are left out, and those that go on where the next one
+// ends are one with it.
+typedef struct runs {
+  int64_t size[MAX_DIMS], step[MAX_DIMS];   // of runs; the last ones are used, those before have size 1; steps in bytes
+  size_t width;                 // bytes of one run
+} runs;
+
+static runs runs_of(int n_dims, const int64_t shape[], const int64_t strides[], int64_t each) {
+  runs r = {.size = {1, 1, 1, 1}, .width = (size_t)each};
+  int at = MAX_DIMS;            // of the outermost run so far
+  int64_t lies_together = each; // bytes from which on the next dim goes on with the run
+  for (int i = n_dims - 1; i >= 0; i--) {
+    const int64_t step = strides[i] * each;
+    if (shape[i] == 1) continue;
+    if (at == MAX_DIMS && step == lies_together) r.width *= (size_t)shape[i], lies_together *= shape[i];
+    else if (at < MAX_DIMS && step == r.size[at] * r.step[at]) r.size[at] *= shape[i];
+    else if (at > 0) at--, r.size[at] = shape[i], r.step[at] = step;
+  }
+  return r;
+}
+
+// Run after run in the order of the tensor's elements; the innermost ones in one copy, where the device reads them itself.
+static void copy_runs(const rm_device *device, int ordinal, const runs *r, char *to, const char *from) {
+  const size_t inner = (size_t)r->size[3], width = r->width;
+  for (int64_t i = 0; i < r->size[0]; i++)
+    for (int64_t j = 0; j < r->size[1]; j++)
+      for (int64_t k = 0; k < r->size[2]; k++, to += inner * width) {
+        const char *at = from + i * r->step[0] + j * r->step[1] + k * r->step[2];
+        const size_t pitch = inner > 1 ? (size_t)r->step[3] : width;
+        if (ordinal == device->ordinal) device->copy(device->self, to, width, at, pitch, width, inner);
+        else if (inner == 1 || r->step[3] >= (int64_t)width) device->fetch(device->self, to, width, at, ordinal, pitch, width, inner);
+        else   // backwards, or the same again
+          for (size_t l = 0; l < inner; l++)
+            device->fetch(device->self, to + l * width, 0, at + (int64_t)l * r->step[3], ordinal, 0, width, 1);
+      }
+}
+
+static PyObject *block_copy(PyObject *object, PyObject *args) {
+  block_object *self = (block_object *)object;
+  const rm_device *device = self->group->device;
+  PyObject *shape, *strides;
+  long long offset;
+  int ordinal, each, saved;
+  unsigned long long address;
+  int64_t sizes[MAX_DIMS], steps[MAX_DIMS];
+  if (!PyArg_ParseTuple(args, "LiKiO!O!:copy", &offset, &ordinal, &address, &each, &PyTuple_Type, &shape, &PyTuple_Type, &strides))
+    return NULL;
+  const int n = (int)PyTuple_Size(shape);
+  if (n < 0 || n > MAX_DIMS || PyTuple_Size(strides) != n)
+    return rm_raise_code(module_of(object), RM_E_SHAPE, "%d dims, wanted at most 4", n);
+  if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
+  int64_t bytes = each;
+  for (int i = 0; i < n; i++) bytes *= sizes[i];   // of a tensor that is there: Gpus.lend
+  if (check_inside(self, offset, (size_t)bytes)) return NULL;
+  const runs r = runs_of(n, sizes, steps, each);
+  if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
+    return rm_raise_code(module_of(object), RM_E_LAYOUT,
+                         "strides %R of a tensor on cuda:%d, sent from cuda:%d, have no run of elements; send "
+                         ".contiguous()",
+                         strides, ordinal, device->ordinal);
+  if (enter(self->group, &saved)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  Py_BEGIN_ALLOW_THREADS
+    if (bytes) copy_runs(device, ordinal, &r, self->run->data + offset, (const char *)(uintptr_t)address);
+  Py_END_ALLOW_THREADS
+  return leave(self->group, saved, RM_OK, &err);
+}
+
+static PyObject *block_address(PyObject *self, void *ignored) {
+  (void)ignored;
+  return PyLong_FromUnsignedLongLong((uintptr_t)((block_object *)self)->run->data);
+}
+
+// ------------------------------------------------------------------------------------------------ between ranks
+static PyObject *group_broadcast(PyObject *object, PyObject *args) {
+  group_object *self = (group_object *)object;
+  PyObject *given;
+  Py_ssize_t bytes;
+  int root, saved;
+  if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(module_of(object))->gpu_block_type, &given, &bytes, &root)) return NULL;
+  block_object *block = (block_object *)given;
+  if (block->group != self) return rm_raise_code(module_of(object), RM_E_STATE, "a block of another group");
+  if (check_inside(block, 0, (size_t)bytes) || enter(self, &saved)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_comm_broadcast(self->there, block->run->data, (size_t)bytes, root, &err);
+  Py_END_ALLOW_THREADS
+  return leave(self, saved, code, &err);
+}
+
+static PyObject *group_wait(PyObject *object, PyObject *ignored) {
+  group_object *self = (group_object *)object;
+  int saved;
+  (void)ignored;
+  if (enter(self, &saved)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_comm_wait(&self->there, 1, self->device, rm_comm_timeout(self->there), &err);
+  Py_END_ALLOW_THREADS
+  return leave(self, saved, code, &err);
+}
+
+static PyObject *group_abort(PyObject *object, PyObject *ignored) {
+  group_object *self = (group_object *)object;
+  (void)ignored;
+  if (self->there) rm_comm_abort(self->there, RM_E_RANK_LOST);
+  Py_RETURN_NONE;
+}
+
+static void close_group(group_object *self) {
+  rm_comm *there = self->there, *host = self->host;
+  self->there = self->host = NULL;
+  if (!self->device) return;
+  const int saved = self->device->enter(self->device->self);
+  Py_BEGIN_ALLOW_THREADS
+    rm_comm_destroy(there);
+    rm_comm_destroy(host);
+  Py_END_ALLOW_THREADS
+  self->device->leave(self->device->self, saved);
+  drop_spare(self);
+}
+
+static PyObject *group_close(PyObject *object, PyObject *ignored) {
+  group_object *self = (group_object *)object;
+  (void)ignored;
+  if (self->is_busy) return rm_raise_code(module_of(object), RM_E_STATE, "this group of GPUs is in use by another thread");
+  close_group(self);
+  Py_RETURN_NONE;
+}
+
+static void group_dealloc(PyObject *object) {
+  close_group((group_object *)object);
+  Py_XDECREF(((group_object *)object)->gpus);
+  free_object(object);
+}
+
+static rm_code create(group_object *self, const rm_nccl_options *options, rm_error *err) {
+  const int saved = self->device->enter(self->device->self);
+  const rm_code code = rm_comm_create_nccl(self->host, self->device, options, &self->there, err);
+  self->device->leave(self->device->self, saved);
+  return code;
+}
+
+PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
+  PyObject *module = module_of(gpus), *end;
+  int ordinal;
+  rm_nccl_options options = {.capacity = STRIDED_BYTES};
+  if (!PyArg_ParseTuple(args, "Oissd:group", &end, &ordinal, &options.library, &options.gpu, &options.timeout)) return NULL;
+  const rm_device *device = rm_gpus_device(gpus, ordinal);
+  group_object *self = device ? new_object(rm_state(module)->gpu_group_type) : NULL;
+  if (!self) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = RM_OK;
+  self->gpus = Py_NewRef(gpus);
+  self->device = device;
+  const int failed = rm_comm_take(module, end, &self->host);
+  Py_BEGIN_ALLOW_THREADS
+    if (!failed) code = create(self, &options, &err);
+  Py_END_ALLOW_THREADS
+  if (!failed && !code) return (PyObject *)self;
+  Py_DECREF((PyObject *)self);
+  return failed ? NULL : rm_raise(module, &err);
+}
+
+// ------------------------------------------------------------------------------------------------ the types
+static PyMethodDef block_methods[] = {
+    {"put", block_put, METH_VARARGS,
+     PyDoc_STR("(offset, bytes of the host): enqueued; they stay as they are until the group was waited for.")},
+    {"copy", block_copy, METH_VARARGS,
+     PyDoc_STR("(offset, ordinal, address, bytes of an element, shape, strides): a GPU's tensor in C order, enqueued.")},
+    {0},
+};
+
+static PyGetSetDef block_members[] = {
+    {"address", block_address, NULL, PyDoc_STR("On the group's device."), NULL},
+    {0},
+};
+
+static PyMethodDef group_methods[] = {
+    {"block", group_block, METH_VARARGS, PyDoc_STR("(bytes): a GpuBlock, of which nothing is known.")},
+    {"broadcast", group_broadcast, METH_VARARGS, PyDoc_STR("(block, bytes, root): root's into everyone's, enqueued.")},
+    {"wait", group_wait, METH_NOARGS, PyDoc_STR("Until all that is enqueued is done.")},
+    {"abort", group_abort, METH_NOARGS, PyDoc_STR("The group is dead: the others learn it where they wait.")},
+    {"close", group_close, METH_NOARGS, PyDoc_STR("Leaves the group. Idempotent.")},
+    {0},
+};
+
+int rm_gpu_group_types_add(PyObject *module) {
+  PyType_Slot of_block[] = {
+      {Py_tp_dealloc, block_dealloc},
+      {Py_tp_methods, block_methods},
+      {Py_tp_getset, block_members},
+      {Py_tp_doc, "Bytes of a GPU's memory, for a bucket of weights."},
+      {0, NULL},
+  };
+  PyType_Slot of_group[] = {
+      {Py_tp_dealloc, group_dealloc},
+      {Py_tp_methods, group_methods},
+      {Py_tp_doc, "One rank's end of a group of GPUs, by NCCL. One thread at a time uses it."},
+      {0, NULL},
+  };
+  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION };
+  PyType_Spec block = {"rollmesh._core.GpuBlock", sizeof(block_object), 0, FLAGS, of_block};
+  PyType_Spec group = {"rollmesh._core.GpuGroup", sizeof(group_object), 0, FLAGS, of_group};
+  rm_module_state *state = rm_state(module);
+  if (!(state->gpu_block_type = PyType_FromModuleAndSpec(module, &block, NULL))) return -1;
+  if (!(state->gpu_group_type = PyType_FromModuleAndSpec(module, &group, NULL))) return -1;
+  if (PyModule_AddType(module, (PyTypeObject *)state->gpu_block_type)) return -1;
+  return PyModule_AddType(module, (PyTypeObject *)state->gpu_group_type);
+}

@@ -1,0 +1,9 @@
+// gpu_group.h: blocks of a GPU's memory that go from one rank of a group to all others by NCCL: weights on their way from a trainer's
+// GPUs to generators'. What is in a block, and who sends when, is decided in Python (rollmesh.sources.carriers).
+#pragma once
+
+#include "core.h"
+
+// Of gpus.group(end, ordinal, nccl_library, gpu, timeout), which every rank of `end` calls: a _core.GpuGroup. NULL with an exception.
+PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args);
+int rm_gpu_group_types_add(PyObject *module);   // 0, or −1 with an exception
