@@ -18,6 +18,8 @@ typedef struct rm_module_state {
   PyObject *dispatcher_type;    // owned _core.Dispatcher
   PyObject *plan_type;          // owned _core.DispatchPlan
   PyObject *gpu_array_type;     // owned _core.GpuArray
+  PyObject *queue_type;         // owned _core.Queue
+  PyObject *device_array_type;  // owned _core.DeviceArray
   unsigned long interrupted;    // thread whose call a Ctrl-C has cut short, until that call is over; 0: none
 } rm_module_state;
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "device_arrays.h"
 #include "loans.h"
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
@@ -57,7 +58,7 @@ static int module_exec(PyObject *module) {
   import_array1(-1);
   if (load_errors(rm_state(module))) return -1;
   if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_cuda_add(module) || rm_comm_type_add(module)) return -1;
-  if (rm_dispatch_types_add(module) || rm_loan_types_add(module)) return -1;
+  if (rm_dispatch_types_add(module) || rm_loan_types_add(module) || rm_queue_add(module) || rm_device_arrays_add(module)) return -1;
   return rm_engine_type_add(module);
 }
 
@@ -71,6 +72,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->dispatcher_type);
   Py_VISIT(state->plan_type);
   Py_VISIT(state->gpu_array_type);
+  Py_VISIT(state->queue_type);
+  Py_VISIT(state->device_array_type);
   return 0;
 }
 
@@ -84,6 +87,8 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->dispatcher_type);
   Py_CLEAR(state->plan_type);
   Py_CLEAR(state->gpu_array_type);
+  Py_CLEAR(state->queue_type);
+  Py_CLEAR(state->device_array_type);
   return 0;
 }
 

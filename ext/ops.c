@@ -3,25 +3,39 @@
 
 #include <string.h>
 
+#include "base/cuda.h"
 #include "base/memory.h"
 
-static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"isa", "threads", NULL};
-  const char *isa;
-  int threads;
-  PyObject *module = PyType_GetModule(type);
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si:Kernels", names, &isa, &threads)) return NULL;
+static const rm_kernels *table_named(PyObject *module, const char *isa) {
   int known = 0;
   while (known < RM_N_ISA && strcmp(rm_isa_name((rm_isa)known), isa) != 0) known++;
   const rm_kernels *table = known < RM_N_ISA ? rm_kernels_for((rm_isa)known) : NULL;
-  if (!table) return rm_raise_code(module, RM_E_CONFIG, "isa='%s' is not one that this build and processor have", isa);
-  rm_kernels_object *self = (rm_kernels_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (!table) rm_raise_code(module, RM_E_CONFIG, "isa='%s' is not one that this build and processor have", isa);
+  return table;
+}
+
+static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"isa", "threads", "queue", "stream", NULL};
+  const char *isa;
+  int threads;
+  unsigned long long stream = 0;
+  PyObject *module = PyType_GetModule(type), *queue = Py_None;
   rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &queue, &stream)) return NULL;
+  if (queue != Py_None && !Py_IS_TYPE(queue, (PyTypeObject *)rm_state(module)->queue_type))
+    return rm_raise_code(module, RM_E_CONFIG, "queue is %R, wanted a Queue", queue);
+  const rm_kernels *table = NULL;
+  if (queue == Py_None) table = table_named(module, isa);
+  else if (rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) rm_raise(module, &err);
+  if (!table) return NULL;
+  rm_kernels_object *self = (rm_kernels_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
   if (!self) return NULL;
   self->table = table;
   self->owner = getpid();
+  self->stream = (void *)(uintptr_t)stream;
   pthread_mutex_init(&self->mutex, NULL);
-  if (rm_team_create(threads, &self->team, &err)) {
+  if (queue != Py_None) self->queue = (rm_queue_object *)Py_NewRef(queue);
+  else if (rm_team_create(threads, &self->team, &err)) {
     Py_DECREF(self);
     return rm_raise(module, &err);
   }
@@ -34,6 +48,7 @@ static void kernels_dealloc(PyObject *object) {
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
   if (getpid() == self->owner) pthread_mutex_destroy(&self->mutex);
+  Py_XDECREF((PyObject *)self->queue);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
   Py_DECREF(type);
 }
@@ -66,7 +81,7 @@ static PyType_Slot kernels_slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_methods, kernels_methods},
-    {Py_tp_doc, "Kernels(isa, threads): one variant of the ops over arrays; rollmesh.ops is its public face."},
+    {Py_tp_doc, "Kernels(isa, threads, queue = None, stream = 0): one variant of the ops over arrays; rollmesh.ops is its public face."},
     {0, NULL},
 };
 

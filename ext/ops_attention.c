@@ -20,8 +20,8 @@ static void check_caches(rm_op_call *c, PyObject *k, PyObject *v, rm_dtype dtype
   if (c->failed) return;
   s->k_elems = rm_op_product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
   s->v_elems = rm_op_product(c, "v_cache", page_size, rm_round_up(head_dim, RM_N_TILE));
-  *k_out = rm_op_view(c, k, "k_cache", rm_op_numpy_type(dtype), flags, 3, &s->n_pages, &s->n_kv_heads, &s->k_elems);
-  *v_out = rm_op_view(c, v, "v_cache", rm_op_numpy_type(dtype), flags, 3, &s->n_pages, &s->n_kv_heads, &s->v_elems);
+  *k_out = rm_op_view(c, k, "k_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, 3, &s->n_pages, &s->n_kv_heads, &s->k_elems);
+  *v_out = rm_op_view(c, v, "v_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, 3, &s->n_pages, &s->n_kv_heads, &s->v_elems);
 }
 
 // (q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)
@@ -51,9 +51,10 @@ RM_KERNELS_METHOD(qk_rope_kv) {
   a.slots = rm_op_view(&c, o[7], "slots", NPY_INT64, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
   a.row_flags = rm_op_view(&c, o[10], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
   rm_op_in_range(&c, "positions", a.positions, a.rows, 0, n_positions);
-  for (int64_t r = 0; r < a.rows && !c.failed; r++)
-    if (a.slots[r] < -1 || a.slots[r] >= s.n_pages * page_size)
-      rm_op_refuse(&c, RM_E_REQUEST, "a slot", a.slots[r], "-1 or less than", s.n_pages * page_size);
+  const int64_t *slots = rm_op_seen(&c, a.slots);
+  for (int64_t r = 0; slots && r < a.rows && !c.failed; r++)
+    if (slots[r] < -1 || slots[r] >= s.n_pages * page_size)
+      rm_op_refuse(&c, RM_E_REQUEST, "a slot", slots[r], "-1 or less than", s.n_pages * page_size);
   a.n_heads = n_heads;
   a.n_kv_heads = s.n_kv_heads;
   a.page_size = page_size;
@@ -77,9 +78,10 @@ static void check_group(rm_op_call *c, const rm_attention_args *a) {
 
 // Every page that a row may look at exists.
 static void check_tables(rm_op_call *c, const rm_attention_args *a, int64_t n_pages) {
+  const int32_t *positions = rm_op_seen(c, a->positions), *seqs = rm_op_seen(c, a->seq_of_row);
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
-    const int64_t last = a->positions[r], first = a->window > 0 ? rm_max64(0, last - a->window + 1) : 0;
-    const int32_t *pages = a->block_tables + a->seq_of_row[r] * a->max_pages;
+    const int64_t last = positions[r], first = a->window > 0 ? rm_max64(0, last - a->window + 1) : 0;
+    const int32_t *pages = a->block_tables + seqs[r] * a->max_pages;
     if (last / a->page_size >= a->max_pages) rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", a->max_pages * a->page_size);
     if (!c->failed)
       rm_op_in_range(c, "block_tables", pages + first / a->page_size, last / a->page_size - first / a->page_size + 1, 0, n_pages);

@@ -1,6 +1,8 @@
 // ops_logits.c: logits and the tokens that are drawn from them. See ops.h.
 #include "ops.h"
 
+#include <string.h>
+
 #include "base/memory.h"
 
 // (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, target_logits | None). With
@@ -19,7 +21,7 @@ RM_KERNELS_METHOD(lm_head) {
   a.x = rm_op_view(&c, o[5], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
   int64_t elems = rm_op_packed_elems(&c, "w", vocab, a.hidden), two = 2;
   int64_t n_blocks = c.failed ? 0 : rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
-  a.w = rm_op_view(&c, o[6], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
+  a.w = rm_op_view(&c, o[6], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, 1, &elems, NULL, NULL);
   a.logits = rm_op_view(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, &a.rows, &a.vocab, NULL);
   a.stats = rm_op_view(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), 2, &a.rows, &two, NULL);
   a.target_logprobs = rm_op_view(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
@@ -52,18 +54,18 @@ RM_KERNELS_METHOD(merge_pairs) {
   RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
-// Per row parameters from their columns; owned, NULL with an exception set.
+// Per row parameters from their columns, which are the host's; owned, on a device a mirror's. NULL with an exception set.
 static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows, int64_t vocab) {
   int64_t bounds = rows + 1, n_banned = -1;
-  const float *temperature = rm_op_view(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const float *top_p = rm_op_view(c, o[1], "top_p", NPY_FLOAT32, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const float *min_p = rm_op_view(c, o[2], "min_p", NPY_FLOAT32, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const int32_t *top_k = rm_op_view(c, o[3], "top_k", NPY_INT32, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const uint64_t *seed = rm_op_view(c, o[4], "seed", NPY_UINT64, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const uint64_t *counter = rm_op_view(c, o[5], "counter", NPY_UINT64, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const int32_t *forced = rm_op_view(c, o[6], "forced", NPY_INT32, RM_ARRAY_IN, 1, &rows, NULL, NULL);
-  const int32_t *starts = rm_op_view(c, o[7], "banned_starts", NPY_INT32, RM_ARRAY_IN, 1, &bounds, NULL, NULL);
-  const int32_t *banned = rm_op_view(c, o[8], "banned", NPY_INT32, RM_ARRAY_IN, 1, &n_banned, NULL, NULL);
+  const float *temperature = rm_op_view(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const float *top_p = rm_op_view(c, o[1], "top_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const float *min_p = rm_op_view(c, o[2], "min_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const int32_t *top_k = rm_op_view(c, o[3], "top_k", NPY_INT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const uint64_t *seed = rm_op_view(c, o[4], "seed", NPY_UINT64, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const uint64_t *counter = rm_op_view(c, o[5], "counter", NPY_UINT64, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const int32_t *forced = rm_op_view(c, o[6], "forced", NPY_INT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
+  const int32_t *starts = rm_op_view(c, o[7], "banned_starts", NPY_INT32, RM_ARRAY_OF_HOST, 1, &bounds, NULL, NULL);
+  const int32_t *banned = rm_op_view(c, o[8], "banned", NPY_INT32, RM_ARRAY_OF_HOST, 1, &n_banned, NULL, NULL);
   rm_op_in_range(c, "forced", forced, rows, -1, vocab);
   rm_op_in_range(c, "banned_starts", starts, bounds, 0, n_banned + 1);
   for (int64_t r = 0; r < rows && !c->failed; r++) {
@@ -74,12 +76,15 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
     }
   }
   if (c->failed) return NULL;
-  rm_sample_params *params = rm_alloc((size_t)rows + 1, sizeof *params);
+  const size_t of_params = (size_t)(rows + 1) * sizeof(rm_sample_params), of_banned = (size_t)n_banned * sizeof *banned;
+  const int on_host = !c->self->queue;
+  rm_sample_params *params = on_host ? rm_alloc(of_params, 1) : rm_op_mirror(c, of_params + of_banned);
   if (!params) {
+    if (!c->failed) PyErr_NoMemory();
     c->failed = 1;
-    PyErr_NoMemory();
     return NULL;
   }
+  if (!on_host && of_banned) banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
   for (int64_t r = 0; r < rows; r++)
     params[r] = (rm_sample_params){
         temperature[r], top_p[r], min_p[r], top_k[r], seed[r], counter[r], banned + starts[r], starts[r + 1] - starts[r], forced[r]};
@@ -104,13 +109,13 @@ RM_KERNELS_METHOD(sample) {
   a.sampling_logprobs = rm_op_view(&c, o[2], "sampling_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
   a.ld_logits = a.vocab;
   rm_sample_params *params = sample_params(&c, o + 6, a.rows, a.vocab);
-  a.params = params;
+  a.params = self->queue ? rm_op_there(&c, params) : params;
   PyObject *result = NULL;
   if (!rm_op_begin(&c, (rm_limits){.max_rows = a.rows, .vocab = a.vocab})) {
     self->table->sample(&c.ctx, &a);
     result = rm_op_finish(&c);
   }
-  rm_free(params);
+  if (!self->queue) rm_free(params);
   return result;
 }
 

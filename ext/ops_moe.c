@@ -18,7 +18,7 @@ RM_KERNELS_METHOD(router) {
   rm_op_size(&c, "num_experts", n_experts, 1);
   a.n_experts = n_experts;
   int64_t elems = rm_op_packed_elems(&c, "w", n_experts, a.hidden);
-  a.w = rm_op_view(&c, o[3], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 1, &elems, NULL, NULL);
+  a.w = rm_op_view(&c, o[3], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, 1, &elems, NULL, NULL);
   a.bias = rm_op_view(&c, o[4], "bias", NPY_FLOAT32, RM_ARRAY_OPTIONAL, 1, &a.n_experts, NULL, NULL);
   a.ids = rm_op_view(&c, o[0], "ids", NPY_INT32, RM_ARRAY_WRITE, 2, &a.rows, &a.top_k, NULL);
   a.gates = rm_op_view(&c, o[1], "gates", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &a.rows, &a.top_k, NULL);
@@ -48,6 +48,7 @@ RM_KERNELS_METHOD(permute) {
 
 // A row's experts are distinct: the tree that adds their outputs up has one leaf for each.
 static void distinct_in_rows(rm_op_call *c, const int32_t *ids, int64_t rows, int64_t n) {
+  ids = rm_op_seen(c, ids);
   for (int64_t r = 0; r < rows && !c->failed; r++)
     for (int64_t i = 1; i < n && !c->failed; i++)
       for (int64_t j = 0; j < i && !c->failed; j++)

@@ -57,6 +57,34 @@ class Gpus:
         self, ordinal: int, address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], /
     ) -> GpuArray: ...
 
+@final
+class DeviceArray:
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def queue(self) -> Queue: ...
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def numpy(self) -> NDArray[Any]: ...
+    def part(self, first: int, shape: tuple[int, ...], /) -> DeviceArray: ...
+
+@final
+class Queue:
+    def __new__(cls, library: str, ordinal: int) -> Queue: ...
+    @property
+    def device(self) -> str: ...
+    def zeros(self, shape: tuple[int, ...], dtype: str, /) -> DeviceArray: ...
+    def put(self, array: NDArray[Any], /) -> DeviceArray: ...
+    def take(self, name: str, tensor: Any, /) -> DeviceArray: ...
+
 def cuda_count(library: str, /) -> int: ...
 def cuda_available(library: str, ordinal: int, /) -> int: ...
 def attach(
@@ -189,13 +217,14 @@ def memory_blocks() -> int: ...
 def memory_fail_at(n: int, for_ever: bool = ..., /) -> None: ...
 
 # Of T, uint16 words of bf16 or float32; shapes and meanings are those of kernels/kernels.h. Outputs come first and are written to.
-_T = NDArray[Any]
-_F32 = NDArray[np.float32]
-_I32 = NDArray[np.int32]
+_T = NDArray[Any] | DeviceArray
+_F32 = NDArray[np.float32] | DeviceArray
+_I32 = NDArray[np.int32] | DeviceArray
+_U8 = NDArray[np.uint8] | DeviceArray
 
 @final
 class Kernels:
-    def __new__(cls, isa: str, threads: int) -> Kernels: ...
+    def __new__(cls, isa: str, threads: int, queue: Queue | None = None, stream: int = 0) -> Kernels: ...
     def embed(self, out: _T, ids: _I32, table: _T, packed: bool, vocab: int, hidden: int, /) -> None: ...
     def gather_rows(self, out: _T, x: _T, rows: _I32, /) -> None: ...
     def rms_norm(self, out: _T, residual: _T, x: _T | None, weight: _T, eps: float, /) -> None: ...
@@ -209,10 +238,10 @@ class Kernels:
         cos: _F32,
         sin: _F32,
         positions: _I32,
-        slots: NDArray[np.int64],
+        slots: NDArray[np.int64] | DeviceArray,
         k_cache: _T,
         v_cache: _T,
-        row_flags: NDArray[np.uint8],
+        row_flags: _U8,
         num_heads: int,
         page_size: int,
         eps: float,
@@ -243,7 +272,7 @@ class Kernels:
         stats: _F32 | None,
         target_logprobs: _F32 | None,
         targets: _I32 | None,
-        row_flags: NDArray[np.uint8],
+        row_flags: _U8,
         x: _T,
         w: _T,
         vocab: int,
@@ -256,7 +285,7 @@ class Kernels:
         stats: _F32,
         target_logprobs: _F32 | None,
         targets: _I32 | None,
-        row_flags: NDArray[np.uint8],
+        row_flags: _U8,
         pairs: _F32,
         target_logits: _F32 | None,
         /,

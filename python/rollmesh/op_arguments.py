@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa
@@ -16,7 +16,7 @@ from rollmesh.arguments import REAL, choice
 from rollmesh.errors import ConfigError, DTypeError, Error, ShapeError, UnsupportedTensorError
 from rollmesh.show import plain, shown
 
-Array = NDArray[Any]
+Array = Any  # of NumPy; where the arguments are on a CUDA device a _core.DeviceArray
 MAX_SIZE, MAX_THREADS = 2**31 - 1, 256
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -63,11 +63,17 @@ def words_of(array: Array) -> Array:
 def array_of(name: str, array: Array, dims: int | None = None) -> Array:
     """For what a default output takes its size or dtype from; the C side looks at the rest."""
     array = words_of(array)
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray | _core.DeviceArray):
         raise UnsupportedTensorError(f"{name} is a {type(array).__name__}, wanted a numpy array")
     if dims is not None and array.ndim != dims:
         raise ShapeError(f"{name} has {array.ndim} dims, wanted {dims}")
     return array
+
+
+def host_array(name: str, array: Array, dims: int) -> Array:
+    if isinstance(array, _core.DeviceArray):
+        raise UnsupportedTensorError(f"{name} is on {array.device}, wanted a numpy array")
+    return array_of(name, array, dims)
 
 
 def matrix_of(name: str, array: Array) -> Array:
@@ -76,12 +82,19 @@ def matrix_of(name: str, array: Array) -> Array:
 
 def matrices_of(name: str, array: Array) -> Array:
     try:
-        array = np.asarray(words_of(array))
+        array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
     except (TypeError, ValueError) as error:  # rows of several lengths
         raise UnsupportedTensorError(f"{name} is no matrix: {plain(error)}") from error
     if array.ndim not in (2, 3):
         raise ShapeError(f"{name} has {array.ndim} dims, wanted 2, or 3 with groups")
-    return array if array.ndim == 3 else array[None]
+    return array if array.ndim == 3 else part_of(array, 0, (1, *array.shape))
+
+
+def part_of(array: Array, first: int, shape: tuple[int, ...]) -> Array:
+    """Elements first … in C order, as an array of that shape; no copy of a device's, nor of a contiguous one."""
+    if isinstance(array, _core.DeviceArray):
+        return array.part(first, shape)
+    return array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
 
 
 def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
@@ -90,10 +103,6 @@ def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = n
         return make(shape, dtype)
     except ValueError as error:
         raise ShapeError(f"an output of shape {shown(shape)}, wanted one that can be addressed") from error
-
-
-def optional_words(array: Array | None) -> Array | None:
-    return None if array is None else words_of(array)
 
 
 def numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:

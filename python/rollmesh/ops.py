@@ -7,37 +7,49 @@ the same order of summation. Arrays must be C-contiguous; sizes, dtypes and rang
 (ShapeError, DTypeError, LayoutError, RequestError) and nothing is ever cast.
 
 Weights of a matrix product are packed once by `pack` (or `pack_gate_up` for SwiGLU).
+
+Arrays on a CUDA device (torch's tensors, CuPy's, any that speaks DLPack, and DeviceArrays, which are what ops give there) are worked on
+where they are: no element is copied to the host. All arrays of a call are on one device, but for indices, which may be NumPy's.
+`isa="cuda_fma"`, the default, gives the CPU's bits; "cuda_mma" has bf16 on tensor cores, with weights that were packed and caches that
+were filled by it. An output goes on without a copy (`torch.from_dlpack(out)`), or to the host by `.numpy()`; its memory is freed when the
+last holder lets go. Indices on the device are copied to the host, checked there and followed from that copy, so a call waits for them;
+whether it waits for more is on_stream's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh._core import available_isas, best_isa, isa_states
-from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
+from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
+from rollmesh.errors import ConfigError, ShapeError
 from rollmesh.op_arguments import (
     Array,
     array_of,
-    kernels,
+    host_array,
     matrices_of,
     matrix_of,
     new_array,
     numpy_dtype,
-    optional_words,
     packed_size,
+    part_of,
     real_of,
     round_up,
     size_of,
-    words_of,
 )
+from rollmesh.op_arguments import (
+    kernels as kernels,
+)
+from rollmesh.op_devices import Op, new_in, on_stream, op_over, queue_on, release_devices, to_device
 from rollmesh.op_types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
 from rollmesh.show import shown
 
 __all__ = [
+    "DeviceArray",
     "LmHead",
     "LmHeadPairs",
     "Routing",
@@ -56,15 +68,18 @@ __all__ = [
     "lm_head",
     "lm_head_pairs",
     "merge_pairs",
+    "on_stream",
     "pack",
     "pack_gate_up",
     "permute",
     "qk_rope_kv",
     "ranks",
+    "release_devices",
     "rms_norm",
     "rope_table",
     "router",
     "sample",
+    "to_device",
     "top_logprobs",
 ]
 
@@ -74,24 +89,29 @@ _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
 # ---------------------------------------------------------------------------------------------- weights
 def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
     """[n, k], or [groups, n, k] for the matrices of a grouped gemm, in the packed layout: one dim. Converts like torch's .to()."""
+    op, weight = op_over(isa, threads, weight=weight)
     matrices = matrices_of("weight", weight)
-    size = packed_size(matrices.shape[1], matrices.shape[2])
-    out = new_array((len(matrices) * size,), numpy_dtype(dtype), np.zeros)
-    for group, matrix in enumerate(matrices if size else matrices[:1]):  # of nothing there may be 2^31 groups; one is looked at
-        kernels(isa, threads).pack(out[group * size : (group + 1) * size], matrix, _LAYOUT_PACKED, 0)
-    return out
+    return _packed(op, [(matrices, _LAYOUT_PACKED)], matrices.shape[1], dtype)
 
 
 def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
     """gate and up, both [n, k] or [groups, n, k], interleaved by 16 columns as gemm_swiglu takes them."""
+    op, gate, up = op_over(isa, threads, gate=gate, up=up)
     gates, ups = matrices_of("gate", gate), matrices_of("up", up)
     if gates.shape != ups.shape:
         raise ShapeError(f"gate has shape {gates.shape} and up {ups.shape}, wanted the same ([groups, n, k])")
-    size = 2 * packed_size(gates.shape[1], gates.shape[2])
-    out = new_array((len(gates) * size,), numpy_dtype(dtype), np.zeros)
-    for group, pair in enumerate(zip(gates, ups, strict=True) if size else zip(gates[:1], ups[:1], strict=True)):  # as in pack
-        for matrix, layout in zip(pair, (_LAYOUT_GATE, _LAYOUT_UP), strict=True):
-            kernels(isa, threads).pack(out[group * size : (group + 1) * size], matrix, layout, 0)
+    return _packed(op, [(gates, _LAYOUT_GATE), (ups, _LAYOUT_UP)], 2 * round_up(gates.shape[1], 16), dtype)
+
+
+def _packed(op: Op, sources: list[tuple[Array, int]], rows: int, dtype: str) -> Array:
+    """Each group's matrices, [groups, n, k] of every source, into one of `rows` rows. Of nothing there may be 2^31 groups; one is looked
+    at."""
+    groups, n, k = sources[0][0].shape
+    size = packed_size(rows, k)
+    out = op.new((groups * size,), numpy_dtype(dtype), zeros=True)
+    for group in range(groups if size else min(groups, 1)):
+        for matrices, layout in sources:
+            op.core.pack(part_of(out, group * size, (size,)), part_of(matrices, group * n * k, (n, k)), layout, 0)
     return out
 
 
@@ -99,21 +119,23 @@ def embed(
     ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden) is given."""
+    op, ids, table, out = op_over(isa, threads, ids=ids, table=table, out=out)
     ids, table = array_of("ids", ids, 1), matrix_of("table", table) if packed is None else array_of("table", table)
     if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
         raise ShapeError(f"packed = {shown(packed)}, wanted (vocab, hidden)")
     vocab, hidden = table.shape if packed is None else packed
     vocab, hidden = size_of("vocab", vocab), size_of("hidden", hidden)
-    out = new_array((len(ids), hidden), table.dtype) if out is None else words_of(out)
-    kernels(isa, threads).embed(out, ids, table, packed is not None, vocab, hidden)
+    out = op.new((ids.shape[0], hidden), table.dtype) if out is None else out
+    op.core.embed(out, ids, table, packed is not None, vocab, hidden)
     return out
 
 
 def gather_rows(x: Array, rows: NDArray[np.int32], *, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
     """[len(rows), n] of x [m, n]: the rows that are named, bits as they are. out must not overlap x."""
+    op, x, rows, out = op_over(isa, threads, x=x, rows=rows, out=out)
     x, rows = matrix_of("x", x), array_of("rows", rows, 1)
-    out = new_array((len(rows), x.shape[1]), x.dtype) if out is None else words_of(out)
-    kernels(isa, threads).gather_rows(out, x, rows)
+    out = op.new((rows.shape[0], x.shape[1]), x.dtype) if out is None else out
+    op.core.gather_rows(out, x, rows)
     return out
 
 
@@ -129,9 +151,10 @@ def rms_norm(
     threads: int = 1,
 ) -> Array:
     """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
+    op, residual, weight, x, out = op_over(isa, threads, residual=residual, weight=weight, x=x, out=out)
     residual, eps = array_of("residual", residual), real_of("eps", eps, 0.0)
-    out = np.empty_like(residual) if out is None else words_of(out)
-    kernels(isa, threads).rms_norm(out, residual, optional_words(x), words_of(weight), eps)
+    out = op.new(residual.shape, residual.dtype) if out is None else out
+    op.core.rms_norm(out, residual, x, weight, eps)
     return out
 
 
@@ -149,9 +172,10 @@ def gemm(
 ) -> Array:
     """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g; they
     begin with 0 and end with m."""
+    op, x, w, bias, group_rows, out = op_over(isa, threads, x=x, w=w, bias=bias, group_rows=group_rows, out=out)
     x, n = matrix_of("x", x), size_of("n", n)
-    out = new_array((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else words_of(out)
-    kernels(isa, threads).gemm(out, x, words_of(w), optional_words(bias), group_rows, n, False)
+    out = op.new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else out
+    op.core.gemm(out, x, w, bias, group_rows, n, False)
     return out
 
 
@@ -159,29 +183,35 @@ def gemm_swiglu(
     x: Array, w: Array, n: int, *, group_rows: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """silu(gate) · up with w of pack_gate_up; n is the width of one of them."""
+    op, x, w, group_rows, out = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out)
     x, n = matrix_of("x", x), size_of("n", n)
-    out = new_array((x.shape[0], n), x.dtype) if out is None else words_of(out)
-    kernels(isa, threads).gemm(out, x, words_of(w), None, group_rows, n, True)
+    out = op.new((x.shape[0], n), x.dtype) if out is None else out
+    op.core.gemm(out, x, w, None, group_rows, n, True)
     return out
 
 
 # ---------------------------------------------------------------------------------------------- attention
-def kv_cache(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16") -> tuple[Array, Array]:
+def kv_cache(
+    num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16", device: str = "cpu"
+) -> tuple[Array, Array]:
     """Zeroed (k, v) pages of one layer."""
+    queue = queue_on(device)
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
-    k = new_array((pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32))), numpy_dtype(dtype), np.zeros)
-    return k, new_array((pages, heads, positions * round_up(dim, 16)), k.dtype, np.zeros)
+    of_k = (pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32)))
+    k = new_in(queue, of_k, numpy_dtype(dtype), zeros=True)
+    return k, new_in(queue, (pages, heads, positions * round_up(dim, 16)), k.dtype, zeros=True)
 
 
 def rope_table(
-    inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16"
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype."""
-    cos = new_array((size_of("num_positions", num_positions), len(array_of("inv_freq", inv_freq, 1))), np.float32)
-    sin = np.empty_like(cos)
+    inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16", device: str = "cpu"
+) -> tuple[Array, Array]:
+    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype. They are computed on the CPU, where inv_freq is."""
+    queue = queue_on(device)
+    shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
+    cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
     _core.rope_table(cos, sin, inv_freq, real_of("scale", scale), numpy_dtype(dtype) is np.uint16)
-    return cos, sin
+    return (cos, sin) if queue is None else (queue.put(cos), queue.put(sin))
 
 
 def qk_rope_kv(
@@ -208,14 +238,15 @@ def qk_rope_kv(
 
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
+    op, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, out = op_over(
+        isa, threads, qkv=qkv, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, positions=positions, slots=slots, k_cache=k_cache,
+        v_cache=v_cache, row_flags=row_flags, out=out,
+    )  # fmt: skip
     qkv, num_heads, page_size = matrix_of("qkv", qkv), size_of("num_heads", num_heads), size_of("page_size", page_size)
     rows, q_weight, eps = qkv.shape[0], array_of("q_weight", q_weight, 1), real_of("eps", eps, 0.0)
-    out = new_array((rows, num_heads, len(q_weight)), qkv.dtype) if out is None else words_of(out)
-    flags = np.zeros(rows, np.uint8) if row_flags is None else row_flags
-    caches = (words_of(k_cache), words_of(v_cache))
-    kernels(isa, threads).qk_rope_kv(
-        out, qkv, q_weight, words_of(k_weight), cos, sin, positions, slots, *caches, flags, num_heads, page_size, eps
-    )
+    out = op.new((rows, num_heads, q_weight.shape[0]), qkv.dtype) if out is None else out
+    flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
+    op.core.qk_rope_kv(out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, flags, num_heads, page_size, eps)
     return out
 
 
@@ -241,10 +272,13 @@ def attention(
     Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. A run of a model's heads, with
     the kv heads that it reads, has the model's group, and as head0 the place of its first head within that head's group.
     """
+    op, q, k_cache, v_cache, positions, seq_of_row, block_tables, out = op_over(
+        isa, threads, q=q, k_cache=k_cache, v_cache=v_cache, positions=positions, seq_of_row=seq_of_row, block_tables=block_tables, out=out
+    )
     q, scale, page_size, window = array_of("q", q), real_of("scale", scale), size_of("page_size", page_size), size_of("window", window)
-    caches, group, head0 = (words_of(k_cache), words_of(v_cache)), size_of("group", group), size_of("head0", head0)
-    out = np.empty_like(q) if out is None else words_of(out)
-    kernels(isa, threads).attention(out, q, *caches, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
+    group, head0 = size_of("group", group), size_of("head0", head0)
+    out = op.new(q.shape, q.dtype) if out is None else out
+    op.core.attention(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
     return out
 
 
@@ -261,20 +295,20 @@ def router(
     threads: int = 1,
 ) -> Routing:
     """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
+    op, x, w, bias = op_over(isa, threads, x=x, w=w, bias=bias)
     x, num_experts, top_k = matrix_of("x", x), size_of("num_experts", num_experts), size_of("top_k", top_k)
-    routing = Routing(new_array((x.shape[0], top_k), np.int32), new_array((x.shape[0], top_k), np.float32))
-    kernels(isa, threads).router(*routing, x, words_of(w), bias, num_experts, renormalize)
+    routing = Routing(op.new((x.shape[0], top_k), np.int32), op.new((x.shape[0], top_k), np.float32))
+    op.core.router(*routing, x, w, bias, num_experts, renormalize)
     return routing
 
 
-def permute(
-    x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
-) -> tuple[Array, NDArray[np.int32], NDArray[np.int32]]:
+def permute(x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1) -> tuple[Array, Array, Array]:
     """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows, top_k])."""
+    op, x, ids = op_over(isa, threads, x=x, ids=ids)
     x, ids, num_experts = matrix_of("x", x), matrix_of("ids", ids), size_of("num_experts", num_experts)
-    x_out = new_array((ids.size, x.shape[1]), x.dtype)
-    group_rows, place = new_array((num_experts + 1,), np.int32), np.empty_like(ids)
-    kernels(isa, threads).permute(x_out, group_rows, place, x, ids, num_experts)
+    x_out = op.new((math.prod(ids.shape), x.shape[1]), x.dtype)
+    group_rows, place = op.new((num_experts + 1,), np.int32), op.new(ids.shape, np.int32)
+    op.core.permute(x_out, group_rows, place, x, ids, num_experts)
     return x_out, group_rows, place
 
 
@@ -290,9 +324,10 @@ def combine(
     threads: int = 1,
 ) -> Array:
     """Each row's sum of gate · y[place] over its experts, distinct in a row, by the contract's tree: [rows, hidden]."""
+    op, y, place, ids, gates, out = op_over(isa, threads, y=y, place=place, ids=ids, gates=gates, out=out)
     y, ids, num_experts = matrix_of("y", y), matrix_of("ids", ids), size_of("num_experts", num_experts)
-    out = new_array((ids.shape[0], y.shape[1]), y.dtype) if out is None else words_of(out)
-    kernels(isa, threads).combine(out, y, place, ids, gates, num_experts)
+    out = op.new((ids.shape[0], y.shape[1]), y.dtype) if out is None else out
+    op.core.combine(out, y, place, ids, gates, num_experts)
     return out
 
 
@@ -308,12 +343,13 @@ def lm_head(
     threads: int = 1,
 ) -> LmHead:
     """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1: none)."""
+    op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
     x, vocab = matrix_of("x", x), size_of("vocab", vocab)
     rows = x.shape[0]
-    logits = new_array((rows, vocab), np.float32) if keep_logits else None
-    logprobs = None if targets is None else np.empty(rows, np.float32)
-    head = LmHead(logits, np.empty((rows, 2), np.float32), logprobs, np.zeros(rows, np.uint8))
-    kernels(isa, threads).lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, words_of(w), vocab)
+    logits = op.new((rows, vocab), np.float32) if keep_logits else None
+    logprobs = None if targets is None else op.new((rows,), np.float32)
+    head = LmHead(logits, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True))
+    op.core.lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, w, vocab)
     return head
 
 
@@ -332,12 +368,14 @@ def lm_head_pairs(
     targets are counted from the part's first entry, −1 where it lies elsewhere. The pairs of all parts, concatenated in the
     order of the vocabulary, are what merge_pairs takes.
     """
+    op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
     x, vocab = matrix_of("x", x), size_of("vocab", vocab)
     rows = x.shape[0]
-    logits = np.empty((rows, vocab), np.float32) if keep_logits else None
-    target_logits = None if targets is None else np.empty(rows, np.float32)
-    head = LmHeadPairs(logits, np.empty((-(-vocab // 128), rows, 2), np.float32), target_logits, np.zeros(rows, np.uint8))
-    kernels(isa, threads).lm_head(logits, None, None, targets, head.row_flags, x, words_of(w), vocab, head.pairs, target_logits)
+    logits = op.new((rows, vocab), np.float32) if keep_logits else None
+    target_logits = None if targets is None else op.new((rows,), np.float32)
+    pairs, flags = op.new((-(-vocab // 128), rows, 2), np.float32), op.new((rows,), np.uint8, zeros=True)
+    head = LmHeadPairs(logits, pairs, target_logits, flags)
+    op.core.lm_head(logits, None, None, targets, flags, x, w, vocab, pairs, target_logits)
     return head
 
 
@@ -351,14 +389,11 @@ def merge_pairs(
 ) -> LmHead:
     """What lm_head over the whole vocabulary gives, logits aside, from the pairs [blocks, rows, 2] of all its blocks in ascending
     order. targets: −1, or a token whose logit stands in target_logits; its logprob is of (max, Σ) of all blocks."""
-    if not isinstance(pairs, np.ndarray):
-        raise UnsupportedTensorError(f"pairs is a {type(pairs).__name__}, wanted a numpy array")
-    if pairs.ndim != 3:
-        raise ShapeError(f"pairs has {pairs.ndim} dims, wanted 3")
-    rows = pairs.shape[1]
-    logprobs = None if targets is None else np.empty(rows, np.float32)
-    head = LmHead(None, np.empty((rows, 2), np.float32), logprobs, np.zeros(rows, np.uint8))
-    kernels(isa, threads).merge_pairs(head.stats, logprobs, targets, head.row_flags, pairs, target_logits)
+    op, pairs, targets, target_logits = op_over(isa, threads, pairs=pairs, targets=targets, target_logits=target_logits)
+    rows = array_of("pairs", pairs, 3).shape[1]
+    logprobs = None if targets is None else op.new((rows,), np.float32)
+    head = LmHead(None, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True))
+    op.core.merge_pairs(head.stats, logprobs, targets, head.row_flags, pairs, target_logits)
     return head
 
 
@@ -372,6 +407,7 @@ def sample(
     threads: int = 1,
 ) -> Sampled:
     """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
+    op, logits, stats, row_flags = op_over(isa, threads, logits=logits, stats=stats, row_flags=row_flags)
     rows = matrix_of("logits", logits).shape[0]
     each = [params] * rows if isinstance(params, SampleParams) else list(params) if isinstance(params, Sequence) else [params]
     if wrong := [p for p in each if not isinstance(p, SampleParams)]:
@@ -390,24 +426,26 @@ def sample(
         starts,
         np.array([token for p in each for token in p.banned], np.int32),
     )
-    sampled = Sampled(np.empty(rows, np.int32), np.empty(rows, np.float32), np.empty(rows, np.float32))
-    flags = np.zeros(rows, np.uint8) if row_flags is None else row_flags
-    kernels(isa, threads).sample(*sampled, logits, stats, flags, *columns)
+    sampled = Sampled(op.new((rows,), np.int32), op.new((rows,), np.float32), op.new((rows,), np.float32))
+    flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
+    op.core.sample(*sampled, logits, stats, flags, *columns)
     return sampled
 
 
 def top_logprobs(
     logits: NDArray[np.float32], stats: NDArray[np.float32], k: int, *, isa: str | None = None, threads: int = 1
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+) -> tuple[Array, Array]:
     """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest id."""
+    op, logits, stats = op_over(isa, threads, logits=logits, stats=stats)
     shape = (matrix_of("logits", logits).shape[0], size_of("k", k))
-    ids, logprobs = new_array(shape, np.int32), new_array(shape, np.float32)
-    kernels(isa, threads).top_logprobs(ids, logprobs, logits, stats)
+    ids, logprobs = op.new(shape, np.int32), op.new(shape, np.float32)
+    op.core.top_logprobs(ids, logprobs, logits, stats)
     return ids, logprobs
 
 
-def ranks(logits: NDArray[np.float32], tokens: NDArray[np.int32], *, isa: str | None = None, threads: int = 1) -> NDArray[np.int32]:
+def ranks(logits: NDArray[np.float32], tokens: NDArray[np.int32], *, isa: str | None = None, threads: int = 1) -> Array:
     """[rows]: how many of a row of logits [rows, vocab] are at least its token's, the token's own among them; 0 for token −1."""
-    out = np.empty(matrix_of("logits", logits).shape[0], np.int32)
-    kernels(isa, threads).ranks(out, logits, tokens)
+    op, logits, tokens = op_over(isa, threads, logits=logits, tokens=tokens)
+    out = op.new((matrix_of("logits", logits).shape[0],), np.int32)
+    op.core.ranks(out, logits, tokens)
     return out
