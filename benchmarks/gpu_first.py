@@ -84,6 +84,7 @@ def parts() -> list[Part]:
     build = 'ROLLMESH_CUDA=1 ROLLMESH_WERROR=1 "$PYTHON" setup.py -q build --build-lib "$DIR/lib" --build-temp "$DIR/cuda"'
     grpo = 'rm -rf "$DIR/grpo"; ' + python('-m rollmesh grpo configs/qwen3_debug.toml --device cuda --out "$DIR/grpo" --set train.steps=20')
     machine = python("-m pip list; compute-sanitizer --version; nvcc --version; uname -a; nproc; free -g; nvidia-smi")
+    torch_sees_it = python("-c 'import sys, torch; sys.exit(not torch.cuda.is_available())'") + f" || exit {ABSENT}"
     mma, fma = "--families cuda_mma", "--families cuda_fma"
     return [
         Part("machine", 60, machine),
@@ -112,6 +113,8 @@ def parts() -> list[Part]:
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
         Part("test-nccl", 240, pytest("tests/test_nccl.py", "tests/test_nccl_engine.py"), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
+        Part("test-ops", 120, pytest("tests/test_cuda_ops.py"), "build"),
+        Part("test-torch", 150, f"{torch_sees_it}; " + pytest("tests/test_torch_arrays.py", "-k gpu"), "build"),
     ]  # fmt: skip
 
 

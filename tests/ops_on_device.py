@@ -38,19 +38,24 @@ class Shipped:
         def ship(value: Any) -> Any:
             if not isinstance(value, np.ndarray):
                 return value
-            return there.setdefault(id(value), ops.to_device(np.ascontiguousarray(value), self._device))
+            return there.setdefault(id(value), self._put(np.ascontiguousarray(value)))
 
         found = own(**{name: ship(value) for name, value in given.items()}, isa=isa)
         for name in WRITTEN:
             if isinstance(given.get(name), np.ndarray):
-                given[name][...] = there[id(given[name])].numpy()
-        return given["out"] if given.get("out") is not None else landed(found)
+                given[name][...] = self._got(there[id(given[name])])
+        return given["out"] if given.get("out") is not None else self._landed(found)
 
+    def _landed(self, found: Any) -> Any:
+        if isinstance(found, ops.DeviceArray):
+            return self._got(found)
+        if isinstance(found, tuple):
+            values = [self._landed(value) for value in found]
+            return type(found)(*values) if hasattr(found, "_fields") else tuple(values)
+        return found
 
-def landed(found: Any) -> Any:
-    if isinstance(found, ops.DeviceArray):
-        return found.numpy()
-    if isinstance(found, tuple):
-        values = [landed(value) for value in found]
-        return type(found)(*values) if hasattr(found, "_fields") else tuple(values)
-    return found
+    def _put(self, array: np.ndarray) -> Any:
+        return ops.to_device(array, self._device)
+
+    def _got(self, there: Any) -> np.ndarray:
+        return np.asarray(there.numpy())

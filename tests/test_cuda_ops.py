@@ -1,15 +1,16 @@
-"""rollmesh.ops over arrays of a CUDA device, on the simulated one (tests/simt).
+"""rollmesh.ops over arrays of a CUDA device: a GPU's where there is one, else the simulated one's (tests/simt).
 
 Input: the cases of test_ops.py and test_ops_parts.py; of the tensor cores' family those where it is the CPU's. Oracle: the CPU's
-reference. Bound: zero differing bits. After every test the
-device has all of its memory again.
+reference. Bound: zero differing bits. After every test the simulated device has all of its memory again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import cuda_device
 import numpy as np
 import ops_cases
 import pytest
@@ -20,23 +21,29 @@ from test_ops import *  # noqa: F403 (its tests, collected here once more)
 from test_ops_parts import test_attention_of_all_ranks_is_that_of_one, test_the_head_of_all_ranks_is_that_of_one  # noqa: F401
 
 from rollmesh import _core, ops
+from rollmesh.devices import LIBRARY_SWITCH, library_path
 
-pytestmark = [pytest.mark.usefixtures("simulated")]
 FMA, MMA = [("cuda_fma", 1)], [("cuda_mma", 1)]
 
 
 @pytest.fixture
-def simulated(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its library; every test leaves the device as it has found it."""
-    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
+def device(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test leaves it as it has found it; a GPU's memory others have too."""
+    real = library_path()
+    if real.exists() and _core.cuda_count(str(real)) > 0:
+        yield
+        return
+    if os.environ.get("RM_NEEDS_GPU"):
+        cuda_device.no_gpu(f"no GPU here, or no {real}")
+    monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     before = _core.cuda_available(str(simt_library), 0)
-    yield str(simt_library)
+    yield
     ops.release_devices()
     assert _core.cuda_available(str(simt_library), 0) == before
 
 
 @pytest.fixture(autouse=True)
-def _as_the_only_variant(simulated: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shipped]:
+def _as_the_only_variant(device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shipped]:
     shipped = Shipped()
     for module in (test_ops, test_ops_parts, ops_cases):
         monkeypatch.setattr(module, "ops", shipped)
