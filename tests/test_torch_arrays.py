@@ -42,7 +42,8 @@ class Tensor(OnGpu):
 
 @pytest.fixture
 def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    """torch, as it were: its current stream is the trainer's, on which it takes arrays as torch.from_dlpack does."""
+    """torch, as it were: its current stream is the trainer's. It takes arrays without a word about streams, so that only the op's own turn
+    is between the two."""
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     free = _core.cuda_available(str(simt_library), 0)
     made = Trainer(simt_library, 0)
@@ -51,7 +52,7 @@ def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tra
 
     def from_dlpack(array: Any) -> Any:
         assert array.__dlpack_device__() == (2, 0)
-        array.__dlpack__(stream=stream, max_version=(1, 0))  # given back at once: the array is kept
+        array.__dlpack__(stream=-1, max_version=(1, 0))  # given back at once: the array is kept
         return SimpleNamespace(dtype=getattr(torch, array.dtype), array=array)
 
     monkeypatch.setattr(arrays, "from_dlpack", from_dlpack)
