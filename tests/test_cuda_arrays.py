@@ -11,6 +11,7 @@ import ctypes as C
 import gc
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import fsum
 from pathlib import Path
@@ -124,6 +125,16 @@ def test_indices_of_the_host_and_of_the_device(trainer: Trainer, rng: np.random.
     assert (ops.gather_rows(ops.to_device(table), ops.to_device(many)).numpy() == table[many]).all()
 
 
+def test_tables_that_are_made_for_a_device(rng: np.random.Generator) -> None:
+    inv_freq = rng.random(16, np.float32)
+    for made, want in zip(ops.rope_table(inv_freq, 9, scale=1.5, device="cuda"), ops.rope_table(inv_freq, 9, scale=1.5)):
+        assert made.device == "cuda:0"
+        assert (made.numpy() == want).all()
+    for made, want in zip(ops.kv_cache(2, 3, 16, 40, device="cuda:1"), ops.kv_cache(2, 3, 16, 40)):
+        assert (made.device, made.dtype) == ("cuda:1", "bfloat16")
+        assert (made.shape, made.numpy().any()) == (want.shape, False)
+
+
 def test_weights_are_packed_where_they_are(trainer: Trainer, rng: np.random.Generator) -> None:
     for source in (np.float32, np.float64, np.float16):
         w = rng.standard_normal((3, 20, 40)).astype(source)
@@ -181,6 +192,39 @@ def test_streams_that_are_none(rng: np.random.Generator) -> None:
     with ops.on_stream(0, "cuda:0"):
         y = ops.gemm(x, w, 17)
     assert (y.numpy() == want).all()
+
+
+def test_arrays_that_go_while_their_op_is_under_way(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Memory goes back when what is enqueued is done with it; the device that is dropped altogether finishes too."""
+    x, w = matrices(rng)
+    out = trainer.tensor(np.zeros((5, 17), np.float32))
+    with ops.on_stream(trainer.device.table.stream, "cuda:0"):
+        ops.gemm(ops.to_device(x), ops.to_device(w), 17, out=out)
+        y = ops.gemm(ops.to_device(x), ops.to_device(w), 17)
+    ops.release_devices()
+    again = ops.gemm(ops.to_device(x), ops.to_device(w), 17)  # on the same device, opened once more
+    identity = ops.pack(np.eye(17, dtype=np.float32), dtype="float32")
+    assert (ops.gemm(y, ops.to_device(identity), 17).numpy() == again.numpy()).all()
+    assert (read(trainer, out) == ops.gemm(x, w, 17)).all()
+    assert (again.numpy() == ops.gemm(x, w, 17)).all()
+
+
+def test_threads_share_a_device(rng: np.random.Generator) -> None:
+    """Each with indices of its own, of the device and of the host, at once and on its own streams or none."""
+    table = rng.standard_normal((50, 40), np.float32)
+    there = ops.to_device(table)
+
+    def work(seed: int) -> bool:
+        own, good = np.random.default_rng(seed), True
+        for turn in range(25):
+            ids = own.integers(0, 50, int(own.integers(1, 60))).astype(np.int32)
+            with ops.on_stream(1, "cuda:0") if turn % 2 else nullcontext():
+                got = ops.embed(ops.to_device(ids) if turn % 3 else ids, there)
+            good &= bool((got.numpy() == table[ids]).all())
+        return good
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 # ---------------------------------------------------------------------------------------------- consumers

@@ -18,6 +18,7 @@ from rollmesh.show import plain, shown
 
 Array = Any  # of NumPy; where the arguments are on a CUDA device a _core.DeviceArray
 MAX_SIZE, MAX_THREADS = 2**31 - 1, 256
+USER_DTYPES = 256  # NumPy's NPY_USERDEF; a dtype's name takes a microsecond to make
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -56,8 +57,10 @@ def size_of(name: str, value: Any) -> int:
 
 
 def words_of(array: Array) -> Array:
-    """bf16 as the C side takes it; ml_dtypes has a dtype number of its own, but the name is stable."""
-    return array.view(np.uint16) if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16" else array
+    """bf16 as the C side takes it; ml_dtypes has a dtype number of its own, of those behind NumPy's, but the name is stable."""
+    if not isinstance(array, np.ndarray) or array.dtype.num < USER_DTYPES:
+        return array
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def array_of(name: str, array: Array, dims: int | None = None) -> Array:

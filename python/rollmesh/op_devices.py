@@ -122,6 +122,8 @@ def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
     """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes' bfloat16 as words.
 
     ConfigError: an isa of the other kind. UnsupportedTensorError: arrays of several places."""
+    if isa not in CUDA_FAMILIES and all(array is None or isinstance(array, np.ndarray) for array in arrays.values()):
+        return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     places = {name: _place(array) for name, array in arrays.items() if array is not None}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""The generator's own forward ops over NumPy arrays: for tests, and for a trainer that wants the same function.
+"""The generator's own forward ops over arrays, NumPy's or a CUDA device's: for tests, and for a trainer that wants the same function.
 
 Every op of the numeric contract (docs/numerics.md) is here, in every variant that this machine runs: `isa="ref"` is the
 specification, `isa=None` the fastest; all give the same bits, with any number of `threads`. A bf16 array is an array of
