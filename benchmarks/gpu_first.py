@@ -91,6 +91,7 @@ def parts() -> list[Part]:
     grpo = 'rm -rf "$DIR/grpo"; ' + python('-m rollmesh grpo configs/qwen3_debug.toml --device cuda --out "$DIR/grpo" --set train.steps=20')
     machine = python("-m pip list; compute-sanitizer --version; nvcc --version; uname -a; nproc; free -g; nvidia-smi")
     nccl_tests = ("tests/test_nccl.py", "tests/test_nccl_engine.py", "tests/test_nccl_replicas.py")
+    torch_sees_it = python("-c 'import sys, torch; sys.exit(not torch.cuda.is_available())'") + f" || exit {ABSENT}"
     mma, fma = "--families cuda_mma", "--families cuda_fma"
     return [
         Part("machine", 60, machine),
@@ -118,11 +119,13 @@ def parts() -> list[Part]:
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
         Part("test-nccl", 240, shared_gpu(pytest(*nccl_tests)), "build"),
-        Part("test-torch", 240, pytest("tests/test_cuda_torch.py", "tests/test_cuda_grpo.py"), "build"),
+        Part("test-torch", 240, f"{torch_sees_it}; " + pytest("tests/test_cuda_torch.py", "tests/test_cuda_grpo.py"), "build"),
         Part("test-slots", 200, pytest("tests/test_moe_slots.py"), "build"),
         Part("stream", 180, shared_gpu(python("-m benchmarks.stream nccl shm --device cuda:0")), "build"),
         Part("stream-torch", 120, shared_gpu(python("-m benchmarks.stream torch --device cuda:0")), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
+        Part("test-ops", 120, pytest("tests/test_cuda_ops.py"), "build"),
+        Part("test-torch-ops", 150, f"{torch_sees_it}; " + pytest("tests/test_torch_arrays.py", "-k gpu"), "build"),
     ]  # fmt: skip
 
 

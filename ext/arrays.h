@@ -12,7 +12,9 @@
 #endif
 #include <numpy/arrayobject.h>
 
-enum { RM_ARRAY_IN = 0, RM_ARRAY_WRITE = 1, RM_ARRAY_OPTIONAL = 2 };  // flags; OPTIONAL: None gives data NULL and no error
+// Flags. OPTIONAL: None gives data NULL and no error. Of ops alone (ops.h): PACKED: on a device aligned to 16 bytes; OF_HOST: of the host
+// also where the others are on a device.
+enum { RM_ARRAY_IN = 0, RM_ARRAY_WRITE = 1, RM_ARRAY_OPTIONAL = 2, RM_ARRAY_PACKED = 4, RM_ARRAY_OF_HOST = 8 };
 
 // One argument as an op wants it. shape[i] = −1 takes any size, and the size found is written back, so that a later argument
 // can be held to it.

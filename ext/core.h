@@ -20,6 +20,8 @@ typedef struct rm_module_state {
   PyObject *gpu_array_type;     // owned _core.GpuArray
   PyObject *gpu_block_type;     // owned _core.GpuBlock
   PyObject *gpu_group_type;     // owned _core.GpuGroup
+  PyObject *queue_type;         // owned _core.Queue
+  PyObject *device_array_type;  // owned _core.DeviceArray
   unsigned long interrupted;    // thread whose call a Ctrl-C has cut short, until that call is over; 0: none
 } rm_module_state;
 

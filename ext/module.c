@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "device_arrays.h"
 #include "gpu_group.h"
 #include "loans.h"
 
@@ -58,7 +59,8 @@ static int module_exec(PyObject *module) {
   import_array1(-1);
   if (load_errors(rm_state(module))) return -1;
   if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_cuda_add(module) || rm_comm_type_add(module)) return -1;
-  if (rm_dispatch_types_add(module) || rm_loan_types_add(module) || rm_gpu_group_types_add(module)) return -1;
+  if (rm_dispatch_types_add(module) || rm_loan_types_add(module) || rm_gpu_group_types_add(module) || rm_queue_add(module)) return -1;
+  if (rm_device_arrays_add(module)) return -1;
   return rm_engine_type_add(module);
 }
 
@@ -74,6 +76,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->gpu_array_type);
   Py_VISIT(state->gpu_block_type);
   Py_VISIT(state->gpu_group_type);
+  Py_VISIT(state->queue_type);
+  Py_VISIT(state->device_array_type);
   return 0;
 }
 
@@ -89,6 +93,8 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->gpu_array_type);
   Py_CLEAR(state->gpu_block_type);
   Py_CLEAR(state->gpu_group_type);
+  Py_CLEAR(state->queue_type);
+  Py_CLEAR(state->device_array_type);
   return 0;
 }
 

@@ -308,7 +308,7 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   return 0;
 }
 
-static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int ordinal, rm_tensor *out) {
+static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int ordinal, rm_dlpack *out) {
   const dl_tensor *t;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -317,6 +317,7 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
       return -1;
     }
     t = &managed->tensor;
+    out->read_only = (managed->flags & DL_READ_ONLY) != 0;
   } else if (PyCapsule_IsValid(capsule, "dltensor")) {
     t = PyCapsule_GetPointer(capsule, "dltensor");      // DLManagedTensor begins with its DLTensor
   } else {
@@ -324,9 +325,17 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
   }
   if (ordinal == HOST ? !is_host(t->device.type) : !is_cuda(t->device.type) || t->device.id != ordinal)
     return refuse(module, name, "the capsule's tensor is not where its producer says");
+  if (t->n_dims > 0 && !t->shape) return refuse(module, name, "the capsule's tensor has dims but no shape");
+  out->tensor = t;
   out->on_device = ordinal != HOST;
   out->ordinal = ordinal;
-  if (t->n_dims > 0 && !t->shape) return refuse(module, name, "the capsule's tensor has dims but no shape");
+  return 0;
+}
+
+static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_tensor *out) {
+  const dl_tensor *t = from->tensor;
+  out->on_device = from->on_device;
+  out->ordinal = from->ordinal;
   if (dlpack_dtype(module, name, t->dtype, &out->dtype)) return -1;
   if (take_shape(module, name, t->n_dims, t->shape, out)) return -1;
   return take_strides(module, name, t, out);
@@ -360,23 +369,39 @@ static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name, 
   return capsule;
 }
 
-static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
-                       PyObject **owner) {
+// The tensor that gave the capsule, in *plain, is the caller's too.
+static int take_capsule(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out,
+                        PyObject **plain) {
   int failed = 0, ordinal = HOST;
   const char *objection = torch_objection(object, &failed);
   if (failed) return -1;
   if (objection) return refuse(module, name, objection);
   if (check_device(module, object, name, reader, &ordinal)) return -1;
-  PyObject *plain = detached(object), *capsule = NULL;
-  int result = -1;
-  if (!plain || !(capsule = ask_reader(module, plain, name, reader, ordinal))) goto out;
-  if (from_capsule(module, capsule, name, ordinal, out) || torch_span(module, plain, name, out)) goto out;
-  *owner = PyTuple_Pack(2, capsule, plain);
-  result = *owner ? 0 : -1;
-out:
+  *plain = detached(object);
+  PyObject *capsule = *plain ? ask_reader(module, *plain, name, reader, ordinal) : NULL;
+  if (capsule && !from_capsule(module, capsule, name, ordinal, out)) out->owner = PyTuple_Pack(2, capsule, *plain);
   rm_tensor_release(capsule);
+  return out->owner ? 0 : -1;
+}
+
+int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out) {
+  PyObject *plain = NULL;
+  memset(out, 0, sizeof *out);
+  const int failed = take_capsule(module, object, name, reader, out, &plain);
   rm_tensor_release(plain);
-  return result;
+  return failed;
+}
+
+static int from_dlpack(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
+                       PyObject **owner) {
+  rm_dlpack taken = {0};
+  PyObject *plain = NULL;
+  int failed = take_capsule(module, object, name, reader, &taken, &plain);
+  if (!failed) failed = describe(module, &taken, name, out) || torch_span(module, plain, name, out);
+  rm_tensor_release(plain);
+  if (failed) rm_tensor_release(taken.owner);
+  else *owner = taken.owner;
+  return failed ? -1 : 0;
 }
 
 int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,

@@ -27,6 +27,16 @@ typedef struct rm_tensor_reader {
 int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_tensor *out,
                           PyObject **owner);
 
+// The DLPack part of it alone, for arrays whose elements may be anything: whose tensor it is, where, and the producer's description,
+// which `owner` keeps. That it lies where its producer says was looked at; dims, type, sizes and strides were not.
+typedef struct rm_dlpack {
+  const struct dl_tensor *tensor;  // view, of the capsule that owner has
+  int on_device, ordinal;       // a CUDA device's number
+  int read_only;                // the producer says so; one from before versions cannot
+  PyObject *owner;              // owned
+} rm_dlpack;
+int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out);
+
 // Drops a reference whose end may run the producer's code (a capsule's destructor): that code neither sees nor loses the
 // exception that is on its way. NULL is fine.
 void rm_tensor_release(PyObject *owner);

@@ -57,6 +57,10 @@ typedef struct rm_device {
   rm_device_status (*reached)(void *self, int number);
   rm_device_status (*wait)(void *self);
   rm_device_status (*poll)(void *self);
+  // Between this queue and another stream of the same device, whoever has it: a handle of CUDA's, or 1 and 2, its default streams (as
+  // DLPack writes them). follow: what is enqueued here from now on waits for what the stream has. lead: the other way round.
+  void (*follow)(void *self, void *stream);
+  void (*lead)(void *self, void *stream);
 
   // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
   // Nothing waits, marks, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.

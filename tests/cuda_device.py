@@ -78,6 +78,8 @@ class Table(Structure):
         ("reached", CFUNCTYPE(c_int, c_void_p, c_int)),
         ("wait", CFUNCTYPE(c_int, c_void_p)),
         ("poll", CFUNCTYPE(c_int, c_void_p)),
+        ("follow", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("lead", CFUNCTYPE(None, c_void_p, c_void_p)),
         ("record", CFUNCTYPE(c_int, c_void_p)),
         ("recorded", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p))),
         ("replay", CFUNCTYPE(None, c_void_p, c_void_p)),

@@ -21,20 +21,26 @@ rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
   return code;
 }
 
+rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernels **out, rm_error *err) {
+  const rm_kernels *(*tables[])(void) = {NULL, NULL};
+  rm_code code = find(library, "rm_kernels_cuda", &tables[0], err);
+  if (!code) code = find(library, "rm_kernels_cuda_mma", &tables[1], err);
+  *out = NULL;
+  for (size_t i = 0; !code && i < sizeof tables / sizeof *tables && !*out; i++)
+    if (!family || strcmp(tables[i]()->family, family) == 0) *out = tables[i]();
+  if (code || *out) return code;
+  return rm_fail(err, RM_E_CONFIG, "isa=\"%.40s\" is no family of ops of a CUDA device: %s and %s are", family, tables[0]()->family,
+                 tables[1]()->family);
+}
+
 rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err) {
   const char *(*open)(int, rm_device *) = NULL;
-  const rm_kernels *(*tables[])(void) = {NULL, NULL}, *kernels = NULL;
+  const rm_kernels *kernels = NULL;
   int count;
   rm_code code = rm_cuda_count(library, &count, err);
   if (!code) code = find(library, "rm_cuda_open", &open, err);
-  if (!code) code = find(library, "rm_kernels_cuda", &tables[0], err);
-  if (!code) code = find(library, "rm_kernels_cuda_mma", &tables[1], err);
+  if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
   if (code) return code;
-  for (size_t i = 0; i < sizeof tables / sizeof *tables && !kernels; i++)
-    if (!family || strcmp(tables[i]()->family, family) == 0) kernels = tables[i]();
-  if (!kernels)
-    return rm_fail(err, RM_E_CONFIG, "isa=\"%.40s\" is no family of ops of a CUDA device: %s and %s are", family, tables[0]()->family,
-                   tables[1]()->family);
   if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
   if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
   const char *why = open(ordinal, out);

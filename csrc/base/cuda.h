@@ -8,6 +8,8 @@
 // such library, device or family, or a device that the library has no code for; RM_E_DEVICE: CUDA's own words. The device is the
 // caller's, to be closed.
 rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err);
+// A table of the library's by its family, NULL: the first; a view that lasts. RM_E_CONFIG as above.
+rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernels **out, rm_error *err);
 // Memory between processes (rm_cuda.h), on a device that is open. RM_E_UNSUPPORTED_TENSOR: the allocation around `address` cannot be
 // lent; RM_E_CONFIG: no device here has the bus id; RM_E_DEVICE: the handle cannot be opened.
 rm_code rm_cuda_loan(const char *library, const rm_device *device, const void *address, rm_device_loan *out, rm_error *err);

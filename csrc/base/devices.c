@@ -59,6 +59,8 @@ static rm_device_status cpu_done(void *self) {
   return RM_DEVICE_OK;
 }
 
+static void cpu_order(void *self, void *stream) { (void)self, (void)stream; }
+
 static int cpu_enter(void *self) {
   (void)self;
   return 0;
@@ -95,6 +97,8 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .reached = cpu_reach,
       .wait = cpu_done,
       .poll = cpu_done,
+      .follow = cpu_order,
+      .lead = cpu_order,
       .enter = cpu_enter,
       .leave = cpu_leave,
       .message = cpu_message,

@@ -22,6 +22,7 @@ struct cuda_device {
   cudaStream_t stream;
   cudaEvent_t marks[RM_DEVICE_MARKS];
   bool is_marked[RM_DEVICE_MARKS];
+  cudaEvent_t order;  // of follow and lead: a wait for it means what it was recorded for when the wait was enqueued
   char name[24], message[200];
 };
 
@@ -200,6 +201,14 @@ rm_device_status poll(void *self) {
   return is_alive(d) ? not_ready_is_busy(d, cudaStreamQuery(d->stream), "cudaStreamQuery") : RM_DEVICE_FAULT;
 }
 
+void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
+  if (is_alive(d) && done(d, cudaEventRecord(d->order, earlier), "cudaEventRecord") == RM_DEVICE_OK)
+    done(d, cudaStreamWaitEvent(later, d->order, 0), "cudaStreamWaitEvent");
+}
+
+void follow(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
+void lead(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
+
 // ------------------------------------------------------------------------------------------------ recordings
 // Thread-local: another thread may allocate on another device, or this one, in the meantime.
 rm_device_status record(void *self) {
@@ -289,6 +298,7 @@ void close_device(void *self) {
   cuda_device *d = of(self);
   for (cudaEvent_t event : d->marks)
     if (event) cudaEventDestroy(event);
+  if (d->order) cudaEventDestroy(d->order);
   if (d->stream) cudaStreamDestroy(d->stream);
   cudaGetLastError();
   delete d;
@@ -304,6 +314,7 @@ const char *make(cuda_device *d, cudaError_t *error) {
   if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess) return "cudaStreamCreateWithFlags";
   for (cudaEvent_t &event : d->marks)
     if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
+  if ((*error = cudaEventCreateWithFlags(&d->order, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
   return nullptr;
 }
 
@@ -343,6 +354,8 @@ const rm_device CALLS = {
     .reached = reached,
     .wait = wait,
     .poll = poll,
+    .follow = follow,
+    .lead = lead,
     .record = record,
     .recorded = recorded,
     .replay = replay,

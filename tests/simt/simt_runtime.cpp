@@ -752,8 +752,24 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 
+static bool is_default(cudaStream_t s) { return reinterpret_cast<uintptr_t>(s) <= 2; }
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned) {
+  locked hold(lock);
+  if (!is_default(s) && !streams.count(s)) return said(cudaErrorInvalidResourceHandle);
+  if (!event->stream) return cudaSuccess;
+  if (!is_default(s)) return said(enqueue(s, {.awaited = event->stream, .place = event->place}));
+  drain_whole(event->stream, event->place, hold);
+  return cudaSuccess;
+}
+
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) {
   const locked hold(lock);
+  if (is_default(s)) {
+    *event = {nullptr, 0, false};
+    return cudaSuccess;
+  }
+  if (!streams.count(s)) return said(cudaErrorInvalidResourceHandle);
   *event = {s, s->n_enqueued, s->capture != nullptr};
   return said(devices[s->owner].sticky);
 }

@@ -9,6 +9,7 @@
 //   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A process opens it once, and not its own;
 //     memory that is freed while another has it open is a fault.
 //   - fresh memory holds 0xff, also that of the host.
+//   - the default streams (1 and 2) have nothing enqueued, and what they are to wait for is done at once.
 // Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work of a stand-in for NCCL too
 // (tests/native/standin/stream.h), which may take until another rank comes: meanwhile nothing is locked, and
 // what stands before it is done some milliseconds later though nobody waits.
@@ -129,6 +130,7 @@ cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stre
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 

@@ -10,6 +10,9 @@ tensors, has its output in its loss, and asks for the gradients that the others 
 and inference_mode, and with any number of ranks, any backend and any padding. Gradients travel the same way: that of y goes out as
 a row for each choice, that of x comes back and is added up by the same tree, so they do not depend on the mesh either.
 
+Tensors may be a GPU's, all of a call on one. Rows travel between ranks by way of the host, as the exchange itself does; sums, and so
+the bits, are those of the GPU's family cuda_fma, which are the CPU's.
+
 With "local_allreduce" x, ids and gates are the same on all ranks, and so is the output and what its gradient has to be.
 
 A call that fails on one rank ends the group: the others get RankLostError, and not a wait.
@@ -27,11 +30,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rollmesh import _core, ops
+from rollmesh import _core
 from rollmesh.arguments import REAL, check_backend, integer
 from rollmesh.comm import MAX_TIMEOUT_S
 from rollmesh.errors import ConfigError, DTypeError, LayoutError, ShapeError, StateError, UnsupportedTensorError
 from rollmesh.show import shown
+from rollmesh.torch.arrays import combine
 
 MAX_RANKS = 64  # that are threads
 GATE_DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
@@ -66,12 +70,14 @@ class TokenDispatcher:
         with _all_or_none(self._core):
             _check("x", x, 2, None)
             _check("ids", ids, 2, torch.int32)
+            _on_one_device("ids", ids, "x", x)
             if x.requires_grad and x.dtype not in GATE_DTYPES:
                 raise DTypeError(f"x requires grad and has dtype {x.dtype}, wanted one of {', '.join(map(str, GATE_DTYPES))}")
             if len(x) != len(ids):
                 raise ShapeError(f"x has {len(x)} rows and ids {len(ids)}, wanted as many")
-            plan = self._core.plan(ids.detach().contiguous().numpy())
-        return Dispatched(_Dispatch.apply(x, self._core, plan), torch.from_numpy(plan.group_rows), plan)  # type: ignore[no-untyped-call]
+            plan = self._core.plan(ids.detach().cpu().contiguous().numpy())
+        rows: Tensor = _Dispatch.apply(x, self._core, plan)  # type: ignore[no-untyped-call]
+        return Dispatched(rows, torch.from_numpy(plan.group_rows).to(x.device), plan)
 
     def combine(self, y: Tensor, gates: Tensor, plan: _core.DispatchPlan) -> Tensor:
         """Σ gate · y of each row of the home, [rows, hidden], rounded once. y: what the experts made of the rows of `plan`, in their
@@ -85,6 +91,7 @@ class TokenDispatcher:
             if y.dtype not in GATE_DTYPES:
                 raise DTypeError(f"y has dtype {y.dtype}, wanted one of {', '.join(map(str, GATE_DTYPES))}")
             _check("gates", gates, 2, GATE_DTYPES[y.dtype])
+            _on_one_device("gates", gates, "y", y)
             if gates.shape != (plan.num_rows, self._core.top_k):
                 raise ShapeError(f"gates has shape {tuple(gates.shape)}, wanted {(plan.num_rows, self._core.top_k)}")
         out: Tensor = _Combine.apply(y, gates, self._core, plan)  # type: ignore[no-untyped-call]
@@ -156,14 +163,19 @@ def _all_or_none(core: _core.Dispatcher) -> Iterator[None]:
 
 
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:
-    if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise UnsupportedTensorError(f"{name} is no dense tensor of the CPU")
+    if not isinstance(tensor, Tensor) or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+        raise UnsupportedTensorError(f"{name} is no dense tensor of the CPU or of a CUDA device")
     if tensor.ndim != dims:
         raise ShapeError(f"{name} has {tensor.ndim} dims, wanted {dims}")
     if dtype is not None and tensor.dtype != dtype:
         raise DTypeError(f"{name} has dtype {tensor.dtype}, wanted {dtype}")
     if tensor.is_conj() or tensor.is_neg():
         raise LayoutError(f"{name} is a lazy conjugate or negative; resolve it first")
+
+
+def _on_one_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    if tensor.device != other.device:
+        raise UnsupportedTensorError(f"{name} is on {tensor.device} and {other_name} on {other.device}, wanted one device")
 
 
 def _bytes(rows: Tensor) -> NDArray[np.uint8]:
@@ -175,11 +187,12 @@ Move = Callable[[str, _core.DispatchPlan, NDArray[np.uint8], NDArray[np.uint8]],
 
 
 def _move(move: Move, call: str, plan: _core.DispatchPlan, rows: Tensor, num_out: int) -> Tensor:
-    """All ranks move rows of one kind in the same call: the bytes alone do not tell 8 bfloat16 from 4 float32."""
+    """All ranks move rows of one kind in the same call: the bytes alone do not tell 8 bfloat16 from 4 float32. What comes is where the
+    rows are."""
     out = torch.empty(num_out, rows.shape[1], dtype=rows.dtype)
     what = f"{call} of rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
-    move(what, plan, _bytes(rows.detach().contiguous()), _bytes(out))
-    return out
+    move(what, plan, _bytes(rows.detach().cpu().contiguous()), _bytes(out))
+    return out.to(rows.device)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -195,7 +208,7 @@ class _Dispatch(torch.autograd.Function):
         core, plan = ctx.core, ctx.plan
         with _all_or_none(core):
             choices = _move(core.back, "the gradient of dispatch", plan, grad, plan.num_choices)
-            ones = torch.ones(plan.num_rows, core.top_k, dtype=GATE_DTYPES.get(grad.dtype, torch.float32))
+            ones = torch.ones(plan.num_rows, core.top_k, dtype=GATE_DTYPES.get(grad.dtype, torch.float32), device=grad.device)
             return _add_up(choices, ones, core, plan), None, None
 
 
@@ -213,7 +226,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         core, plan = ctx.core, ctx.plan
         choices, gates = ctx.saved_tensors
-        real, place = _places(plan)
+        real, place = _places(plan, grad.device)
         wide, grad_y, grad_gates = gates.dtype, None, None
         with _all_or_none(core):
             each = grad[real].to(wide)[:, None, :]
@@ -228,33 +241,33 @@ class _Combine(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------- sums
-def _places(plan: _core.DispatchPlan) -> tuple[Tensor, Tensor]:
+def _places(plan: _core.DispatchPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     """(numbers of the rows that are no padding, the places of their choices [such rows, top_k])."""
     place = torch.from_numpy(plan.place)
     real = torch.nonzero(place[:, 0] >= 0)[:, 0]
-    return real, place[real].long()
+    return real.to(device), place[real].long().to(device)
 
 
 def _add_up(choices: Tensor, gates: Tensor, core: _core.Dispatcher, plan: _core.DispatchPlan) -> Tensor:
     """Σ gate · choice of each row [num_rows, hidden] by the contract's tree; zeros for padding."""
-    out = torch.zeros(plan.num_rows, choices.shape[1], dtype=choices.dtype)
-    real, place = _places(plan)
+    out = torch.zeros(plan.num_rows, choices.shape[1], dtype=choices.dtype, device=choices.device)
+    real, place = _places(plan, choices.device)
     if not len(real):
         return out
     if choices.dtype == torch.float64:
-        out[real] = _tree(choices[place], gates[real], torch.from_numpy(plan.ids), core.num_experts)
-        return out
-    words = choices.view(torch.uint16) if choices.dtype == torch.bfloat16 else choices
-    numbers = place.int().numpy(), plan.ids, gates.detach()[real].contiguous().numpy()
-    out[real] = torch.from_numpy(ops.combine(words.numpy(), *numbers, core.num_experts)).view(choices.dtype)
+        out[real] = _tree(choices[place], gates[real], torch.from_numpy(plan.ids).to(choices.device), core.num_experts)
+    else:
+        of_choices = plan.place
+        of_choices = np.ascontiguousarray(of_choices[of_choices[:, 0] >= 0])
+        out[real] = combine(choices, of_choices, plan.ids, gates.detach()[real].contiguous(), core.num_experts)
     return out
 
 
 def _tree(values: Tensor, gates: Tensor, ids: Tensor, num_experts: int) -> Tensor:
     """docs/numerics.md §5 in torch: gate · value [rows, top_k, hidden] at its expert's leaf of a complete binary tree, a node being
     left + right. A leaf of no choice is a zero, which adds nothing; no zero that comes out has a sign."""
-    leaves = torch.zeros(len(ids), 1 << (num_experts - 1).bit_length(), values.shape[2], dtype=values.dtype)
-    leaves[torch.arange(len(ids))[:, None], ids.long()] = gates[:, :, None] * values
+    leaves = torch.zeros(len(ids), 1 << (num_experts - 1).bit_length(), values.shape[2], dtype=values.dtype, device=values.device)
+    leaves[torch.arange(len(ids), device=ids.device)[:, None], ids.long()] = gates[:, :, None] * values
     while leaves.shape[1] > 1:
         leaves = leaves[:, 0::2] + leaves[:, 1::2]
     return leaves[:, 0] + 0.0

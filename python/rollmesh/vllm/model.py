@@ -214,7 +214,8 @@ class Model(torch.nn.Module):
         for layer in self.layers:
             x = layer.attend(self, ops.rms_norm(residual, layer.weights["input_norm"], eps=eps, x=x, **self.how))
             x = layer.mix(self, ops.rms_norm(residual, layer.weights["post_norm"], eps=eps, x=x, **self.how))
-        return ops.rms_norm(residual, self._ends["final_norm"], eps=eps, x=x, **self.how)
+        normed: Array = ops.rms_norm(residual, self._ends["final_norm"], eps=eps, x=x, **self.how)
+        return normed
 
     def _embed(self, ids: NDArray[np.int32]) -> Array:
         """Each rank looks its own entries up, the first of them for those that it has not; every row is taken from its owner."""

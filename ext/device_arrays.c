@@ -1,0 +1,444 @@
+// device_arrays.c: see device_arrays.h. An array has its memory for itself, from the driver, and gives it back to the driver, which waits
+// for all work of the device first, a consumer's too. A pool of blocks lost: what another library's stream still reads would be written.
+#include "device_arrays.h"
+
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+#include "dlpack.h"
+#include "tensor.h"
+
+static const struct {
+  const char *name;
+  uint8_t code, bits;
+  int type;
+} dtypes[] = {
+    {"bfloat16", DL_BFLOAT, 16, NPY_UINT16}, {"float32", DL_FLOAT, 32, NPY_FLOAT32}, {"int32", DL_INT, 32, NPY_INT32},
+    {"uint8", DL_UINT, 8, NPY_UINT8},        {"int64", DL_INT, 64, NPY_INT64},       {"float16", DL_FLOAT, 16, NPY_FLOAT16},
+    {"float64", DL_FLOAT, 64, NPY_FLOAT64},
+};
+enum { N_DTYPES = sizeof dtypes / sizeof *dtypes, MAX_DIMS = 4 };
+#define DTYPES "bfloat16, float32, int32, uint8, int64, float16 or float64"
+
+static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
+
+static void free_object(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+typedef struct array_object {
+  PyObject_HEAD
+  rm_queue_object *queue;       // owned
+  void *data;                   // owned where `owner` is NULL, else a view of the owner's; may be NULL where there is no element
+  PyObject *owner;              // owned: an array that this is a part of, or what a producer gave
+  size_t bytes;
+  int dtype, n_dims, read_only;
+  int64_t shape[MAX_DIMS];      // in C order, without gaps
+} array_object;
+
+// ------------------------------------------------------------------------------------------------ making arrays
+static int dtype_named(PyObject *module, const char *name) {
+  int dtype = 0;
+  while (dtype < N_DTYPES && strcmp(dtypes[dtype].name, name) != 0) dtype++;
+  if (dtype < N_DTYPES) return dtype;
+  rm_raise_code(module, RM_E_DTYPE, "dtype='%.64s', wanted " DTYPES, name);
+  return -1;
+}
+
+// Without memory yet. A tuple of sizes, of which all are held to what a product may be.
+static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
+  const Py_ssize_t n = PyTuple_Size(shape);
+  if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "an array of %zd dims, wanted at most %d", n, (int)MAX_DIMS);
+  PyTypeObject *type = (PyTypeObject *)rm_state(module)->device_array_type;
+  array_object *self = (array_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (!self) return NULL;
+  self->queue = (rm_queue_object *)Py_NewRef((PyObject *)queue);
+  self->dtype = dtype, self->n_dims = (int)n;
+  int64_t bytes = dtypes[dtype].bits / 8;
+  for (int i = 0; i < self->n_dims; i++) {
+    self->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    if (!PyErr_Occurred() && (self->shape[i] < 0 || !rm_mul_i64(bytes, self->shape[i], &bytes)))
+      rm_raise_code(module, RM_E_SHAPE, "size %lld in dim %d of a %s array, wanted 0 or more, and less than 2^63 bytes",
+                    (long long)self->shape[i], i, dtypes[dtype].name);
+    if (!PyErr_Occurred()) continue;
+    Py_DECREF(self);
+    return NULL;
+  }
+  self->bytes = (size_t)bytes;
+  return self;
+}
+
+// Zeros; where `from` is given its bytes, waited for.
+static PyObject *fill_new(PyObject *module, array_object *self, const void *from) {
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = RM_OK;
+  int saved;
+  if (!self || !self->bytes) return (PyObject *)self;
+  if (rm_queue_enter(module, self->queue, &saved)) {
+    Py_DECREF(self);
+    return NULL;
+  }
+  const rm_device *device = &self->queue->device;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_device_map(device, self->bytes, "an array", &self->data, &err);
+    if (!code && from) {
+      device->put(device->self, self->data, from, self->bytes);
+      code = rm_device_wait(device, &err);
+    }
+    rm_queue_leave(self->queue, saved);
+  Py_END_ALLOW_THREADS
+  if (!code) return (PyObject *)self;
+  Py_DECREF(self);
+  return rm_raise(module, &err);
+}
+
+PyObject *rm_device_array_zeros(PyObject *module, rm_queue_object *queue, const char *name, PyObject *shape) {
+  const int dtype = dtype_named(module, name);
+  return dtype < 0 ? NULL : fill_new(module, new_array(module, queue, dtype, shape), NULL);
+}
+
+PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObject *object) {
+  int dtype = 0;
+  const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
+  while (dtype < N_DTYPES && !(type >= 0 && PyArray_EquivTypenums(type, dtypes[dtype].type))) dtype++;
+  if (dtype == N_DTYPES) return rm_raise_code(module, RM_E_DTYPE, "wanted a numpy array of uint16 (words of bfloat16), " DTYPES);
+  rm_array_want want = {.name = "the array", .type = dtypes[dtype].type, .n_dims = -1};
+  void *data;
+  if (rm_array_data(module, object, &want, &data)) return NULL;
+  PyObject *shape = PyObject_GetAttrString(object, "shape");
+  if (!shape) return NULL;
+  array_object *array = new_array(module, queue, dtype, shape);
+  Py_DECREF(shape);
+  return fill_new(module, array, data);
+}
+
+// ------------------------------------------------------------------------------------------------ other libraries' arrays
+static int dtype_of(PyObject *module, PyObject *name, dl_dtype dtype) {
+  if (dtype.lanes == 1 && dtype.code == DL_UINT && dtype.bits == 16) return 0;   // words of bfloat16, as in a numpy array
+  for (int i = 0; i < N_DTYPES; i++)
+    if (dtype.lanes == 1 && dtypes[i].code == dtype.code && dtypes[i].bits == dtype.bits) return i;
+  rm_raise_code(module, RM_E_DTYPE, "%.200U has DLPack type code %d of %d bits and %d lanes, wanted " DTYPES, name, (int)dtype.code,
+                (int)dtype.bits, (int)dtype.lanes);
+  return -1;
+}
+
+// In C order, aligned, in memory that the driver says is this device's: a kernel that reads elsewhere would end the device for everybody.
+static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
+  int64_t step = 1;
+  const rm_device *device = &array->queue->device;
+  for (int i = t->n_dims - 1; i >= 0; i--) {
+    if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
+      rm_raise_code(module, RM_E_LAYOUT, "%.200U is not C-contiguous; arrays are passed as they lie, copy it first", name);
+      return -1;
+    }
+    step *= t->shape[i];
+  }
+  uintptr_t at = (uintptr_t)t->data;
+  if (!array->bytes) return 0;
+  if (!at || __builtin_add_overflow(at, t->byte_offset, &at) || device->place(device->self, (const void *)at) != device->ordinal ||
+      device->place(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: its memory is not %s's", name, device->name);
+    return -1;
+  }
+  if (at % (dtypes[array->dtype].bits / 8)) {
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U is not aligned; arrays are passed as they lie, copy it first", name);
+    return -1;
+  }
+  array->data = (void *)at;
+  return 0;
+}
+
+PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObject *name, const rm_dlpack *taken) {
+  const dl_tensor *t = taken->tensor;
+  const int dtype = dtype_of(module, name, t->dtype);
+  if (dtype < 0) return NULL;
+  if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
+    return rm_raise_code(module, RM_E_SHAPE, "%.200U has %d dims, wanted at most %d", name, t->n_dims, (int)MAX_DIMS);
+  PyObject *shape = PyTuple_New(t->n_dims);
+  for (int i = 0; shape && i < t->n_dims; i++) {
+    PyObject *size = PyLong_FromLongLong(t->shape[i]);
+    if (!size || PyTuple_SetItem(shape, i, size)) Py_CLEAR(shape);
+  }
+  array_object *array = shape ? new_array(module, queue, dtype, shape) : NULL;
+  Py_XDECREF(shape);
+  if (!array) return NULL;
+  array->owner = Py_NewRef(taken->owner);
+  array->read_only = taken->read_only;
+  if (!check_memory(module, name, t, array)) return (PyObject *)array;
+  Py_DECREF(array);
+  return NULL;
+}
+
+// ------------------------------------------------------------------------------------------------ arguments of ops
+int rm_is_device_array(PyObject *module, PyObject *object) {
+  return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->device_array_type);
+}
+
+int rm_device_array_type(PyObject *array) { return dtypes[((array_object *)array)->dtype].type; }
+
+static const char *type_name(int type) {
+  int i = 0;
+  while (i < N_DTYPES - 1 && dtypes[i].type != type) i++;
+  return dtypes[i].name;
+}
+
+// Where an array of no element lies: an op takes NULL for one that is not there. Nobody looks at it.
+static char no_element;
+
+int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *object, rm_array_want *want, void **data, size_t *bytes) {
+  const array_object *array = (array_object *)object;
+  const char *where = queue->device.name;
+  *data = NULL;
+  if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
+  if (!rm_is_device_array(module, object)) {
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is %R of the CPU, wanted an array of %s on %s", want->name,
+                  (PyObject *)Py_TYPE(object), type_name(want->type), where);
+  } else if (array->queue != queue) {
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is on %s, wanted %s", want->name, array->queue->device.name, where);
+  } else if (dtypes[array->dtype].type != want->type) {
+    rm_raise_code(module, RM_E_DTYPE, "%s has dtype %s, wanted %s", want->name, dtypes[array->dtype].name, type_name(want->type));
+  } else if (array->n_dims != want->n_dims) {
+    rm_raise_code(module, RM_E_SHAPE, "%s has %d dims, wanted %d", want->name, array->n_dims, want->n_dims);
+  } else if ((want->flags & RM_ARRAY_WRITE) && array->read_only) {
+    rm_raise_code(module, RM_E_LAYOUT, "%s is read-only; arrays are passed as they lie, copy it first", want->name);
+  } else if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16) {
+    rm_raise_code(module, RM_E_LAYOUT, "%s is not aligned to 16 bytes; arrays are passed as they lie, copy it first", want->name);
+  }
+  for (int i = 0; i < want->n_dims && !PyErr_Occurred(); i++) {
+    if (want->shape[i] >= 0 && array->shape[i] != want->shape[i])
+      rm_raise_code(module, RM_E_SHAPE, "%s has size %lld in dim %d, wanted %lld", want->name, (long long)array->shape[i], i,
+                    (long long)want->shape[i]);
+    want->shape[i] = array->shape[i];
+  }
+  if (PyErr_Occurred()) return -1;
+  *data = array->data ? array->data : &no_element;
+  if (bytes) *bytes = array->bytes;
+  return 0;
+}
+
+// ------------------------------------------------------------------------------------------------ DLPack
+typedef struct dl_managed {     // DLPack before versions
+  dl_tensor tensor;
+  void *context;
+  void (*deleter)(struct dl_managed *);
+} dl_managed;
+
+// What a capsule has: the structures of either version, and the array that they describe.
+typedef struct capsule_held {
+  dl_versioned versioned;
+  dl_managed old;
+  int64_t shape[MAX_DIMS], strides[MAX_DIMS];
+  PyObject *array;              // owned
+} capsule_held;
+
+static void let_go(capsule_held *held) {
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  Py_DECREF(held->array);
+  PyGILState_Release(gil);
+  rm_free(held);
+}
+
+static void delete_versioned(dl_versioned *managed) { let_go(managed->context); }
+static void delete_old(dl_managed *managed) { let_go(managed->context); }
+
+static void end_capsule(PyObject *capsule) {   // one that no consumer has taken
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned")) delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+  if (PyCapsule_IsValid(capsule, "dltensor")) delete_old(PyCapsule_GetPointer(capsule, "dltensor"));
+}
+
+static PyObject *capsule_of(array_object *self, int versioned) {
+  capsule_held *held = rm_alloc(1, sizeof *held);
+  if (!held) return PyErr_NoMemory();
+  int64_t step = 1;
+  for (int i = self->n_dims - 1; i >= 0; i--) {
+    held->shape[i] = self->shape[i], held->strides[i] = step;
+    step *= rm_max64(self->shape[i], 1);
+  }
+  held->array = Py_NewRef((PyObject *)self);
+  const dl_tensor tensor = {
+      .data = self->data,
+      .device = {DL_CUDA, self->queue->device.ordinal},
+      .n_dims = self->n_dims,
+      .dtype = {dtypes[self->dtype].code, dtypes[self->dtype].bits, 1},
+      .shape = held->shape,
+      .strides = held->strides,
+  };
+  held->versioned = (dl_versioned){.major = 1, .context = held, .deleter = delete_versioned, .tensor = tensor};
+  held->versioned.flags = self->read_only ? DL_READ_ONLY : 0;
+  held->old = (dl_managed){tensor, held, delete_old};
+  PyObject *capsule =
+      versioned ? PyCapsule_New(&held->versioned, "dltensor_versioned", end_capsule) : PyCapsule_New(&held->old, "dltensor", end_capsule);
+  if (!capsule) let_go(held);
+  return capsule;
+}
+
+// `stream` comes after what ops have enqueued. As DLPack has it: None is the default stream, −1 asks for nothing.
+static int hand_over(array_object *self, PyObject *stream) {
+  const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
+  const rm_device *device = &self->queue->device;
+  rm_error err = RM_ERROR_INIT;
+  int saved;
+  if (PyErr_Occurred()) return -1;
+  if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
+  if (handle == -1) return 0;
+  if (rm_queue_enter(module_of((PyObject *)self), self->queue, &saved)) return -1;
+  device->lead(device->self, (void *)(uintptr_t)handle);
+  const rm_device_status status = device->poll(device->self);
+  const rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
+  rm_queue_leave(self->queue, saved);
+  if (code) rm_raise(module_of((PyObject *)self), &err);
+  return code ? -1 : 0;
+}
+
+static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
+  array_object *self = (array_object *)object;
+  PyObject *stream = Py_None, *version = Py_None, *device = Py_None, *copy = Py_None;
+  int major = 0, minor = 0, type = DL_CUDA, number = self->queue->device.ordinal;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
+  if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
+  if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
+  if (type != DL_CUDA || number != self->queue->device.ordinal || copy == Py_True)
+    return PyErr_Format(PyExc_BufferError, "wanted the array where it is, on %s, without a copy", self->queue->device.name);
+  if (major < 1 && self->read_only) return PyErr_SetString(PyExc_BufferError, "a read-only array, wanted DLPack 1.x"), NULL;
+  return hand_over(self, stream) ? NULL : capsule_of(self, major >= 1);
+}
+
+static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
+  (void)ignored;
+  return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->queue->device.ordinal);
+}
+
+// ------------------------------------------------------------------------------------------------ DeviceArray
+static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
+  const array_object *self = (array_object *)object;
+  const rm_device *device = &self->queue->device;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = RM_OK;
+  int saved;
+  (void)ignored;
+  PyObject *out = rm_array_new(dtypes[self->dtype].type, self->n_dims, self->shape, NULL);
+  if (!out || !self->bytes) return out;
+  if (rm_queue_enter(module_of(object), self->queue, &saved)) {
+    Py_DECREF(out);
+    return NULL;
+  }
+  Py_BEGIN_ALLOW_THREADS
+    device->get(device->self, PyArray_DATA((PyArrayObject *)out), self->data, self->bytes);
+    code = rm_device_wait(device, &err);
+    rm_queue_leave(self->queue, saved);
+  Py_END_ALLOW_THREADS
+  if (!code) return out;
+  Py_DECREF(out);
+  return rm_raise(module_of(object), &err);
+}
+
+// (first, shape): elements first … of it, in C order, as an array of that shape.
+static PyObject *array_part(PyObject *object, PyObject *args) {
+  array_object *self = (array_object *)object;
+  long long first;
+  PyObject *shape;
+  if (!PyArg_ParseTuple(args, "LO!:part", &first, &PyTuple_Type, &shape)) return NULL;
+  array_object *part = new_array(module_of(object), self->queue, self->dtype, shape);
+  if (!part) return NULL;
+  const size_t each = dtypes[self->dtype].bits / 8;
+  if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
+    rm_raise_code(module_of(object), RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
+                  self->bytes / each);
+    Py_DECREF(part);
+    return NULL;
+  }
+  part->data = part->bytes ? (char *)self->data + (size_t)first * each : NULL;
+  part->owner = Py_NewRef(object);
+  part->read_only = self->read_only;
+  return (PyObject *)part;
+}
+
+static void array_dealloc(PyObject *object) {
+  array_object *self = (array_object *)object;
+  rm_queue_object *queue = self->queue;
+  if (queue && self->data && !self->owner && getpid() == queue->owner) {
+    Py_BEGIN_ALLOW_THREADS
+      pthread_mutex_lock(&queue->mutex);
+      const int saved = queue->device.enter(queue->device.self);
+      rm_device_unmap(&queue->device, self->data, self->bytes);
+      rm_queue_leave(queue, saved);
+    Py_END_ALLOW_THREADS
+  }
+  rm_tensor_release(self->owner);
+  Py_XDECREF((PyObject *)queue);
+  free_object(object);
+}
+
+static PyObject *array_shape(PyObject *object, void *ignored) {
+  const array_object *self = (array_object *)object;
+  (void)ignored;
+  PyObject *tuple = PyTuple_New(self->n_dims);
+  for (int i = 0; tuple && i < self->n_dims; i++) {
+    PyObject *size = PyLong_FromLongLong(self->shape[i]);
+    if (!size || PyTuple_SetItem(tuple, i, size)) Py_CLEAR(tuple);
+  }
+  return tuple;
+}
+
+static PyObject *array_dtype(PyObject *self, void *ignored) {
+  (void)ignored;
+  return PyUnicode_FromString(dtypes[((array_object *)self)->dtype].name);
+}
+
+static PyObject *array_ndim(PyObject *self, void *ignored) {
+  (void)ignored;
+  return PyLong_FromLong(((array_object *)self)->n_dims);
+}
+
+static PyObject *array_nbytes(PyObject *self, void *ignored) {
+  (void)ignored;
+  return PyLong_FromSize_t(((array_object *)self)->bytes);
+}
+
+static PyObject *array_device(PyObject *self, void *ignored) {
+  (void)ignored;
+  return PyUnicode_FromString(((array_object *)self)->queue->device.name);
+}
+
+static PyObject *array_queue(PyObject *self, void *ignored) {
+  (void)ignored;
+  return Py_NewRef((PyObject *)((array_object *)self)->queue);
+}
+
+static PyMethodDef array_methods[] = {
+    {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS,
+     PyDoc_STR("A capsule; the consumer's stream comes after the ops so far.")},
+    {"__dlpack_device__", array_dlpack_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
+    {"numpy", array_numpy, METH_NOARGS, PyDoc_STR("A copy on the host, of bfloat16 its words in uint16; waits for the ops so far.")},
+    {"part", array_part, METH_VARARGS, PyDoc_STR("(first, shape): its elements from the first on, as a view of that shape.")},
+    {0},
+};
+
+static PyGetSetDef array_members[] = {
+    {"shape", array_shape, NULL, PyDoc_STR("Sizes."), NULL},
+    {"ndim", array_ndim, NULL, PyDoc_STR("How many."), NULL},
+    {"dtype", array_dtype, NULL, PyDoc_STR("'bfloat16', 'float32', …"), NULL},
+    {"nbytes", array_nbytes, NULL, PyDoc_STR("Of its elements."), NULL},
+    {"device", array_device, NULL, PyDoc_STR("'cuda:0', …"), NULL},
+    {"queue", array_queue, NULL, PyDoc_STR("Its Queue."), NULL},
+    {0},
+};
+
+int rm_device_arrays_add(PyObject *module) {
+  PyType_Slot slots[] = {
+      {Py_tp_dealloc, array_dealloc},
+      {Py_tp_methods, array_methods},
+      {Py_tp_getset, array_members},
+      {Py_tp_doc, "An array on a GPU, C-contiguous: what ops of rollmesh.ops give where they were given arrays of a GPU."},
+      {0, NULL},
+  };
+  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION };
+  PyType_Spec spec = {"rollmesh._core.DeviceArray", sizeof(array_object), 0, FLAGS, slots};
+  rm_module_state *state = rm_state(module);
+  if (!(state->device_array_type = PyType_FromModuleAndSpec(module, &spec, NULL))) return -1;
+  return PyModule_AddType(module, (PyTypeObject *)state->device_array_type);
+}

@@ -1,0 +1,274 @@
+// ops_call.c: see ops.h.
+#include "ops.h"
+
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+
+void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *wanted, long long limit) {
+  if (!c->failed) rm_raise_code(c->module, code, "%s is %lld, wanted %s %lld", name, seen, wanted, limit);
+  c->failed = 1;
+}
+
+void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
+  if (seen < least) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at least", least);
+}
+
+void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
+  rm_op_at_least(c, name, seen, least);
+  if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at most", RM_OP_MAX_SIZE);
+}
+
+// a · b; 0 after a fault.
+int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
+  int64_t out = 0;
+  if (c->failed) return 0;
+  if (rm_mul_i64(a, b, &out)) return out;
+  rm_raise_code(c->module, RM_E_SHAPE, "%s would have %lld times %lld elements, wanted less than 2^63", name, (long long)a, (long long)b);
+  c->failed = 1;
+  return 0;
+}
+
+int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n, int64_t k) {
+  return c->failed ? 0 : rm_op_product(c, name, rm_round_up(n, RM_N_TILE), rm_round_up(k, RM_K_BLOCK));
+}
+
+static void drop_copies(rm_op_call *c) {
+  for (int i = 0; i < RM_OP_MAX_INDICES; i++) {
+    rm_free(c->copies[i]);
+    c->copies[i] = NULL;
+  }
+}
+
+static void *copied(rm_op_call *c, const void *data, size_t bytes) {
+  int i = 0;
+  while (i < RM_OP_MAX_INDICES - 1 && c->copies[i]) i++;
+  if (c->copies[i] || !(c->copies[i] = rm_alloc(bytes, 1))) {
+    c->failed = 1;
+    PyErr_NoMemory();
+    return NULL;
+  }
+  return memcpy(c->copies[i], data, bytes);
+}
+
+static int is_indices(int type, int flags) { return (type == NPY_INT32 || type == NPY_INT64) && !(flags & RM_ARRAY_WRITE); }
+
+// ------------------------------------------------------------------------------------------------ arrays of a device
+void rm_op_fail(rm_op_call *c, rm_error *err) {
+  if (c->failed) rm_error_clear(err);
+  else rm_raise(c->module, err);
+  c->failed = 1;
+}
+
+static int open_call(rm_op_call *c) {
+  rm_queue_object *queue = c->self->queue;
+  if (c->is_open) return 0;
+  if (rm_queue_enter(c->module, queue, &c->saved)) return c->failed = 1, -1;
+  c->is_open = 1;
+  if (c->self->stream) queue->device.follow(queue->device.self, c->self->stream);
+  return 0;
+}
+
+static void close_call(rm_op_call *c) {
+  if (c->is_open) rm_queue_leave(c->self->queue, c->saved);
+  c->is_open = 0;
+}
+
+void *rm_op_mirror(rm_op_call *c, size_t bytes) {
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  if (c->failed || open_call(c)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_queue_mirror(c->self->queue, c->n_mirrors, bytes, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_op_fail(c, &err), NULL;
+  c->mirrored[c->n_mirrors] = bytes;
+  return c->self->queue->mirrors[c->n_mirrors++].here;
+}
+
+static const rm_mirror *mirror_around(const rm_op_call *c, const void *address, int there) {
+  for (int i = 0; i < c->n_mirrors; i++) {
+    const rm_mirror *mirror = &c->self->queue->mirrors[i];
+    const char *begin = there ? mirror->there : mirror->here, *at = address;
+    if (at >= begin && at < begin + mirror->bytes) return mirror;
+  }
+  return NULL;
+}
+
+const void *rm_op_there(const rm_op_call *c, const void *here) {
+  const rm_mirror *mirror = mirror_around(c, here, 0);
+  return mirror ? rm_mirror_there(mirror, here) : NULL;
+}
+
+const void *rm_op_seen(rm_op_call *c, const void *view) {
+  rm_error err = RM_ERROR_INIT;
+  if (!view || c->failed || !c->self->queue) return c->failed ? NULL : view;
+  const rm_device *device = &c->self->queue->device;
+  if (c->is_fetching) {
+    rm_code code;
+    Py_BEGIN_ALLOW_THREADS
+      code = rm_device_wait(device, &err);
+    Py_END_ALLOW_THREADS
+    c->is_fetching = 0;
+    if (code) return rm_op_fail(c, &err), NULL;
+  }
+  const rm_mirror *mirror = mirror_around(c, view, 1);
+  return mirror ? mirror->here + ((const char *)view - mirror->there) : view;   // else it is of the host
+}
+
+// Of indices the device's end of a mirror, which has them from the host once they are checked.
+static void *device_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
+  const rm_device *device = &c->self->queue->device;
+  void *data = NULL;
+  size_t bytes = 0;
+  const int indices = is_indices(want->type, want->flags), of_host = indices && PyArray_Check(object);
+  if (open_call(c)) return NULL;
+  if (of_host) c->failed = rm_array_data(c->module, object, want, &data) != 0;
+  else c->failed = rm_device_array_data(c->module, c->self->queue, object, want, &data, &bytes) != 0;
+  if (c->failed || !indices || object == Py_None) return data;
+  if (of_host) bytes = (size_t)PyArray_NBYTES((PyArrayObject *)object);
+  void *here = rm_op_mirror(c, bytes);
+  if (!here) return NULL;
+  if (of_host) {
+    if (bytes) memcpy(here, data, bytes);
+  } else if (bytes) {
+    device->get(device->self, here, data, bytes);
+    c->is_fetching = 1;
+  }
+  return (void *)(uintptr_t)rm_op_there(c, here);
+}
+
+// ------------------------------------------------------------------------------------------------ arrays
+// An argument of the host, of indices a copy.
+static void *host_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
+  void *data = NULL;
+  c->failed = rm_array_data(c->module, object, want, &data) != 0;
+  if (c->failed || !data || !is_indices(want->type, want->flags)) return data;
+  return copied(c, data, (size_t)PyArray_NBYTES((PyArrayObject *)object));
+}
+
+void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1,
+                 int64_t *d2) {
+  int64_t *sizes[3] = {d0, d1, d2};
+  rm_array_want want = {.name = name, .type = type, .flags = flags, .n_dims = n_dims};
+  for (int i = 0; i < n_dims; i++) {
+    rm_op_at_least(c, name, *sizes[i], -1);
+    want.shape[i] = *sizes[i];
+  }
+  if (c->failed) return NULL;
+  const int on_host = !c->self || !c->self->queue || (flags & RM_ARRAY_OF_HOST);
+  void *data = on_host ? host_view(c, object, &want) : device_view(c, object, &want);
+  for (int i = 0; i < n_dims && !c->failed; i++) {
+    if (n_dims > 1) rm_op_size(c, name, want.shape[i], 0);   // where another size is 0, this one takes no memory
+    *sizes[i] = want.shape[i];
+  }
+  return c->failed ? NULL : data;
+}
+
+int rm_op_numpy_type(rm_dtype dtype) { return dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32; }
+
+rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
+  const int type = PyArray_Check(object)                              ? PyArray_TYPE((PyArrayObject *)object)
+                   : c->self && rm_is_device_array(c->module, object) ? rm_device_array_type(object)
+                                                                      : -1;
+  if (type == NPY_UINT16 || type == NPY_FLOAT32 || c->failed) return type == NPY_UINT16 ? RM_BF16 : RM_F32;
+  rm_raise_code(c->module, RM_E_DTYPE, "%s is not an array of uint16 (words of bfloat16) or float32", name);
+  c->failed = 1;
+  return RM_F32;
+}
+
+void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high) {
+  a = rm_op_seen(c, a);
+  for (int64_t i = 0; a && i < n && !c->failed; i++)
+    if (a[i] < low || a[i] >= high) {
+      rm_raise_code(c->module, RM_E_REQUEST, "%s has %d at place %lld, wanted [%lld, %lld)", name, (int)a[i], (long long)i, (long long)low,
+                    (long long)high);
+      c->failed = 1;
+    }
+}
+
+void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit) {
+  if (seen <= 0 || seen % unit) rm_op_refuse(c, RM_E_SHAPE, name, seen, "a positive multiple of", unit);
+}
+
+// ------------------------------------------------------------------------------------------------ running
+// A copy of indices that was enqueued and never looked at is still to come: the next call's mirrors wait for it.
+static int end(rm_op_call *c) {
+  if (c->is_fetching) c->self->queue->device.mark(c->self->queue->device.self, 0);
+  close_call(c);
+  drop_copies(c);
+  return -1;
+}
+
+// On a device: what an earlier op has done to it is told here at the latest.
+static int begin_on_device(rm_op_call *c, const rm_limits *limits) {
+  rm_queue_object *queue = c->self->queue;
+  const rm_device *device = &queue->device;
+  rm_error err = RM_ERROR_INIT;
+  const size_t bytes = c->self->table->workspace_bytes(limits);
+  c->thread = PyEval_SaveThread();
+  const rm_device_status status = device->poll(device->self);
+  rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
+  if (!code) code = rm_queue_workspace(queue, bytes, &err);
+  for (int i = 0; !code && i < c->n_mirrors; i++) rm_mirror_put(&queue->mirrors[i], queue->mirrors[i].here, c->mirrored[i]);
+  if (code) {
+    PyEval_RestoreThread(c->thread);
+    rm_op_fail(c, &err);
+    return end(c);
+  }
+  c->ctx = (rm_ctx){.stream = device->stream, .workspace = queue->workspace, .workspace_bytes = bytes, .n_threads = 1};
+  return 0;
+}
+
+static PyObject *finish_on_device(rm_op_call *c) {
+  const rm_device *device = &c->self->queue->device;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = RM_OK;
+  device->mark(device->self, 0);
+  if (c->self->stream) device->lead(device->self, c->self->stream);
+  else code = rm_device_wait(device, &err);
+  close_call(c);
+  PyEval_RestoreThread(c->thread);
+  drop_copies(c);
+  return code ? rm_raise(c->module, &err) : Py_NewRef(Py_None);
+}
+
+int rm_op_begin(rm_op_call *c, rm_limits limits) {
+  rm_kernels_object *self = c->self;
+  if (!c->failed && getpid() != self->owner) {
+    rm_raise_code(c->module, RM_E_STATE, "these kernels belong to process %d, wanted ones made in the forked child", (int)self->owner);
+    c->failed = 1;
+  }
+  if (c->failed) return end(c);
+  limits.n_threads = self->queue ? 1 : rm_team_threads(self->team);
+  if (self->queue) return begin_on_device(c, &limits);
+  const size_t bytes = self->table->workspace_bytes(&limits);
+  c->thread = PyEval_SaveThread();
+  pthread_mutex_lock(&self->mutex);
+  if (bytes > self->workspace_bytes) {
+    rm_unmap(self->workspace, self->workspace_bytes);
+    self->workspace = rm_map(bytes);
+    self->workspace_bytes = self->workspace ? bytes : 0;
+  }
+  if (self->workspace_bytes < bytes) {
+    pthread_mutex_unlock(&self->mutex);
+    PyEval_RestoreThread(c->thread);
+    drop_copies(c);
+    PyErr_NoMemory();
+    return -1;
+  }
+  c->ctx = (rm_ctx){
+      .workspace = self->workspace, .workspace_bytes = bytes, .n_threads = limits.n_threads, .run = rm_team_run, .team = self->team};
+  c->fp = rm_fp_enter();
+  return 0;
+}
+
+PyObject *rm_op_finish(rm_op_call *c) {
+  if (c->self->queue) return finish_on_device(c);
+  rm_fp_leave(c->fp);
+  pthread_mutex_unlock(&c->self->mutex);
+  PyEval_RestoreThread(c->thread);
+  drop_copies(c);
+  return Py_NewRef(Py_None);
+}

@@ -1,0 +1,560 @@
+"""Arrays of a CUDA device as arguments and results of rollmesh.ops: other libraries' tensors, streams, memory, refusals.
+
+Input: tensors of another library of this process (gpu_trainer.Trainer), whose work nobody has waited for, on the simulated device
+(tests/simt), which does nothing before something waits for it. Oracle: the CPU's ops; for bf16 on tensor cores the order of
+docs/numerics.md §10 in exact sums. Bound: zero differing bits. After every test the device has all of its memory again.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import gc
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import cuda_device
+import dlpack
+import numpy as np
+import ops_cases
+import pytest
+import test_ops
+from gpu_trainer import OnGpu, Trainer
+
+from rollmesh import _core, errors, ops
+
+pytestmark = [pytest.mark.usefixtures("simulated")]
+DL_INT32, DL_INT64, DL_BFLOAT16 = (dlpack.INT, 32, 1), (dlpack.INT, 64, 1), (dlpack.BFLOAT, 16, 1)
+
+
+@pytest.fixture
+def simulated(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Its library; every test leaves both devices as it has found them."""
+    library = str(simt_library)
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", library)
+    before = [_core.cuda_available(library, ordinal) for ordinal in (0, 1)]
+    yield library
+    gc.collect()
+    ops.release_devices()
+    monkeypatch.undo()
+    assert [_core.cuda_available(library, ordinal) for ordinal in (0, 1)] == before
+    assert dlpack.alive == 0
+
+
+@pytest.fixture
+def trainer(simt_library: Path) -> Iterator[Trainer]:
+    made = Trainer(simt_library, 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def second(simt_library: Path) -> Iterator[Trainer]:
+    made = Trainer(simt_library, 1)
+    yield made
+    made.close()
+
+
+def read(trainer: Trainer, tensor: OnGpu) -> np.ndarray:
+    """What the trainer itself finds there, on its own stream."""
+    with trainer.current():
+        data = trainer.device.read(tensor._managed.tensor.data, tensor.array.nbytes)
+    return np.frombuffer(data, tensor.array.dtype).reshape(tensor.array.shape)
+
+
+def matrices(rng: np.random.Generator, m: int = 5, n: int = 17, k: int = 33) -> tuple[np.ndarray, np.ndarray]:
+    x, w = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (n, k)))
+    return x, ops.pack(w, dtype="float32")
+
+
+# ---------------------------------------------------------------------------------------------- other libraries' tensors
+def test_a_tensor_that_is_still_being_written(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Its producer's copies are enqueued when the op is called: the op comes after them."""
+    x, w = matrices(rng)
+    y = ops.gemm(trainer.tensor(x), trainer.tensor(w), 17)
+    assert isinstance(y, ops.DeviceArray)
+    assert (y.shape, y.dtype, y.ndim, y.nbytes, y.device) == ((5, 17), "float32", 2, 340, "cuda:0")
+    assert (y.numpy() == ops.gemm(x, w, 17)).all()
+    again = ops.gemm(y, ops.to_device(ops.pack(np.eye(17, dtype=np.float32), dtype="float32")), 17)
+    assert (again.numpy() == y.numpy()).all()
+
+
+def test_bfloat16_is_a_type_and_not_words(trainer: Trainer, rng: np.random.Generator) -> None:
+    x = ops_cases.normal(rng, (3, 32), "bfloat16")
+    norm = np.ascontiguousarray(x[0])
+    want = ops.rms_norm(x, norm, eps=1e-6)
+    for dtype in (DL_BFLOAT16, (1, 16, 1)):
+        got = ops.rms_norm(trainer.tensor(x, dtype=dtype), trainer.tensor(norm, dtype=dtype), eps=1e-6)
+        assert got.dtype == "bfloat16"
+        assert (got.numpy() == want).all()
+
+
+def test_outputs_that_are_the_callers(trainer: Trainer, rng: np.random.Generator) -> None:
+    """out=, a residual and a KV cache of another library are written where they are, and it sees that on its own stream at once."""
+    x, w = matrices(rng)
+    out = trainer.tensor(np.full((5, 17), np.nan, np.float32))
+    ops.gemm(trainer.tensor(x), trainer.tensor(w), 17, out=out)
+    assert (read(trainer, out) == ops.gemm(x, w, 17)).all()
+    residual, state = trainer.tensor(x), x.copy()
+    normed = ops.rms_norm(residual, trainer.tensor(x[0].copy()), eps=1e-6, x=trainer.tensor(x))
+    assert (normed.numpy() == ops.rms_norm(state, x[0].copy(), eps=1e-6, x=x)).all()
+    assert (read(trainer, residual) == state).all()
+    case = test_ops.qkv_case(rng, "float32", 7, 4, 2, 62, 16, "normal")
+    caches = ops.kv_cache(int(case["pages"]), 2, 16, 62, dtype="float32")
+    theirs = [trainer.tensor(cache) for cache in caches]
+    types = {"positions": DL_INT32, "slots": DL_INT64}
+    given = {name: trainer.tensor(array, dtype=types.get(name)) for name, array in case.items() if name != "pages"}
+    q = ops.qk_rope_kv(**given, k_cache=theirs[0], v_cache=theirs[1], num_heads=4, page_size=16, eps=1e-6)
+    arrays = {name: array for name, array in case.items() if name != "pages"}
+    assert (q.numpy() == ops.qk_rope_kv(**arrays, k_cache=caches[0], v_cache=caches[1], num_heads=4, page_size=16, eps=1e-6)).all()
+    for mine, cache in zip(theirs, caches):
+        assert (read(trainer, mine) == cache).all()
+
+
+def test_indices_of_the_host_and_of_the_device(trainer: Trainer, rng: np.random.Generator) -> None:
+    table, ids = rng.standard_normal((9, 40), np.float32), np.array([3, 8, 0, 3], np.int32)
+    for given in (ids, trainer.tensor(ids, dtype=DL_INT32), ops.to_device(ids)):
+        assert (ops.embed(given, trainer.tensor(table)).numpy() == table[ids]).all()
+    empty = ops.embed(np.zeros(0, np.int32), trainer.tensor(table))
+    assert (empty.shape, empty.numpy().shape) == ((0, 40), (0, 40))
+    many = rng.integers(0, 9, 5000).astype(np.int32)  # more than what indices had room in
+    assert (ops.gather_rows(ops.to_device(table), ops.to_device(many)).numpy() == table[many]).all()
+
+
+def test_tables_that_are_made_for_a_device(rng: np.random.Generator) -> None:
+    inv_freq = rng.random(16, np.float32)
+    for made, want in zip(ops.rope_table(inv_freq, 9, scale=1.5, device="cuda"), ops.rope_table(inv_freq, 9, scale=1.5)):
+        assert made.device == "cuda:0"
+        assert (made.numpy() == want).all()
+    for made, want in zip(ops.kv_cache(2, 3, 16, 40, device="cuda:1"), ops.kv_cache(2, 3, 16, 40)):
+        assert (made.device, made.dtype) == ("cuda:1", "bfloat16")
+        assert (made.shape, made.numpy().any()) == (want.shape, False)
+
+
+def test_weights_are_packed_where_they_are(trainer: Trainer, rng: np.random.Generator) -> None:
+    for source in (np.float32, np.float64, np.float16):
+        w = rng.standard_normal((3, 20, 40)).astype(source)
+        assert (ops.pack(trainer.tensor(w)).numpy() == ops.pack(w)).all()
+        assert (ops.pack_gate_up(trainer.tensor(w), trainer.tensor(-w)).numpy() == ops.pack_gate_up(w, -w)).all()
+
+
+# ---------------------------------------------------------------------------------------------- streams
+def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Behind what the stream has, before what it gets: the trainer writes its tensor before the op and over it after, and waits for
+    nothing in between."""
+    x, w = matrices(rng)
+    tensor, weights = trainer.tensor(x), trainer.tensor(w)
+    out = trainer.tensor(np.zeros((5, 17), np.float32))
+    data = tensor._managed.tensor.data
+    with trainer.current():
+        pinned = trainer.device.pin(x.nbytes)
+        C.memmove(pinned, (-x).ctypes.data, x.nbytes)
+        trainer.device.put(data, pinned, x.nbytes)
+    with ops.on_stream(trainer.device.table.stream, "cuda:0"):
+        ops.gemm(tensor, weights, 17, out=out)
+    with trainer.current():
+        assert trainer.device.poll() == cuda_device.BUSY
+        trainer.device.zero(data, x.nbytes, x.nbytes, 1)
+    assert (read(trainer, out) == ops.gemm(-x, w, 17)).all()
+    assert (read(trainer, tensor) == 0).all()
+
+
+def test_an_array_of_ours_that_a_stream_has_written(trainer: Trainer, rng: np.random.Generator) -> None:
+    """What DLPack gave away is written by its consumer; on its stream the next op sees that."""
+    x, w = matrices(rng)
+    mine, weights = ops.to_device(np.zeros_like(x)), ops.to_device(w)
+    view = taken(mine, trainer.device.table.stream)
+    with trainer.current():
+        pinned = trainer.device.pin(x.nbytes)
+        C.memmove(pinned, x.ctypes.data, x.nbytes)
+        trainer.device.put(view.data, pinned, x.nbytes)
+    with ops.on_stream(trainer.device.table.stream, "cuda:0"):
+        y = ops.gemm(mine, weights, 17)
+    view.delete()
+    assert (y.numpy() == ops.gemm(x, w, 17)).all()
+
+
+def test_streams_that_are_none(rng: np.random.Generator) -> None:
+    x, w = map(ops.to_device, matrices(rng))
+    for stream in (-1, 2**64, 1.0, None, True):
+        with pytest.raises(errors.ConfigError, match="stream"), ops.on_stream(stream, "cuda:0"):  # type: ignore[arg-type]
+            raise AssertionError
+    for device in ("cpu", "cuda:9", "gpu", None):
+        with pytest.raises(errors.ConfigError, match="device"), ops.on_stream(0, device):  # type: ignore[arg-type]
+            raise AssertionError
+    want = ops.gemm(x, w, 17).numpy()
+    with ops.on_stream(0, "cuda:1"):  # another device's
+        assert (ops.gemm(x, w, 17).numpy() == want).all()
+    with ops.on_stream(0, "cuda:0"):
+        y = ops.gemm(x, w, 17)
+    assert (y.numpy() == want).all()
+
+
+def test_arrays_that_go_while_their_op_is_under_way(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Memory goes back when what is enqueued is done with it; the device that is dropped altogether finishes too."""
+    x, w = matrices(rng)
+    out = trainer.tensor(np.zeros((5, 17), np.float32))
+    with ops.on_stream(trainer.device.table.stream, "cuda:0"):
+        ops.gemm(ops.to_device(x), ops.to_device(w), 17, out=out)
+        y = ops.gemm(ops.to_device(x), ops.to_device(w), 17)
+    ops.release_devices()
+    again = ops.gemm(ops.to_device(x), ops.to_device(w), 17)  # on the same device, opened once more
+    identity = ops.pack(np.eye(17, dtype=np.float32), dtype="float32")
+    assert (ops.gemm(y, ops.to_device(identity), 17).numpy() == again.numpy()).all()
+    assert (read(trainer, out) == ops.gemm(x, w, 17)).all()
+    assert (again.numpy() == ops.gemm(x, w, 17)).all()
+
+
+def test_threads_share_a_device(rng: np.random.Generator) -> None:
+    """Each with indices of its own, of the device and of the host, at once and on its own streams or none."""
+    table = rng.standard_normal((50, 40), np.float32)
+    there = ops.to_device(table)
+
+    def work(seed: int) -> bool:
+        own, good = np.random.default_rng(seed), True
+        for turn in range(25):
+            ids = own.integers(0, 50, int(own.integers(1, 60))).astype(np.int32)
+            with ops.on_stream(1, "cuda:0") if turn % 2 else nullcontext():
+                got = ops.embed(ops.to_device(ids) if turn % 3 else ids, there)
+            good &= bool((got.numpy() == table[ids]).all())
+        return good
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+# ---------------------------------------------------------------------------------------------- consumers
+class Taken:
+    """A capsule as a consumer has it: renamed, so that the producer leaves it alone, and deleted when the consumer says."""
+
+    def __init__(self, capsule: Any, name: str) -> None:
+        get = C.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = C.c_void_p, [C.py_object, C.c_char_p]
+        rename = C.pythonapi.PyCapsule_SetName
+        rename.argtypes = [C.py_object, C.c_char_p]
+        self.at = get(capsule, name.encode())
+        self._used = f"used_{name}".encode()
+        rename(capsule, self._used)
+        kind: Any = dlpack._Versioned if "versioned" in name else dlpack._Managed
+        self.managed = kind.from_address(self.at)
+        self.data = self.managed.tensor.data
+
+    def delete(self) -> None:
+        C.CFUNCTYPE(None, C.c_void_p)(self.managed.deleter)(self.at)
+
+
+def taken(array: Any, stream: int | None, **how: Any) -> Taken:
+    how = {"max_version": (1, 1)} | how
+    name = "dltensor_versioned" if how["max_version"] else "dltensor"
+    return Taken(array.__dlpack__(stream=stream, **how), name)
+
+
+def test_who_takes_an_output_keeps_its_memory(simulated: str) -> None:
+    free = _core.cuda_available(simulated, 0)
+    array = ops.to_device(np.arange(12, dtype=np.float32).reshape(3, 4))
+    part = array.part(4, (2, 4))
+    capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
+    view, old = taken(part, -1), taken(array, -1, max_version=None)
+    assert array.__dlpack_device__() == (2, 0)
+    t = view.managed.tensor
+    assert (t.n_dims, t.device_type, t.device_id, t.code, t.bits, t.lanes) == (2, 2, 0, 2, 32, 1)
+    assert (t.shape[:2], t.strides[:2], t.data - old.data) == ([2, 4], [4, 1], 16)
+    assert (view.managed.major, view.managed.flags) == (1, 0)
+    assert (part.numpy() == np.arange(4, 12, dtype=np.float32).reshape(2, 4)).all()
+    del array, part, capsule  # one that nobody has taken gives its array back itself
+    for holder in (old, view):
+        assert _core.cuda_available(simulated, 0) == free - 48
+        holder.delete()
+    assert _core.cuda_available(simulated, 0) == free
+
+
+def test_how_an_array_may_be_asked_for() -> None:
+    array = ops.to_device(np.zeros(3, np.float32))
+    for stream in (0, -2):
+        with pytest.raises(ValueError, match="stream"):
+            array.__dlpack__(stream=stream)
+    for how in ({"dl_device": (1, 0)}, {"dl_device": (2, 1)}, {"copy": True}):
+        with pytest.raises(BufferError, match="cuda:0"):
+            array.__dlpack__(**how)
+    taken(array, 1, dl_device=(2, 0)).delete()
+    taken(array, None, copy=False).delete()
+    for first, shape in ((-1, (1,)), (0, (4,)), (3, (1,)), (4, (0,)), (0, (2**62, 2**62)), (0, (-1,))):
+        with pytest.raises(errors.ShapeError):
+            array.part(first, shape)
+    assert array.part(3, (0,)).numpy().shape == (0,)
+
+
+def test_a_read_only_tensor_is_read_and_not_written(trainer: Trainer, rng: np.random.Generator) -> None:
+    x, w = matrices(rng)
+    tensor, out = trainer.tensor(x), trainer.tensor(np.zeros((5, 17), np.float32))
+    for kept in (tensor, out):
+        kept._managed.flags = 1
+    assert (ops.gemm(tensor, trainer.tensor(w), 17).numpy() == ops.gemm(x, w, 17)).all()
+    with pytest.raises(errors.LayoutError, match="y is read-only"):
+        ops.gemm(tensor, trainer.tensor(w), 17, out=out)
+    with pytest.raises(errors.LayoutError, match="residual is read-only"):
+        ops.rms_norm(tensor, trainer.tensor(x[0].copy()), eps=1e-6, x=trainer.tensor(x))
+    assert (read(trainer, out) == 0).all()
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+def test_arrays_of_two_places(trainer: Trainer, second: Trainer, rng: np.random.Generator) -> None:
+    x, w = matrices(rng)
+    for other, where in ((w, "the CPU"), (second.tensor(w), "cuda:1"), (ops.to_device(w, "cuda:1"), "cuda:1")):
+        with pytest.raises(errors.UnsupportedTensorError, match=f"w is on {where} and x on cuda:0, wanted all arrays"):
+            ops.gemm(trainer.tensor(x), other, 17)
+    with pytest.raises(errors.UnsupportedTensorError, match="x is on the CPU and w on cuda:0"):
+        ops.gemm(x, ops.to_device(w), 17)
+    core = ops.gemm(ops.to_device(x), ops.to_device(w), 17).queue
+    kernels, there = _core.Kernels("cuda_fma", 1, core), [ops.to_device(array) for array in (np.zeros((5, 17), np.float32), x)]
+    for other, message in ((w, "of the CPU, wanted an array of float32 on cuda:0"), (ops.to_device(w, "cuda:1"), "w is on cuda:1")):
+        with pytest.raises(errors.UnsupportedTensorError, match=message):
+            kernels.gemm(*there, other, None, None, 17, False)
+    assert (ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)).all()  # the other device alone
+
+
+def test_a_family_belongs_to_its_arrays(rng: np.random.Generator) -> None:
+    x, w = matrices(rng)
+    there = ops.to_device(x), ops.to_device(w)
+    for isa in ("cuda_fma", "cuda_mma"):
+        with pytest.raises(errors.ConfigError, match=f"isa = '{isa}' and x is on the CPU"):
+            ops.gemm(x, w, 17, isa=isa)
+    for isa in ("ref", "cuda", "", 3):
+        with pytest.raises(errors.ConfigError, match="x is on cuda:0, wanted cuda_fma or cuda_mma"):
+            ops.gemm(*there, 17, isa=isa)  # type: ignore[arg-type]
+    for threads in (2, 0, None):
+        with pytest.raises(errors.ConfigError, match="threads"):
+            ops.gemm(*there, 17, threads=threads)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="isa="):
+        _core.Kernels("cuda_fast", 1, there[0].queue)
+    with pytest.raises(errors.ConfigError, match="queue is 3"):
+        _core.Kernels("cuda_fma", 1, 3)  # type: ignore[arg-type]
+
+
+def test_tensors_that_no_op_takes(trainer: Trainer, rng: np.random.Generator) -> None:
+    x, w = matrices(rng)
+    there = trainer.tensor(w)
+    wide = rng.standard_normal((5, 66), np.float32)
+    for wrong, kind, message in (
+        (trainer.tensor(x, strides=(1, 5)), errors.LayoutError, "x is not C-contiguous"),
+        (trainer.tensor(wide[:, ::2]), errors.LayoutError, "x is not C-contiguous"),
+        (trainer.tensor(x, shape=(4, 33), byte_offset=2), errors.LayoutError, "x is not aligned"),
+        (trainer.tensor(x, shape=(6, 33)), errors.UnsupportedTensorError, "its memory is not cuda:0's"),
+        (trainer.tensor(x, dtype=DL_INT32), errors.DTypeError, "x is not an array of uint16"),
+        (trainer.tensor(x, dtype=(dlpack.COMPLEX, 32, 1)), errors.DTypeError, "x has DLPack type code 5"),
+        (trainer.tensor(x.reshape(1, 1, 1, 5, 33)), errors.ShapeError, "x has 5 dims"),
+        (trainer.tensor(x[None]), errors.ShapeError, "x has 3 dims, wanted 2"),
+        (trainer.tensor(x[:, :32].copy()), errors.ShapeError, "w has size"),
+    ):
+        with pytest.raises(kind, match=message):
+            ops.gemm(wrong, there, 17)
+    with pytest.raises(errors.LayoutError, match="w is not aligned to 16 bytes"):
+        ops.gemm(trainer.tensor(x), ops.to_device(np.concatenate([w[:1], w])).part(1, (len(w),)), 17)
+    with pytest.raises(errors.DTypeError, match="out has dtype int32, wanted float32"):
+        ops.gather_rows(trainer.tensor(x), np.zeros(5, np.int32), out=trainer.tensor(np.zeros((5, 33), np.int32), dtype=DL_INT32))
+    with pytest.raises(errors.UnsupportedTensorError, match="inv_freq is on cuda:0"):
+        ops.rope_table(ops.to_device(x[0].copy()), 4)  # type: ignore[arg-type]
+    with pytest.raises(errors.UnsupportedTensorError, match="array is a list"):
+        ops.to_device([1.0])
+    for wrong in (np.zeros(3, np.complex64), np.zeros(3, np.uint32)):
+        with pytest.raises(errors.DTypeError):
+            ops.to_device(wrong)
+    with pytest.raises(errors.LayoutError):
+        ops.to_device(wide[:, ::2])
+
+
+INDICES: dict[str, tuple[type[errors.Error], str, Callable[[Callable[[Any], Any]], Any]]] = {
+    "embed": (errors.RequestError, "ids has 9", lambda i: ops.embed(i([0, 9]), f32(9, 4))),
+    "gather_rows": (errors.RequestError, "from has -1", lambda i: ops.gather_rows(f32(9, 4), i([-1]))),
+    "gemm": (errors.ShapeError, "last of group_rows is 3", lambda i: ops.gemm(f32(4, 32), f32(1024), 16, group_rows=i([0, 1, 3]))),
+    "swiglu": (errors.ShapeError, "group_rows is 1", lambda i: ops.gemm_swiglu(f32(4, 32), f32(3072), 16, group_rows=i([0, 2, 1, 4]))),
+    "permute": (errors.RequestError, "ids has 2", lambda i: ops.permute(f32(1, 4), i([[0, 2]]), 2)),
+    "combine": (errors.RequestError, "ids has expert 1 twice", lambda i: ops.combine(f32(2, 4), i([[0, 1]]), i([[1, 1]]), f32(1, 2), 2)),
+    "place": (errors.RequestError, "place has 2", lambda i: ops.combine(f32(2, 4), i([[0, 2]]), i([[0, 1]]), f32(1, 2), 2)),
+    "lm_head": (errors.RequestError, "targets has 16", lambda i: ops.lm_head(f32(1, 32), f32(512), 16, targets=i([16]))),
+    "ranks": (errors.RequestError, "tokens has -2", lambda i: ops.ranks(f32(1, 8), i([-2]))),
+    "positions": (errors.RequestError, "a position is 16", lambda i: attend(i([16]), i([0]), i([[0]]))),
+    "seq_of_row": (errors.RequestError, "seq_of_row has 1", lambda i: attend(i([0]), i([1]), i([[0]]))),
+    "block_tables": (errors.RequestError, "block_tables has 7", lambda i: attend(i([0]), i([0]), i([[7]]))),
+}  # fmt: skip
+
+
+def f32(*shape: int) -> Any:
+    return ops.to_device(np.zeros(shape, np.float32))
+
+
+def attend(positions: Any, seqs: Any, tables: Any) -> Any:
+    return ops.attention(f32(1, 1, 32), f32(1, 1, 512), f32(1, 1, 512), positions, seqs, tables, page_size=16, scale=1.0)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_out_of_range(name: str, there: bool) -> None:
+    """Wherever they are: a kernel that followed them would end the device. The next call has its own indices."""
+    kind, message, call = INDICES[name]
+    with pytest.raises(kind, match=message):
+        call(lambda values: ops.to_device(np.array(values, np.int32)) if there else np.array(values, np.int32))
+    table = np.arange(36, dtype=np.float32).reshape(9, 4)
+    assert (ops.embed(np.array([8, 1], np.int32), ops.to_device(table)).numpy() == table[[8, 1]]).all()
+
+
+def test_indices_of_a_call_that_was_refused_come_to_no_other(rng: np.random.Generator) -> None:
+    """A call that is refused for its output has asked for its indices already; they arrive when the next call's stand there."""
+    table = rng.standard_normal((9, 4), np.float32)
+    there, wrong = ops.to_device(table), ops.to_device(np.array([7, 7, 7], np.int32))
+    out = ops.to_device(np.zeros((3, 5), np.float32))
+    with pytest.raises(errors.ShapeError, match="out has size 5"):
+        ops.embed(wrong, there, out=out)
+    assert (ops.embed(np.array([0, 1, 2], np.int32), there).numpy() == table[:3]).all()
+
+
+def test_slots_and_parameters_out_of_range(rng: np.random.Generator) -> None:
+    case = test_ops.qkv_case(rng, "float32", 2, 1, 1, 32, 16, "normal")
+    given = {name: ops.to_device(array) for name, array in case.items() if name not in ("pages", "slots")}
+    caches = dict(zip(("k_cache", "v_cache"), ops.kv_cache(1, 1, 16, 32, dtype="float32", device="cuda:0")))
+    for slots in (np.array([0, 16]), np.array([-2, 0])):
+        with pytest.raises(errors.RequestError, match="a slot is"):
+            ops.qk_rope_kv(**given, **caches, slots=ops.to_device(slots), num_heads=1, page_size=16, eps=1e-6)
+    logits, stats = f32(2, 8), f32(2, 2)
+    for params in (ops.SampleParams(temperature=-1.0), ops.SampleParams(top_p=0.0), ops.SampleParams(forced=8)):
+        with pytest.raises(errors.RequestError):
+            ops.sample(logits, stats, params)
+
+
+# ---------------------------------------------------------------------------------------------- what is missing, or breaks
+def test_no_library_and_no_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    x = np.zeros(3, np.float32)
+    monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", "0")
+    with pytest.raises(errors.ConfigError, match="there is no NVIDIA driver here"):
+        ops.to_device(x)
+    monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", "1")
+    with pytest.raises(errors.ConfigError, match=r"cuda:1.*shows 1 device"):
+        ops.to_device(x, "cuda:1")
+    with pytest.raises(errors.ConfigError, match="wanted 'cuda' or 'cuda:N'"):
+        ops.to_device(x, "cpu")
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(tmp_path / "none.so"))
+    caches, table = (lambda: ops.kv_cache(1, 1, 16, 32, device="cuda")), (lambda: ops.rope_table(x, 1, device="cuda:0"))
+    for call in (lambda: ops.to_device(x), caches, table):
+        with pytest.raises(errors.ConfigError, match="there is no such file"):
+            call()
+    with pytest.raises(errors.ConfigError, match="there is no such file"):
+        ops.rms_norm(dlpack.Producer(x[None], device=2, version=(1, 0)), x, eps=1e-6)
+
+
+def test_a_device_that_is_full(simulated: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Nothing is lost: what fits afterwards is computed."""
+    x, w = matrices(rng)
+    there = ops.to_device(x), ops.to_device(w)
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(1 << 20))
+    with pytest.raises(errors.CapacityError, match=r"an array takes .* GiB and cuda:0 has"):
+        ops.kv_cache(64, 1, 64, 128, device="cuda:0")
+    logits, stats = ops.to_device(np.zeros((1, 100_000), np.float32)), ops.to_device(np.ones((1, 2), np.float32))
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str((1 << 20) - _core.cuda_available(simulated, 0) + 8192))
+    with pytest.raises(errors.CapacityError, match="the workspace of ops takes"):
+        ops.sample(logits, stats, ops.SampleParams())
+    assert (ops.gemm(*there, 17).numpy() == ops.gemm(x, w, 17)).all()
+    with pytest.raises(errors.ShapeError, match=r"less than 2\^63 bytes"):
+        ops.kv_cache(2**31 - 1, 2**31 - 1, 16, 2, device="cuda:0")
+
+
+@pytest.mark.parametrize("failing", [nullcontext, lambda: ops.on_stream(2, "cuda:0")], ids=["waited", "stream"])
+def test_a_fault_of_the_device(failing: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """The op that has failed says so, or on a stream the next call; every later call as well, and memory still goes back."""
+    x, w = matrices(rng)
+    monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
+    there = [ops.to_device(x), ops.to_device(w)]
+    monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
+    assert (ops.gemm(*there, 17).numpy() == ops.gemm(x, w, 17)).all()
+
+    def twice() -> None:  # on a stream the next call tells
+        with failing():
+            ops.gemm(*there, 17)
+            ops.gemm(*there, 17)
+
+    with pytest.raises(errors.DeviceError, match=r"cuda:0: .*illegal memory access"):
+        twice()
+    for call in (lambda: ops.gemm(*there, 17), there[0].numpy, lambda: ops.to_device(x), lambda: there[0].__dlpack__(stream=1)):
+        with pytest.raises(errors.DeviceError):
+            call()
+    there.clear()
+    del call
+    gc.collect()
+    ops.release_devices()
+    assert (ops.gemm(ops.to_device(x), ops.to_device(w), 17).numpy() == ops.gemm(x, w, 17)).all()  # opened anew
+
+
+def test_a_forked_child_is_told(rng: np.random.Generator) -> None:
+    x, w = matrices(rng)
+    there = ops.to_device(x), ops.to_device(w)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            there[0].numpy()
+        except errors.StateError as error:
+            status = 7 if "forked child" in str(error) else 2
+        del there
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (ops.gemm(*there, 17).numpy() == ops.gemm(x, w, 17)).all()
+
+
+# ---------------------------------------------------------------------------------------------- products of tensor cores
+def mma_dot(x: Any, w: Any) -> np.float32:
+    """docs/numerics.md §10 of one output, its MMA16 exact and rounded once."""
+    k = -(-len(x) // 32) * 32
+    xs, ws = (np.concatenate([ops_cases.values(row).astype(np.float64), np.zeros(k - len(row))]) for row in (x, w))
+    acc = np.float32(0)
+    for segment in range(0, k, 512):
+        s = np.float32(0)
+        for at in range(segment, min(segment + 512, k), 16):
+            s = np.float32(fsum([float(s), *(xs[at : at + 16] * ws[at : at + 16])]))
+        acc = np.float32(acc + s)
+    return acc
+
+
+def test_products_of_tensor_cores(rng: np.random.Generator) -> None:
+    """gemm, lm_head and embed over weights that the same family has packed; a row alone is what it is in a batch."""
+    x, w = ops_cases.normal(rng, (9, 700), "bfloat16"), ops_cases.normal(rng, (35, 700), "bfloat16")
+    source = ops_cases.values(w)
+    there, matrix = ops.to_device(x), ops.pack(ops.to_device(source), isa="cuda_mma")
+    y = ops.gemm(there, matrix, 35, float32_out=True, isa="cuda_mma").numpy()
+    want = np.array([[mma_dot(row, column) for column in w] for row in x])
+    assert (ops_cases.bits(y) == ops_cases.bits(want)).all()
+    assert (y != ops.gemm(x, ops.pack(source), 35, float32_out=True)).any()  # the CPU's order is another
+    head = ops.lm_head(there, matrix, 35, isa="cuda_mma")
+    assert head.logits is not None
+    assert (ops_cases.bits(head.logits.numpy()) == ops_cases.bits(y)).all()
+    alone = ops.gemm(ops.to_device(x[4:5].copy()), matrix, 35, float32_out=True, isa="cuda_mma").numpy()
+    assert (ops_cases.bits(alone[0]) == ops_cases.bits(y[4])).all()
+    rows = np.array([34, 0, 7], np.int32)
+    assert (ops.embed(rows, matrix, packed=(35, 700), isa="cuda_mma").numpy() == w[rows]).all()
+
+
+def test_a_layer_on_tensor_cores_keeps_rows_apart(rng: np.random.Generator) -> None:
+    """Keys and values written and read in the family's own layout: each row of a batch alone, bit for bit; and near the CPU's."""
+    rows, heads, kv_heads, head_dim, page_size = 40, 4, 2, 32, 16
+    case = test_ops.qkv_case(rng, "bfloat16", rows, heads, kv_heads, head_dim, page_size, "normal")
+    case["slots"], case["positions"] = np.arange(rows, dtype=np.int64), np.arange(rows, dtype=np.int32)
+    indices = {"seq_of_row": np.zeros(rows, np.int32), "block_tables": np.arange(3, dtype=np.int32)[None]}
+    how = {"page_size": page_size, "scale": head_dim**-0.5}
+
+    def layer(device: str, isa: str | None, ship: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
+        k, v = ops.kv_cache(3, kv_heads, page_size, head_dim, device=device)
+        given = {name: ship(array) for name, array in case.items() if name != "pages"}
+        q = ops.qk_rope_kv(**given, k_cache=k, v_cache=v, num_heads=heads, page_size=page_size, eps=1e-6, isa=isa)
+        return q, k, v, ops.attention(q, k, v, case["positions"], **indices, **how, isa=isa)
+
+    q, k, v, out = layer("cuda:0", "cuda_mma", ops.to_device)
+    whole, of_cpu = out.numpy(), layer("cpu", None, lambda array: array)[3]
+    for row in range(rows):
+        one = ops.to_device(q.numpy()[row : row + 1].copy())
+        at = {"positions": case["positions"][row : row + 1], **indices, "seq_of_row": indices["seq_of_row"][:1]}
+        assert (ops.attention(one, k, v, **at, **how, isa="cuda_mma").numpy()[0] == whole[row]).all()
+    # Two bf16 roundings of a convex combination of values, and the sums' own: 2^-6 of the largest value is far more.
+    bound = 2.0**-6 * np.abs(ops_cases.values(case["qkv"])).max()
+    assert np.abs(ops_cases.values(whole) - ops_cases.values(of_cpu)).max() < bound
