@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,7 @@ from rollmesh.arguments import (
 )
 from rollmesh.comm import Comm, Nccl
 from rollmesh.devices import CUDA_FAMILIES, device_of
+from rollmesh.engine_options import EngineOptions
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
@@ -65,36 +66,6 @@ class ParameterInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # "bfloat16" or "float32"
     required: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Options as ext/engine.c reads them; the fields are rm_ranks_options'."""
-
-    dtype: str
-    isa: str | None
-    threads: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    kv_bytes: int
-    seed: int
-    enable_prefix_caching: bool
-    eos_token_ids: Ids
-    tp: int
-    dp: int
-    ep: int
-    ep_backend: str
-    sequence_parallel: bool
-    host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
-    enforce_eager: bool = False  # no CUDA graphs
-    memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
-    cuda_library: str | None = None  # devices.py, as the next
-    cuda_ordinal: int = -1
-    cuda_family: str | None = None
-    nccl_library: str | None = None  # comm.Nccl, as the next
-    nccl_gpu: str | None = None
 
 
 class Generator:
