@@ -61,6 +61,10 @@ def python(*words: str) -> str:
     return " ".join(('"$PYTHON"', *words))
 
 
+def with_cublas(words: str) -> str:
+    return python("-c 'from rollmesh import cublas; print(cublas.find())'") + f" || exit {ABSENT}; {words}"
+
+
 def pytest(*words: str) -> str:
     return python(*PYTEST, *words)
 
@@ -85,6 +89,7 @@ def parts() -> list[Part]:
     grpo = 'rm -rf "$DIR/grpo"; ' + python('-m rollmesh grpo configs/qwen3_debug.toml --device cuda --out "$DIR/grpo" --set train.steps=20')
     machine = python("-m pip list; compute-sanitizer --version; nvcc --version; uname -a; nproc; free -g; nvidia-smi")
     mma, fma = "--families cuda_mma", "--families cuda_fma"
+    fast = f"{mma} --set fast=True"
     return [
         Part("machine", 60, machine),
         Part("build", 300, build, "", "lib/rollmesh/librollmesh_cuda.so"),
@@ -102,6 +107,9 @@ def parts() -> list[Part]:
         Part("test-parity", 240, "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma " + pytest("tests/test_parity.py", "-k bfloat16"), "build"),
         Part("grpo", 150, grpo, "build"),
         Part("sync-start", 240, figures("sync-start", f"sync start {mma} --shapes dense-8b,dense-0.6b"), "programs"),
+        Part("test-fast", 240, with_cublas(pytest("tests/test_cuda_fast.py")), "build"),
+        Part("products", 200, with_cublas(figures("products", "products --shapes dense-8b")), "build"),
+        Part("decode-fast", 150, with_cublas(figures("decode-fast", f"decode prefill {fast} --shapes dense-8b")), "programs"),
         Part("memcheck-mma", 200, sanitized("memcheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("memcheck-fma", 200, sanitized("memcheck", OPS, "fma"), "programs"),
         Part("racecheck-mma", 240, sanitized("racecheck", MMA_OPS[:-1], "mma"), "programs"),

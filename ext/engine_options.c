@@ -93,6 +93,7 @@ static const struct {
     {"cuda_family", offsetof(rm_ranks_options, cuda_family)},
     {"nccl_library", offsetof(rm_ranks_options, engine.nccl_library)},
     {"nccl_gpu", offsetof(rm_ranks_options, engine.nccl_gpu)},
+    {"cublas_library", offsetof(rm_ranks_options, engine.cublas_library)},
 };
 enum { N_TEXTS = N_ENTRIES(text_fields), HELD_DTYPE = N_TEXTS, HELD_ISA, HELD_BACKEND, HELD_EOS, N_HELD };
 static const char *const held_names[N_HELD - N_TEXTS] = {"dtype", "isa", "ep_backend", "eos_token_ids"};
