@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import json
 import os
 import re
 import shutil
@@ -206,6 +207,18 @@ def test_why_a_library_cannot_be_opened(
         monkeypatch.setenv(name, value)
     with pytest.raises(products.Refused, match=says), products.opened(device, path, shapes, 20, choice):
         pass
+
+
+def test_one_algorithm_is_pinned_by_the_most_rows(
+    device: cuda_device.Device, where: dict[str, str], standin: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other numbers of rows nobody asks for one."""
+    monkeypatch.setenv("STANDIN_CUBLAS_NONE", "4")
+    shape = products.Shape(16, 8)
+    with products.opened(device, where[cublas.LIBRARY_SWITCH], [shape], 20, products.PINNED) as opened:
+        operands = Operands(device, shape, 20)
+        assert np.any(operands.multiplied(opened, 4))
+        assert device.wait() == cuda_device.OK
 
 
 def test_what_the_door_refuses(device: cuda_device.Device, where: dict[str, str], tmp_path: Path) -> None:
@@ -512,6 +525,22 @@ except rm.MeshMismatchError as error:
     for text in said:
         theirs = '"13.1.0"' if what == "versions" else "null"
         assert text == f'the ranks of this mesh were not made alike: rank 1 has cublas_version = {theirs}, rank 0 "13.10.0"\n', said
+
+
+def test_the_benchmark_of_products_writes_what_it_finds(standin: None, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke", "products", "--out", str(tmp_path / "found.json")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    verdicts = [row for row in rows if row["what"].endswith("differ")]
+    found = {(row["family"], row["what"].split(": ")[1].removesuffix(" numbers of rows differ")) for row in verdicts}
+    assert found == {("pinned", "3 of 7"), ("free", "3 of 7"), ("promised", "0 of 7")}
+    timed = [row for row in rows if row not in verdicts]
+    assert len(timed) == len(verdicts) // 3 * 4 * 2
+    for row in timed:
+        assert row["rate"] > 0
+        assert (row["share"] is None) == (row["family"] == "cuda_mma")
 
 
 def test_a_benchmark_of_bits_says_that_there_are_none() -> None:
