@@ -143,10 +143,10 @@ class Operands:
 
 @pytest.mark.parametrize("choice", [products.FREE, products.PINNED])
 @pytest.mark.parametrize("shape", [products.Shape(*size) for size in ((48, 40), (8, 8, True), (96, 64, True), (31, 16))])
-def test_a_product_is_one(
-    device: cuda_device.Device, where: dict[str, str], standin: None, shape: products.Shape, choice: int
-) -> None:
+def test_a_product_is_one(device: cuda_device.Device, where: dict[str, str], shape: products.Shape, choice: int) -> None:
     most = 33
+    if shape.n % 8 and LIBRARY_SWITCH not in where:
+        pytest.skip("cuBLASLt itself may have no algorithm for rows that are not aligned")
     with products.opened(device, where[cublas.LIBRARY_SWITCH], [shape], most, choice) as opened:
         assert opened.version == cublas.find().version[0] * 10000 + cublas.find().version[1] * 100 + cublas.find().version[2]
         operands = Operands(device, shape, most)
