@@ -7,6 +7,8 @@
     prefill    one prompt that no cache knows, to its first token: operations over time, as a share of cuBLAS' rate
     sync       a state dict of the device, beside a copy on the device; one of the host, beside a copy of pinned memory
     start      a process from its start to its first token, stage by stage
+    products   the dense products of a layer by cuBLASLt, where it is here: whether a pinned algorithm gives a row the same bits in calls of
+               1 … 1024 rows, and its time beside the family cuda_mma's (gpu_products.py)
     ops        every op of an 8B and a 30B-A3B model one by one (tests/simt/bench_mma.cu), and torch's matmul beside the large products
 
 Without names all of them, in that order. Limits are measured in the same run; a copy on the device is measured again beside every round
@@ -36,14 +38,16 @@ from typing import Any
 import numpy as np
 
 import rollmesh as rm
+from benchmarks import gpu_products
 from benchmarks.card import BUILT, Card, DeviceWeights, Limits, host_weights, open_card, said, torch_gemm
 from benchmarks.machine import ROOT
 from benchmarks.options import real, whole
 from benchmarks.shapes import BF16_BYTES, CARD_SHAPES, SMOKE_SHAPES, Shape
+from rollmesh import cublas
 
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
-PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "ops")
+PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "products", "ops")
 OWN = ("spec", "device", "isa", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_gib")  # a part's own
 RESULTS = Path(__file__).with_name("results")
 
@@ -170,6 +174,8 @@ def decode(run: Run) -> None:
 
 def bits(run: Run) -> None:
     """Bound: none may differ. Company is of every length up to four pages, so that it also changes what stands in a step's chunks."""
+    if run.options.set.get("fast"):
+        raise SystemExit("benchmarks.gpu: bits with fast=True, which promises none: `products` says what cuBLASLt keeps")
     for shape, family in pairs(run.options):
         rng, most, length = np.random.default_rng(5), max(run.options.company), 6 * PAGE
         prompts = [rng.integers(0, shape.vocab, int(rng.integers(1, 4 * PAGE)), dtype=np.int32) for _ in range(most)]
@@ -281,6 +287,30 @@ def first(card: Card, options: argparse.Namespace) -> None:
     print(json.dumps(stages | {"made": made}))
 
 
+# ---------------------------------------------------------------------------------------------- products
+def products(run: Run) -> None:
+    """Families do not matter: theirs is the peer."""
+    try:
+        print(f"  products cuBLASLt {cublas.find()}", flush=True)
+    except rm.ConfigError as error:
+        print(f"  products not measured: {error}")
+        return
+    for shape in dict.fromkeys(shape for shape, _ in pairs(run.options)):
+        begin = time.perf_counter()
+        found = gpu_products.findings(run.card, shape, run.options.product_rows, run.options.product_timed)
+        peers = {one.name: one.seconds for one in found if not one.tried}
+        for one in found:
+            wide = 2 if one.shape.swiglu else 1
+            what = f"{shape.name} {one.name} n={wide * one.shape.n} k={one.shape.k}"
+            if one.tried:
+                verdict = f"{one.differing} of {one.tried} numbers of rows differ"
+                run.add(Row("products", f"{what}: {verdict}", one.choice, time.perf_counter() - begin, None, "", None))
+            for rows, seconds in one.seconds.items():
+                flops = 2e-9 * rows * wide * one.shape.n * one.shape.k
+                limit = flops / peers[one.name][rows] if one.tried else None
+                run.add(Row("products", f"{what} rows={rows}", one.choice, seconds, flops / seconds, "GFLOP/s", limit))
+
+
 # ---------------------------------------------------------------------------------------------- ops
 OP = re.compile(r"(?P<what>.+?)\s+(?P<us>[\d.]+) us\s+(?P<gb>\d+) GB/s\s+[\d.]+ % of reading\s+(?P<tflop>[\d.]+) TFLOP/s")
 PRODUCT = re.compile(r"8B (?P<name>\w+) rows=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) ")
@@ -367,6 +397,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(1), default=64, help="of one measurement of decode")
     parser.add_argument("--company", type=numbers(1), default=[1, 2, 7, 64, 1024], help="sequences of the points of bits")
     parser.add_argument("--prefill", type=numbers(1), default=[512, 4096], help="tokens of the points of prefill")
+    parser.add_argument("--product-rows", type=numbers(1), default=list(range(1, 1025)), help="of the calls of products that are compared")
+    parser.add_argument("--product-timed", type=numbers(1), default=[1, 16, 64, 256, 1024], help="of those that are timed")
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--budget", type=real(0, 1e6), default=4.0, help="seconds after which a point is not repeated")
     parser.add_argument("--bytes", type=whole(1 << 10), default=1 << 30, help="of one copy that bandwidth is measured with")
@@ -386,6 +418,7 @@ def parsed() -> argparse.Namespace:
     if options.smoke:
         options.sequences, options.context, options.steps, options.rounds = [1, 2], PAGE, 3, 1
         options.prefill, options.bytes, options.company = [20], 1 << 16, [1, 3]
+        options.product_rows, options.product_timed = list(range(1, 8)), [1, 7]
     return options
 
 
@@ -406,7 +439,8 @@ def main() -> None:
         run = Run(card, limits, options)
         for part in options.parts or PARTS:
             if part != "limits":
-                {"decode": decode, "bits": bits, "prefill": prefill, "sync": sync, "start": start, "ops": ops}[part](run)
+                calls = (decode, bits, prefill, sync, start, products, ops)
+                dict(zip(PARTS[1:], calls, strict=True))[part](run)
             if path:
                 run.save(path)
     if path:

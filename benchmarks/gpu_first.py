@@ -61,6 +61,10 @@ def python(*words: str) -> str:
     return " ".join(('"$PYTHON"', *words))
 
 
+def with_cublas(words: str) -> str:
+    return python("-c 'from rollmesh import cublas; print(cublas.find())'") + f" || exit {ABSENT}; {words}"
+
+
 def pytest(*words: str) -> str:
     return python(*PYTEST, *words)
 
@@ -93,6 +97,7 @@ def parts() -> list[Part]:
     nccl_tests = ("tests/test_nccl.py", "tests/test_nccl_engine.py", "tests/test_nccl_replicas.py")
     torch_sees_it = python("-c 'import sys, torch; sys.exit(not torch.cuda.is_available())'") + f" || exit {ABSENT}"
     mma, fma = "--families cuda_mma", "--families cuda_fma"
+    fast = f"{mma} --set fast=True"
     return [
         Part("machine", 60, machine),
         Part("build", 300, build, "", "lib/rollmesh/librollmesh_cuda.so"),
@@ -118,6 +123,9 @@ def parts() -> list[Part]:
         Part("racecheck-fma", 240, sanitized("racecheck", OPS, "fma"), "programs"),
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
+        Part("products", 200, with_cublas(figures("products", "products --shapes dense-8b")), "build"),
+        Part("test-fast", 240, with_cublas(pytest("tests/test_cuda_fast.py")), "build"),
+        Part("decode-fast", 150, with_cublas(figures("decode-fast", f"decode prefill {fast} --shapes dense-8b")), "programs"),
         Part("test-nccl", 240, shared_gpu(pytest(*nccl_tests)), "build"),
         Part("test-torch", 240, f"{torch_sees_it}; " + pytest("tests/test_cuda_torch.py", "tests/test_cuda_grpo.py"), "build"),
         Part("test-slots", 200, pytest("tests/test_moe_slots.py"), "build"),

@@ -30,85 +30,6 @@ int rm_engine_enter(rm_engine_object *self) {
 void rm_engine_leave(rm_engine_object *self) { atomic_store(&self->busy, 0); }
 
 // ------------------------------------------------------------------------------------------------ create, destroy
-#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_ranks_options, member)}
-static const rm_attribute option_fields[] = {
-    OPTION("threads", RM_ATTR_INT, engine.n_threads),
-    OPTION("max_model_len", RM_ATTR_I64, engine.max_model_len),
-    OPTION("max_num_seqs", RM_ATTR_I64, engine.max_num_seqs),
-    OPTION("max_num_batched_tokens", RM_ATTR_I64, engine.max_num_batched_tokens),
-    OPTION("block_size", RM_ATTR_I64, engine.page_size),
-    OPTION("kv_bytes", RM_ATTR_U64, engine.kv_bytes),
-    OPTION("memory_fraction", RM_ATTR_F64, engine.memory_fraction),
-    OPTION("host_pages", RM_ATTR_I64, engine.host_pages),
-    OPTION("seed", RM_ATTR_U64, engine.seed),
-    OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
-    OPTION("enforce_eager", RM_ATTR_BOOL, engine.enforce_eager),
-    OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
-    OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),
-};
-
-#define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
-
-static int is_word(PyObject *object, const char *word) {
-  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
-}
-
-static int choose_dtype(PyObject *module, PyObject *name, rm_dtype *dtype) {
-  if (is_word(name, "bfloat16")) *dtype = RM_BF16;
-  else if (is_word(name, "float32")) *dtype = RM_F32;
-  else {
-    rm_raise_code(module, RM_E_CONFIG, "dtype = %R, wanted 'bfloat16' or 'float32'", name);
-    return -1;
-  }
-  return 0;
-}
-
-// None leaves the choice to the engine; a name asks for exactly that instruction set.
-static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **kernels) {
-  *kernels = NULL;
-  if (isa == Py_None) return 0;
-  for (int i = 0; i < RM_N_ISA; i++)
-    if (is_word(isa, rm_isa_name((rm_isa)i))) *kernels = rm_kernels_for((rm_isa)i);
-  if (*kernels) return 0;
-  rm_raise_code(module, RM_E_CONFIG, "isa = %R is not an instruction set that this build has and this processor can run", isa);
-  return -1;
-}
-
-// A view of `word`; NULL for None.
-static int optional_text(PyObject *word, const char **text) {
-  *text = NULL;
-  if (word == Py_None) return 0;
-  return (*text = PyUnicode_AsUTF8AndSize(word, NULL)) ? 0 : -1;
-}
-
-typedef struct degrees {
-  int64_t tp, dp, ep;
-} degrees;
-static const rm_attribute degree_fields[] = {
-    {"tp", RM_ATTR_I64, offsetof(degrees, tp)},
-    {"dp", RM_ATTR_I64, offsetof(degrees, dp)},
-    {"ep", RM_ATTR_I64, offsetof(degrees, ep)},
-};
-
-static int choose_mesh(PyObject *module, PyObject *object, rm_mesh *mesh) {
-  degrees d;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_attributes_read(object, degree_fields, N_ENTRIES(degree_fields), &d)) return -1;
-  if (!rm_mesh_create(d.tp, d.dp, d.ep, 1, 1, mesh, &err)) return 0;
-  rm_raise(module, &err);
-  return -1;
-}
-
-static int choose_dispatcher(PyObject *module, PyObject *name, rm_dispatcher *dispatcher) {
-  for (int i = 0; i < RM_N_DISPATCHER; i++)
-    if (is_word(name, rm_dispatcher_name((rm_dispatcher)i))) {
-      *dispatcher = (rm_dispatcher)i;
-      return 0;
-    }
-  rm_raise_code(module, RM_E_CONFIG, "ep_backend = %R is no token dispatcher of this build", name);
-  return -1;
-}
-
 // (rank, tp, ep, world): the ends leave their Comms when an engine is made of them.
 static rm_code create_with_ends(PyObject *module, rm_engine_object *self, rm_ranks_options *options, PyObject *given) {
   PyObject *held[3];
@@ -130,41 +51,24 @@ static rm_code create_with_ends(PyObject *module, rm_engine_object *self, rm_ran
   return failed || code ? -1 : 0;
 }
 
-static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object, PyObject *ends) {
-  rm_ranks_options options = {0};
-  if (rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), &options)) return -1;
-  int failed = -1;
-  PyObject *dtype = NULL, *isa = NULL, *eos = NULL, *backend = NULL, *library = NULL, *family = NULL, *nccl = NULL, *gpu = NULL;
-  if (choose_mesh(module, object, &options.mesh)) goto out;
-  if (!(backend = PyObject_GetAttrString(object, "ep_backend")) || choose_dispatcher(module, backend, &options.dispatcher)) goto out;
-  if (!(dtype = PyObject_GetAttrString(object, "dtype")) || choose_dtype(module, dtype, &options.engine.dtype)) goto out;
-  if (!(isa = PyObject_GetAttrString(object, "isa")) || choose_kernels(module, isa, &options.engine.kernels)) goto out;
-  if (!(library = PyObject_GetAttrString(object, "cuda_library")) || optional_text(library, &options.cuda_library)) goto out;
-  if (!(family = PyObject_GetAttrString(object, "cuda_family")) || optional_text(family, &options.cuda_family)) goto out;
-  if (!(nccl = PyObject_GetAttrString(object, "nccl_library")) || optional_text(nccl, &options.engine.nccl_library)) goto out;
-  if (!(gpu = PyObject_GetAttrString(object, "nccl_gpu")) || optional_text(gpu, &options.engine.nccl_gpu)) goto out;
-  if (!(eos = PyObject_GetAttrString(object, "eos_token_ids"))) goto out;
-  if (rm_array_ids(module, eos, "eos_token_ids", &options.engine.eos_ids, &options.engine.n_eos)) goto out;
-  if (ends != Py_None) {
-    failed = create_with_ends(module, self, &options, ends);
-    goto out;
-  }
-  rm_error err = RM_ERROR_INIT;
+static rm_code create_alone(rm_engine_object *self, rm_ranks_options *options, rm_error *err) {
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_create(self->spec, &options, &self->engine, &err);
+    code = rm_ranks_create(self->spec, options, &self->engine, err);
   Py_END_ALLOW_THREADS
-  if (code) rm_raise(module, &err);
+  return code;
+}
+
+static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object, PyObject *ends) {
+  rm_ranks_options options;
+  rm_error err = RM_ERROR_INIT;
+  int failed = -1;
+  PyObject *held = rm_engine_options_read(module, object, &options);
+  if (!held) return -1;
+  if (ends != Py_None) failed = create_with_ends(module, self, &options, ends);
+  else if (create_alone(self, &options, &err)) rm_raise(module, &err);
   else failed = 0;
-out:
-  Py_XDECREF(backend);
-  Py_XDECREF(library);
-  Py_XDECREF(family);
-  Py_XDECREF(nccl);
-  Py_XDECREF(gpu);
-  Py_XDECREF(dtype);
-  Py_XDECREF(isa);
-  Py_XDECREF(eos);
+  Py_DECREF(held);
   return failed;
 }
 
@@ -236,6 +140,7 @@ static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {
 }
 
 // ------------------------------------------------------------------------------------------------ requests
+#define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
 #define REQUEST(python_name, type, member) {python_name, type, offsetof(rm_request, member)}
 static const rm_attribute request_fields[] = {
     REQUEST("n", RM_ATTR_I32, n),

@@ -1,5 +1,6 @@
-// engine.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps), engine_views.c
-// (results, copied out as arrays), engine_hosted.c (steps that a host schedules) and engine_sync.c (weights).
+// engine.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps),
+// engine_options.c (what one is made of), engine_views.c (results, copied out as arrays), engine_hosted.c (steps that a host schedules) and
+// engine_sync.c (weights).
 //
 // One writer: every method that touches them stands between rm_engine_enter and rm_engine_leave. A second thread
 // inside, a closed engine, and an engine of the parent process after fork are refused with StateError. The lock that makes
@@ -28,6 +29,9 @@ int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
 typedef rm_code (*rm_id_call)(rm_ranks *, uint64_t, rm_error *);
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id, rm_id_call call); // None, or NULL with its error set
+
+// engine_options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL with the exception set.
+PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out);
 
 // Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.
 // engine_views.c

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "products.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -73,6 +74,9 @@ typedef struct rm_device {
   void (*leave)(void *self, int saved);
   const char *(*message)(void *self);     // of the last status but OK and BUSY: a sentence in CUDA's words; valid until the next call
   void (*close)(void *self);              // all blocks were given back
+  // Opens a library of matrix products (products.h) for this device, a view until it is closed. NULL, or why not, as text that is valid
+  // until the thread's next call. The slot is NULL where a device knows none.
+  const char *(*products)(const struct rm_device *device, const rm_products_options *options, rm_products *out);
 } rm_device;
 
 // An allocation of a device's memory that another process may open (rm_cuda.h).

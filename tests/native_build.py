@@ -43,16 +43,21 @@ def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> P
     return program
 
 
-def standin(into: Path, sanitize: str = "") -> Path:
-    """The stand-in for libnccl.so.2, tests/native/standin/nccl.c, to be loaded by drivers with the same sanitizer."""
+def standin(into: Path, sanitize: str = "", name: str = "nccl.c", file: str = "libnccl.so.2") -> Path:
+    """The stand-in for libnccl.so.2, tests/native/standin/nccl.c, to be loaded by drivers with the same sanitizer; or another one."""
     at = into / (sanitize.replace(",", "-") or "plain")
     at.mkdir(parents=True, exist_ok=True)
-    library = at / "libnccl.so.2"
+    library = at / file
     flags = [*FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    run([*compiler(), *flags, str(FOLDER / "standin" / "nccl.c"), "-lrt", "-o", str(library)], dict(os.environ))
+    run([*compiler(), *flags, str(FOLDER / "standin" / name), "-lrt", "-o", str(library)], dict(os.environ))
     return library
+
+
+def cublas_standin(into: Path) -> Path:
+    """That for libcublasLt.so.13."""
+    return standin(into, name="cublaslt.c", file="libcublasLt.so.13")
 
 
 def run(command: list[str], environment: dict[str, str]) -> None:

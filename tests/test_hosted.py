@@ -17,7 +17,7 @@ import pytest
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.generator import EngineOptions
+from rollmesh.engine_options import EngineOptions
 
 PAGE, PAGES, MAX_LEN = 16, 24, 128
 CONFIG = helpers.tiny_config(moe=True)

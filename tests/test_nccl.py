@@ -133,7 +133,7 @@ def test_what_is_no_nccl_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_find_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_candidates", lambda: iter(()))
+    monkeypatch.setattr(nccl, "candidates", lambda *_: iter(()))
     with pytest.raises(rm.ConfigError, match=r"no libnccl.so.2 was found.*pip install nvidia-nccl-cu13"):
         nccl.find()
 

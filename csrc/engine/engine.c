@@ -46,6 +46,9 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
     return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
   if (options->nccl_library && (!options->device || options->device->on_host))
     return rm_fail(err, RM_E_CONFIG, "NCCL for an engine on the CPU, wanted one on a GPU: it moves what lies in GPUs' memories");
+  if (options->cublas_library && (!options->device || !options->device->products))
+    return rm_fail(err, RM_E_CONFIG, "fast=True for an engine on the CPU, wanted one on a GPU: cuBLASLt multiplies what lies there");
+  if (options->cublas_library && options->dtype != RM_BF16) return rm_fail(err, RM_E_CONFIG, "fast=True for float32, wanted bfloat16");
   if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
     return rm_fail(err, RM_E_CONFIG, "%lld eos ids but no array", (long long)options->n_eos);
   for (int64_t i = 0; i < options->n_eos; i++)
@@ -168,6 +171,7 @@ rm_model_options rm_model_options_of(const rm_engine *engine) {
                             .max_out_rows = engine->max_out_rows,
                             .page_size = options->page_size,
                             .static_rows = engine->device->on_host ? 0 : few,
+                            .cublas_library = options->cublas_library,
                             .rank = options->rank};
 }
 
@@ -179,7 +183,8 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
   if ((code = rm_join_peers(engine, err))) return code;
   model.rank = options->rank;   // with the groups that were made
-  if ((code = rm_params_create(engine->spec, &placement, options->dtype, &engine->params, err))) return code;
+  const int plain = options->cublas_library != NULL;
+  if ((code = rm_params_create(engine->spec, &placement, options->dtype, plain, &engine->params, err))) return code;
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
   rm_decode_plan(engine);
@@ -227,7 +232,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->options.eos_ids = eos;
   const rm_entered saved = rm_enter(engine);
   code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
-  engine->options.nccl_library = engine->options.nccl_gpu = NULL;   // the caller's
+  engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;   // the caller's
   if (code) rm_abandon_peers(engine, code);   // the others would wait for this one where groups are made, or left
   rm_leave(engine, saved);
   if (code) {

@@ -1,5 +1,5 @@
-// inside.h: the inside of a model, shared by model.c (the walk of a token), prepare.c (what the host says to it) and head.c (from hidden
-// states to logits).
+// inside.h: the inside of a model, shared by model.c (the walk of a token), products.c (its dense matrix products), prepare.c (what the
+// host says to it) and head.c (from hidden states to logits).
 #pragma once
 
 #include "model/model.h"
@@ -24,6 +24,8 @@ struct rm_model {
   char *wanted;                 // T [max_rows][hidden] the stream's rows whose output is wanted
   char *inner;                  // T [max_rows][intermediate], where a layer is dense
   rm_moe moe;                   // where one is not
+  rm_products products;         // owned; open where params are plain
+  char *products_workspace;     // its
   // where tp > 1
   char *attended;               // T [max_rows][heads·head_dim]
   char *home;                   // T [max_rows][hidden] home rows of a block's output; what arrives while rows are looked up, of
@@ -59,6 +61,17 @@ static inline int32_t *rm_words_put(const rm_model *model, const int32_t *at, in
   model->device->mark(model->device->self, RM_MARK_WORDS);
   return rm_mirror_there(&model->words, at);
 }
+
+// products.c: the arguments of a layer's dense products, this rank's columns of each. y of `back` and `down` is x, whole rows of the
+// stream; m: rows.
+rm_gemm_args rm_qkv_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_back_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_gate_up_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_down_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+void rm_multiply(rm_model *model, const rm_gemm_args *args);
+void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args);
+size_t rm_products_bytes(const rm_model *model);                   // of products_workspace; before it is there
+rm_code rm_open_products(rm_model *model, rm_error *err);          // once all buffers are there
 
 enum { RM_HEAD_FIELDS = 3 };
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]);

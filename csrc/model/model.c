@@ -45,7 +45,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype), half = (size_t)spec->head_dim / 2;
   const size_t table = (size_t)options->max_positions * sizeof(float), wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
   const size_t looked_up = (size_t)rm_max64(options->max_rows, options->static_rows * model->shard.size);
-  enum { FIELDS = 11 };
+  enum { FIELDS = 12 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
@@ -58,6 +58,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->attended, parallel ? rows : 0, wide},
       {&model->home, parallel ? looked_up : 0, (size_t)spec->hidden_size * elem},
       {workspace, workspace_bytes, 1},
+      {&model->products_workspace, rm_products_bytes(model), 1},
   };
   size_t n_fields = FIELDS;
   if (parallel) n_fields += rm_head_fields(model, fields + n_fields);
@@ -128,6 +129,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
       (code = rm_moe_create(&model->moe, model->params, model->device, &options->rank, options->max_rows, options->static_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
+  if (model->params->plain && (code = rm_open_products(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
   model->ctx.stream = model->device->stream;
   model->ctx.run = rm_team_run;
@@ -154,6 +156,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
 
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
+  if (model->products.self) model->products.close(model->products.self);
   rm_mirror_destroy(&model->words);
   rm_device_unmap(model->device, model->block, model->block_bytes);
   rm_moe_destroy(&model->moe);
@@ -298,45 +301,6 @@ static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
 }
 
 // ---------------------------------------------------------------------------------------------- blocks
-// y: a whole matrix of `width` columns; this rank's are those of the cut.
-static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, const char *w, const char *bias, int64_t m,
-                           int64_t k) {
-  const rm_range mine = model->shard.cuts[cut][model->shard.me];
-  return (rm_gemm_args){.y = y + (size_t)mine.first * model->shard.elem,
-                        .x = x,
-                        .w = w,
-                        .bias = bias,
-                        .m = m,
-                        .n = mine.n,
-                        .k = k,
-                        .ldx = k,
-                        .ldy = model->shard.widths[cut],
-                        .dtype = model->options.dtype,
-                        .y_dtype = model->options.dtype};
-}
-
-static void gemm(rm_model *model, const rm_gemm_args *args) {
-  if (args->m && args->n) model->kernels->gemm(&model->ctx, args);
-}
-
-static const char *optional(const char *weights, size_t offset) { return offset == SIZE_MAX ? NULL : weights + offset; }
-
-static void project_qkv(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows) {
-  const int64_t width = layer_width(model->params), hidden = model->spec->hidden_size;
-  const rm_gemm_args args = {.y = model->qkv,
-                             .x = model->x,
-                             .w = weights + layer->qkv,
-                             .bias = optional(weights, layer->qkv_bias),
-                             .m = rows,
-                             .n = width,
-                             .k = hidden,
-                             .ldx = hidden,
-                             .ldy = width,
-                             .dtype = model->options.dtype,
-                             .y_dtype = model->options.dtype};
-  gemm(model, &args);
-}
-
 static void write_kv(rm_model *model, const rm_layer_params *layer, const char *weights, void *k, void *v, const rm_batch *batch) {
   const rm_placement *here = &model->params->placement;
   const rm_qk_rope_kv_args args = {
@@ -398,26 +362,22 @@ static rm_code attention_block(rm_model *model, int64_t index, const char *weigh
   void *k = k_cache(model, kv, n_pages, index), *v = v_cache(model, kv, n_pages, index);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
-  project_qkv(model, layer, weights, rows);
+  const rm_gemm_args qkv = rm_qkv_product(model, layer, weights, rows), back = rm_back_product(model, layer, weights, rows);
+  rm_multiply(model, &qkv);
   write_kv(model, layer, weights, k, v, batch);
   attend(model, index, k, v, batch);
   if ((code = rm_shard_gather_part(&model->shard, RM_CUT_HEADS, model->qkv, model->attended, rows, err))) return code;
-  const char *whole = model->shard.comm ? model->attended : model->qkv;
-  const rm_gemm_args back = linear(model, RM_CUT_HIDDEN, model->x, whole, weights + layer->o, optional(weights, layer->o_bias), rows,
-                                   model->spec->n_heads * model->spec->head_dim);
-  gemm(model, &back);
+  rm_multiply(model, &back);
   return complete_output(model, rows, err);
 }
 
 static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows, rm_error *err) {
-  const int64_t hidden = model->spec->hidden_size, width = model->spec->intermediate_size;
+  const rm_gemm_args in = rm_gate_up_product(model, layer, weights, rows), down = rm_down_product(model, layer, weights, rows);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
-  const rm_gemm_args in = linear(model, RM_CUT_INNER, model->inner, model->x, weights + layer->gate_up, NULL, rows, hidden);
-  if (in.m && in.n) model->kernels->gemm_swiglu(&model->ctx, &in);
+  rm_multiply_swiglu(model, &in);
   if ((code = rm_shard_gather_columns(&model->shard, RM_CUT_INNER, model->inner, rows, err))) return code;
-  const rm_gemm_args back = linear(model, RM_CUT_HIDDEN, model->x, model->inner, weights + layer->down, NULL, rows, width);
-  gemm(model, &back);
+  rm_multiply(model, &down);
   return complete_output(model, rows, err);
 }
 

@@ -21,6 +21,7 @@ typedef struct rm_model_options {
   int64_t page_size;
   int64_t static_rows;          // of a forward whose exchanges have sizes known before, at most; 0: none has (rm_model_is_static)
   rm_rank rank;
+  const char *cublas_library;   // of the products of params that are plain; NULL: params are packed. View during create
 } rm_model_options;
 
 // Views of the engine's; all arrays valid until the forward returns, and on a device until it was waited for. They are the host's, in

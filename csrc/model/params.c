@@ -34,6 +34,11 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
 
 static size_t take_packed(layout *l, int64_t rows, int64_t cols) { return take(l, rm_packed_elems(rows, cols), l->params->dtype); }
 
+// Of a dense product's matrix, which a library may multiply.
+static size_t take_dense(layout *l, int64_t rows, int64_t cols) {
+  return l->params->plain ? take(l, rows * cols, l->params->dtype) : take_packed(l, rows, cols);
+}
+
 static void add(layout *l, rm_param p) {
   rm_params *params = l->params;
   const rm_range held = rm_placement_rows(params->spec, &params->placement, p.kind, p.expert, p.n_dims == 1 ? p.cols : p.rows);
@@ -80,6 +85,12 @@ static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n, in
   return offset;
 }
 
+static size_t new_dense(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held, int64_t cols) {
+  const size_t offset = take_dense(l, held, cols);
+  add_matrix(l, kind, layer, -1, rows, cols, l->params->plain ? RM_PLAIN : RM_PACKED, offset, 0);
+  return offset;
+}
+
 static size_t new_packed(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t held, int64_t cols) {
   const size_t offset = take_packed(l, held, cols);
   add_matrix(l, kind, layer, -1, rows, cols, RM_PACKED, offset, 0);
@@ -91,11 +102,12 @@ static void lay_attention(layout *l, rm_layer_params *out, int layer) {
   const rm_placement *here = &l->params->placement;
   const int64_t q = s->n_heads * s->head_dim, kv = s->n_kv_heads * s->head_dim, hidden = s->hidden_size;
   const int64_t q_here = here->heads.n * s->head_dim, kv_here = here->kv_heads.n * s->head_dim;
-  out->qkv = take_packed(l, q_here + 2 * kv_here, hidden);
-  add_matrix(l, RM_P_Q, layer, -1, q, hidden, RM_PACKED, out->qkv, 0);
-  add_matrix(l, RM_P_K, layer, -1, kv, hidden, RM_PACKED, out->qkv, q_here);
-  add_matrix(l, RM_P_V, layer, -1, kv, hidden, RM_PACKED, out->qkv, q_here + kv_here);
-  out->o = new_packed(l, RM_P_O, layer, hidden, here->hidden.n, q);
+  const rm_layout how = l->params->plain ? RM_PLAIN : RM_PACKED;
+  out->qkv = take_dense(l, q_here + 2 * kv_here, hidden);
+  add_matrix(l, RM_P_Q, layer, -1, q, hidden, how, out->qkv, 0);
+  add_matrix(l, RM_P_K, layer, -1, kv, hidden, how, out->qkv, q_here);
+  add_matrix(l, RM_P_V, layer, -1, kv, hidden, how, out->qkv, q_here + kv_here);
+  out->o = new_dense(l, RM_P_O, layer, hidden, here->hidden.n, q);
   out->qkv_bias = out->o_bias = SIZE_MAX;
   if (s->attention_bias) {
     const size_t each = rm_dtype_bytes(l->params->dtype);
@@ -113,10 +125,11 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   const rm_spec *s = l->params->spec;
   const rm_placement *here = &l->params->placement;
   const int64_t width = s->intermediate_size, hidden = s->hidden_size;
-  out->gate_up = take_packed(l, rm_gate_up_rows(here->inner.n), hidden);
-  add_matrix(l, RM_P_GATE, layer, -1, width, hidden, RM_PACKED_GATE, out->gate_up, 0);
-  add_matrix(l, RM_P_UP, layer, -1, width, hidden, RM_PACKED_UP, out->gate_up, 0);
-  out->down = new_packed(l, RM_P_DOWN, layer, hidden, here->hidden.n, width);
+  const int plain = l->params->plain;
+  out->gate_up = take_dense(l, plain ? 2 * here->inner.n : rm_gate_up_rows(here->inner.n), hidden);
+  add_matrix(l, RM_P_GATE, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_GATE, out->gate_up, 0);
+  add_matrix(l, RM_P_UP, layer, -1, width, hidden, plain ? RM_PLAIN : RM_PACKED_UP, out->gate_up, plain ? here->inner.n : 0);
+  out->down = new_dense(l, RM_P_DOWN, layer, hidden, here->hidden.n, width);
   out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
 }
 
@@ -174,7 +187,7 @@ static void lay_all(layout *l) {
   }
 }
 
-rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, rm_params **out, rm_error *err) {
+rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, int plain, rm_params **out, rm_error *err) {
   *out = NULL;
   const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;   // before anything of that size is walked or allocated
   if (per_expert > MAX_PARAMS)
@@ -185,6 +198,7 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
   params->spec = spec;
   params->placement = placement ? *placement : rm_placement_whole(spec);
   params->dtype = dtype;
+  params->plain = plain;
   params->layers = rm_alloc((size_t)spec->n_layers, sizeof *params->layers);
   if (!params->layers) goto no_memory;
   layout count = {.params = params};

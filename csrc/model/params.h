@@ -27,7 +27,7 @@ typedef struct rm_param {
 typedef struct rm_layer_params {
   size_t input_norm, post_norm, q_norm, k_norm;
   size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
-  size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]
+  size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]
   size_t router, router_bias;              // MoE: packed [E]×[H]; float32 [E]
   size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert that the rank holds, strides below
   int64_t expert_gate_up_stride, expert_down_stride;   // in elements
@@ -37,6 +37,7 @@ typedef struct rm_params {
   const rm_spec *spec;          // view
   rm_placement placement;       // what this rank holds
   rm_dtype dtype;
+  int plain;                    // qkv, o, gate_up and down are plain rows, gate before up: a library multiplies them (products.h)
   int64_t n;
   rm_param *list;               // [n], ordered by layer, kind, expert
   rm_layer_params *layers;      // [n_layers]
@@ -47,7 +48,7 @@ typedef struct rm_params {
 
 // Lays the parameters out; the spec must outlive it. `placement` is copied, NULL: all of the model. Owned: rm_params_destroy, safe
 // on NULL.
-rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, rm_params **out, rm_error *err);
+rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, int plain, rm_params **out, rm_error *err);
 void rm_params_destroy(rm_params *params);
 // Index of a parameter, −1 if the model has none such.
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);

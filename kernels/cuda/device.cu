@@ -364,9 +364,19 @@ const rm_device CALLS = {
     .leave = leave,
     .message = message,
     .close = close_device,
+    .products = rm_cuda_products,
 };
 
 }  // namespace
+
+bool rm_cuda_lives(void *self) { return is_alive(of(self)); }
+
+void rm_cuda_kill(void *self, const char *why) {
+  cuda_device *d = of(self);
+  if (!is_alive(d)) return;
+  snprintf(d->message, sizeof d->message, "%s", why);
+  d->dead = true;
+}
 
 RM_EXPORT const char *rm_cuda_error(void) {
   const cudaError_t error = cudaGetLastError();

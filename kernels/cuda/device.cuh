@@ -16,6 +16,7 @@
 #endif
 
 #include "cpu/scalar.h"
+#include "device.h"
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default")))  // a door of rm_cuda.h
 
@@ -52,6 +53,12 @@ void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
 
 // `rows` runs of `width` bytes, any pitch; from NULL: zeros.
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
+
+// device.cu, for whatever else enqueues: whether `self` of a device lives; and its end, with the reason that its message will say.
+bool rm_cuda_lives(void *self);
+void rm_cuda_kill(void *self, const char *why);
+// products.cu: rm_device.products.
+const char *rm_cuda_products(const rm_device *device, const rm_products_options *options, rm_products *out);
 
 // Bytes of ctx->workspace, of the ops that use it.
 size_t rm_cuda_attention_workspace(const rm_limits *limits);

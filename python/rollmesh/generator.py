@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import _core
+from rollmesh import _core, cublas
 from rollmesh.arguments import (
     PARTS,
     boolean,
@@ -40,7 +40,8 @@ from rollmesh.arguments import (
     share_of_memory,
 )
 from rollmesh.comm import Comm, Nccl
-from rollmesh.devices import CUDA_FAMILIES, device_of
+from rollmesh.devices import device_of
+from rollmesh.engine_options import EngineOptions
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.mesh import Mesh
 from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
@@ -65,36 +66,6 @@ class ParameterInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # "bfloat16" or "float32"
     required: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Options as ext/engine.c reads them; the fields are rm_ranks_options'."""
-
-    dtype: str
-    isa: str | None
-    threads: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    kv_bytes: int
-    seed: int
-    enable_prefix_caching: bool
-    eos_token_ids: Ids
-    tp: int
-    dp: int
-    ep: int
-    ep_backend: str
-    sequence_parallel: bool
-    host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
-    enforce_eager: bool = False  # no CUDA graphs
-    memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
-    cuda_library: str | None = None  # devices.py, as the next
-    cuda_ordinal: int = -1
-    cuda_family: str | None = None
-    nccl_library: str | None = None  # comm.Nccl, as the next
-    nccl_gpu: str | None = None
 
 
 class Generator:
@@ -123,6 +94,10 @@ class Generator:
     enforce_eager           on a GPU: enqueue every step op by op, where else decode steps are recorded as CUDA graphs and replayed; for
                             debugging and profiling. No bit depends on it, and the CPU has nothing to record
     seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
+    fast                    with device="cuda" and bfloat16: the matrix products of attention and dense layers by NVIDIA's cuBLASLt, whose
+                            sums may depend on what else is in the batch. No sample has a contract then, metrics() says "invariant": False
+                            and which library it is, and score() gives what generate() recorded but for rounding. Experts, router and
+                            lm_head stay rollmesh's own, and with isa=None these are the tensor cores'
     isa                     of the CPU: None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it. Of a GPU: None or
                             "cuda_fma": the contract's own arithmetic, whose bits are the CPU's; "cuda_mma": tensor cores for bfloat16,
                             a family of bits of its own, the same whatever the batch and the mesh
@@ -154,6 +129,7 @@ class Generator:
         threads: int | None = None,
         seed: int = 0,
         isa: str | None = None,
+        fast: bool = False,
     ):
         if not isinstance(spec, ModelSpec):
             raise ConfigError(f"spec is a {type(spec).__name__}, wanted a ModelSpec (ModelSpec.from_hf makes one)")
@@ -165,6 +141,7 @@ class Generator:
         if nccl is not None:
             where = nccl.place(where, self.mesh)
         self._nccl = None if nccl is None else str(nccl.library)
+        blas = self._cublas = cublas.for_generator(where, dtype) if boolean("fast", fast) else None
         self.tokenizer = tokenizer
         self._codec = None if tokenizer is None else TextCodec(tokenizer)
         check_vocabulary(tokenizer, spec)
@@ -192,7 +169,9 @@ class Generator:
             sequence_parallel=sequence_parallel,
             cuda_library=where.cuda_library,
             cuda_ordinal=where.cuda_ordinal,
-            cuda_family=None if isa is None or not where.cuda_library else choice("isa", isa, CUDA_FAMILIES),
+            cuda_family=cublas.family(isa, where, fast),
+            cublas_library=None if blas is None else blas.path,
+            cublas_version=None if blas is None else ".".join(map(str, blas.version)),
             nccl_library=None if nccl is None else nccl.library.path,
             nccl_gpu=None if nccl is None else nccl.gpu,
         )
@@ -202,7 +181,7 @@ class Generator:
             self._engine = _core.Engine(values, options)
         else:
             self._engine = join(values, options, comm, self.mesh)
-        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype)
+        self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
         self._pid = os.getpid()
@@ -224,15 +203,16 @@ class Generator:
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", kv_usage in [0, 1], and "nccl":
-        which one was loaded and where it was found, or None."""
+        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", kv_usage in [0, 1], "nccl" and
+        "cublas": which one was loaded and where it was found, or None; and "invariant": whether a logprob depends on the weights and
+        the tokens before it alone, which fast=True gives up."""
         with self._call():
             stats = self._engine.stats()
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
         own = {"version": self._weights.version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
-        return {**stats, **own, "nccl": self._nccl}
+        return {**stats, **own, "nccl": self._nccl, "cublas": self._cublas and str(self._cublas), "invariant": self._cublas is None}
 
     def _check_alive(self) -> None:
         if os.getpid() != self._pid:

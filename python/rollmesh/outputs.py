@@ -42,7 +42,8 @@ class CompletionOutput:
 
     finish_reason   "stop", "length", "abort" or "error"; None while it runs
     stop_reason     the stop string or stop token id that ended it; None for eos
-    contract        None when any of its tokens was computed from stale KV (sync_weights(keep_kv=True)), or there is none
+    contract        None when any of its tokens was computed from stale KV (sync_weights(keep_kv=True)), or there is none, or the
+                    generator is Generator(fast=True)
     """
 
     index: int

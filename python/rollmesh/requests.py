@@ -85,9 +85,11 @@ class _Request:
 class Requests:
     """All requests of one engine."""
 
-    def __init__(self, engine: AnyEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str):
+    def __init__(
+        self, engine: AnyEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True
+    ):
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
-        self._family = engine.stats()["family"]
+        self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
         self._generations = 0  # that were accepted: what default seeds are made of, so neither scores nor refusals move them
         self._watched: set[int] = set()  # those with stop strings that still run
@@ -278,7 +280,7 @@ class Requests:
         elif codec is not None and num_text:
             text = codec.decode(tokens[:num_text].tolist())
         contract = None
-        if len(tokens) and not sample["no_contract"].any():
+        if self._is_invariant and len(tokens) and not sample["no_contract"].any():
             first, last = int(versions[0]), int(versions[-1])  # versions only grow
             used = (first,) if first == last else tuple(np.unique(versions).tolist())
             contract = Contract(self._family, CONTRACT_VERSION, self._dtype, used)

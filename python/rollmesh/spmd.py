@@ -59,7 +59,8 @@ ALONE = (
     DeviceError,
 )  # not every rank need have the same of these
 PUSHES = "a set of weights that is pushed"
-OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal", "nccl_library", "nccl_gpu")  # options that the bits do not depend on
+# Options that the bits do not depend on.
+OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal", "nccl_library", "nccl_gpu", "cublas_library")
 
 
 class SpmdEngine:

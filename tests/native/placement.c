@@ -67,7 +67,7 @@ static int make(world *w) {
     rm_spec_destroy(w->spec);
     return 0;
   }
-  tiny_must(rm_params_create(w->spec, NULL, RM_BF16, &w->params, &err), &err);
+  tiny_must(rm_params_create(w->spec, NULL, RM_BF16, 0, &w->params, &err), &err);
   return 1;
 }
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh import nccl, vllm
+from rollmesh import cublas, nccl, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.devices import library_path
 from rollmesh.ops import isa_states
@@ -166,6 +166,7 @@ def _gpu() -> list[tuple[str, str]]:
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
         ("NCCL", _nccl()),
+        ("cuBLASLt", _cublas()),
         ("CUDA kernels", _cuda_kernels()),
         ('device="cuda"', _device_answer("cuda")),
     ]
@@ -180,6 +181,13 @@ def _nccl() -> str:
     least = ".".join(map(str, nccl.SHARES_GPU))
     shares = "several ranks may have one GPU" if library.version >= nccl.SHARES_GPU else f"each rank needs a GPU of its own, before {least}"
     return f"{library}; {shares}"
+
+
+def _cublas() -> str:
+    try:
+        return f"{cublas.find()}; what fast=True would use"
+    except rm.ConfigError as error:
+        return f"none: {plain(error)}; only needed for fast=True"
 
 
 def _cuda_kernels() -> str:

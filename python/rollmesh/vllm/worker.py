@@ -26,8 +26,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rollmesh import _core, comm
 from rollmesh.devices import Device, device_of
+from rollmesh.engine_options import EngineOptions
 from rollmesh.errors import CapacityError, ConfigError, StateError
-from rollmesh.generator import EngineOptions
 from rollmesh.placement import placements
 from rollmesh.sizes import kv_bytes_per_token, matrices, rank_bytes
 from rollmesh.spmd import AnyEngine, join

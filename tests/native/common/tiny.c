@@ -77,7 +77,7 @@ tiny_model *tiny_model_create(tiny_kind kind, rm_dtype dtype) {
   model->kind = kind;
   model->dtype = dtype;
   tiny_must(rm_spec_create(&values, &model->spec, &err), &err);
-  tiny_must(rm_params_create(model->spec, NULL, dtype, &model->params, &err), &err);
+  tiny_must(rm_params_create(model->spec, NULL, dtype, 0, &model->params, &err), &err);
   return model;
 }
 

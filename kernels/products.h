@@ -1,0 +1,68 @@
+// products.h: y = x·Wᵀ by a library of the device's vendor instead of an op of the table. Its order of summation is its own, and may
+// change with the rows of a call, so nothing that uses it keeps the contract of docs/numerics.md. W is plain rows, as a checkpoint has it.
+//
+// A device that knows such a library has a door to it (rm_device.products). What is opened belongs to whoever opened it, is used by the
+// thread that uses the device, between enter and leave, and is closed before the device. All shapes are named beforehand, since an
+// algorithm is chosen for each then: a call chooses nothing, allocates nothing, and enqueues, so that a recording may hold it. A call
+// that fails kills the device (device.h).
+#pragma once
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { RM_MAX_PRODUCTS = 8 };
+
+// A shape that calls will have, with any number of rows up to the most. With swiglu W is [2n][k], the rows of gate and then those of up.
+typedef struct rm_product {
+  int64_t n, k;
+  int64_t ldx, ldy;
+  int has_bias, swiglu;
+} rm_product;
+
+// How an algorithm is chosen for a shape.
+typedef enum rm_products_choice {
+  RM_PRODUCTS_FREE, // the library's best for each power of two of rows
+  RM_PRODUCTS_PINNED, // its best for the most rows that serves all: one algorithm, which may yet depend on the rows
+  RM_PRODUCTS_INVARIANT, // of those that the library itself says do not: it has to know of that
+} rm_products_choice;
+
+typedef struct rm_products_options {
+  const char *library; // its path; view during open, as is the list
+  const rm_product *list; // [n]
+  int n;
+  int64_t max_rows;
+  rm_products_choice choice;
+  void *workspace; // of the device, aligned to 64 bytes, kept by the caller until close
+  size_t workspace_bytes; // rm_products_workspace's
+} rm_products_options;
+
+typedef struct rm_products {
+  void *self; // NULL: none is open
+  int version; // 131000 is 13.10.0
+  // As the table's gemm (bf16, no groups), with w plain; one of the shapes.
+  void (*gemm)(void *self, const rm_gemm_args *args);
+  void (*gemm_swiglu)(void *self, const rm_gemm_args *args);
+  void (*close)(void *self);
+} rm_products;
+
+enum { RM_PRODUCTS_LIBRARY_BYTES = 32 << 20 };   // what NVIDIA advises for sm_90
+
+// Gate and up of one row of a swiglu of width n, which lie side by side behind the library's own workspace: of as many rows as fit.
+RM_INLINE size_t rm_products_both(int64_t n) { return (size_t)n * 4; }
+// Bytes of workspace that are worth having, for calls of up to so many rows.
+RM_INLINE size_t rm_products_workspace(const rm_product *list, int n, int64_t max_rows) {
+  size_t most = 0;
+  for (int i = 0; i < n; i++) {
+    const size_t row = list[i].swiglu ? rm_products_both(list[i].n) : 0, enough = (size_t)64 << 20;
+    const size_t all = row * (size_t)max_rows, some = row > enough ? row : enough, each = all < some ? all : some;
+    most = each > most ? each : most;
+  }
+  return (size_t)RM_PRODUCTS_LIBRARY_BYTES + most + 256;
+}
+
+#ifdef __cplusplus
+}
+#endif

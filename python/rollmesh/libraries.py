@@ -1,0 +1,51 @@
+"""NVIDIA's libraries that rollmesh is built without and loads when they are asked for: the one that this process has loaded already, so
+that there are not two, else that of a wheel, else the system's."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Library(NamedTuple):
+    path: str
+    version: tuple[int, int, int]
+    source: str  # where it was found, in words
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.version))}, {self.source} ({self.path})"
+
+
+def candidates(name: str, wheel: str, packages: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Paths of lib{name}.so and where each was found, in words, best first. packages: those of the wheel, and the file in each's lib."""
+    for path in _loaded(f"lib{name}.so"):
+        yield path, "which this process has loaded already"
+    for package, file in packages.items():
+        for path in _of_wheel(package, file):
+            yield path, f"of the wheel {wheel}"
+    if found := ctypes.util.find_library(name):
+        yield found, "the system's"
+
+
+def _loaded(file: str) -> Iterator[str]:
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    paths = (line.split(maxsplit=5)[5] for line in lines if f"/{file}" in line)
+    yield from (path for path in dict.fromkeys(paths) if os.path.basename(path).startswith(file) and os.path.exists(path))
+
+
+def _of_wheel(package: str, file: str) -> Iterator[str]:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # no wheel of NVIDIA at all
+        return
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder) / "lib" / file
+        if path.exists():
+            yield str(path)
