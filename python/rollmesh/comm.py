@@ -7,7 +7,8 @@
     Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, and NCCL between the memories of GPUs; without
                                                                   a comm within, ranks are threads
 
-A comm is used by one generator. Bytes are moved and never added: what comes out does not depend on which it is.
+A comm is used by one generator, or by streams of weights (rollmesh.sources.send_weights). Bytes are moved and never added: what comes out
+does not depend on which it is.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Comm:
         if mesh.world != self.world:
             raise ConfigError(f"comm has {self.world} ranks and the mesh {mesh.world} (dp={mesh.dp}, tp={mesh.tp}), wanted as many")
         if self._used:
-            raise StateError("this comm belongs to another generator, wanted one of its own")
+            raise StateError("this comm belongs to another generator or to a stream of weights, wanted one of its own")
         self._used = True
         try:
             return self._connect(mesh)

@@ -3,7 +3,8 @@ a mapping, or an iterator of (name, tensor).
 
     SafetensorsFolder(path)          a checkpoint folder or file, read tensor by tensor
     SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in /dev/shm, zero copy to read
-    send_weights, receive_weights    over any torch.distributed group, in buckets
+    send_weights, receive_weights    between ranks, in buckets: by rm.comm.nccl or a torch group of NCCL from GPU to GPU; by rm.comm.shm or
+                                     any other torch.distributed group
     bucketed(entries, bytes)         groups a stream into buckets
 
 Nothing here unpickles, listens on a port, or imports torch before it is needed.
