@@ -79,6 +79,14 @@ typedef struct rm_device {
   const char *(*products)(const struct rm_device *device, const rm_products_options *options, rm_products *out);
 } rm_device;
 
+// What became of opening one (rm_cuda.h).
+typedef enum rm_device_opened {
+  RM_DEVICE_OPENED = 0,
+  RM_DEVICE_NOT_SUCH,       // there is none of that number, or no code for it
+  RM_DEVICE_FULL,           // no memory there
+  RM_DEVICE_FAILED,
+} rm_device_opened;
+
 // An allocation of a device's memory that another process may open (rm_cuda.h).
 typedef struct rm_device_loan {
   char device[32];          // the device's PCI bus id: its ordinal may be another one there

@@ -100,14 +100,13 @@ def no_gpu(reason: str) -> NoReturn:
 
 
 class Refused(Exception):
-    """What rm_cuda_open says."""
+    """What rm_cuda_open says: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2, RM_DEVICE_FAILED 3, and why."""
 
 
 class Library:
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self.loaded = ctypes.CDLL(self.path)
-        self.loaded.rm_cuda_open.restype = c_char_p
         self.loaded.rm_cuda_error.restype = c_char_p
         self.loaded.rm_cuda_archs.restype = c_char_p
         self.is_simt = hasattr(self.loaded, "simt_contexts")
@@ -133,9 +132,9 @@ class Device:
 
     def __init__(self, library: Library, ordinal: int) -> None:
         self.table = Table()
-        why = library.loaded.rm_cuda_open(ordinal, byref(self.table))
-        if why is not None:
-            raise Refused(why.decode())
+        why = ctypes.create_string_buffer(256)
+        if status := library.loaded.rm_cuda_open(ordinal, None, byref(self.table), why):
+            raise Refused(status, why.value.decode())
         self.name = self.table.name.decode()
         self.held: list[tuple[str, int, int]] = []
 

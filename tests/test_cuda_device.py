@@ -649,8 +649,15 @@ def test_no_driver_is_said(simt: Library, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_architecture_without_code_is_refused(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "86")
-    with pytest.raises(Refused, match=r"cuda:2 is an sm_86, for which this library has no code, but for simt \("):
+    with pytest.raises(Refused, match=r"1, .cuda:2 is an sm_86, for which this library has no code, but for simt \("):
         Device(simt, 2)
+    assert simt.loaded.rm_cuda_error() is None
+
+
+def test_a_device_without_memory_is_refused(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", "0")
+    with pytest.raises(Refused, match=r"2, .cuda:0: cudaStreamCreateWithFlags: out of memory"):
+        Device(simt, 0)
     assert simt.loaded.rm_cuda_error() is None
 
 

@@ -8,6 +8,7 @@ logits, routed experts and digests are the CPU's, bit for bit. Bound: equality.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def test_tensor_cores_are_a_family_of_their_own(make: Callable[..., rm.Generator
         assert bits([tokens, logprobs]) == bits([other.outputs[0].token_ids, other.outputs[0].logprobs])
         scored = gpu.score([[*one.prompt_token_ids.tolist(), *tokens.tolist()]])[0]
         assert scored[-len(tokens) :].tobytes() == logprobs.tobytes()
-        assert one.outputs[0].contract.family == "cuda_mma"
+        assert re.fullmatch(r"cuda_mma_sm\d+", one.outputs[0].contract.family)  # of the card's architecture
     with pytest.raises(rm.ConfigError, match="isa = 'avx2', wanted one of cuda_fma, cuda_mma"):
         make(config, isa="avx2")
 
@@ -511,6 +512,25 @@ def test_devices_that_are_not_here(make: Callable[..., rm.Generator], monkeypatc
     (tmp_path / "none.so").write_bytes(b"no library")
     with pytest.raises(rm.ConfigError, match=r"the CUDA library cannot be loaded: .*none\.so"):
         make()
+
+
+def test_devices_that_cannot_be_opened(make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_SM", "86")
+    with pytest.raises(rm.ConfigError, match="cuda:0 is an sm_86, for which this library has no code"):
+        make()
+    monkeypatch.delenv("ROLLMESH_SIMT_SM")
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", "0")
+    with pytest.raises(rm.CapacityError, match="cuda:0: cudaStreamCreateWithFlags: out of memory"):
+        make()
+
+
+def test_ranks_on_gpus_of_two_architectures(make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor cores of each have bits of their own; the contract's arithmetic has the same on both."""
+    monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,80")
+    assert make(mesh=rm.Mesh(tp=2)).metrics()["family"] == "cuda_fma"
+    with pytest.raises(rm.MeshMismatchError, match="rank 1 has family = cuda_mma_sm80 on cuda:1, rank 0 cuda_mma_sm90 on cuda:0"):
+        make(mesh=rm.Mesh(tp=2), isa="cuda_mma")
+    assert make(device="cuda:1", mesh=rm.Mesh(tp=2), isa="cuda_mma").metrics()["family"] == "cuda_mma_sm80"
 
 
 # ------------------------------------------------------------------------------------------------ a host that schedules

@@ -302,14 +302,15 @@ def test_values_are_close_and_the_rest_is_the_cpus(make: Make, name: str) -> Non
 @pytest.mark.parametrize("isa", ["cuda_fma", "cuda_mma"])
 def test_the_other_ops_are_a_family_of_choice(make: Make, isa: str) -> None:
     fast = make(isa=isa)
-    assert fast.metrics()["family"] == isa
+    assert fast.metrics()["family"] .startswith(isa)
     close(make, DENSE, fast.score(SEQUENCES))
 
 
 def test_what_it_is_is_said(make: Make, where: dict[str, str]) -> None:
     fast, slow = make(), make(fast=False)
     about = fast.metrics()
-    assert (about["family"], about["invariant"]) == ("cuda_mma", False)
+    assert about["family"].startswith("cuda_mma_sm")
+    assert not about["invariant"]
     version, path = ".".join(map(str, cublas.find().version)), where[cublas.LIBRARY_SWITCH]
     assert about["cublas"] == f"{version}, as ROLLMESH_CUBLASLT_LIBRARY says ({path})"
     assert all(sample.contract is None for o in fast.generate(PROMPTS, PARAMS, use_tqdm=False) for sample in o.outputs)

@@ -34,8 +34,9 @@ rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernel
 }
 
 rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err) {
-  const char *(*open)(int, rm_device *) = NULL;
+  int (*open)(int, const rm_kernels *, rm_device *, char *) = NULL;
   const rm_kernels *kernels = NULL;
+  char why[256];
   int count;
   rm_code code = rm_cuda_count(library, &count, err);
   if (!code) code = find(library, "rm_cuda_open", &open, err);
@@ -43,10 +44,10 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (code) return code;
   if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
   if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
-  const char *why = open(ordinal, out);
-  if (why) return rm_fail(err, RM_E_DEVICE, "device=\"cuda:%d\": %s", ordinal, why);
-  out->kernels = kernels;
-  return RM_OK;
+  const int opened = open(ordinal, kernels, out, why);
+  if (opened == RM_DEVICE_OPENED) return RM_OK;
+  code = opened == RM_DEVICE_NOT_SUCH ? RM_E_CONFIG : opened == RM_DEVICE_FULL ? RM_E_CAPACITY : RM_E_DEVICE;
+  return rm_fail(err, code, "device=\"cuda:%d\": %s", ordinal, why);
 }
 
 // ---------------------------------------------------------------------------------------------- between processes

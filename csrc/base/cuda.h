@@ -4,9 +4,9 @@
 
 #include "base/devices.h"
 
-// `library`: its path; `ordinal`: which device; `family`: which table of ops, "cuda_fma" or "cuda_mma", NULL: the first. RM_E_CONFIG: no
-// such library, device or family, or a device that the library has no code for; RM_E_DEVICE: CUDA's own words. The device is the
-// caller's, to be closed.
+// `library`: its path; `ordinal`: which device; `family`: which table of ops, "cuda_fma" or "cuda_mma", NULL: the first; the device's own
+// table names its architecture too. RM_E_CONFIG: no such library, device or family, or a device that the library has no code for;
+// RM_E_CAPACITY: no memory there for its context; RM_E_DEVICE: CUDA's own words. The device is the caller's, to be closed.
 rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err);
 // A table of the library's by its family, NULL: the first; a view that lasts. RM_E_CONFIG as above.
 rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernels **out, rm_error *err);

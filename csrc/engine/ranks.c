@@ -175,6 +175,19 @@ static rm_code connect(rm_ranks *ranks, rm_error *err) {
   return RM_OK;
 }
 
+// In one process the ranks' GPUs may be of several architectures, and bits one's own. Between processes the families are compared when
+// they meet.
+static rm_code check_families(const rm_ranks *ranks, rm_error *err) {
+  const rm_member *first = &ranks->members[0];
+  for (int r = 1; r < ranks->n && first->device.self; r++) {
+    const rm_device *device = &ranks->members[r].device;
+    if (strcmp(device->kernels->family, first->device.kernels->family) != 0)
+      return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has family = %s on %s, rank 0 %s on %s", r, device->kernels->family, device->name,
+                     first->device.kernels->family, first->device.name);
+  }
+  return RM_OK;
+}
+
 static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks_options *options, rm_error *err) {
   creation how = {ranks, spec, options};
   ranks->members = rm_alloc((size_t)ranks->n, sizeof *ranks->members);
@@ -190,6 +203,7 @@ static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks
   }
   rm_code code = rm_readers_init(&ranks->readers, options->cuda_library, err);
   if (!code) code = on_all(ranks, create_engine, &how, err);
+  if (!code) code = check_families(ranks, err);
   for (int r = ranks->n - 1; r >= 0 && !code; r--) {
     const rm_device *device = &ranks->members[r].device;
     if (device->self && device->ordinal < RM_MAX_GPUS) ranks->readers.own[device->ordinal] = device;

@@ -23,7 +23,8 @@ struct cuda_device {
   cudaEvent_t marks[RM_DEVICE_MARKS];
   bool is_marked[RM_DEVICE_MARKS];
   cudaEvent_t order;  // of follow and lead: a wait for it means what it was recorded for when the wait was enqueued
-  char name[24], message[200];
+  char name[24], isa[16], family[24], message[200];
+  rm_kernels kernels;
 };
 
 cuda_device *of(void *self) { return static_cast<cuda_device *>(self); }
@@ -318,17 +319,32 @@ const char *make(cuda_device *d, cudaError_t *error) {
   return nullptr;
 }
 
+int architecture(int ordinal) {
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  return 10 * major + minor;
+}
+
 // Why `call` failed, to whoever wanted device d.
-void explain(char *why, size_t room, const cuda_device *d, const char *call, cudaError_t error) {
+rm_device_opened explain(char *why, size_t room, const cuda_device *d, const char *call, cudaError_t error) {
   if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) {
     snprintf(why, room, "%s: %s: %s", d->name, call, cudaGetErrorString(error));
-    return;
+    return error == cudaErrorMemoryAllocation ? RM_DEVICE_FULL : RM_DEVICE_FAILED;
   }
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->ordinal);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, d->ordinal);
-  snprintf(why, room, "%s is an sm_%d%d, for which this library has no code, but for %s (ROLLMESH_CUDA_ARCHS when it is built)", d->name,
-           major, minor, rm_cuda_archs());
+  snprintf(why, room, "%s is an sm_%d, for which this library has no code, but for %s (ROLLMESH_CUDA_ARCHS when it is built)", d->name,
+           architecture(d->ordinal), rm_cuda_archs());
+  return RM_DEVICE_NOT_SUCH;
+}
+
+// The table with the card's own names.
+void take_kernels(cuda_device *d, const rm_kernels *kernels) {
+  const int sm = architecture(d->ordinal);
+  snprintf(d->isa, sizeof d->isa, "cuda_sm%d", sm);
+  snprintf(d->family, sizeof d->family, kernels == rm_kernels_cuda_mma() ? "%s_sm%d" : "%s", kernels->family, sm);
+  d->kernels = *kernels;
+  d->kernels.isa = d->isa;
+  d->kernels.family = d->family;
 }
 
 const rm_device CALLS = {
@@ -390,31 +406,34 @@ RM_EXPORT int rm_cuda_devices(void) {
   return -1;
 }
 
-RM_EXPORT const char *rm_cuda_open(int ordinal, rm_device *out) {
-  static thread_local char why[256];
+RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out, char why[256]) {
   int n = 0;
   const cudaError_t counted = cudaGetDeviceCount(&n);
   cudaGetLastError();
   if (counted != cudaSuccess || ordinal < 0 || ordinal >= n) {
-    if (counted != cudaSuccess) snprintf(why, sizeof why, "no CUDA device: %s", cudaGetErrorString(counted));
-    else snprintf(why, sizeof why, "cuda:%d: the driver shows %d devices, counted from 0", ordinal, n);
-    return why;
+    if (counted != cudaSuccess) snprintf(why, 256, "no CUDA device: %s", cudaGetErrorString(counted));
+    else snprintf(why, 256, "cuda:%d: the driver shows %d devices, counted from 0", ordinal, n);
+    return RM_DEVICE_NOT_SUCH;
   }
   cuda_device *d = new (std::nothrow) cuda_device();
-  if (!d) return "no memory";
+  if (!d) {
+    snprintf(why, 256, "no memory");
+    return RM_DEVICE_FULL;
+  }
   d->ordinal = ordinal;
   snprintf(d->name, sizeof d->name, "cuda:%d", ordinal);
   const int saved = current();
   cudaError_t error = cudaSuccess;
-  const char *failed = make(d, &error);
-  if (failed) {
-    explain(why, sizeof why, d, failed, error);
+  rm_device_opened opened = RM_DEVICE_OPENED;
+  if (const char *failed = make(d, &error)) {
+    opened = explain(why, 256, d, failed, error);
     close_device(d);
   } else {
+    take_kernels(d, kernels ? kernels : rm_kernels_cuda());
     *out = CALLS;
-    out->self = d, out->name = d->name, out->kernels = rm_kernels_cuda(), out->stream = d->stream;
+    out->self = d, out->name = d->name, out->kernels = &d->kernels, out->stream = d->stream;
     out->ordinal = ordinal;
   }
   go_back(ordinal, saved);
-  return failed ? why : nullptr;
+  return opened;
 }

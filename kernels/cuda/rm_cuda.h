@@ -23,8 +23,11 @@ const char *rm_cuda_archs(void);
 const char *rm_cuda_error(void);
 // Devices that the driver shows, or −1 where there is no driver.
 int rm_cuda_devices(void);
-// Opens one of them with a stream of its own. NULL, or why not, as text; the device is closed by its own `close`.
-const char *rm_cuda_open(int ordinal, rm_device *out);
+
+// Opens one of them with a stream of its own, and one of the library's tables, NULL: the first. Its own copy of that says which
+// architecture it is: "cuda_sm90", and where the bits may be that one's alone, "cuda_mma_sm90". `why` says in text why not. The device
+// is closed by its own `close`.
+rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out, char why[256]);
 
 // Memory between processes. The device is the thread's current one (rm_device.enter); NULL, or why not, as text that is valid until the
 // thread's next call. Whoever lends keeps the allocation until all have given it back. A process opens a handle once, and none of its

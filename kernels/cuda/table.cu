@@ -23,7 +23,7 @@ static size_t mma_workspace_bytes(const rm_limits *limits) {
 }
 
 static const rm_kernels TABLE = {
-    .isa = "cuda_sm90",
+    .isa = "cuda",
     .family = "cuda_fma",
     .workspace_bytes = workspace_bytes,
     .embed = rm_cuda_embed,
@@ -46,7 +46,7 @@ static const rm_kernels TABLE = {
 };
 
 static const rm_kernels MMA_TABLE = {
-    .isa = "cuda_sm90",
+    .isa = "cuda",
     .family = "cuda_mma",
     .workspace_bytes = mma_workspace_bytes,
     .embed = rm_cuda_mma_embed,

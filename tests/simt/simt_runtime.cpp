@@ -425,15 +425,23 @@ cudaError_t cudaSetDevice(int ordinal) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-  const int architecture = static_cast<int>(from_environment("ROLLMESH_SIMT_SM", 90));
+static int architecture_of(int ordinal) {
+  const char *text = getenv("ROLLMESH_SIMT_SM");
+  std::vector<int> list;
+  for (char *end; text && *text; text = *end ? end + 1 : end) list.push_back(static_cast<int>(strtol(text, &end, 10)));
+  return list.empty() ? 90 : list[static_cast<size_t>(ordinal) % list.size()];
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) {
+  const int architecture = architecture_of(ordinal);
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
   return cudaSuccess;
 }
 
 cudaError_t simt_function_attributes(cudaFuncAttributes *attributes) {
   attributes->binaryVersion = 90;
-  return said(from_environment("ROLLMESH_SIMT_SM", 90) == 90 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
+  const int architecture = architecture_of(current_device);
+  return said(architecture == 90 || architecture == 80 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
 }
 
 static int get_context(void **context) {
@@ -650,7 +658,8 @@ static char *host_address(standin_stream *, const void *device) { return static_
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   const locked hold(lock);
-  const cudaError_t error = ready();
+  cudaError_t error = ready();
+  if (error == cudaSuccess && all_memory() == 0) error = cudaErrorMemoryAllocation;
   if (error != cudaSuccess) return said(error);
   *stream = new simt_stream();
   (*stream)->others = {enqueue_others, host_address};
