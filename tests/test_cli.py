@@ -73,6 +73,19 @@ def test_doctor_names_the_backends_that_torch_has() -> None:
     assert ("NCCL" in doctor._torch_groups()) == distributed.is_nccl_available()
 
 
+@pytest.mark.parametrize(
+    "devices, seen", [("2", "2 devices here"), ("1", "1 device here"), ("0", "no driver here, and NVIDIA's is all they need")]
+)
+def test_doctor_knows_the_kernels_of_this_build(simt_library: Path, monkeypatch: pytest.MonkeyPatch, devices: str, seen: str) -> None:
+    """On the simulated device; the CUDA runtime is in the library, so that nothing is said of one that is missing."""
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
+    monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", devices)
+    rows = dict(doctor._gpu())
+    assert rows["CUDA kernels"] == f"for simt, in {simt_library.name}; {seen}"
+    assert rows['device="cuda"'] == ("works" if devices != "0" else "no: device = 'cuda', and there is no NVIDIA driver here")
+    assert not [text for text in rows if "runtime" in text]
+
+
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     """As in `rollmesh doctor | head -1`."""
     reader, writer = os.pipe()
