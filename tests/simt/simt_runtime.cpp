@@ -667,12 +667,14 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   locked hold(lock);
   drain_whole(s, s->n_enqueued, hold);
   device &d = devices[s->owner];
-  if (--d.n_streams == 0) d.sticky = cudaSuccess;
+  const bool is_forgotten = --d.n_streams == 0 && !from_environment("ROLLMESH_SIMT_STICKY", 0);
+  const cudaError_t error = is_forgotten ? cudaSuccess : d.sticky;
+  if (is_forgotten) d.sticky = cudaSuccess;
   if (captured == s) captured = nullptr;
   streams.erase(s);
   delete s->capture;
   delete s;
-  return cudaSuccess;
+  return said(error);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
