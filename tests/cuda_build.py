@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -142,6 +143,24 @@ def kernels(built: Path) -> list[Kernel]:
             figures = int(registers), int(stack), int(stores) + int(loads), int(shared[1]) if shared else 0
             found.append(Kernel(path.stem, name, arch, *figures))
     return found
+
+
+def largest(found: list[Kernel], arch: str, most: int = 3) -> str:
+    """One line: how many kernels there are for `arch`, those with the most registers and with the most shared memory, and all that spill
+    or have a stack."""
+    here = [k for k in found if k.arch == arch]
+    parts = [f"{arch}: {len(here)} kernels"]
+    static = "bytes of shared memory, but for what launches ask for"
+    for title, figure in (("registers", lambda k: k.registers), (static, lambda k: k.shared)):
+        top = [k for k in sorted(here, key=figure, reverse=True)[:most] if figure(k)]
+        parts.append(f"most {title}: {_listed(top, figure)}")
+    parts.append(f"spills or a stack: {_listed([k for k in here if k.spilled or k.stack], lambda k: f'{k.spilled} and {k.stack} bytes')}")
+    return "; ".join(parts)
+
+
+def _listed(found: list[Kernel], figure: Callable[[Kernel], object]) -> str:
+    names = demangled([k.name for k in found])
+    return ", ".join(f"{k.source} {name} {figure(k)}" for k, name in zip(found, names)) or "none"
 
 
 def report(into: Path) -> str:

@@ -73,6 +73,19 @@ def test_doctor_names_the_backends_that_torch_has() -> None:
     assert ("NCCL" in doctor._torch_groups()) == distributed.is_nccl_available()
 
 
+@pytest.mark.parametrize(
+    "devices, seen", [("2", "2 devices here"), ("1", "1 device here"), ("0", "no driver here, and NVIDIA's is all they need")]
+)
+def test_doctor_knows_the_kernels_of_this_build(simt_library: Path, monkeypatch: pytest.MonkeyPatch, devices: str, seen: str) -> None:
+    """On the simulated device; the CUDA runtime is in the library, so that nothing is said of one that is missing."""
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
+    monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", devices)
+    rows = dict(doctor._gpu())
+    assert rows["CUDA kernels"] == f"for simt, in {simt_library.name}; {seen}"
+    assert rows['device="cuda"'] == ("works" if devices != "0" else "no: device = 'cuda', and there is no NVIDIA driver here")
+    assert not [text for text in rows if "runtime" in text]
+
+
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     """As in `rollmesh doctor | head -1`."""
     reader, writer = os.pipe()
@@ -178,6 +191,10 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("generate", MOE, "a", "--random", "--tp", "0"), "ConfigError: mesh tp = 0"),
         (("generate", MOE, "a", "--random", "--max-model-len", "0"), "ConfigError: max_model_len = 0"),
         (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len = 0"),
+        (("plan", MOE, "--device", "banana"), "ConfigError: device = 'banana', wanted 'cpu', 'cuda' or 'cuda:N'"),
+        (("plan", MOE, "--device", ""), "ConfigError: device = '', wanted 'cpu', 'cuda' or 'cuda:N'"),
+        (("bench", MOE, "--isa", "cuda_mma"), "ConfigError: isa = 'cuda_mma', wanted one of ref"),
+        (("generate", MOE, "a", "--random", "--isa", "x" * 100_000), "ConfigError: isa = 'xxx"),
         (("plan", MOE, "--tp", "0"), "ConfigError: tp = 0, wanted an integer in [1, 65536]"),
         (("plan", MOE, "--kv-cache-gib", "inf"), "ConfigError: --kv-cache-gib inf"),
         (("plan", MOE, "--kv-cache-gib", "1e308"), "ConfigError: --kv-cache-gib 1e+308"),
@@ -294,13 +311,19 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
+def a_run(folder: Path, generator: str) -> Path:
+    """A run's TOML of the debug MoE shape, with these lines as its [generator] table."""
+    shape = MOE.read_text().partition("[model]")[2].partition("\n[")[0]
+    run = folder / "run.toml"
+    run.write_text(f'[model]{shape}\n[tokenizer]\npath = "{ROOT}/data/chars"\n[generator]\n{generator}\n')
+    return run
+
+
 def test_plan_and_bench_take_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """dtype and KV cache of the TOML's [generator], unless an option says otherwise."""
     from rollmesh.cli import main
 
-    shape = MOE.read_text().partition("[model]")[2].partition("\n[")[0]
-    run = tmp_path / "run.toml"
-    run.write_text(f'[model]{shape}\n[tokenizer]\npath = "{ROOT}/data/chars"\n[generator]\ndtype = "float32"\nkv_cache_gib = 0.015625\n')
+    run = a_run(tmp_path, 'dtype = "float32"\nkv_cache_gib = 0.015625\n[sync]\ncast = true')
     assert main(["plan", str(run)]) == 0
     text = capsys.readouterr().out
     assert "rank(s), float32 (" in text
@@ -311,6 +334,54 @@ def test_plan_and_bench_take_the_runs_settings(tmp_path: Path, capsys: pytest.Ca
     assert "   2 GiB hold " in text
     assert main(["bench", str(run), "--batch", "1", "--prefill", "8", "--threads", "1"]) == 0
     assert ", float32, " in capsys.readouterr().out
+
+
+def test_commands_take_the_runs_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], simt_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on a GPU is planned and measured for one, unless an option says otherwise; on the simulated device."""
+    from rollmesh.cli import main
+    from rollmesh.devices import LIBRARY_SWITCH
+
+    monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
+    run = a_run(tmp_path, 'device = "cuda:1"\ntp = 2\nthreads = 4\nkv_cache_gib = 0.015625\n[sync]\ncast = true')
+
+    def header(*words: str) -> str:
+        assert main([*words[:1], str(run), *words[1:]]) == 0
+        return capsys.readouterr().out
+
+    small = ("--batch", "1", "--prefill", "4")
+    assert ", cuda:1 (cuda_sm90, cuda_fma), 4 threads\n" in header("bench", *small)
+    assert ", cuda:0 (cuda_sm90, cuda_mma), 1 threads\n" in header(
+        "bench", *small, "--device", "cuda:0", "--isa", "cuda_mma", "--tp", "1", "--threads", "1"
+    )
+    assert ", bfloat16, ref, 2 threads\n" in header("bench", *small, "--device", "cpu", "--isa", "ref", "--threads", "2")
+    assert "(tp=2, dp=1, ep=1), device cuda:1\n" in header("plan")
+    assert "(tp=2, dp=1, ep=1), device cpu\n" in header("plan", "--device", "cpu")
+    prompts = ("1,2", "--ids", "--random", "--temperature", "0", "--max-tokens", "3")
+    assert header("generate", *prompts) == header("generate", *prompts, "--device", "cpu"), "the bits are one family's"
+    monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
+    for command in ("bench", "generate"):
+        assert main([command, str(run), *(prompts if command == "generate" else small)]) == 2
+        assert "none.so: there is no such file" in capsys.readouterr().err
+    assert "device cuda:1\n" in header("plan"), "a plan needs no GPU"
+
+
+def test_plan_sums_the_ranks_of_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the weights of all, of --ranks, and a KV cache of each; to the two digits that are shown."""
+    from rollmesh.cli import main
+
+    command = ["plan", str(ROOT / "configs/qwen3_30b_a3b.toml"), "--tp", "4", "--kv-cache-gib", "2", "--ranks"]
+    assert main([*command, "--device", "cuda:0"]) == 0
+    text = capsys.readouterr().out
+    together = re.search(r"\nof all 4 ranks, on cuda:0 +(\d+\.\d\d) GiB   and a workspace of each\n", text)
+    of_each = [float(size) for size in re.findall(r"^ +\d .* (\d+\.\d\d) GiB$", text, re.MULTILINE)]
+    assert together, text
+    assert len(of_each) == 4
+    assert float(together[1]) == pytest.approx(2 * sum(of_each) + 4 * 2, abs=0.005 * 9)
+    for device in ("cuda", "cpu"):
+        assert main([*command, "--device", device]) == 0
+        assert "of all 4 ranks" not in capsys.readouterr().out
 
 
 def test_a_run_folders_newest_checkpoint(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from test_native import passes
 import rollmesh as rm
 from rollmesh import comm as comms
 from rollmesh import nccl
+from rollmesh.cli import doctor
 from rollmesh.devices import Device
 
 Build = Callable[..., Path]
@@ -134,8 +136,29 @@ def test_what_is_no_nccl_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_to_find_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "candidates", lambda *_: iter(()))
-    with pytest.raises(rm.ConfigError, match=r"no libnccl.so.2 was found.*pip install nvidia-nccl-cu13"):
+    with pytest.raises(rm.ConfigError, match=r"no libnccl.so.2 was found.*\(pip install 'nvidia-nccl-cu13>=2\.30\.3'\)"):
         nccl.find()
+
+
+def test_one_version_is_asked_for_everywhere() -> None:
+    """The extra's, the sentence's and the one from which ranks may share a GPU."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (asked,) = [requirement for requirement in extras["cuda"] if "nccl" in requirement]
+    assert f"pip install '{asked}'" == nccl.INSTALL
+    assert asked == f"{WHEELS[0]}>={'.'.join(map(str, nccl.SHARES_GPU))}"
+
+
+@pytest.mark.parametrize("version", [(2, 30, 3), (2, 30, 2), (2, 29, 7), (2, 32, 3)], ids=str)
+def test_doctor_says_what_shares_a_gpu(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]) -> None:
+    monkeypatch.setattr(nccl, "find", lambda: nccl.Library("libnccl.so.2", version, "the system's"))
+    shares = "several ranks may have one GPU"
+    alone = f"each rank needs a GPU of its own, before 2.30.3 ({nccl.INSTALL})"
+    assert doctor._nccl() == f"{nccl.find()}; {shares if version >= (2, 30, 3) else alone}"
+
+
+def test_doctor_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_candidates", lambda: iter(()))
+    assert f"({nccl.INSTALL}); only needed for several GPUs" in doctor._nccl()
 
 
 # ---------------------------------------------------------------------------------------------- rm.comm.nccl

@@ -31,11 +31,16 @@ def library_path() -> Path:
     return Path(os.environ.get(LIBRARY_SWITCH) or Path(_core.__file__).parent / LIBRARY)
 
 
-def device_of(name: Any) -> Device:
-    """ConfigError says what is missing: the library, the driver, a device of that number."""
+def device_name(name: Any) -> str:
+    """A name that may be a device's, here or elsewhere. ConfigError: it is none's."""
     if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name):
         raise ConfigError(f"device = {shown(name)}, wanted 'cpu', 'cuda' or 'cuda:N'")
-    if name == "cpu":
+    return name
+
+
+def device_of(name: Any) -> Device:
+    """ConfigError says what is missing: the library, the driver, a device of that number."""
+    if device_name(name) == "cpu":
         return Device()
     path = library_path()
     if not path.exists() and os.environ.get(LIBRARY_SWITCH):

@@ -13,7 +13,7 @@ from rollmesh.show import shown
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
 SHARES_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # and only if this is 1
 WHEEL = {"nvidia.nccl": "libnccl.so.2"}
-INSTALL = "pip install nvidia-nccl-cu13"
+INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"  # of the extra `cuda` in pyproject.toml
 
 
 def find(path: str | os.PathLike[str] | None = None) -> Library:

@@ -69,6 +69,9 @@ thread_local int current_device;
 thread_local int current_context = -1;  // the driver's: of which device; −1: none, then the runtime takes that of its own
 thread_local cudaStream_t captured;  // by this thread
 long n_graphs;                       // made and not destroyed
+// Of the process: blocks of devices, pinned blocks, graphs instantiated, streams, events.
+enum { DEVICE_BLOCKS, PINNED_BLOCKS, GRAPHS, STREAMS, EVENTS, N_KINDS };
+std::atomic<uint64_t> n_made[N_KINDS];
 
 long from_environment(const char *name, long otherwise) {
   const char *text = getenv(name);
@@ -482,6 +485,11 @@ extern "C" __attribute__((visibility("default"))) uint64_t simt_contexts() {
   return bits;
 }
 
+// For tests: how many of each kind were asked for so far.
+extern "C" __attribute__((visibility("default"))) void simt_made(uint64_t counts[N_KINDS]) {
+  std::copy(std::begin(n_made), std::end(n_made), counts);
+}
+
 // For tests that are another library of the process, with a runtime of its own: the thread's device, whose a stream is, and cudaStreamWaitEvent for all that
 // `awaited` has been given so far.
 extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_context < 0 ? 0 : current_context; }
@@ -504,6 +512,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
   if (error == cudaSuccess && (bytes > all_memory() || d.used > all_memory() - bytes)) error = cudaErrorMemoryAllocation;
   if (error == cudaSuccess) error = block_create(current_device, bytes, out);
   if (error == cudaSuccess) d.used += bytes;
+  n_made[DEVICE_BLOCKS]++;
   return said(error);
 }
 
@@ -523,6 +532,7 @@ cudaError_t cudaFree(void *data) {
 cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
   const locked hold(lock);
   const cudaError_t error = ready();
+  n_made[PINNED_BLOCKS]++;
   return said(error == cudaSuccess ? block_create(HOST, bytes, out) : error);
 }
 
@@ -666,6 +676,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   (*stream)->owner = current_device;
   (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
   devices[current_device].n_streams++;
+  n_made[STREAMS]++;
   streams.insert(*stream);
   simt_order(from_environment("ROLLMESH_SIMT_REVERSED", 0) != 0);
   simt_watch();
@@ -676,12 +687,14 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   locked hold(lock);
   drain_whole(s, s->n_enqueued, hold);
   device &d = devices[s->owner];
-  if (--d.n_streams == 0) d.sticky = cudaSuccess;
+  const bool is_forgotten = --d.n_streams == 0 && !from_environment("ROLLMESH_SIMT_STICKY", 0);
+  const cudaError_t error = is_forgotten ? cudaSuccess : d.sticky;
+  if (is_forgotten) d.sticky = cudaSuccess;
   if (captured == s) captured = nullptr;
   streams.erase(s);
   delete s->capture;
   delete s;
-  return cudaSuccess;
+  return said(error);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
@@ -753,6 +766,7 @@ cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t s) {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
   *event = new simt_event();
+  n_made[EVENTS]++;
   return cudaSuccess;
 }
 
@@ -832,6 +846,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsig
   const locked hold(lock);
   if (n_graphs >= from_environment("ROLLMESH_SIMT_GRAPHS", LONG_MAX)) return said(cudaErrorMemoryAllocation);
   n_graphs++;
+  n_made[GRAPHS]++;
   *made = new simt_graph_exec{graph->list, nullptr, 0};
   return cudaSuccess;
 }

@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
         enable_prefix_caching=False,
     ) as generator:
         report = generator.sync_weights(random_weights(generator, args.seed), cast=True)
-        isa, threads = generator.metrics()["isa"], generator.metrics()["threads"]
-        print(f"{args.model}: {parameters.total:,} parameters, {parameters.active:,} a token, {dtype}, {isa}, {threads} threads")
+        metrics = generator.metrics()
+        where = metrics["isa"] if metrics["device"] == "cpu" else f"{metrics['device']} ({metrics['isa']}, {metrics['family']})"
+        counts = f"{parameters.total:,} parameters, {parameters.active:,} a token"
+        print(f"{args.model}: {counts}, {dtype}, {where}, {metrics['threads']} threads")
         print(f"sync     {report.bytes / 1e9:8.3f} GB in {report.seconds:.3f} s ({report.gb_per_s:.2f} GB/s while copying)")
         _prefill(generator, args.prefill, parameters)
         for batch in args.batch:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import ctypes.util
 import importlib.metadata
 import importlib.util
 import mmap
@@ -164,7 +163,6 @@ def _gpu() -> list[tuple[str, str]]:
     return [
         ("GPU", driver or "none found (nvidia-smi is absent or sees none)"),
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
-        ("CUDA runtime", _library("cudart") or "missing: only needed on a GPU"),
         ("NCCL", _nccl()),
         ("cuBLASLt", _cublas()),
         ("CUDA kernels", _cuda_kernels()),
@@ -178,9 +176,9 @@ def _nccl() -> str:
         library = nccl.find()
     except rm.ConfigError as error:
         return f"none: {plain(error)}; only needed for several GPUs"
-    least = ".".join(map(str, nccl.SHARES_GPU))
-    shares = "several ranks may have one GPU" if library.version >= nccl.SHARES_GPU else f"each rank needs a GPU of its own, before {least}"
-    return f"{library}; {shares}"
+    if library.version >= nccl.SHARES_GPU:
+        return f"{library}; several ranks may have one GPU"
+    return f"{library}; each rank needs a GPU of its own, before {'.'.join(map(str, nccl.SHARES_GPU))} ({nccl.INSTALL})"
 
 
 def _cublas() -> str:
@@ -191,7 +189,7 @@ def _cublas() -> str:
 
 
 def _cuda_kernels() -> str:
-    """What the CUDA library beside the extension was compiled for, and the devices that it sees."""
+    """What the CUDA library beside the extension was compiled for, and the devices that it sees. The CUDA runtime is in it."""
     path = library_path()
     if not path.exists():
         return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
@@ -201,8 +199,8 @@ def _cuda_kernels() -> str:
         return f"cannot be loaded: {error}"
     library.rm_cuda_archs.restype = ctypes.c_char_p
     devices = int(library.rm_cuda_devices())
-    seen = "no driver here" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
-    return f"for {library.rm_cuda_archs().decode()}; {seen}"
+    seen = "no driver here, and NVIDIA's is all they need" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
+    return f"for {library.rm_cuda_archs().decode()}, in {path.name}; {seen}"
 
 
 def _device_answer(device: str) -> str:
@@ -241,10 +239,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _library(name: str) -> str | None:
-    return ctypes.util.find_library(name)
 
 
 def _first_line(command: list[str], last: bool = False) -> str | None:

@@ -17,7 +17,7 @@ GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mesh", "where the generator runs; default: of a run's TOML its own, else one rank")
-    group.add_argument("--device", help="cpu (default), cuda or cuda:N")
+    group.add_argument("--device", help="cpu, cuda (rank r on GPU r) or cuda:N (all ranks); default: of a run's TOML its own, else cpu")
     group.add_argument("--tp", type=int, help="tensor-parallel ranks")
     group.add_argument("--dp", type=int, help="data-parallel ranks")
     group.add_argument("--ep", type=int, help="ranks that the experts span: 1, tp or dp*tp")
@@ -27,7 +27,8 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights, activations and KV; default: the run's or the model's")
-    group.add_argument("--threads", type=int, help="default: one per core this process may use")
+    group.add_argument("--isa", help="ref, avx2, …: exactly this one (default: the fastest); of a GPU cuda_fma (default) or cuda_mma")
+    group.add_argument("--threads", type=int, help="default: of a run's TOML its own, else one per core this process may use")
     group.add_argument("--kv-cache-gib", type=float, help="default: of a run's TOML its own, else 1")
     group.add_argument("--max-model-len", type=int, help="positions of prompt and completion together; default: what is needed")
     add_mesh(parser)
@@ -35,7 +36,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def make_generator(args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max_model_len: int, **more: Any) -> rm.Generator:
     """A generator as the engine and mesh options say. Raises rm.ConfigError for what is not built."""
-    given = {k: v for k, v in {"device": args.device, "ep_backend": args.ep_backend}.items() if v is not None}
+    given = {k: v for k in ("device", "ep_backend", "isa", "sequence_parallel") if (v := getattr(args, k, None)) is not None}
     ranks = {k: v for k, v in {"tp": args.tp, "dp": args.dp, "ep": args.ep}.items() if v is not None}
     return rm.Generator(
         spec,
@@ -55,13 +56,16 @@ def take_run_settings(args: argparse.Namespace) -> None:
         from rollmesh.grpo import config as run_config
 
         table = run_config.load(args.model).generator
+        args.device = table.device if args.device is None else args.device
         args.dtype = table.dtype if args.dtype is None else args.dtype
         args.kv_cache_gib = table.kv_cache_gib if args.kv_cache_gib is None else args.kv_cache_gib
         if (args.tp, args.dp, args.ep) == (None, None, None):
             args.tp, args.dp, args.ep = table.tp, table.dp, table.ep
         args.ep_backend = table.ep_backend if args.ep_backend is None else args.ep_backend
-        if getattr(args, "sequence_parallel", None) is False:
+        if not getattr(args, "sequence_parallel", False):
             args.sequence_parallel = table.sequence_parallel
+        if getattr(args, "threads", None) is None:
+            args.threads = table.threads or None
     args.kv_cache_gib = 1.0 if args.kv_cache_gib is None else args.kv_cache_gib
 
 

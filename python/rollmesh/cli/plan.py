@@ -3,7 +3,8 @@
 Arithmetic only, from the configuration: nothing is allocated, so it answers for any size and world on any machine. MODEL is a
 checkpoint folder, a config.json or a run's TOML. Ranks: dense parameters are sharded over tp (whole heads, vocabulary in blocks
 of 128) and replicated over dp; experts are spread over ep ranks, or with ep = 1 sharded over tp. Matrices count as stored: packed
-in tiles of 16 rows and 32 columns. A column "a rank" is of the rank that holds most of it; --ranks lists them all.
+in tiles of 16 rows and 32 columns, on every device alike. A column "a rank" is of the rank that holds most of it; --ranks lists them
+all. The device need not be here: with cuda:N its memory has to hold all ranks, and the sum is shown.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import rollmesh as rm
 from rollmesh.arguments import EP_BACKENDS, MAX_GIB, choice
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
+from rollmesh.devices import device_name
 from rollmesh.placement import Placement, placements
 from rollmesh.show import plain
 from rollmesh.sizes import count_parameters, kv_bytes_per_token, matrices, rank_bytes
@@ -36,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     take_run_settings(args)
     spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
     tp, dp, ep = (1 if given is None else given for given in (args.tp, args.dp, args.ep))
+    device = device_name("cpu" if args.device is None else args.device)
     ranks = placements(spec, tp, dp, ep)
     if not 0 <= args.kv_cache_gib < MAX_GIB:
         raise rm.ConfigError(f"--kv-cache-gib {args.kv_cache_gib}: expected a number >= 0 and below {MAX_GIB}")
@@ -52,11 +55,14 @@ def run(args: argparse.Namespace) -> int:
     weights_of = {rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds}
     weights = max(weights_of.values())
     token = kv_bytes_per_token(spec, max(len(rank.kv_heads) for rank in kinds), bytes_each)
-    print(f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep})")
+    print(f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep}), device {device}")
     print(f"{'weights':<34}{_size(weights):>12}")
     print(f'{"staging of the next version":<34}{_size(weights):>12}   none with mode="inplace"')
     print(f"{'KV of a token':<34}{_size(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
     print(f"{'weights + staging + KV cache':<34}{_size(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
+    if device.startswith("cuda:") and len(ranks) > 1:
+        together = 2 * sum(weights_of[rank] for rank in ranks) + len(ranks) * args.kv_cache_gib * GIB
+        print(f"{f'of all {len(ranks)} ranks, on {device}':<34}{_size(together):>12}   and a workspace of each")
     if len(ranks) > 1:
         print_traffic(spec, rm.Mesh(tp=tp, dp=dp, ep=ep), args, dtype)
     if args.ranks:
