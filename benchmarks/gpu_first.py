@@ -61,8 +61,14 @@ def python(*words: str) -> str:
     return " ".join(('"$PYTHON"', *words))
 
 
+def asked(module: str, words: str) -> str:
+    """A part without what it needs is absent; what else ends these words is a defect."""
+    absent = f"except rollmesh.ConfigError as e: print(e); sys.exit({ABSENT})"
+    return python(f"-c 'import sys, rollmesh\nfrom rollmesh import {module}\ntry: {words}\n{absent}'") + " || exit $?; "
+
+
 def with_cublas(words: str) -> str:
-    return python("-c 'from rollmesh import cublas; print(cublas.find())'") + f" || exit {ABSENT}; {words}"
+    return asked("cublas", "print(cublas.find())") + words
 
 
 def pytest(*words: str) -> str:
@@ -86,8 +92,7 @@ def sanitized(tool: str, ops: tuple[str, ...], family: str) -> str:
 
 def shared_gpu(words: str) -> str:
     """Where an NCCL is here with which ranks may have one GPU."""
-    ask = python("-c 'import sys; from rollmesh import nccl; found = nccl.find(); print(found); sys.exit(found.version < nccl.SHARES_GPU)'")
-    return f'{ask} || {{ echo "wanted an NCCL with which ranks may have one GPU"; exit {ABSENT}; }}; {words}'
+    return asked("nccl", f"found = nccl.find(); print(found); sys.exit({ABSENT} * (found.version < nccl.SHARES_GPU))") + words
 
 
 def parts() -> list[Part]:

@@ -235,6 +235,7 @@ typedef struct capsule_held {
 } capsule_held;
 
 static void let_go(capsule_held *held) {
+  if (!Py_IsInitialized()) return;   // the process ends
   const PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF(held->array);
   PyGILState_Release(gil);
@@ -284,6 +285,7 @@ static int hand_over(array_object *self, PyObject *stream) {
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
   if (handle == -1) return 0;
+  if (rm_queue_check_stream(module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
   if (rm_queue_enter(module_of((PyObject *)self), self->queue, &saved)) return -1;
   device->lead(device->self, (void *)(uintptr_t)handle);
   const rm_device_status status = device->poll(device->self);
@@ -299,6 +301,8 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None, *copy = Py_None;
   int major = 0, minor = 0, type = DL_CUDA, number = self->queue->device.ordinal;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
+  if ((version != Py_None && !PyTuple_Check(version)) || (device != Py_None && !PyTuple_Check(device)))
+    return PyErr_SetString(PyExc_TypeError, "wanted tuples of two integers as max_version and dl_device"), NULL;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
   if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
   if (type != DL_CUDA || number != self->queue->device.ordinal || copy == Py_True)

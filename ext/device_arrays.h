@@ -29,6 +29,8 @@ typedef struct rm_queue_object {
 } rm_queue_object;
 
 // −1: this is a forked child, StateError. What to give to leave, in *saved.
+// −1 with ConfigError: ops cannot be ordered with that stream.
+int rm_queue_check_stream(PyObject *module, rm_queue_object *queue, void *stream);
 int rm_queue_enter(PyObject *module, rm_queue_object *queue, int *saved);
 void rm_queue_leave(rm_queue_object *queue, int saved);
 // Mirror i with room for so many bytes, which no earlier work reads or writes. RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.

@@ -57,6 +57,7 @@ typedef struct capsule_held {
 } capsule_held;
 
 static void let_go(dl_versioned *managed) {
+  if (!Py_IsInitialized()) return;   // the process ends
   capsule_held *held = managed->context;
   const PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF(held->array);
@@ -76,6 +77,8 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None, *copy = Py_None;
   int major = 0, minor = 0;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
+  if (version != Py_None && !PyTuple_Check(version))
+    return PyErr_SetString(PyExc_TypeError, "wanted a tuple of two integers as max_version"), NULL;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
   if (major < 1 || device != Py_None || copy == Py_True)
     return PyErr_SetString(PyExc_BufferError, "wanted DLPack 1.x, on the device where the tensor is, without a copy"), NULL;

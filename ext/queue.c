@@ -144,7 +144,26 @@ static PyObject *queue_name(PyObject *self, void *ignored) {
   return PyUnicode_FromString(((rm_queue_object *)self)->device.name);
 }
 
+int rm_queue_check_stream(PyObject *module, rm_queue_object *self, void *stream) {
+  int saved;
+  if (rm_queue_enter(module, self, &saved)) return -1;
+  const char *why = self->device.refuses(self->device.self, stream);
+  rm_queue_leave(self, saved);
+  if (why)
+    rm_raise_code(module, RM_E_CONFIG, "stream = %llu: %s; wanted a stream of %s", (unsigned long long)(uintptr_t)stream, why,
+                  self->device.name);
+  return why ? -1 : 0;
+}
+
+static PyObject *queue_check_stream(PyObject *self, PyObject *number) {
+  const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return NULL;
+  return rm_queue_check_stream(PyType_GetModule(Py_TYPE(self)), (rm_queue_object *)self, (void *)(uintptr_t)handle) ? NULL
+                                                                                                                    : Py_NewRef(Py_None);
+}
+
 static PyMethodDef queue_methods[] = {
+    {"check_stream", queue_check_stream, METH_O, PyDoc_STR("(handle): ConfigError where ops cannot be ordered with that stream.")},
     {"zeros", queue_zeros, METH_VARARGS, PyDoc_STR("(shape, dtype): a DeviceArray of zeros.")},
     {"put", queue_put, METH_O, PyDoc_STR("(array): a copy of a NumPy array.")},
     {"take", queue_take, METH_VARARGS, PyDoc_STR("(name, tensor): a view of a DLPack producer's tensor, whose stream is waited for.")},

@@ -62,6 +62,7 @@ typedef struct rm_device {
   // DLPack writes them). follow: what is enqueued here from now on waits for what the stream has. lead: the other way round.
   void (*follow)(void *self, void *stream);
   void (*lead)(void *self, void *stream);
+  const char *(*refuses)(void *self, void *stream);   // NULL, or why neither can be done with it; nothing has changed then
 
   // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
   // Nothing waits, marks, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.

@@ -80,6 +80,7 @@ class Table(Structure):
         ("poll", CFUNCTYPE(c_int, c_void_p)),
         ("follow", CFUNCTYPE(None, c_void_p, c_void_p)),
         ("lead", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("refuses", CFUNCTYPE(c_char_p, c_void_p, c_void_p)),
         ("record", CFUNCTYPE(c_int, c_void_p)),
         ("recorded", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p))),
         ("replay", CFUNCTYPE(None, c_void_p, c_void_p)),

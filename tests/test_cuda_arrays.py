@@ -26,6 +26,7 @@ import test_ops
 from gpu_trainer import OnGpu, Trainer
 
 from rollmesh import _core, errors, ops
+from rollmesh.devices import LIBRARY_SWITCH
 
 pytestmark = [pytest.mark.usefixtures("simulated")]
 DL_INT32, DL_INT64, DL_BFLOAT16 = (dlpack.INT, 32, 1), (dlpack.INT, 64, 1), (dlpack.BFLOAT, 16, 1)
@@ -161,6 +162,32 @@ def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Genera
         trainer.device.zero(data, x.nbytes, x.nbytes, 1)
     assert (read(trainer, out) == ops.gemm(-x, w, 17)).all()
     assert (read(trainer, tensor) == 0).all()
+
+
+def test_streams_that_ops_cannot_be_ordered_with(trainer: Trainer, second: Trainer, rng: np.random.Generator) -> None:
+    """None's, another device's, one that is being captured: by on_stream and by a consumer. Ops and arrays go on as before."""
+    x, w = matrices(rng)
+    mine, weights = ops.to_device(x), ops.to_device(w)
+    before = ops.gemm(mine, weights, 17)
+
+    def is_refused(stream: int, why: str) -> None:
+        whole = f"stream = {stream}: {why}; wanted a stream of cuda:0"
+        with ops.on_stream(stream, "cuda:0"), pytest.raises(errors.ConfigError, match=whole):
+            ops.gemm(mine, weights, 17)
+        with pytest.raises(errors.ConfigError, match=f"stream = {stream}: {why}"):
+            before.__dlpack__(stream=stream)
+        assert (ops.gemm(mine, weights, 17).numpy() == before.numpy()).all()
+
+    is_refused(12345, "invalid resource handle")
+    is_refused(second.device.table.stream, "it is another device's")
+    with cuda_device.Library(Path(os.environ[LIBRARY_SWITCH])).open(0) as capturing:
+        assert capturing.record() == cuda_device.OK
+        with ops.on_stream(capturing.table.stream, "cuda:0"), pytest.raises(errors.ConfigError, match="it is being captured"):
+            ops.gemm(mine, weights, 17)
+        with pytest.raises(errors.CapacityError, match="operation not permitted when stream is capturing"):
+            ops.gemm(mine, weights, 17)  # a capture of this thread: nothing can be allocated
+        assert capturing.recorded()[0] == cuda_device.FAULT  # of which CUDA makes nothing
+    assert (ops.gemm(mine, weights, 17).numpy() == before.numpy()).all()
 
 
 def test_an_array_of_ours_that_a_stream_has_written(trainer: Trainer, rng: np.random.Generator) -> None:

@@ -1,6 +1,7 @@
 // devices.c: see devices.h. The CPU's functions do at once what another device enqueues.
 #include "base/devices.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "base/memory.h"
@@ -59,6 +60,11 @@ static rm_device_status cpu_done(void *self) {
   return RM_DEVICE_OK;
 }
 
+static const char *cpu_refuses(void *self, void *stream) {
+  (void)self, (void)stream;
+  return NULL;
+}
+
 static void cpu_order(void *self, void *stream) { (void)self, (void)stream; }
 
 static int cpu_enter(void *self) {
@@ -99,6 +105,7 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .poll = cpu_done,
       .follow = cpu_order,
       .lead = cpu_order,
+      .refuses = cpu_refuses,
       .enter = cpu_enter,
       .leave = cpu_leave,
       .message = cpu_message,
@@ -120,8 +127,10 @@ rm_code rm_device_map(const rm_device *device, size_t bytes, const char *what, v
   if (status == RM_DEVICE_OK) return RM_OK;
   if (device->on_host || !bytes) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_CAPACITY, "%s takes %.2f GiB and %s has %.2f GiB free", what, (double)bytes / 0x1p30, device->name,
-                 (double)device->available(device->self) / 0x1p30);
+  char why[160];
+  snprintf(why, sizeof why, "%s", device->message(device->self));   // before it is asked anything else
+  return rm_fail(err, RM_E_CAPACITY, "%s takes %.2f GiB and %s has %.2f GiB free (%s)", what, (double)bytes / 0x1p30, device->name,
+                 (double)device->available(device->self) / 0x1p30, why);
 }
 
 void rm_device_unmap(const rm_device *device, void *block, size_t bytes) {

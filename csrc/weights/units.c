@@ -146,8 +146,8 @@ static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, s
   const int by_rows = args->col_stride == 1;
   int64_t *stride = by_rows ? &args->row_stride : &args->col_stride;   // from run to run
   const int64_t n = by_rows ? args->rows : args->cols, run = by_rows ? args->cols : args->rows;
-  const int has_runs = (by_rows || args->row_stride == 1) && *stride >= run;
-  const int is_whole = span <= (has_runs ? rm_min64(half, 2 * (int64_t)bytes) : half);
+  const int has_runs = by_rows || args->row_stride == 1, ascend = *stride >= run;
+  const int is_whole = span <= (has_runs && ascend ? rm_min64(half, 2 * (int64_t)bytes) : half);
   const char *from = args->src;
   char *here;
   if (!is_whole && !has_runs)
@@ -159,7 +159,11 @@ static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, s
   char *there = rm_mirror_there(&ferry->halves, here);
   args->src = is_whole ? there - low * elem : there;
   const size_t width = (size_t)(is_whole ? span : run * elem), pitch = is_whole ? width : (size_t)(*stride * elem);
-  device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
+  if (is_whole || ascend)
+    device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
+  else   // backwards
+    for (int64_t i = 0; i < n; i++)
+      device->fetch(device->self, there + i * (int64_t)width, 0, from + i * *stride * elem, unit->ordinal, 0, width, 1);
   if (!is_whole) *stride = run;
   return RM_OK;
 }

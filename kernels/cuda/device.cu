@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int MAX_PEERS = 64;
+constexpr size_t MAX_PITCH = 0x7fffffff;
 
 struct cuda_device {
   int ordinal;
@@ -40,7 +41,8 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
 rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size_t bytes) {
   char what[80];
   snprintf(what, sizeof what, "%s of %zu bytes", call, bytes);
-  if (error != cudaErrorMemoryAllocation) return die(d, error, what);
+  // While some stream of the process is being captured nothing can be allocated, and nothing is broken.
+  if (error != cudaErrorMemoryAllocation && error != cudaErrorStreamCaptureUnsupported) return die(d, error, what);
   cudaGetLastError();
   snprintf(d->message, sizeof d->message, "%s: %s", what, cudaGetErrorString(error));
   return RM_DEVICE_NO_MEMORY;
@@ -141,6 +143,11 @@ void reach_peer(cuda_device *d, int ordinal) {
 void fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
+  if (rows > 1 && (to_pitch > MAX_PITCH || from_pitch > MAX_PITCH)) {  // CUDA takes no such copy
+    for (size_t r = 0; r < rows; r++)
+      fetch(self, static_cast<char *>(to) + r * to_pitch, 0, static_cast<const char *>(from) + r * from_pitch, ordinal, 0, width, 1);
+    return;
+  }
   reach_peer(d, ordinal);
   if (rows == 1 || (to_pitch == width && from_pitch == width)) {
     done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, width * rows, d->stream), "cudaMemcpyPeerAsync");
@@ -209,6 +216,20 @@ void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
 
 void follow(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
 void lead(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
+
+// Of a stream that is being captured a wait would make ours part of the capture, and end both.
+const char *refuses(void *self, void *stream) {
+  const cudaStream_t other = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  int ordinal = of(self)->ordinal;
+  cudaError_t error = cudaStreamIsCapturing(other, &capturing);
+  if (error == cudaSuccess) error = cudaStreamGetDevice(other, &ordinal);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error != cudaSuccess                       ? cudaGetErrorString(error)
+         : capturing != cudaStreamCaptureStatusNone ? "it is being captured"
+         : ordinal != of(self)->ordinal             ? "it is another device's"
+                                                    : nullptr;
+}
 
 // ------------------------------------------------------------------------------------------------ recordings
 // Thread-local: another thread may allocate on another device, or this one, in the meantime.
@@ -282,6 +303,7 @@ void go_back(int ordinal, int saved) {
 int enter(void *self) {
   cuda_device *d = of(self);
   const int saved = current();
+  cudaGetLastError();  // what others left in the thread is not ours; an error that lasts comes again
   if (cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
   return saved;
 }
@@ -372,6 +394,7 @@ const rm_device CALLS = {
     .poll = poll,
     .follow = follow,
     .lead = lead,
+    .refuses = refuses,
     .record = record,
     .recorded = recorded,
     .replay = replay,

@@ -63,7 +63,8 @@ def release_devices() -> None:
 @contextmanager
 def on_stream(stream: int, device: str) -> Iterator[None]:
     """Inside, ops of this thread on `device` ("cuda:0") take their turn on a CUDA stream: torch.cuda.Stream.cuda_stream, cupy's .ptr; 0
-    is the default stream. A call waits for nothing but indices on the device; what a kernel does wrong is told by a later call."""
+    is the default stream. A call waits for nothing but indices on the device; what a kernel does wrong is told by a later call. An output
+    that is let go waits for the device. ConfigError from an op: the stream is another device's, or is being captured."""
     ordinal = _ordinal(device)
     handle = integer_of(ConfigError, "stream", stream, 0, 2**64 - 1)
     token = _streams.set({**_streams.get(), ordinal: handle or 1})  # 1 is how the default stream is written where 0 is none
@@ -128,7 +129,7 @@ def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
         if isa in CUDA_FAMILIES:
-            some = next(iter(places))
+            some = next(iter(places), next(iter(arrays)))
             raise ConfigError(f"isa = {isa!r} and {some} is on the CPU, wanted a CUDA device's, or one of {', '.join(available_isas())}")
         return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     ordinal = places[first]
@@ -142,8 +143,11 @@ def _place(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return HOST
     where = getattr(type(array), "__dlpack_device__", None)
-    kind, number = where(array) if where is not None else (1, 0)
-    return int(number) if kind in CUDA_TYPES else HOST
+    try:
+        kind, number = where(array) if where is not None else (1, 0)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # torch's meta device, which DLPack does not know; or a producer that lies
+        return HOST
+    return number if kind in CUDA_TYPES and isinstance(number, int) and number >= 0 else HOST
 
 
 def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
@@ -152,8 +156,10 @@ def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
         raise ConfigError(f"isa = {shown(isa)} and {first} is on cuda:{ordinal}, wanted {' or '.join(CUDA_FAMILIES)}")
     if integer_of(ConfigError, "threads", threads, 1, MAX_THREADS) != 1:
         raise ConfigError(f"threads = {threads} and {first} is on cuda:{ordinal}, wanted 1: they are the CPU's")
-    queue = queue_at(ordinal)
-    return Op(_device_kernels(family, ordinal, _streams.get().get(ordinal, 0), *_process()), queue)
+    queue, stream = queue_at(ordinal), _streams.get().get(ordinal, 0)
+    if stream:
+        queue.check_stream(stream)  # before anything is allocated
+    return Op(_device_kernels(family, ordinal, stream, *_process()), queue)
 
 
 def _taken(queue: _core.Queue, name: str, array: Any, place: int | None, first: str, ordinal: int) -> Any:

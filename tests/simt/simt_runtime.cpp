@@ -777,6 +777,20 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 static bool is_default(cudaStream_t s) { return reinterpret_cast<uintptr_t>(s) <= 2; }
 
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *status) {
+  const locked hold(lock);
+  if (!is_default(s) && !streams.count(s)) return said(cudaErrorInvalidResourceHandle);
+  *status = !is_default(s) && s->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetDevice(cudaStream_t s, int *ordinal) {
+  const locked hold(lock);
+  if (!is_default(s) && !streams.count(s)) return said(cudaErrorInvalidResourceHandle);
+  *ordinal = is_default(s) ? current_device : s->owner;
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned) {
   locked hold(lock);
   if (!is_default(s) && !streams.count(s)) return said(cudaErrorInvalidResourceHandle);

@@ -265,7 +265,8 @@ def _check_together(c: Config) -> None:
 
 
 def _check_device(g: GeneratorTable) -> None:
-    """What only GPUs have, and which kernels. vLLM's workers have a device of their own, and say so themselves."""
+    """What only GPUs have, and which kernels. vLLM's workers have a device of their own, and say so themselves;
+    enforce_eager is vLLM's own option there."""
     if g.device == "cpu" and g.exchange != "host":
         raise rm.ConfigError(f'[generator] exchange: expected "host" where device is "cpu", got "{g.exchange}"')
     if g.device == "cpu" and g.enforce_eager:
