@@ -148,7 +148,8 @@ def bits(rank: Rank) -> Any:
 
 
 def replayed(rank: Rank) -> Any:
-    """What one request and then three answer, and how many steps this rank has replayed since it was made."""
+    """What one request and then three answer, and how many steps this rank has replayed since it was made. `sleepers` have slept in
+    between."""
     params, out = rm.SamplingParams(max_tokens=12, seed=2, ignore_eos=True), []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
@@ -156,6 +157,9 @@ def replayed(rank: Rank) -> Any:
             outputs = generator.generate(prompts, params, use_tqdm=False)
             told = [part for output in outputs for sample in output.outputs for part in (sample.token_ids, sample.logprobs)]
             out.append((digest(*told), generator.metrics()["graph_replays"]))
+            if rank.rank in rank.job.get("sleepers", ()):
+                generator.sleep(["kv"])
+                generator.wake(["kv"])
     return out
 
 

@@ -99,6 +99,15 @@ def test_every_rank_replays(ranks: Run, mesh: tuple[int, int, int]) -> None:  # 
         assert got == [[one, 10], [three, 20]]
 
 
+def test_a_replica_that_has_slept_alone(ranks: Run) -> None:  # noqa: F811
+    """Its recordings are gone, so the others record theirs anew with it."""
+    (one, _), (three, _) = results(ranks("replayed", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"}))[0]
+    found = results(ranks("replayed", (1, 2, 2), model="moe", sleepers=[0]))
+    assert found[0] == found[1]
+    assert [told for told, _ in found[0]] == [one, three]
+    assert found[0][1][1] > found[0][0][1]
+
+
 def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:  # noqa: F811
     """While one replica is fed a prompt in eight chunks, or wants top logprobs, the other's decode is not replayed. A prompt of one token
     is fed in a step like all that follow."""

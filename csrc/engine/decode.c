@@ -222,6 +222,7 @@ static void forget_set(rm_engine *engine, int set) {
 
 void rm_decode_forget(rm_engine *engine) {
   for (int set = 0; set < RM_DECODE_SETS && engine->decode.n_sizes; set++) forget_set(engine, set);
+  engine->decode.has_forgotten = 1;
 }
 
 // Of the weights that serve. A third block takes the place of the one that served before the last.

@@ -41,6 +41,7 @@ typedef struct rm_decode {
   size_t block_bytes;
   rm_recordings sets[RM_DECODE_SETS];
   int last;                     // the set that was used last
+  int has_forgotten;            // since ranks that step together heard of it
 } rm_decode;
 
 // Sizes, up to 512 rows, and bytes for them. None where the device records nothing, the options say so, or exchanges wait for the host

@@ -292,11 +292,13 @@ rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err)
   const rm_rank *rank = &engine->options.rank;
   rm_plan *plan = &engine->plan;
   plan->is_recorded = rm_decode_serves(engine, &plan->with_ranks);
+  enum { RECORDED = 1, WITH_RANKS = 2, FORGOTTEN = 4 };
   const struct word {
     int32_t rows;
-    int16_t word;
-    uint8_t is_recorded, with_ranks;
-  } own = {(int32_t)plan->n_rows, (int16_t)mine, (uint8_t)plan->is_recorded, (uint8_t)plan->with_ranks};
+    int16_t word, flags;
+  } own = {(int32_t)plan->n_rows, (int16_t)mine,
+           (int16_t)(plan->is_recorded * RECORDED + plan->with_ranks * WITH_RANKS + engine->decode.has_forgotten * FORGOTTEN)};
+  int flags = 0;                // of any
   struct word all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
   *most = mine;
@@ -307,9 +309,12 @@ rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err)
   for (int r = 0; r < rm_comm_size(rank->ep) && !code; r++) {
     *most = all[r].word > *most ? all[r].word : *most;
     plan->most_rows = rm_max64(plan->most_rows, all[r].rows);
-    plan->is_recorded &= all[r].is_recorded;
-    plan->with_ranks |= all[r].with_ranks;
+    plan->is_recorded &= (all[r].flags & RECORDED) != 0;
+    flags |= all[r].flags;
   }
+  if (!code) plan->with_ranks = (flags & WITH_RANKS) != 0;
+  if (!code && flags & FORGOTTEN) rm_decode_forget(engine);   // one that slept has none: all record anew, together
+  engine->decode.has_forgotten = 0;
   return code ? lose(engine, code, err) : RM_OK;
 }
 
