@@ -153,7 +153,7 @@ def replayed(rank: Rank) -> Any:
     params, out = rm.SamplingParams(max_tokens=12, seed=2, ignore_eos=True), []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
-        for prompts in ([[3, 1]], [[3, 1], [1, 2], [2, 9]]):
+        for prompts in rank.job.get("prompts", ([[3, 1]], [[3, 1], [1, 2], [2, 9]])):
             outputs = generator.generate(prompts, params, use_tqdm=False)
             told = [part for output in outputs for sample in output.outputs for part in (sample.token_ids, sample.logprobs)]
             out.append((digest(*told), generator.metrics()["graph_replays"]))
