@@ -38,11 +38,17 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
   return RM_DEVICE_FAULT;
 }
 
+// While some stream of the process is being captured nothing can be allocated, and nothing is broken.
+bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
+  cudaStreamCaptureStatus own = cudaStreamCaptureStatusNone;
+  if (error != cudaErrorStreamCaptureUnsupported) return false;
+  return cudaStreamIsCapturing(d->stream, &own) == cudaSuccess && own == cudaStreamCaptureStatusNone;
+}
+
 rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size_t bytes) {
   char what[80];
   snprintf(what, sizeof what, "%s of %zu bytes", call, bytes);
-  // While some stream of the process is being captured nothing can be allocated, and nothing is broken.
-  if (error != cudaErrorMemoryAllocation && error != cudaErrorStreamCaptureUnsupported) return die(d, error, what);
+  if (error != cudaErrorMemoryAllocation && !is_anothers_capture(d, error)) return die(d, error, what);
   cudaGetLastError();
   snprintf(d->message, sizeof d->message, "%s: %s", what, cudaGetErrorString(error));
   return RM_DEVICE_NO_MEMORY;
