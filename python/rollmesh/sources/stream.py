@@ -53,7 +53,7 @@ def send_weights(
     group         a torch.distributed group (None: the default one), or rm.comm.nccl(…), shm(…), torch(…): a comm of its own, which
                   the first stream connects, later ones use again and comm.close() leaves, on all ranks
     src           the sender's rank, by default this one; receivers must name the same. Of a torch group it is the global rank
-    bucket_bytes  of data sent at once; a rank holds two buckets. The sender's alone is asked for
+    bucket_bytes  of data sent at once; a rank holds two buckets, three with rm.comm.nccl. The sender's alone is asked for
     device        with rm.comm.nccl this rank's GPU: "cuda" (the one of its number) or "cuda:N"
 
     Raises CollectiveMismatchError on all ranks that do not agree about the sender, SyncAbortedError when another rank has no room,
