@@ -143,6 +143,8 @@ static int check_inside(block_object *self, long long offset, size_t bytes) {
   return -1;
 }
 
+// CUDA may hold a copy from the host's memory back until what stands before it is done, and a broadcast that is never done would hold it
+// for good: so that is waited for here, with the group's deadline.
 static PyObject *block_put(PyObject *object, PyObject *args) {
   block_object *self = (block_object *)object;
   const rm_device *device = self->group->device;
@@ -153,10 +155,13 @@ static PyObject *block_put(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "Ly*:put", &offset, &view)) return NULL;
   PyObject *done = NULL;
   if (!check_inside(self, offset, (size_t)view.len) && !enter(self->group, &saved)) {
+    rm_comm *const there = self->group->there;
+    rm_code code;
     Py_BEGIN_ALLOW_THREADS
-      device->put(device->self, self->run->data + offset, view.buf, (size_t)view.len);
+      code = rm_comm_wait(&there, 1, device, rm_comm_timeout(there), &err);
+      if (!code) device->put(device->self, self->run->data + offset, view.buf, (size_t)view.len);
     Py_END_ALLOW_THREADS
-    done = leave(self->group, saved, RM_OK, &err);
+    done = leave(self->group, saved, code, &err);
   }
   PyBuffer_Release(&view);
   return done;
