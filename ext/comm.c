@@ -273,13 +273,16 @@ out:
   return done ? Py_NewRef(Py_None) : NULL;
 }
 
-// The root's buffer into everyone's, of the same size.
+// The root's buffer into everyone's, of the same size. A rank without a buffer tells the others, who would wait for it.
 static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
   PyObject *object;
   Py_buffer view;
   int root;
   if (!PyArg_ParseTuple(args, "Oi:broadcast", &object, &root) || enter(self)) return NULL;
-  if (PyObject_GetBuffer(object, &view, root == rm_comm_rank(self->comm) ? PyBUF_SIMPLE : PyBUF_WRITABLE)) return NULL;
+  if (PyObject_GetBuffer(object, &view, root == rm_comm_rank(self->comm) ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
+    rm_comm_abort(self->comm, RM_E_CONFIG);
+    return NULL;
+  }
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS

@@ -1,6 +1,7 @@
-// gpu_group.c: see gpu_group.h. A block that nobody has any more is kept for the next one: its memory is mapped once, however many
-// buckets a stream has, and a consumer that keeps what it was given keeps it whole. A ring of two lost: what it had given out would
-// have changed under a consumer that looked at it late.
+// gpu_group.c: see gpu_group.h. Every block is memory of its own, which nothing here writes again once it was given out: a consumer's
+// stream may still read it when the consumer has let go of it (torch.from_dlpack asks for no word of its end). To map it once, and use
+// again what nobody has any more, lost by that. It is freed where the group has waited, without the GIL: the device waits then for all
+// that it still does, and would for a broadcast that never ends. So a block that goes only puts its memory aside.
 #include "gpu_group.h"
 
 #include <string.h>
@@ -11,7 +12,7 @@
 #include "loans.h"
 #include "mesh/nccl.h"
 
-enum { MAX_DIMS = 4, STRIDED_BYTES = 256 };   // nothing that is sent has rows apart, but NCCL's end wants some room for them
+enum { MAX_DIMS = 4 };
 
 typedef struct run {            // of the device's memory
   struct run *next;
@@ -24,7 +25,7 @@ typedef struct group_object {
   PyObject *gpus;               // owned _core.Gpus, which has the device
   const rm_device *device;      // view
   rm_comm *host, *there;        // owned; NULL: closed
-  run *spare;                   // owned, of no block
+  run *spare;                   // owned, of no block: to be freed when the group has waited
   int is_busy;                  // a thread is in a call that has let go of the GIL
 } group_object;
 
@@ -70,23 +71,21 @@ static void drop_run(const rm_device *device, run *r) {
   rm_free(r);
 }
 
-static void drop_spare(group_object *self) {
-  while (self->spare) {
-    run *first = self->spare;
-    self->spare = first->next;
-    drop_run(self->device, first);
+static void drop_runs(const rm_device *device, run *first) {
+  while (first) {
+    run *next = first->next;
+    drop_run(device, first);
+    first = next;
   }
 }
 
-// One that is large enough, or a new one in place of all that are not.
+static run *detach_spare(group_object *self) {   // with the GIL, which guards it
+  run *first = self->spare;
+  self->spare = NULL;
+  return first;
+}
+
 static rm_code take_run(group_object *self, size_t bytes, run **out, rm_error *err) {
-  for (run **at = &self->spare; *at; at = &(*at)->next) {
-    if ((*at)->bytes < bytes) continue;
-    *out = *at;
-    *at = (*out)->next;
-    return RM_OK;
-  }
-  drop_spare(self);
   run *made = rm_alloc(1, sizeof *made);
   void *data = NULL;
   rm_code code = made ? RM_OK : rm_fail(err, RM_E_MEMORY, "no memory for a bucket of weights");
@@ -109,7 +108,7 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "n:block", &bytes)) return NULL;
   if (bytes < 0) return rm_raise_code(module_of(object), RM_E_LIMIT, "a block of %zd bytes", bytes);
   if (enter(self, &saved)) return NULL;
-  const rm_code code = take_run(self, bytes ? (size_t)bytes : 1, &taken, &err);   // with the GIL, which guards the spare ones
+  const rm_code code = take_run(self, bytes ? (size_t)bytes : 1, &taken, &err);
   PyObject *none = leave(self, saved, code, &err);
   if (!none) return NULL;
   Py_DECREF(none);
@@ -124,7 +123,7 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   return (PyObject *)block;
 }
 
-// May be any thread's doing, and while another is in a call: so the memory only changes hands. After close nobody wants it.
+// May be any thread's doing, and while another is in a call: so the memory is only put aside. After close nothing travels.
 static void block_dealloc(PyObject *object) {
   block_object *self = (block_object *)object;
   group_object *group = self->group;
@@ -144,6 +143,8 @@ static int check_inside(block_object *self, long long offset, size_t bytes) {
   return -1;
 }
 
+// CUDA may hold a copy from the host's memory back until what stands before it is done, and a broadcast that is never done would hold it
+// for good: so that is waited for here, with the group's deadline.
 static PyObject *block_put(PyObject *object, PyObject *args) {
   block_object *self = (block_object *)object;
   const rm_device *device = self->group->device;
@@ -154,10 +155,13 @@ static PyObject *block_put(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "Ly*:put", &offset, &view)) return NULL;
   PyObject *done = NULL;
   if (!check_inside(self, offset, (size_t)view.len) && !enter(self->group, &saved)) {
+    rm_comm *const there = self->group->there;
+    rm_code code;
     Py_BEGIN_ALLOW_THREADS
-      device->put(device->self, self->run->data + offset, view.buf, (size_t)view.len);
+      code = rm_comm_wait(&there, 1, device, rm_comm_timeout(there), &err);
+      if (!code) device->put(device->self, self->run->data + offset, view.buf, (size_t)view.len);
     Py_END_ALLOW_THREADS
-    done = leave(self->group, saved, RM_OK, &err);
+    done = leave(self->group, saved, code, &err);
   }
   PyBuffer_Release(&view);
   return done;
@@ -264,6 +268,10 @@ static PyObject *group_wait(PyObject *object, PyObject *ignored) {
   Py_BEGIN_ALLOW_THREADS
     code = rm_comm_wait(&self->there, 1, self->device, rm_comm_timeout(self->there), &err);
   Py_END_ALLOW_THREADS
+  run *unused = code ? NULL : detach_spare(self);
+  Py_BEGIN_ALLOW_THREADS
+    drop_runs(self->device, unused);
+  Py_END_ALLOW_THREADS
   return leave(self, saved, code, &err);
 }
 
@@ -284,7 +292,7 @@ static void close_group(group_object *self) {
     rm_comm_destroy(host);
   Py_END_ALLOW_THREADS
   self->device->leave(self->device->self, saved);
-  drop_spare(self);
+  drop_runs(self->device, detach_spare(self));
 }
 
 static PyObject *group_close(PyObject *object, PyObject *ignored) {
@@ -311,7 +319,7 @@ static rm_code create(group_object *self, const rm_nccl_options *options, rm_err
 PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
   PyObject *module = module_of(gpus), *end;
   int ordinal;
-  rm_nccl_options options = {.capacity = STRIDED_BYTES};
+  rm_nccl_options options = {.capacity = 0};
   if (!PyArg_ParseTuple(args, "Oissd:group", &end, &ordinal, &options.library, &options.gpu, &options.timeout)) return NULL;
   const rm_device *device = rm_gpus_device(gpus, ordinal);
   group_object *self = device ? new_object(rm_state(module)->gpu_group_type) : NULL;

@@ -97,6 +97,9 @@ class Rank:
         if self.kind == "torch":
             carriers.gpu_of = lambda group: torch.device("cpu")  # type: ignore[assignment]
 
+    def ready(self) -> None:
+        """The process has come this far: what it loads is loaded."""
+
     # ---------------------------------------------------------------------------------------- the sender
     def _given(self, state: State, where: str) -> dict[str, Any]:
         """host; gpu: on this rank's GPU; other: on another one; mixed: all three in turn; strided: on the GPU, not in C order; passing:
@@ -190,6 +193,17 @@ class Rank:
             if len(names) == count:
                 break
         return names
+
+    def interrupted(self, count: int) -> str:
+        """By Ctrl-C, between two entries."""
+        entries = sources.receive_weights(self.group, src=0, **self._options({}))
+        for _ in range(count):
+            next(entries)
+        try:
+            entries.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "not interrupted"
 
     def keep(self, **options: Any) -> dict[str, bytes]:
         """All of a stream at once, looked at when it is over."""

@@ -315,6 +315,7 @@ def test_a_rank_without_room(ranks: Ranks) -> None:
 
 def test_a_device_where_there_is_none_to_choose(ranks: Ranks) -> None:
     if ranks.kind == "nccl":
+        ranks.make(DENSE)
         ranks.stream(DENSE, 1, {})
         for rank, answer in enumerate(ranks(*[("take", 1, {"device": f"cuda:{7 - rank}"}) for rank in range(3)])):
             assert answer.startswith(f"ConfigError: device = 'cuda:{7 - rank}', wanted None or 'cuda:{rank}', where this comm's first")
@@ -323,7 +324,50 @@ def test_a_device_where_there_is_none_to_choose(ranks: Ranks) -> None:
         assert all(answer.startswith("ConfigError: device = 'cuda', wanted None or 'cpu'") for answer in told)
 
 
+WRONG = ("gpu", "cuda:99", "\U0001f600" * 400)  # the last takes more bytes as JSON than a rank may tell
+
+
+@pytest.mark.parametrize("device", WRONG, ids=["unknown", "not there", "long"])
+def test_a_device_that_one_rank_names_wrong(others: Callable[..., Ranks], ranks: Ranks, device: str) -> None:
+    """All ranks have an error at once, in a comm's first stream and in a later one, and the comm lives."""
+    begun = others(ranks.kind) if ranks.kind in ("nccl", "shm") else ranks
+    for seed in (1, 2):
+        begun.make(DENSE)
+        told = begun(("send", DENSE, seed, {}), ("take", 1, {"device": device}), ("receive", {}), limit=SOON)
+        assert told[1].startswith("ConfigError: device = "), told
+        assert told[0] == told[2]
+        assert told[0].startswith("SyncAbortedError: rank 1: ConfigError: device = "), told
+        assert begun.stream(DENSE, seed, {})[1:] == [from_the_host(DENSE, state_of(DENSE, seed))] * 2
+
+
+def test_a_sender_on_the_host_of_a_comm_of_gpus(others: Callable[..., Ranks]) -> None:
+    ranks = others("nccl")
+    ranks.make(DENSE)
+    for _ in range(2):  # also when there is a GPU that the comm has begun with
+        told = ranks(("send", DENSE, 1, {"device": "cpu"}), *[("receive", {})] * 2, limit=SOON)
+        assert told[0].startswith("ConfigError: device = 'cpu' with rm.comm.nccl(…), wanted device = 'cuda'")
+        assert told[1] == told[2]
+        assert told[1].startswith("SyncAbortedError: rank 0: ConfigError: device = 'cpu' with rm.comm.nccl")
+        ranks.make(DENSE)
+        assert ranks.stream(DENSE, 1, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
+
+
+def test_a_rank_of_numpy(ranks: Ranks) -> None:
+    names = list(state_of(DENSE, 1))[:1]
+    assert ranks(("send", DENSE, 1, {"src": np.int64(0)}), *[("take", 1, {"src": np.int32(0)})] * 2)[1:] == [names] * 2
+
+
 # ------------------------------------------------------------------------------------------------ lost ranks
+@pytest.mark.parametrize("kind", ["nccl", "shm"])
+def test_a_consumer_that_is_interrupted(others: Callable[..., Ranks], kind: str) -> None:
+    """It waits for nobody, and the others hear of it."""
+    ranks = others(kind)
+    many = {"bucket_bytes": 1}
+    told = ranks(("send", DENSE, 1, many), ("interrupted", 2, {}), ("take", 1000, {}), limit=SOON)
+    assert told[1] == "interrupted"
+    assert all(answer.startswith("RankLostError: ") for answer in told[::2]), told
+
+
 @pytest.mark.parametrize("kind", LOSING)
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_a_rank_that_ends(others: Callable[..., Ranks], kind: str, who: str) -> None:
@@ -346,6 +390,7 @@ def test_a_rank_that_ends(others: Callable[..., Ranks], kind: str, who: str) -> 
 @pytest.mark.parametrize("kind", LOSING)
 def test_a_rank_that_does_not_come(others: Callable[..., Ranks], kind: str) -> None:
     ranks = others(kind, world=2, timeout=2.0)
+    assert ranks(("ready", {}), ("ready", {})) == [None] * 2  # the clock is not to run while processes begin
     assert ranks(("send", DENSE, 1, {}), ("take", 1, {}))[1] == list(state_of(DENSE, 1))[:1]
     ranks.pipes[0].send(["send", [DENSE, 1], {}])
     assert ranks._answer(0, SOON).startswith("CollectiveTimeoutError: ")
@@ -382,8 +427,9 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
         with pytest.raises(rm.ConfigError, match="a comm of one rank"):
             next(sources.receive_weights(comm, src=0))
     two = rm.comm.nccl(rm.comm.shm("stream-two", 0, 2), settings["NCCL_LIBRARY"])
-    with pytest.raises(rm.ConfigError, match="device = 'gpu', wanted 'cpu', 'cuda' or 'cuda:N'"):
-        sources.send_weights({}, two, device="gpu")
+    two.close()
+    with pytest.raises(rm.StateError, match="this comm is closed"):
+        sources.send_weights({}, two)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, (16 << 20) + 8192 + 3])

@@ -106,13 +106,15 @@ class Comm:
         if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
             raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
-        self._used = False
+        self._used = self._closed = False
         self.stream: Any = None  # what carries weights over it (rollmesh.sources.carriers), from the first stream on
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""
         if mesh.world != self.world:
             raise ConfigError(f"comm has {self.world} ranks and the mesh {mesh.world} (dp={mesh.dp}, tp={mesh.tp}), wanted as many")
+        if self._closed:
+            raise StateError("this comm is closed, wanted another one")
         if self._used:
             raise StateError("this comm belongs to another generator or to a stream of weights, wanted one of its own")
         self._used = True
@@ -142,6 +144,7 @@ class Comm:
 
     def close(self) -> None:
         """The ends are closed: a generator's by it, a stream's here, by all ranks."""
+        self._closed = True
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.close()

@@ -89,6 +89,12 @@ class Carrier(Protocol):
     ranks: list[int]  # of the group, in its order
     has_sums: bool
 
+    def check(self, device: Any, sends: bool) -> None:
+        """What this rank can know alone of the device that a stream names. Error: it is none of this rank's."""
+
+    def open(self) -> None:
+        """Every rank has checked, and has heard that all others have: what is to be made together, by the first stream."""
+
     def piece(self, name: str, tensor: Any) -> Piece: ...
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
@@ -107,23 +113,22 @@ class Carrier(Protocol):
         """This rank goes no further, and the others are to hear of it, where that can be."""
 
 
-def carrier_of(group: Any, device: str | None) -> Carrier:
-    """device: of this rank's buckets, where it has a choice; else ConfigError."""
-    if isinstance(group, Comm) and group.world < 2:
+def carrier_of(group: Any) -> Carrier:
+    """A comm's is made by its first stream, for which all ranks meet."""
+    if not isinstance(group, Comm):
+        return TorchCarrier(group)
+    if group.world < 2:
         raise ConfigError("a comm of one rank, wanted one that sends and one that receives")
-    if isinstance(group, Nccl):
-        if group.stream is None:
-            group.stream = NcclCarrier(group, "cuda" if device in (None, "cpu") else device)
-        return group.stream.at(device)  # type: ignore[no-any-return]
-    if device not in (None, "cpu"):
+    if group.stream is None:
+        group.stream = NcclCarrier(group) if isinstance(group, Nccl) else CommCarrier(group)
+    return group.stream  # type: ignore[no-any-return]
+
+
+def check_host(device: Any) -> None:
+    if device is not None and device != "cpu":
         raise ConfigError(
             f"device = {shown(device)}, wanted None or 'cpu': rm.comm.nccl(…) has a GPU to choose, a torch group torch.cuda.set_device's"
         )
-    if isinstance(group, Comm):
-        if group.stream is None:
-            group.stream = CommCarrier(group)
-        return group.stream  # type: ignore[no-any-return]
-    return TorchCarrier(group)
 
 
 # -------------------------------------------------------------------------------------------------- the host
@@ -170,6 +175,12 @@ class CommCarrier:
         self.world, self.control = ends.world, ends.control
         self.rank, self.ranks = comm.rank, list(range(comm.world))
 
+    def check(self, device: Any, sends: bool) -> None:
+        check_host(device)
+
+    def open(self) -> None:
+        """The ends are all there is."""
+
     def piece(self, name: str, tensor: Any) -> Piece:
         return HostPiece(name, tensor)
 
@@ -202,22 +213,29 @@ class NcclCarrier(CommCarrier):
 
     has_sums = False
 
-    def __init__(self, comm: Nccl, device: str):
-        where = comm.place(device_of(device), Mesh(dp=comm.world))
-        self.ordinal, self._device = where.cuda_ordinal, device
+    def __init__(self, comm: Nccl):
         super().__init__(comm)
-        try:
-            comm.hears(self.tell(comm.tells()))
-            self.readers, self._sender = gpus(), gpus()  # two queues: a consumer that copies to the host waits for no broadcast
-            self.group = self._sender.group(self.world, self.ordinal, comm.library.path, str(comm.gpu), comm.timeout)
-        except BaseException:
-            self.give_up()
-            raise
+        self._nccl = comm
+        self.group: Any = None  # until the first stream that no rank refuses
+        self.ordinal, self._device = -1, "cuda"
 
-    def at(self, device: str | None) -> NcclCarrier:
-        if device not in (None, "cpu", self._device, f"cuda:{self.ordinal}"):
+    def check(self, device: Any, sends: bool) -> None:
+        """The GPU is opened here, before the ranks meet: one that cannot be is a reason like any other."""
+        named = "cuda" if device is None or (device == "cpu" and not sends) else device
+        if self.group is None or named == "cpu":
+            where = self._nccl.place(device_of(named), Mesh(dp=len(self.ranks)))
+            self.ordinal, self._device = where.cuda_ordinal, named
+            self.readers, self._sender = gpus(), gpus()  # two queues: a consumer that copies to the host waits for no broadcast
+            self._sender.wait(self.ordinal)
+        elif device not in (None, "cpu", self._device, f"cuda:{self.ordinal}"):
             raise ConfigError(f"device = {shown(device)}, wanted None or 'cuda:{self.ordinal}', where this comm's first stream has begun")
-        return self
+
+    def open(self) -> None:
+        if self.group is not None:
+            return
+        comm = self._nccl
+        comm.hears(self.tell(comm.tells()))
+        self.group = self._sender.group(self.world, self.ordinal, comm.library.path, str(comm.gpu), comm.timeout)
 
     def piece(self, name: str, tensor: Any) -> Piece:
         if not is_on_gpu(tensor):
@@ -236,13 +254,14 @@ class NcclCarrier(CommCarrier):
             self._sender.wait(ordinal)
 
     def give_up(self) -> None:
-        if hasattr(self, "group"):
+        if self.group is not None:
             self.group.abort()
         super().give_up()
 
     def close(self) -> None:
-        self.group.close()
-        self.control.close()
+        if self.group is not None:
+            self.group.close()
+        super().close()
 
 
 class NcclBucket:
@@ -302,6 +321,12 @@ class TorchCarrier:
         self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
         moves_host = "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
         self._words_at = torch.device("cpu") if moves_host else self.gpu
+
+    def check(self, device: Any, sends: bool) -> None:
+        check_host(device)
+
+    def open(self) -> None:
+        """The group is the caller's."""
 
     def piece(self, name: str, tensor: Any) -> Piece:
         if self.gpu is not None and is_torch(tensor) and tensor.device.type == self.gpu.type:
@@ -378,7 +403,8 @@ class GlooBucket(HostBucket):
 
 
 class TorchBucket:
-    """What is read of it, on whatever stream of torch or by DLPack, is read behind the broadcast."""
+    """What is read of it on torch's current stream, or by DLPack, is read behind the broadcast: the stream that is current at `finish`
+    waits for it, and any other is the consumer's to order behind that one."""
 
     on_gpu = True
 

@@ -21,6 +21,8 @@ the group's next collective is the right one. How long a wait may last is the gr
 
 from __future__ import annotations
 
+import json
+import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,6 +39,7 @@ from rollmesh.sources.carriers import Bucket, Carrier, Piece, carrier_of
 BUCKET, END, ABORT = 1, 2, 3
 MAX_BUCKET = 1 << 40
 MAX_WHY = 300  # characters of an error that the others are told
+MAX_WHY_BYTES = 1800  # of these as JSON, where a character takes up to 12: below carriers.MAX_TOLD
 
 
 def send_weights(
@@ -53,13 +56,15 @@ def send_weights(
     group         a torch.distributed group (None: the default one), or rm.comm.nccl(…), shm(…), torch(…): a comm of its own, which
                   the first stream connects, later ones use again and comm.close() leaves, on all ranks
     src           the sender's rank, by default this one; receivers must name the same. Of a torch group it is the global rank
-    bucket_bytes  of data sent at once; a rank holds two buckets. The sender's alone is asked for
+    bucket_bytes  of data sent at once; a rank holds two buckets, three with rm.comm.nccl. The sender's alone is asked for
     device        with rm.comm.nccl this rank's GPU: "cuda" (the one of its number) or "cuda:N"
 
     Raises CollectiveMismatchError on all ranks that do not agree about the sender, SyncAbortedError when another rank has no room,
-    RankLostError and CollectiveTimeoutError when one is lost: the group is dead then.
+    RankLostError and CollectiveTimeoutError when one is lost: the group is dead then. Over torch's own NCCL nothing is raised for a lost
+    rank: torch's watchdog ends the process. ConfigError or DeviceError for a device that this rank does not have, and SyncAbortedError on
+    the others.
     """
-    stream = _Stream(carrier_of(group, device), src)
+    stream = _Stream(carrier_of(group), src, device)
     stream.agree(sends=True)
     sent, last = 0, None
     try:
@@ -89,7 +94,7 @@ def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, 
     SyncAbortedError when the sender gives up or another rank has no room, CapacityError or MemoryError where that is this one,
     FormatError for a description or a sum that is wrong; else as send_weights.
     """
-    stream = _Stream(carrier_of(group, device), src)
+    stream = _Stream(carrier_of(group), src, device)
     checks = stream.agree(sends=False, verify=verify)
     coming = None
     try:
@@ -107,6 +112,10 @@ def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, 
     except (Exception, GeneratorExit):
         stream.drain(coming)
         raise
+    except BaseException:  # an interrupt, which is not to wait for the sender
+        if not stream.is_over:
+            stream.carrier.give_up()
+        raise
 
 
 def _given(tensor: Any, name: str, device: str | None) -> Any:
@@ -123,8 +132,8 @@ def _buckets(carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, A
 class _Stream:
     """This rank's part of one stream: what it has to say and to hear, so that all ranks stay at the same place of it."""
 
-    def __init__(self, carrier: Carrier, src: int | None):
-        self.carrier, self.src = carrier, carrier.rank if src is None else src
+    def __init__(self, carrier: Carrier, src: Any, device: Any):
+        self.carrier, self.src, self.device = carrier, carrier.rank if src is None else src, device
         self.is_over = False
 
     @contextmanager
@@ -145,6 +154,7 @@ class _Stream:
         fault: Error | None = None
         try:
             self._check(verify)
+            self.carrier.check(self.device, sends)
         except Error as error:
             fault = error
         with self._together():
@@ -154,11 +164,21 @@ class _Stream:
             who = zip(self.carrier.ranks, told, strict=True)
             text = ", ".join(f"rank {rank} {'sends as' if does else 'receives from'} {src}" for rank, (src, does, _) in who)
             raise CollectiveMismatchError(f"{text[:1000]}; wanted one sender, and its rank as src on all")
+        with self._together():
+            self._open()
         return self.carrier.has_sums if verify is None else verify
 
+    def _open(self) -> None:
+        try:
+            self.carrier.open()
+        except Error:
+            self.carrier.give_up()
+            raise
+
     def _check(self, verify: bool | None) -> None:
-        if isinstance(self.src, bool) or not isinstance(self.src, int) or self.src not in self.carrier.ranks:
+        if isinstance(self.src, bool) or not isinstance(self.src, numbers.Integral) or self.src not in self.carrier.ranks:
             raise ConfigError(f"src = {shown(self.src)}, wanted a rank of the group, one of {shown(self.carrier.ranks)}")
+        self.src = int(self.src)  # NumPy's too
         if verify is not None and boolean("verify", verify) and not self.carrier.has_sums:
             raise ConfigError("verify = True with rm.comm.nccl, wanted None or False: bytes on GPUs are summed by torch alone")
 
@@ -256,4 +276,9 @@ class _Stream:
 
 
 def _why(fault: Exception | None) -> str | None:
-    return None if fault is None else reason(fault)[:MAX_WHY]
+    if fault is None:
+        return None
+    why = reason(fault)[:MAX_WHY]
+    while len(json.dumps(why)) > MAX_WHY_BYTES:
+        why = why[:-1]
+    return why
