@@ -340,7 +340,7 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
 // ------------------------------------------------------------------------------------------------ the types
 static PyMethodDef block_methods[] = {
     {"put", block_put, METH_VARARGS,
-     PyDoc_STR("(offset, bytes of the host): enqueued; they stay as they are until the group was waited for.")},
+     PyDoc_STR("(offset, bytes of the host): waits for what is enqueued, then enqueued; they stay until the group was waited for.")},
     {"copy", block_copy, METH_VARARGS,
      PyDoc_STR("(offset, ordinal, address, bytes of an element, shape, strides): a GPU's tensor in C order, enqueued.")},
     {0},

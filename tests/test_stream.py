@@ -203,6 +203,7 @@ def test_a_sender_that_gives_up(ranks: Ranks) -> None:
     assert told == ["KeyError: 'trainer'", *["SyncAbortedError: rank 0 gave up sending its weights"] * 2]
     assert ranks.serve() == [answer[1:] for answer in first[1:]]
     assert ranks.stream(DENSE, 2, {"bucket_bytes": 0})[0] == "LimitError: bucket_bytes=0 is not > 0"
+    assert ranks.stream(DENSE, 2, {"bucket_bytes": "1k"})[0] == "ConfigError: bucket_bytes = '1k', wanted a number of bytes"
     assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart([from_the_host(DENSE, state_of(DENSE, 2))] * 2)
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.errors import DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
+from rollmesh.show import shown
 
 BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -212,6 +213,8 @@ def take(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any
 
 def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:
     """Groups of consecutive entries of at most bucket_bytes together; an entry larger than that is a group of its own."""
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
+        raise ConfigError(f"bucket_bytes = {shown(bucket_bytes)}, wanted a number of bytes")
     if bucket_bytes <= 0:
         raise LimitError(f"bucket_bytes={bucket_bytes} is not > 0")
     bucket: list[tuple[str, Any]] = []

@@ -12,7 +12,7 @@ A torch group with both backends takes each bucket where its tensors lie. What t
     the sender     head     int64 [4]: what follows (BUCKET, END, ABORT), bytes of the description, bytes of the data, whether on GPUs
                    uint8    the description: names, dtypes, shapes, places and sums as JSON
     every rank     whether it has room: all have, or all raise
-    the sender     uint8    the data, which travels while the next bucket is filled, and the one before is read
+    the sender     uint8    the data, which travels while the next bucket is filled (from GPUs), and the one before is read
 
 All ranks of the group must take part: the sender in send_weights, the others in receive_weights. A sender that fails says ABORT
 and the receivers raise SyncAbortedError. A receiver whose consumer stops early still takes the rest of the stream, so that
