@@ -352,7 +352,7 @@ def test_commands_take_the_runs_device(
 
     small = ("--batch", "1", "--prefill", "4")
     assert ", cuda:1 (cuda_sm90, cuda_fma), 4 threads\n" in header("bench", *small)
-    assert ", cuda:0 (cuda_sm90, cuda_mma), 1 threads\n" in header(
+    assert ", cuda:0 (cuda_sm90, cuda_mma_sm90), 1 threads\n" in header(
         "bench", *small, "--device", "cuda:0", "--isa", "cuda_mma", "--tp", "1", "--threads", "1"
     )
     assert ", bfloat16, ref, 2 threads\n" in header("bench", *small, "--device", "cpu", "--isa", "ref", "--threads", "2")
