@@ -197,10 +197,7 @@ static void copy_runs(const rm_device *device, int ordinal, const runs *r, char 
         const char *at = from + i * r->step[0] + j * r->step[1] + k * r->step[2];
         const size_t pitch = inner > 1 ? (size_t)r->step[3] : width;
         if (ordinal == device->ordinal) device->copy(device->self, to, width, at, pitch, width, inner);
-        else if (inner == 1 || r->step[3] >= (int64_t)width) device->fetch(device->self, to, width, at, ordinal, pitch, width, inner);
-        else   // backwards, or the same again
-          for (size_t l = 0; l < inner; l++)
-            device->fetch(device->self, to + l * width, 0, at + (int64_t)l * r->step[3], ordinal, 0, width, 1);
+        else device->fetch(device->self, to, width, at, ordinal, pitch, width, inner);
       }
 }
 

@@ -47,7 +47,7 @@ typedef struct rm_device {
   // As copy, from the memory of the device of that ordinal, whose queue is not asked: what is to be read is there. No kernel of this one
   // reads it.
   void (*fetch)(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows);
-  // `rows` runs of `width` bytes each, a pitch from one to the next, any pitch; runs do not overlap, nor do `to` and `from`.
+  // `rows` runs of `width` bytes each, a pitch from one to the next, any pitch (backwards: as a size_t); runs do not overlap, nor do `to` and `from`.
   void (*copy)(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
   void (*zero)(void *self, void *at, size_t pitch, size_t width, size_t rows);
 

@@ -521,14 +521,16 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
     with library.open(1) as other:
         there = other.map(data.size)
         other.write(there, data.tobytes())
-        for to_pitch, from_pitch, width, rows in [(13, 100, 13, 64), (20, 100, 13, 64), (40, 40, 40, 7), (50, 200, 50, 32), (16, 16, 1, 9)]:
+        shapes = [(13, 100, 13, 64), (20, 100, 13, 64), (40, 40, 40, 7), (50, 200, 50, 32), (16, 16, 1, 9)]
+        for to_pitch, from_pitch, width, rows in [*shapes, (13, -100, 13, 60), (8, 0, 8, 5), (9, 4, 9, 5)]:
+            first = 3 - min((rows - 1) * from_pitch, 0)
             with library.open(0) as device:  # each asks for leave to read the other anew
                 here, host = device.map(to_pitch * rows), device.pin(to_pitch * rows)
-                device.fetch(here, to_pitch, there + 3, 1, from_pitch, width, rows)
+                device.fetch(here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows)
                 device.get(host, here, to_pitch * rows)
                 assert device.wait() == OK, device.message()
                 found = np.frombuffer(seen(host, to_pitch * rows), np.uint8).reshape(rows, to_pitch)
-                wanted = np.lib.stride_tricks.as_strided(data.reshape(-1)[3:], (rows, width), (from_pitch, 1))
+                wanted = np.lib.stride_tricks.as_strided(data.reshape(-1)[first:], (rows, width), (from_pitch, 1))
                 assert np.array_equal(found[:, :width], wanted)
                 assert not found[:, width:].any(), "what lies between runs stays"
 

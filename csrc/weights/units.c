@@ -159,11 +159,7 @@ static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, s
   char *there = rm_mirror_there(&ferry->halves, here);
   args->src = is_whole ? there - low * elem : there;
   const size_t width = (size_t)(is_whole ? span : run * elem), pitch = is_whole ? width : (size_t)(*stride * elem);
-  if (is_whole || ascend)
-    device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
-  else   // backwards
-    for (int64_t i = 0; i < n; i++)
-      device->fetch(device->self, there + i * (int64_t)width, 0, from + i * *stride * elem, unit->ordinal, 0, width, 1);
+  device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
   if (!is_whole) *stride = run;
   return RM_OK;
 }

@@ -146,12 +146,16 @@ void reach_peer(cuda_device *d, int ordinal) {
   cudaGetLastError();  // somebody else of the process has asked before: an error there
 }
 
+// CUDA's copies with a pitch take none that goes backwards, is shorter than a run, or is longer than this.
+bool is_pitch(size_t pitch, size_t width) { return pitch >= width && pitch <= MAX_PITCH; }
+
 void fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
-  if (rows > 1 && (to_pitch > MAX_PITCH || from_pitch > MAX_PITCH)) {  // CUDA takes no such copy
+  if (rows > 1 && !(is_pitch(to_pitch, width) && is_pitch(from_pitch, width))) {
     for (size_t r = 0; r < rows; r++)
-      fetch(self, static_cast<char *>(to) + r * to_pitch, 0, static_cast<const char *>(from) + r * from_pitch, ordinal, 0, width, 1);
+      fetch(self, static_cast<char *>(to) + static_cast<ptrdiff_t>(r * to_pitch), 0,
+            static_cast<const char *>(from) + static_cast<ptrdiff_t>(r * from_pitch), ordinal, 0, width, 1);
     return;
   }
   reach_peer(d, ordinal);
