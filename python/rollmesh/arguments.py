@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.comm import Comm
-from rollmesh.errors import CapacityError, ConfigError, RequestError
+from rollmesh.errors import CapacityError, ConfigError, Error, RequestError
 from rollmesh.mesh import Mesh
 from rollmesh.sampling import SamplingParams
 from rollmesh.show import shown
@@ -52,8 +52,12 @@ def choice(name: str, value: Any, words: Sequence[str]) -> str:
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
+    return integer_of(ConfigError, name, value, low, high)
+
+
+def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
-        raise ConfigError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
+        raise error(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
     return int(value)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa
-from rollmesh.arguments import REAL, choice
-from rollmesh.errors import ConfigError, DTypeError, Error, ShapeError, UnsupportedTensorError
+from rollmesh.arguments import REAL, choice, integer_of
+from rollmesh.errors import ConfigError, DTypeError, ShapeError, UnsupportedTensorError
 from rollmesh.show import plain, shown
 
 Array = Any  # of NumPy; where the arguments are on a CUDA device a _core.DeviceArray
@@ -34,12 +34,6 @@ def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
 @lru_cache(maxsize=16)
 def _kernels(isa: str, threads: int, process: int) -> _core.Kernels:
     return _core.Kernels(choice("isa", isa, available_isas()), threads)
-
-
-def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
-        raise error(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
-    return int(value)
 
 
 def is_real(value: Any) -> bool:

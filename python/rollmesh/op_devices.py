@@ -19,9 +19,10 @@ import numpy as np
 
 from rollmesh import _core
 from rollmesh._core import available_isas
+from rollmesh.arguments import integer_of
 from rollmesh.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
-from rollmesh.op_arguments import MAX_SIZE, MAX_THREADS, Array, integer_of, kernels, new_array, words_of
+from rollmesh.op_arguments import MAX_SIZE, MAX_THREADS, Array, kernels, new_array, words_of
 from rollmesh.show import shown
 
 HOST = -1

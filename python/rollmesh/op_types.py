@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.arguments import integer_of
 from rollmesh.errors import RequestError
-from rollmesh.op_arguments import MAX_FLOAT32, integer_of, is_real
+from rollmesh.op_arguments import MAX_FLOAT32, is_real
 from rollmesh.show import shown
 
 
