@@ -108,6 +108,7 @@ def parts() -> list[Part]:
         Part("build", 300, build, "", "lib/rollmesh/librollmesh_cuda.so"),
         Part("programs", 300, python("tests/cuda_build.py gpu", '--into "$DIR"'), "build", "check_gpu"),
         Part("probe", 60, '"$DIR/probe_mma"', "programs"),
+        Part("wgmma", 60, '"$DIR/bench_wgmma"', "programs"),
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
         Part("test-device", 150, pytest("tests/test_cuda_device.py"), "build"),

@@ -80,7 +80,8 @@ def simt_library(into: Path) -> Path:
 
 def gpu(into: Path) -> Path:
     """The kernels as the library has them, called by the same check; beside it probe_mma, which asks the hardware what the family
-    cuda_mma needs of it, and bench_mma, which times ops one by one. Needs nvcc to build and a GPU to run."""
+    cuda_mma needs of it, bench_mma, which times ops one by one, and bench_wgmma, which asks what wgmma would gain. Needs nvcc to build
+    and a GPU to run."""
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
     flags = ["-std=c++20", "-O2", "-fmad=false", "-ftz=true", "-Werror=all-warnings", "-Wno-deprecated-gpu-targets", *INCLUDE]
@@ -89,7 +90,7 @@ def gpu(into: Path) -> Path:
     sources = [*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"]
     made = [str(into / f"{source.stem}.gpu.o") for source in sources]
     alone = [[str(SIMT / "probe_mma.cu"), "-o", str(into / "probe_mma")]]
-    alone.append([str(SIMT / "bench_mma.cu"), *map(str, objects), "-o", str(into / "bench_mma")])
+    alone += [[str(SIMT / f"{name}.cu"), *map(str, objects), "-o", str(into / name)] for name in ("bench_mma", "bench_wgmma")]
     commands = [["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", to] for source, to in zip(sources, made)]
     commands += [["nvcc", *flags, "-cudart=static", *words] for words in alone]
     with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count()) as pool:
