@@ -6,6 +6,7 @@
 // rows. x is read from shared memory by the tensor core itself, in rows of 64 k with their eight chunks of 16 bytes swizzled by the row.
 #include "gemm_mma.cuh"
 #include "rm_cuda.h"
+#include "wgmma.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -32,36 +33,6 @@ constexpr int STEPS = STAGE_K / RM_MMA_K, OF_SEGMENT = RM_MMA_SEGMENT / STAGE_K;
 __device__ uint64_t descriptor(uint32_t at) {
   return static_cast<uint64_t>((at & 0x3ffff) >> 4) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-
-#define RM_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define RM_D16(i) RM_D4(i), RM_D4(i + 4), RM_D4(i + 8), RM_D4(i + 12)
-__device__ void wgmma(float (&d)[64], const uint4 &a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-               "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-               : RM_D16(0), RM_D16(16), RM_D16(32), RM_D16(48)
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
-               : "memory");
-}
-__device__ void wgmma(float (&d)[96], const uint4 &a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
-               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-               "{%96, %97, %98, %99}, %100, 1, 1, 1, 0;"
-               : RM_D16(0), RM_D16(16), RM_D16(32), RM_D16(48), RM_D16(64), RM_D16(80)
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
-               : "memory");
-}
-__device__ void arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ void wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
 // What a thread copies in every stage: a chunk of each second row of tiles, and chunk % 8 of every 32nd row of x.
 struct copies {
@@ -109,11 +80,11 @@ template <int COLS> __device__ void multiply(float (&sums)[COLS / 2], uint4 (&a)
   for (int pair = 0; pair < 2; pair++) {
 #pragma unroll
     for (int i = 0; i < 2; i++) a[pair][i] = w[(pair * 2 + i) * RM_WARP];
-    arrive();
+    rm_wgmma_arrive();
 #pragma unroll
-    for (int i = 0; i < 2; i++) wgmma(sums, a[pair][i], b + static_cast<uint64_t>((pair * 2 + i) * RM_MMA_K * 2 / 16));
-    commit();
-    wait<1>();
+    for (int i = 0; i < 2; i++) rm_wgmma(sums, a[pair][i], b + static_cast<uint64_t>((pair * 2 + i) * RM_MMA_K * 2 / 16));
+    rm_wgmma_commit();
+    rm_wgmma_wait<1>();
   }
 }
 #endif
@@ -141,7 +112,7 @@ template <int COLS> __global__ void __launch_bounds__(THREADS, 1) wgmma_kernel(p
       rm_copies_commit();
       multiply<COLS>(sums, a, stage(at));
     }
-    wait<0>();
+    rm_wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < COLS / 2; i++) {
       acc[i] = acc[i] + sums[i];

@@ -10,6 +10,7 @@
 //   P8  what -ftz makes of a result just below the smallest normal number, beside this machine's CPU; if they differ, the bits of
 //       cuda_fma are x86's but for such a result
 #include "mma.cuh"
+#include "wgmma.h"
 
 #include <cmath>
 #include <cstdio>
@@ -60,29 +61,6 @@ __device__ uint64_t descriptor(const void *b) {
   const uint64_t at = __cvta_generic_to_shared(b);
   return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(128 >> 4) << 16 | static_cast<uint64_t>(256 >> 4) << 32;
 }
-#define RM_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define RM_D16(i) RM_D4(i), RM_D4(i + 4), RM_D4(i + 8), RM_D4(i + 12)
-__device__ void wgmma(float (&d)[4], uint4 a, uint64_t b) {
-  asm volatile("wgmma.fence.sync.aligned;\n"
-               "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n"
-               "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
-               : RM_D4(0)
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
-               : "memory");
-}
-__device__ void wgmma(float (&d)[64], uint4 a, uint64_t b) {
-  asm volatile("wgmma.fence.sync.aligned;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-               "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;\n"
-               "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
-               : RM_D16(0), RM_D16(16), RM_D16(32), RM_D16(48)
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b)
-               : "memory");
-}
 #endif
 
 // The 4 problems from 4·blockIdx.x on give the 64 rows; the columns of all of them are those of the first, N / 8 times.
@@ -97,7 +75,10 @@ template <int N> __global__ void wgmma_kernel(const problem *problems, result *r
   __syncthreads();
   float d[N / 2];
   for (int i = 0; i < N / 2; i++) d[i] = p.c[g + i % 4 / 2 * 8][t + i % 2];
-  wgmma(d, load_a(p.a, lane), descriptor(b));
+  rm_wgmma_arrive();
+  rm_wgmma(d, load_a(p.a, lane), descriptor(b));
+  rm_wgmma_commit();
+  rm_wgmma_wait<0>();
   float *out = results[4 * blockIdx.x + warp].d[0];
   for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + t + i % 2] = d[i];
   bool same = true;  // every 8 columns are the first 8 again
