@@ -21,14 +21,6 @@ static const struct {
 enum { N_DTYPES = sizeof dtypes / sizeof *dtypes, MAX_DIMS = 4 };
 #define DTYPES "bfloat16, float32, int32, uint8, int64, float16 or float64"
 
-static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
-
-static void free_object(PyObject *self) {
-  PyTypeObject *type = Py_TYPE(self);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
 typedef struct array_object {
   PyObject_HEAD
   rm_queue_object *queue;       // owned
@@ -52,8 +44,7 @@ static int dtype_named(PyObject *module, const char *name) {
 static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "an array of %zd dims, wanted at most %d", n, (int)MAX_DIMS);
-  PyTypeObject *type = (PyTypeObject *)rm_state(module)->device_array_type;
-  array_object *self = (array_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  array_object *self = rm_object_new(rm_state(module)->device_array_type);
   if (!self) return NULL;
   self->queue = (rm_queue_object *)Py_NewRef((PyObject *)queue);
   self->dtype = dtype, self->n_dims = (int)n;
@@ -285,13 +276,13 @@ static int hand_over(array_object *self, PyObject *stream) {
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
   if (handle == -1) return 0;
-  if (rm_queue_check_stream(module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
-  if (rm_queue_enter(module_of((PyObject *)self), self->queue, &saved)) return -1;
+  if (rm_queue_check_stream(rm_module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
+  if (rm_queue_enter(rm_module_of((PyObject *)self), self->queue, &saved)) return -1;
   device->lead(device->self, (void *)(uintptr_t)handle);
   const rm_device_status status = device->poll(device->self);
   const rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
   rm_queue_leave(self->queue, saved);
-  if (code) rm_raise(module_of((PyObject *)self), &err);
+  if (code) rm_raise(rm_module_of((PyObject *)self), &err);
   return code ? -1 : 0;
 }
 
@@ -326,7 +317,7 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   (void)ignored;
   PyObject *out = rm_array_new(dtypes[self->dtype].type, self->n_dims, self->shape, NULL);
   if (!out || !self->bytes) return out;
-  if (rm_queue_enter(module_of(object), self->queue, &saved)) {
+  if (rm_queue_enter(rm_module_of(object), self->queue, &saved)) {
     Py_DECREF(out);
     return NULL;
   }
@@ -337,7 +328,7 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   Py_END_ALLOW_THREADS
   if (!code) return out;
   Py_DECREF(out);
-  return rm_raise(module_of(object), &err);
+  return rm_raise(rm_module_of(object), &err);
 }
 
 // (first, shape): elements first … of it, in C order, as an array of that shape.
@@ -346,11 +337,11 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   long long first;
   PyObject *shape;
   if (!PyArg_ParseTuple(args, "LO!:part", &first, &PyTuple_Type, &shape)) return NULL;
-  array_object *part = new_array(module_of(object), self->queue, self->dtype, shape);
+  array_object *part = new_array(rm_module_of(object), self->queue, self->dtype, shape);
   if (!part) return NULL;
   const size_t each = dtypes[self->dtype].bits / 8;
   if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
-    rm_raise_code(module_of(object), RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
+    rm_raise_code(rm_module_of(object), RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
                   self->bytes / each);
     Py_DECREF(part);
     return NULL;
@@ -374,7 +365,7 @@ static void array_dealloc(PyObject *object) {
   }
   rm_tensor_release(self->owner);
   Py_XDECREF((PyObject *)queue);
-  free_object(object);
+  rm_object_free(object);
 }
 
 static PyObject *array_shape(PyObject *object, void *ignored) {

@@ -83,7 +83,7 @@ void rm_op_fail(rm_op_call *c, rm_error *err);
   } while (0)
 
 #define OBJECTS(n) PyObject *o[n] = {0}
-#define CALL rm_op_call c = {.self = self, .module = PyType_GetModule(Py_TYPE((PyObject *)self))}
+#define CALL rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)}
 
 // The methods; what they take is in the table of ops.c.
 #define RM_KERNELS_METHOD(name) PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *args)
