@@ -404,7 +404,29 @@ static PyObject *array_queue(PyObject *self, void *ignored) {
   return Py_NewRef((PyObject *)((array_object *)self)->queue);
 }
 
+// Nothing is copied, and waited for, unasked: not for NumPy, which without __array__ makes an array of one object of it, nor for the truth
+// of its one element.
+static PyObject *refuse_host(PyObject *object, const char *what) {
+  const array_object *self = (array_object *)object;
+  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s a %s array on %s, wanted one of the host: its .numpy() is a copy",
+                       what, dtypes[self->dtype].name, self->queue->device.name);
+}
+
+static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
+  (void)args, (void)kwargs;
+  return refuse_host(object, "a NumPy array of");
+}
+
+static int array_bool(PyObject *object) { return refuse_host(object, "the truth of"), -1; }
+
+static Py_ssize_t array_length(PyObject *object) {
+  const array_object *self = (array_object *)object;
+  if (self->n_dims) return (Py_ssize_t)self->shape[0];
+  return PyErr_SetString(PyExc_TypeError, "len() of an array without dims"), -1;
+}
+
 static PyMethodDef array_methods[] = {
+    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("UnsupportedTensorError: see numpy.")},
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS,
      PyDoc_STR("A capsule; the consumer's stream comes after the ops so far.")},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
@@ -428,6 +450,8 @@ int rm_device_arrays_add(PyObject *module) {
       {Py_tp_dealloc, array_dealloc},
       {Py_tp_methods, array_methods},
       {Py_tp_getset, array_members},
+      {Py_sq_length, array_length},
+      {Py_nb_bool, array_bool},
       {Py_tp_doc, "An array on a GPU, C-contiguous: what ops of rollmesh.ops give where they were given arrays of a GPU."},
       {0, NULL},
   };

@@ -160,7 +160,18 @@ static void array_dealloc(PyObject *self) {
   rm_object_free(self);
 }
 
+// Or NumPy would make an array of one object of it.
+static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
+  const array_object *self = (array_object *)object;
+  (void)args, (void)kwargs;
+  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
+                       "a NumPy array of a %s tensor on cuda:%d, wanted one of the host: torch.from_dlpack(it).cpu() is a copy, "
+                       "receive_weights with device='cpu' gives copies",
+                       dtypes[self->dtype].name, self->ordinal);
+}
+
 static PyMethodDef array_methods[] = {
+    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("UnsupportedTensorError.")},
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("A capsule, DLPack 1.x.")},
     {"__dlpack_device__", array_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
     {"host", array_host, METH_NOARGS, PyDoc_STR("(bytes from its first element in memory to its last, the place of element 0).")},

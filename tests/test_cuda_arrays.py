@@ -315,6 +315,20 @@ def test_how_an_array_may_be_asked_for() -> None:
     assert array.part(3, (0,)).numpy().shape == (0,)
 
 
+def test_an_array_is_not_copied_unasked() -> None:
+    """NumPy would make an array of one object of it. A length it has, as any array with dims; the truth of its elements it does not say."""
+    array = ops.to_device(np.zeros((3, 2), np.float32))
+    for ask in (np.asarray, np.array, lambda a: np.asarray(a, np.float32), lambda a: np.stack([a, a]), lambda a: np.array(a, copy=None)):
+        with pytest.raises(errors.UnsupportedTensorError, match=r"a NumPy array of a float32 array on cuda:0, .* \.numpy\(\) is a copy"):
+            ask(array)
+    for ask in (bool, lambda a: a or None):
+        with pytest.raises(errors.UnsupportedTensorError, match="the truth of a float32 array on cuda:0"):
+            ask(array)
+    assert (len(array), len(array.part(0, (0, 2))), len(array.numpy())) == (3, 0, 3)
+    with pytest.raises(TypeError, match=r"len\(\) of an array without dims"):
+        len(array.part(0, ()))
+
+
 def test_a_read_only_tensor_is_read_and_not_written(trainer: Trainer, rng: np.random.Generator) -> None:
     x, w = matrices(rng)
     tensor, out = trainer.tensor(x), trainer.tensor(np.zeros((5, 17), np.float32))
