@@ -40,6 +40,15 @@ static int dtype_named(PyObject *module, const char *name) {
   return -1;
 }
 
+// −1 with an exception for what is no integer of 64 bits.
+static int64_t size_of(PyObject *module, PyObject *size) {
+  const int64_t value = PyLong_AsLongLong(size);
+  if (value != -1 || !PyErr_Occurred()) return value;
+  PyErr_Clear();
+  rm_raise_code(module, RM_E_SHAPE, "a size or a place is %R, wanted an integer below 2^63", size);
+  return -1;
+}
+
 // Without memory yet. A tuple of sizes, of which all are held to what a product may be.
 static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
@@ -50,7 +59,7 @@ static array_object *new_array(PyObject *module, rm_queue_object *queue, int dty
   self->dtype = dtype, self->n_dims = (int)n;
   int64_t bytes = dtypes[dtype].bits / 8;
   for (int i = 0; i < self->n_dims; i++) {
-    self->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    self->shape[i] = size_of(module, PyTuple_GetItem(shape, i));
     if (!PyErr_Occurred() && (self->shape[i] < 0 || !rm_mul_i64(bytes, self->shape[i], &bytes)))
       rm_raise_code(module, RM_E_SHAPE, "size %lld in dim %d of a %s array, wanted 0 or more, and less than 2^63 bytes",
                     (long long)self->shape[i], i, dtypes[dtype].name);
@@ -95,7 +104,9 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
   int dtype = 0;
   const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
   while (dtype < N_DTYPES && !(type >= 0 && PyArray_EquivTypenums(type, dtypes[dtype].type))) dtype++;
-  if (dtype == N_DTYPES) return rm_raise_code(module, RM_E_DTYPE, "wanted a numpy array of uint16 (words of bfloat16), " DTYPES);
+  if (dtype == N_DTYPES)
+    return rm_raise_code(module, RM_E_DTYPE, "%R, wanted a numpy array of uint16 (words of bfloat16), " DTYPES,
+                         type >= 0 ? (PyObject *)PyArray_DESCR((PyArrayObject *)object) : (PyObject *)Py_TYPE(object));
   rm_array_want want = {.name = "the array", .type = dtypes[dtype].type, .n_dims = -1};
   void *data;
   if (rm_array_data(module, object, &want, &data)) return NULL;
@@ -111,8 +122,10 @@ static int dtype_of(PyObject *module, PyObject *name, dl_dtype dtype) {
   if (dtype.lanes == 1 && dtype.code == DL_UINT && dtype.bits == 16) return 0;   // words of bfloat16, as in a numpy array
   for (int i = 0; i < N_DTYPES; i++)
     if (dtype.lanes == 1 && dtypes[i].code == dtype.code && dtypes[i].bits == dtype.bits) return i;
-  rm_raise_code(module, RM_E_DTYPE, "%.200U has DLPack type code %d of %d bits and %d lanes, wanted " DTYPES, name, (int)dtype.code,
-                (int)dtype.bits, (int)dtype.lanes);
+  static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};   // by DLPack's code
+  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "another type, of bits ";
+  rm_raise_code(module, RM_E_DTYPE, "%.200U has dtype %s%d%s, wanted " DTYPES, name, kind, (int)dtype.bits,
+                dtype.lanes == 1 ? "" : " in vectors");
   return -1;
 }
 
@@ -334,14 +347,15 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
 // (first, shape): elements first … of it, in C order, as an array of that shape.
 static PyObject *array_part(PyObject *object, PyObject *args) {
   array_object *self = (array_object *)object;
-  long long first;
-  PyObject *shape;
-  if (!PyArg_ParseTuple(args, "LO!:part", &first, &PyTuple_Type, &shape)) return NULL;
-  array_object *part = new_array(rm_module_of(object), self->queue, self->dtype, shape);
+  PyObject *place, *shape, *module = rm_module_of(object);
+  if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
+  if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape is %R, wanted a tuple of sizes", shape);
+  const long long first = size_of(module, place);
+  array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->queue, self->dtype, shape);
   if (!part) return NULL;
   const size_t each = dtypes[self->dtype].bits / 8;
   if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
-    rm_raise_code(rm_module_of(object), RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
+    rm_raise_code(module, RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
                   self->bytes / each);
     Py_DECREF(part);
     return NULL;

@@ -312,6 +312,15 @@ def test_how_an_array_may_be_asked_for() -> None:
     for first, shape in ((-1, (1,)), (0, (4,)), (3, (1,)), (4, (0,)), (0, (2**62, 2**62)), (0, (-1,))):
         with pytest.raises(errors.ShapeError):
             array.part(first, shape)
+    none: tuple[tuple[Any, Any, str], ...] = (
+        ("a", (1,), "a size or a place is 'a', wanted an integer"),
+        (2**63, (1,), f"a size or a place is {2**63}, wanted an integer below"),
+        (0, (1.0,), "a size or a place is 1.0, wanted an integer"),
+        (0, [1], r"shape is \[1\], wanted a tuple of sizes"),
+    )
+    for first, shape, message in none:
+        with pytest.raises(errors.ShapeError, match=message):
+            array.part(first, shape)
     assert array.part(3, (0,)).numpy().shape == (0,)
 
 
@@ -385,8 +394,9 @@ def test_tensors_that_no_op_takes(trainer: Trainer, rng: np.random.Generator) ->
         (trainer.tensor(wide[:, ::2]), errors.LayoutError, "x is not C-contiguous"),
         (trainer.tensor(x, shape=(4, 33), byte_offset=2), errors.LayoutError, "x is not aligned"),
         (trainer.tensor(x, shape=(6, 33)), errors.UnsupportedTensorError, "its memory is not cuda:0's"),
-        (trainer.tensor(x, dtype=DL_INT32), errors.DTypeError, "x is not an array of uint16"),
-        (trainer.tensor(x, dtype=(dlpack.COMPLEX, 32, 1)), errors.DTypeError, "x has DLPack type code 5"),
+        (trainer.tensor(x, dtype=DL_INT32), errors.DTypeError, r"x has dtype int32, wanted bfloat16 \(its words in uint16\) or float32"),
+        (trainer.tensor(x, dtype=(dlpack.COMPLEX, 32, 1)), errors.DTypeError, "x has dtype complex32, wanted bfloat16, float32, int32"),
+        (trainer.tensor(x, dtype=(9, 8, 2)), errors.DTypeError, "x has dtype another type, of bits 8 in vectors, wanted"),
         (trainer.tensor(x.reshape(1, 1, 1, 5, 33)), errors.ShapeError, "x has 5 dims"),
         (trainer.tensor(x[None]), errors.ShapeError, "x has 3 dims, wanted 2"),
         (trainer.tensor(x[:, :32].copy()), errors.ShapeError, "w has size"),
@@ -402,7 +412,7 @@ def test_tensors_that_no_op_takes(trainer: Trainer, rng: np.random.Generator) ->
     with pytest.raises(errors.UnsupportedTensorError, match="array is a list"):
         ops.to_device([1.0])
     for wrong in (np.zeros(3, np.complex64), np.zeros(3, np.uint32)):
-        with pytest.raises(errors.DTypeError):
+        with pytest.raises(errors.DTypeError, match=rf"dtype\('{wrong.dtype}'\), wanted a numpy array of uint16"):
             ops.to_device(wrong)
     with pytest.raises(errors.LayoutError):
         ops.to_device(wide[:, ::2])
