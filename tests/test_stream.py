@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,28 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
             sources.send_weights({}, comm)
         with pytest.raises(rm.ConfigError, match="a comm of one rank"):
             next(sources.receive_weights(comm, src=0))
+    pytest.importorskip("torch")
+    for none in ("gloo", 3, rm.Mesh(tp=2)):
+        message = rf"group is a {type(none).__name__}, wanted a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None"
+        for call in (
+            lambda its: sources.send_weights({}, its),
+            lambda its: next(sources.receive_weights(its, src=0)),
+            rm.comm.torch,
+        ):
+            with pytest.raises(rm.ConfigError, match=message):
+                call(none)
+    with pytest.raises(rm.StateError, match=r"torch.distributed is not initialised"):
+        sources.send_weights({})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for call in (lambda: sources.send_weights({}), rm.comm.torch):
+        with pytest.raises(rm.ConfigError, match=r"group = None needs torch, which is missing: wanted rm.comm.nccl\(…\) or rm.comm.shm"):
+            call()
+    monkeypatch.undo()
+
+
+def test_a_comm_that_is_closed_has_no_stream(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     two = rm.comm.nccl(rm.comm.shm("stream-two", 0, 2), settings["NCCL_LIBRARY"])
     two.close()
     with pytest.raises(rm.StateError, match="this comm is closed"):
