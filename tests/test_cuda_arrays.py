@@ -143,6 +143,19 @@ def test_weights_are_packed_where_they_are(trainer: Trainer, rng: np.random.Gene
         assert (ops.pack_gate_up(trainer.tensor(w), trainer.tensor(-w)).numpy() == ops.pack_gate_up(w, -w)).all()
 
 
+def test_what_another_library_left_in_the_thread(simulated: str, rng: np.random.Generator) -> None:
+    """Its failed call is found neither in the next op nor in a copy, and ends no device."""
+    x, w = matrices(rng)
+    leave_error = C.CDLL(simulated).simt_leave_error
+    leave_error()
+    there = ops.to_device(x), ops.to_device(w)
+    for _ in range(2):
+        leave_error()
+        y = ops.gemm(*there, 17)
+        leave_error()
+        assert (y.numpy() == ops.gemm(x, w, 17)).all()
+
+
 # ---------------------------------------------------------------------------------------------- streams
 def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Generator) -> None:
     """Behind what the stream has, before what it gets: the trainer writes its tensor before the op and over it after, and waits for

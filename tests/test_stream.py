@@ -407,6 +407,22 @@ def test_ranks_on_one_gpu(others: Callable[..., Ranks], settings: dict[str, str]
     assert ranks.stream(MOE, 1, {"where": "mixed", "bucket_bytes": 5000})[1] == from_the_host(MOE, state_of(MOE, 1))
 
 
+def test_a_consumer_whose_stream_lags(others: Callable[..., Ranks]) -> None:
+    """What was given out is not written again, whoever still holds it: torch.from_dlpack asks for no word of when its stream is through."""
+    ranks = others("nccl", world=2)
+    want = {name: array.tobytes() for name, array in state_of(DENSE, 5).items()}
+    for size in (1, 3000):
+        assert ranks(("send", DENSE, 5, {"bucket_bytes": size}), ("lags", {}))[1] == want
+
+
+def test_a_put_behind_a_broadcast_that_does_not_end(others: Callable[..., Ranks]) -> None:
+    """CUDA holds a copy from the host's memory back until then, without a deadline; the group has one."""
+    ranks = others("nccl", world=2, timeout=2.0)
+    assert ranks(("ready", {}), ("ready", {})) == [None] * 2
+    told = ranks(("send", DENSE, 1, {"where": "host", "bucket_bytes": 1}), ("silent", {}), limit=SOON)
+    assert told[0].startswith("CollectiveTimeoutError: "), told
+
+
 def test_a_fault_of_the_gpu(others: Callable[..., Ranks], settings: dict[str, str]) -> None:
     """Of NCCL's, on one rank: an error on both, and the version before serves."""
     ranks = others("nccl", world=2, timeout=10.0, settings={**settings, "STANDIN_GROUP": "1:5:1"})
