@@ -255,6 +255,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+// What opens memory waits for the driver, and what closes it for the device: so without the GIL. Why one has failed is the thread's own.
 static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
   int ordinal;
@@ -264,8 +265,11 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  if (rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err))
-    return rm_raise(rm_module_of(object), &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle, (Py_ssize_t)sizeof loan.handle,
                        (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
 }
@@ -284,7 +288,11 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(rm_module_of(object), &err);
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  if (rm_cuda_borrowed(self->readers.library, device, &loan, &err)) return rm_raise(rm_module_of(object), &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_borrowed(self->readers.library, device, &loan, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
 }
 
@@ -296,7 +304,11 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  if (rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err)) return rm_raise(rm_module_of(object), &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(rm_module_of(object), &err);
   Py_RETURN_NONE;
 }
 

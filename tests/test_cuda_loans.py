@@ -340,7 +340,7 @@ def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None
     assert process.exitcode == 0
     remote.wait(60)
     remote.publish(DENSE, 2, 1, 1)
-    with pytest.raises(RuntimeError, match="DeadlineError: version 1 was read by 0 of 1 readers within"):
+    with pytest.raises(RuntimeError, match="version 1 was read by 0 of 1 readers within the timeout; 0 that have read some version"):
         remote.wait(0.05)
     remote.take_back()
 
@@ -353,7 +353,7 @@ def test_a_reader_that_is_dropped(library: Path, trainer: Callable[..., Remote])
     reader.refresh()
     with suppress(KeyError), reader.lent():
         reader["none"]
-    with pytest.raises(RuntimeError, match="DeadlineError"):
+    with pytest.raises(RuntimeError, match=r"DeadlineError: .* within the timeout; 1 that have read"):
         remote.wait(0.05)
     del reader
     gc.collect()
