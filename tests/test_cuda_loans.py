@@ -333,11 +333,17 @@ def test_a_reader_that_ends(make: Callable[..., rm.Generator], trainer: Callable
 def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None:
     """Without close: the next version is not lent to it, and does not miss it."""
     remote = trainer()
-    remote.publish(DENSE, 1, 0, 1)
+    remote.publish(DENSE, 1, 0, 2)
     process = multiprocessing.get_context("spawn").Process(target=gpu_trainer.borrow_and_end, args=(remote.address(),))
     process.start()
     process.join(60)
     assert process.exitcode == 0
+    with pytest.raises(RuntimeError, match="version 0 was read by 1 of 2 readers within the timeout; 0 that have read some version"):
+        remote.wait(0.05)
+    with sources.SharedReader(remote.address()) as reader:
+        reader.refresh()
+        with reader.lent():
+            pass
     remote.wait(60)
     remote.publish(DENSE, 2, 1, 1)
     with pytest.raises(RuntimeError, match="version 1 was read by 0 of 1 readers within the timeout; 0 that have read some version"):
