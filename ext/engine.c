@@ -8,7 +8,7 @@
 #include "comm.h"
 #include "spec.h"
 
-PyObject *rm_engine_module(rm_engine_object *self) { return PyType_GetModule(Py_TYPE((PyObject *)self)); }
+PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObject *)self); }
 
 int rm_engine_enter(rm_engine_object *self) {
   PyObject *module = rm_engine_module(self);
@@ -78,8 +78,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends)) return NULL;
   PyObject *module = PyType_GetModule(type);
   if (!module) return NULL;
-  const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-  rm_engine_object *self = (rm_engine_object *)alloc(type, 0);
+  rm_engine_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
@@ -119,13 +118,10 @@ static int engine_clear(PyObject *object) {
 }
 
 static void engine_dealloc(PyObject *object) {
-  PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   destroy((rm_engine_object *)object);  // before the arrays that it may write to
   engine_clear(object);
-  const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  release(object);
-  Py_DECREF(type);
+  rm_object_free(object);
 }
 
 static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {

@@ -282,6 +282,18 @@ void drain_whole(simt_stream *s, uint64_t place, locked &hold, work *now = nullp
   }
 }
 
+// Every stream of a device, anybody's.
+void drain_device(int owner, locked &hold) {
+  const auto is_due = [owner](const simt_stream *s) { return s->owner == owner && s->n_done < s->n_enqueued; };
+  for (auto s = streams.begin(); (s = std::find_if(streams.begin(), streams.end(), is_due)) != streams.end();) {
+    drain(*s, (*s)->n_enqueued);
+    if (!is_due(*s)) continue;
+    hold.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    hold.lock();
+  }
+}
+
 cudaError_t enqueue(simt_stream *s, work w) {
   if (devices[s->owner].sticky != cudaSuccess) return devices[s->owner].sticky;
   if (s->capture) {
@@ -494,6 +506,9 @@ extern "C" __attribute__((visibility("default"))) void simt_made(uint64_t counts
 // `awaited` has been given so far.
 extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_context < 0 ? 0 : current_context; }
 
+// For tests: another library's call that failed, of which it has not asked.
+extern "C" __attribute__((visibility("default"))) void simt_leave_error() { said(cudaErrorInvalidValue); }
+
 extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) { return static_cast<cudaStream_t>(stream)->owner; }
 
 extern "C" __attribute__((visibility("default"))) void simt_stream_await(void *stream, void *awaited) {
@@ -516,11 +531,16 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
   return said(error);
 }
 
+// It waits for all that the device still does, as CUDA's does.
 cudaError_t cudaFree(void *data) {
-  const locked hold(lock);
+  locked hold(lock);
   const cudaError_t error = ready();
   if (!data || captured) return said(error);
   const block *b = block_of(data);
+  if (b && b->data == data && b->owner != HOST) {
+    drain_device(b->owner, hold);
+    b = block_of(data);
+  }
   if (b && b->data == data && b->owner != HOST) {
     if (b->is_borrowed) return said(cudaErrorInvalidValue);
     mprotect(b->room, b->room_bytes, PROT_READ);
@@ -734,11 +754,12 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
   return said(enqueue(s, {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes, .is_peers = true}));
 }
 
-// Of one layer; row after row.
+// Of one layer; row after row. CUDA takes no pitch beyond what cudaDeviceProp says, either.
 cudaError_t cudaMemcpy3DPeerAsync(const cudaMemcpy3DPeerParms *run, cudaStream_t s) {
   const cudaPitchedPtr &to = run->dstPtr, &from = run->srcPtr;
   const auto [width, rows, depth] = run->extent;
-  if (depth != 1 || to.pitch < width || from.pitch < width) return said(cudaErrorInvalidValue);
+  constexpr size_t MOST = 0x7fffffff;
+  if (depth != 1 || to.pitch < width || from.pitch < width || to.pitch > MOST || from.pitch > MOST) return said(cudaErrorInvalidValue);
   for (size_t r = 0; r < rows; r++) {
     void *there = static_cast<char *>(to.ptr) + r * to.pitch, *here = static_cast<char *>(from.ptr) + r * from.pitch;
     const cudaError_t error = cudaMemcpyPeerAsync(there, run->dstDevice, here, run->srcDevice, width, s);
