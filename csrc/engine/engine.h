@@ -28,7 +28,9 @@ typedef struct rm_engine_options {
   int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
   int64_t page_size;            // a multiple of 16
   uint64_t kv_bytes;            // of KV cache; at least one page. 0: what memory_fraction leaves
-  double memory_fraction;       // of the device's free memory, for two copies of the weights and the KV cache; in (0, 1]
+  double memory_fraction;       // in (0, 1], of what the device has free once all ranks are made but for their KV caches: for two copies
+                                // of the weights and the KV cache of every rank there. All ranks of the mesh get as many pages
+  uint64_t memory;              // a name of that memory, alike on ranks that have the same (rm_memory_name)
   uint64_t seed;                // seeds of requests that bring none
   int prefix_caching;
   int enforce_eager;            // record nothing (decode.h)

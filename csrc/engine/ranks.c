@@ -133,9 +133,12 @@ static rm_code open_device(rm_member *member, const rm_ranks_options *options, i
 static rm_code make_engine(rm_member *member, const creation *how) {
   const rm_ranks *ranks = how->ranks;
   rm_engine_options options = how->options->engine;
-  const rm_code code = open_device(member, how->options, ranks->first + (int)(member - ranks->members));
+  char card[32] = "";
+  rm_code code = open_device(member, how->options, ranks->first + (int)(member - ranks->members));
+  if (!code && member->device.self) code = rm_cuda_bus_id(how->options->cuda_library, member->device.ordinal, card, &member->err);
   if (code) return code;
   if (member->device.self) options.device = &member->device;
+  options.memory = rm_memory_name(card);
   options.rank = (rm_rank){
       .mesh = ranks->mesh,
       .index = ranks->first + (int32_t)(member - ranks->members),

@@ -23,7 +23,7 @@ typedef struct rm_ends {
 } rm_ends;
 
 typedef struct rm_ranks_options {
-  rm_engine_options engine;     // of each rank, but for `rank`; n_threads is shared out over the ranks
+  rm_engine_options engine;     // of each rank, but for `rank` and `memory`; n_threads is shared out over the ranks
   rm_mesh mesh;
   rm_dispatcher dispatcher;
   int sequence_parallel;

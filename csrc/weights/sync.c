@@ -117,7 +117,7 @@ const void *rm_store_weights(const rm_store *store) { return store->serving.bloc
 uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
 uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
 int rm_store_is_open(const rm_store *store) { return store->open; }
-size_t rm_store_ferry_bytes(const rm_store *store) { return store->device->on_host ? 0 : 2 * store->ferry.half_bytes; }
+size_t rm_store_ferry_bytes(const rm_store *store) { return rm_ferry_bytes(&store->ferry); }
 const rm_params *rm_store_params(const rm_store *store) { return store->params; }
 int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
 

@@ -79,12 +79,10 @@ def gib_bytes(name: str, value: Any) -> int:
     return int(float(value) * 2**30)
 
 
-def share_of_memory(fraction: Any, kv_cache_gib: float | None, mesh: Mesh) -> float:
+def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
     """memory_fraction, 0 where the size of the KV cache is said."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
         raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
-    if kv_cache_gib is None and mesh.world > 1:  # all have as many pages, and may share a device
-        raise ConfigError(f"kv_cache_gib = None with {mesh.world} ranks, wanted the GiB of each")
     return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
