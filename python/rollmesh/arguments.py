@@ -23,7 +23,8 @@ MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
 DEEPEP_LACKS = "an adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no prompt
-PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h
+PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
+KEEP = 4
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
 

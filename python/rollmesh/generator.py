@@ -49,6 +49,7 @@ from rollmesh.progress import Progress
 from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
+from rollmesh.show import shown
 from rollmesh.spec import ModelSpec
 from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
@@ -590,20 +591,28 @@ class Generator:
             self._engine.pause(False)
             self._running.set()
 
-    def sleep(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(); running requests
-        lose their KV and recompute it after wake()."""
+    def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:
+        """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(), unless they are kept; running
+        requests lose their KV and recompute it after wake().
+
+        keep_weights: the host keeps the weights, packed as they are, and the same version serves again after wake(), without a sync. It
+        frees a GPU's memory and takes as much of the host's; on the CPU they stay where they are, and nothing is freed. A later
+        sleep("weights") without it drops them. CapacityError or MemoryError where the host has no room: then nothing sleeps, on no rank.
+        """
         mask = part_mask(parts)
+        keep = boolean("keep_weights", keep_weights)
+        if keep and not mask & PARTS["weights"]:
+            raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
         with self._call():
             self._weights.reset("a part was put to sleep")
-            self._engine.sleep(mask)
-            self._weights.refresh()
+            self._weights.sleep(mask, keep)
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Takes the memory again. Weights need a sync before they serve."""
+        """Takes the memory again. Weights that were not kept need a sync before they serve. CapacityError where a GPU has no room: then
+        all parts sleep on, what was kept stays kept, and a later call may succeed."""
         mask = part_mask(parts)
         with self._call():
-            self._engine.wake(mask)
+            self._weights.wake(mask)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
