@@ -237,6 +237,7 @@ int main(int argc, char **argv) {
       {"pack", check_pack},
       {"mma_places", check_mma_places},
       {"mma_company", check_mma_company},
+      {"mma_tiles", check_mma_tiles},
   };
   if (argc < 2) return 2;
   check_seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
