@@ -94,19 +94,40 @@ template <int COLS> __device__ void load_columns(const columns<COLS> &c, const r
   c.last[threadIdx.x] = static_cast<int>(live.last);
 }
 
-// Whether one of `n` positions from t on is live for a column. By a whole warp.
-template <int COLS> __device__ bool is_wanted(const columns<COLS> &c, int t, int n) {
+// Live positions of a column, a lane's.
+struct reach {
+  int first, last;
+};
+template <int COLS> __device__ reach reach_of_lane(const columns<COLS> &c) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  return __ballot_sync(RM_ALL_LANES, lane < COLS && c.first[lane % COLS] < t + n && c.last[lane % COLS] >= t) != 0;
+  return lane < COLS ? reach{c.first[lane], c.last[lane]} : reach{0, -1};
+}
+// Whether one of `n` positions from t on is live for a column. By a whole warp.
+__device__ bool is_wanted(reach of_lane, int t, int n) {
+  return __ballot_sync(RM_ALL_LANES, of_lane.first < t + n && of_lane.last >= t) != 0;
 }
 
-// The page of position t, which is the place of its kv head's part, and t's tile in it.
-struct tile_at {
-  int64_t page, tile;
+// Of AT_ONCE positions the tiles of 16, lane l having the l % TILES-th: where it begins in K's and V's cache, in words of 16 bytes.
+constexpr int TILES = AT_ONCE / RM_MMA_ROWS;
+struct tiles {
+  bool wanted[TILES];
+  int64_t k, v;
 };
-__device__ tile_at tile_of(const rm_attention_args &a, const work &w, const int32_t *pages, int t) {
-  const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t);
-  return {pages[at / page_size] * a.n_kv_heads + w.kv_head, at % page_size / RM_MMA_ROWS};
+__device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const work &w, const int32_t *pages, int t0) {
+  const int mine = static_cast<int>(threadIdx.x) % TILES;
+  tiles found = {};
+  bool is_mine_wanted = false;
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    found.wanted[i] = is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS);
+    if (i == mine) is_mine_wanted = found.wanted[i];
+  }
+  if (!is_mine_wanted) return found;  // its page may not be there
+  const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t0 + mine * RM_MMA_ROWS);
+  const int64_t page = pages[at / page_size] * a.n_kv_heads + w.kv_head, tile = at % page_size / RM_MMA_ROWS;
+  found.k = page * (rm_k_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_steps(a.head_dim) * RM_WARP;
+  found.v = page * (rm_v_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_tile_rows(a.head_dim) * RM_WARP;
+  return found;
 }
 
 // B of 8 columns and two steps of 16 k, of rows of `pitch` words.
@@ -115,14 +136,17 @@ __device__ uint4 load_columns_of(const uint32_t *rows, int pitch, int n, int ste
   return rm_load_matrices(rows + (n * 8 + lane % 8) * pitch + step * (RM_MMA_K / 2) + lane / 8 * 4);
 }
 
-template <int CT>
-__device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const int32_t *pages, int t) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, steps = static_cast<int>(rm_mma_steps(a.head_dim));
-  if (!is_wanted<CT * 8>(c, t, RM_MMA_ROWS)) return;
-  const tile_at at = tile_of(a, w, pages, t);
-  const uint4 *k =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.k_cache) + at.page * rm_k_page_elems(a.page_size, a.head_dim)) +
-      at.tile * steps * RM_WARP + lane;
+// Of the warp's tile.
+template <int CT> __device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a, const tiles &at) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int steps = static_cast<int>(rm_mma_steps(a.head_dim));
+  static_assert(TILES == WARPS);
+  const uint4 *k = static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, at.k, warp) + lane;
+  bool wanted = false;
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    if (i == warp) wanted = at.wanted[i];
+  if (!wanted) return;
   float acc[CT][4] = {};
   for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
     float sums[CT][4] = {};
@@ -145,7 +169,7 @@ __device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a
   for (int n = 0; n < CT; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      c.scores[(n * 8 + lane % 4 * 2 + i % 2) * SCORE_PITCH + t % AT_ONCE + lane / 4 + i / 2 * 8] = acc[n][i] * a.scale;
+      c.scores[(n * 8 + lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[n][i] * a.scale;
 }
 
 // The EACH columns that a warp softens, WARP_LANES / EACH lanes to each for what is one number a column.
@@ -213,9 +237,7 @@ template <int DT> struct values {
   uint4 of[BLOCKS][DT][2];
   bool some[BLOCKS];  // a block without any leaves A[d] as it is
 };
-template <int CT, int DT>
-__device__ void load_values(values<DT> &v, const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const int32_t *pages, int t0,
-                            int d_tile0) {
+template <int DT> __device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &at, int d_tile0) {
   const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim));
 #pragma unroll
@@ -223,12 +245,9 @@ __device__ void load_values(values<DT> &v, const columns<CT * 8> &c, const rm_at
     v.some[block] = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int t = t0 + block * static_cast<int>(RM_ATTN_BLOCK) + half * RM_MMA_K;
-      const bool wanted = is_wanted<CT * 8>(c, t, RM_MMA_K);
-      const tile_at at = wanted ? tile_of(a, w, pages, t) : tile_at{0, 0};
-      const uint4 *from =
-          reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.v_cache) + at.page * rm_v_page_elems(a.page_size, a.head_dim)) +
-          at.tile * d_tiles * RM_WARP + lane;
+      const int tile = block * 2 + half;
+      const bool wanted = at.wanted[tile];
+      const uint4 *from = static_cast<const uint4 *>(a.v_cache) + __shfl_sync(RM_ALL_LANES, at.v, tile) + lane;
 #pragma unroll
       for (int i = 0; i < DT; i++) {
         const int d = d_tile0 + warp + i * WARPS;
@@ -280,12 +299,14 @@ __device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_arg
   __syncthreads();
   float acc[DT][CT][4] = {};
   const int column0 = warp * EACH, column = column0 + lane / LANES_OF<EACH>;
+  const reach of_lane = reach_of_lane<COLS>(c);
   running own = {LOWEST, 0.0f, c.first[column], c.last[column]};
   for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
-    if (!is_wanted<COLS>(c, t0, AT_ONCE)) continue;  // the same for all warps
-    make_scores<CT>(c, a, w, pages, t0 + warp * RM_MMA_ROWS);
+    if (!is_wanted(of_lane, t0, AT_ONCE)) continue;  // the same for all warps
+    const tiles at = tiles_of(of_lane, a, w, pages, t0);
+    make_scores<CT>(c, a, at);
     values<DT> v;
-    load_values<CT, DT>(v, c, a, w, pages, t0, s.d_tile0);
+    load_values<DT>(v, a, at, s.d_tile0);
     __syncthreads();
     for (int block = 0; block < BLOCKS; block++) {
       const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
