@@ -5,6 +5,10 @@
 // through shared memory, since what is a row of K's result is a k of V's. A column knows nothing of the others: decode has the heads
 // of one row for columns, prefill 32, and the bits are the same.
 //
+// What limits it is issue, of the softmax above all: 1.5 thousand instructions a warp for 64 positions, of which the tensor cores' are 64.
+// So a warp softens its columns together: what is one number a column (m, l, alpha) is one lane's, not all lanes', and the trees over
+// positions halve what is left with each step. A column at a time took twice the instructions. Values are asked for before the softmax.
+//
 // Which rows are of one sequence is read on the device. Where some may be, one launch makes all tiles of rows that are, 32 columns each,
 // and a second one the rows of the other tiles, one by one, as in decode; the blocks of either return where the other has the work. A K
 // or V tile of 16 positions is read when one of them is live for one of the columns.

@@ -45,7 +45,8 @@ __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps
   return s;
 }
 
-// WIDE: rows of x may be read 16 bytes at a time, to their ends.
+// WIDE: rows of x may be read 16 bytes at a time, to their ends. For rows that are not there nothing is copied: what they meet in the
+// stage is nobody's output. Behind k there are zeros.
 template <class T, bool WIDE>
 __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps, const rm_tokens &x, int block) {
   const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);

@@ -24,17 +24,7 @@
 
 namespace {
 
-enum {
-  PAGE = 4096,
-  CHUNK = 16 * PAGE,
-  MAX_OPEN = 4096,
-  ALIGNMENT = 256,
-  MAX_DEVICES = 64,
-  PROCESSORS = 132,
-  HOST = -1,
-  FRESH = 0xff,
-  SLACK = 0xa5
-};
+enum { PAGE = 4096, CHUNK = 16 * PAGE, MAX_OPEN = 4096, ALIGNMENT = 256, MAX_DEVICES = 64, HOST = -1, FRESH = 0xff, SLACK = 0xa5 };
 
 struct block {
   char *raw, *room, *data;          // guard page, then pages of which the last hold the block, then a guard page
@@ -449,9 +439,8 @@ static int architecture_of(int ordinal) {
 
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) {
   const int architecture = architecture_of(ordinal);
-  *value = attribute == cudaDevAttrMultiProcessorCount      ? PROCESSORS
-           : attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10
-                                                            : architecture % 10;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
+  if (attribute == cudaDevAttrMultiProcessorCount) *value = static_cast<int>(from_environment("ROLLMESH_SIMT_PROCESSORS", 132));
   return cudaSuccess;
 }
 

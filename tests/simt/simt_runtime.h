@@ -19,6 +19,7 @@
 //   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have other numbers in other processes
 //   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB); with 0 there is not even room for a stream
 //   ROLLMESH_SIMT_SM=90          their architecture, or that of each by turns (90,80): kernels have code for 90 and 80
+//   ROLLMESH_SIMT_PROCESSORS=n   their multiprocessors (132)
 //   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
 //   ROLLMESH_SIMT_STICKY=1       and then until the process ends, as a GPU's context does
 //   ROLLMESH_SIMT_GRAPHS=n       a process's graphs at once; there is no memory for more (no limit)
