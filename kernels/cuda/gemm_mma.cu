@@ -200,7 +200,7 @@ constexpr int NARROW = 2;  // the tile of an x that is not read 16 bytes at a ti
 
 template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, int of) {
   static_assert(RM_N_TILES == 4);
-  if (!rm_tokens_of(a->x, a->ldx, a->k, 0, a->m).wide || a->k % 8 != 0) launch<NARROW, SWIGLU, false>(ctx, a);
+  if (!rm_is_wide(a->x, a->ldx) || a->k % 8 != 0) launch<NARROW, SWIGLU, false>(ctx, a);
   else if (of == 0) launch<0, SWIGLU, true>(ctx, a);
   else if (of == 1) launch<1, SWIGLU, true>(ctx, a);
   else if (of == 2) launch<2, SWIGLU, true>(ctx, a);

@@ -97,8 +97,10 @@ struct rm_tokens {
   bool wide;  // every row may be read 16 bytes at a time
 };
 
+RM_INLINE bool rm_is_wide(const void *x, int64_t ldx) { return ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0; }
+
 __device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, int64_t row0, int64_t end) {
-  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0};
+  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, rm_is_wide(x, ldx)};
 }
 
 // k … k + 7 of row row0 + r.
