@@ -5,6 +5,10 @@
 // through shared memory, since what is a row of K's result is a k of V's. A column knows nothing of the others: decode has the heads
 // of one row for columns, prefill 32, and the bits are the same.
 //
+// What limits it is issue, of the softmax above all: 1.5 thousand instructions a warp for 64 positions, of which the tensor cores' are 64.
+// So a warp softens its columns together: what is one number a column (m, l, alpha) is one lane's, not all lanes', and the trees over
+// positions halve what is left with each step. A column at a time took twice the instructions. Values are asked for before the softmax.
+//
 // Which rows are of one sequence is read on the device. Where some may be, one launch makes all tiles of rows that are, 32 columns each,
 // and a second one the rows of the other tiles, one by one, as in decode; the blocks of either return where the other has the work. A K
 // or V tile of 16 positions is read when one of them is live for one of the columns.
@@ -94,39 +98,70 @@ template <int COLS> __device__ void load_columns(const columns<COLS> &c, const r
   c.last[threadIdx.x] = static_cast<int>(live.last);
 }
 
-// Whether one of `n` positions from t on is live for a column. By a whole warp.
-template <int COLS> __device__ bool is_wanted(const columns<COLS> &c, int t, int n) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  return __ballot_sync(RM_ALL_LANES, lane < COLS && c.first[lane % COLS] < t + n && c.last[lane % COLS] >= t) != 0;
-}
-
-// The page of position t, which is the place of its kv head's part, and t's tile in it.
-struct tile_at {
-  int64_t page, tile;
+// Live positions of a column, a lane's.
+struct reach {
+  int first, last;
 };
-__device__ tile_at tile_of(const rm_attention_args &a, const work &w, const int32_t *pages, int t) {
-  const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t);
-  return {pages[at / page_size] * a.n_kv_heads + w.kv_head, at % page_size / RM_MMA_ROWS};
+template <int COLS> __device__ reach reach_of_lane(const columns<COLS> &c) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  return lane < COLS ? reach{c.first[lane], c.last[lane]} : reach{0, -1};
+}
+// Whether one of `n` positions from t on is live for a column. By a whole warp.
+__device__ bool is_wanted(reach of_lane, int t, int n) {
+  return __ballot_sync(RM_ALL_LANES, of_lane.first < t + n && of_lane.last >= t) != 0;
 }
 
-template <int CT>
-__device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a, const work &w, const int32_t *pages, int t) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, steps = static_cast<int>(rm_mma_steps(a.head_dim));
-  if (!is_wanted<CT * 8>(c, t, RM_MMA_ROWS)) return;
-  const tile_at at = tile_of(a, w, pages, t);
-  const uint4 *k =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.k_cache) + at.page * rm_k_page_elems(a.page_size, a.head_dim)) +
-      at.tile * steps * RM_WARP + lane;
+// Of AT_ONCE positions the tiles of 16, lane l having the l % TILES-th: where it begins in K's and V's cache, in words of 16 bytes.
+constexpr int TILES = AT_ONCE / RM_MMA_ROWS;
+struct tiles {
+  bool wanted[TILES];
+  int64_t k, v;
+};
+__device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const work &w, const int32_t *pages, int t0) {
+  const int mine = static_cast<int>(threadIdx.x) % TILES;
+  tiles found = {};
+  bool is_mine_wanted = false;
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    found.wanted[i] = is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS);
+    if (i == mine) is_mine_wanted = found.wanted[i];
+  }
+  if (!is_mine_wanted) return found;  // its page may not be there
+  const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t0 + mine * RM_MMA_ROWS);
+  const int64_t page = pages[at / page_size] * a.n_kv_heads + w.kv_head, tile = at % page_size / RM_MMA_ROWS;
+  found.k = page * (rm_k_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_steps(a.head_dim) * RM_WARP;
+  found.v = page * (rm_v_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_tile_rows(a.head_dim) * RM_WARP;
+  return found;
+}
+
+// B of 8 columns and two steps of 16 k, of rows of `pitch` words.
+__device__ uint4 load_columns_of(const uint32_t *rows, int pitch, int n, int step) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  return rm_load_matrices(rows + (n * 8 + lane % 8) * pitch + step * (RM_MMA_K / 2) + lane / 8 * 4);
+}
+
+// Of the warp's tile.
+template <int CT> __device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a, const tiles &at) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int steps = static_cast<int>(rm_mma_steps(a.head_dim));
+  static_assert(TILES == WARPS);
+  const uint4 *k = static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, at.k, warp) + lane;
+  bool wanted = false;
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    if (i == warp) wanted = at.wanted[i];
+  if (!wanted) return;
   float acc[CT][4] = {};
   for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
     float sums[CT][4] = {};
 #pragma unroll 4
-    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step++) {
-      const uint4 keys = k[step * RM_WARP];
+    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step += 2) {  // they are even
+      const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP];
 #pragma unroll
       for (int n = 0; n < CT; n++) {
-        const uint32_t *q = c.q + (n * 8 + lane / 4) * c.pitch + step * 8 + lane % 4;
-        rm_mma16(sums[n], keys, {q[0], q[4]});
+        const uint4 q = load_columns_of(c.q, c.pitch, n, step);
+        rm_mma16(sums[n], even, {q.x, q.y});
+        rm_mma16(sums[n], odd, {q.z, q.w});
       }
     }
 #pragma unroll
@@ -138,69 +173,113 @@ __device__ void make_scores(const columns<CT * 8> &c, const rm_attention_args &a
   for (int n = 0; n < CT; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      c.scores[(n * 8 + lane % 4 * 2 + i % 2) * SCORE_PITCH + t % AT_ONCE + lane / 4 + i / 2 * 8] = acc[n][i] * a.scale;
+      c.scores[(n * 8 + lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[n][i] * a.scale;
 }
 
-// One block of 32 positions of one column, by a warp, a lane for a position: P, alpha and the running m and l.
-template <int COLS> __device__ void soften(const columns<COLS> &c, int column, int t0, int block, float *m, float *l) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, in = block * RM_ATTN_BLOCK + lane, first = c.first[column],
-            last = c.last[column];
-  const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
-  float weight = 0.0f, scaled = 1.0f;
-  if (from <= last && from + RM_ATTN_BLOCK > first) {  // all lanes, or none: the state stays as it was
-    const bool live = t >= first && t <= last;
-    const float score = c.scores[column * SCORE_PITCH + in];
-    float next = live ? rm_max_f32(score, *m) : *m;
-    next = rm_max_lanes(next);
-    weight = live ? rm_exp(score - next) : 0.0f;
-    float sum = weight;  // p_j + p_{j+16}, then the tree over 16
-    for (int step = RM_WARP / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
-    scaled = rm_bits(*m) == rm_bits(LOWEST) ? 0.0f : rm_exp(*m - next);
-    *l = fmaf(*l, scaled, sum);
-    *m = next;
+// The EACH columns that a warp softens, WARP_LANES / EACH lanes to each for what is one number a column.
+template <int EACH> constexpr int LANES_OF = RM_WARP / EACH;
+
+// Over the lanes, of EACH numbers in each of them; a lane gets the result of its own column. What is left to do is halved with every step
+// that leaves more columns than one, so it takes EACH + 1 exchanges and not 5 · EACH; a column's tree is the one over 32 lanes.
+template <int EACH, class F> __device__ float over_columns(float (&v)[EACH], F both) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  int n = EACH;
+#pragma unroll
+  for (int step = RM_WARP / 2; step > 0; step /= 2) {
+    const bool upper = lane & step;
+    if (n == 1) v[0] = both(__shfl_xor_sync(RM_ALL_LANES, v[0], step), v[0]);
+    else n /= 2;
+#pragma unroll
+    for (int i = 0; i < EACH / 2; i++)
+      if (i < n && step >= LANES_OF<EACH>) {
+        const float give = upper ? v[i] : v[n + i], keep = upper ? v[n + i] : v[i];
+        v[i] = both(__shfl_xor_sync(RM_ALL_LANES, give, step), keep);
+      }
   }
-  reinterpret_cast<uint16_t *>(c.p)[column * P_PITCH * 2 + in] = rm_f32_to_bf16(weight);
-  if (lane == 0) c.alpha[block * COLS + column] = scaled;
+  return v[0];
 }
 
-// A[d] of the warp's rows of d: tiles warp, warp + WARPS, …
-template <int CT, int DT>
-__device__ void add_values(float (&acc)[DT][CT][4], const columns<CT * 8> &c, const rm_attention_args &a, const work &w,
-                           const int32_t *pages, int t0, int d_tile0) {
+// The running state of the lane's column, and what is live of it.
+struct running {
+  float m, l;
+  int first, last;
+};
+
+// One block of 32 positions of a warp's columns, a lane for a position: P, alpha and the running m and l. ALL: every position is live for
+// every one of them.
+template <int COLS, bool ALL> __device__ void soften(const columns<COLS> &c, int column0, int t0, int block, running &own) {
+  constexpr int EACH = COLS / WARPS;
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, in = block * RM_ATTN_BLOCK + lane;
+  const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
+  float scores[EACH], v[EACH];
+  bool live[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    live[i] = ALL || (t >= c.first[column0 + i] && t <= c.last[column0 + i]);
+    scores[i] = c.scores[(column0 + i) * SCORE_PITCH + in];
+    v[i] = live[i] ? rm_max_f32(scores[i], LOWEST) : LOWEST;
+  }
+  const float next = rm_max_f32(over_columns<EACH>(v, rm_max_f32), own.m);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const float top = __shfl_sync(RM_ALL_LANES, next, i * LANES_OF<EACH>);
+    v[i] = live[i] ? rm_exp(scores[i] - top) : 0.0f;
+    reinterpret_cast<uint16_t *>(c.p)[(column0 + i) * P_PITCH * 2 + in] = rm_f32_to_bf16(v[i]);
+  }
+  const float sum = over_columns<EACH>(v, [](float a, float b) { return a + b; });  // p_j + p_{j+16}, then the tree over 16
+  float scaled = 1.0f;
+  if (from <= own.last && from + RM_ATTN_BLOCK > own.first) {  // else the state stays as it was
+    scaled = rm_bits(own.m) == rm_bits(LOWEST) ? 0.0f : rm_exp(own.m - next);
+    own.l = fmaf(own.l, scaled, sum);
+    own.m = next;
+  }
+  if (lane % LANES_OF<EACH> == 0) c.alpha[block * COLS + column0 + lane / LANES_OF<EACH>] = scaled;
+}
+
+// Vᵀ's tiles of AT_ONCE positions, of the warp's rows of d: tiles warp, warp + WARPS, … Asked for before they are needed.
+template <int DT> struct values {
+  uint4 of[BLOCKS][DT][2];
+  bool some[BLOCKS];  // a block without any leaves A[d] as it is
+};
+template <int DT> __device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &at, int d_tile0) {
   const int warp = static_cast<int>(threadIdx.x) / RM_WARP, lane = static_cast<int>(threadIdx.x) % RM_WARP;
   const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim));
+#pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
-    const uint4 *v[2];  // Vᵀ's tiles of 16 positions
-    const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
+    v.some[block] = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int t = from + half * RM_MMA_K;
-      v[half] = nullptr;
-      if (!is_wanted<CT * 8>(c, t, RM_MMA_K)) continue;
-      const tile_at at = tile_of(a, w, pages, t);
-      v[half] =
-          reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.v_cache) + at.page * rm_v_page_elems(a.page_size, a.head_dim)) +
-          at.tile * d_tiles * RM_WARP + lane;
-    }
-    if (!v[0] && !v[1]) continue;
+      const int tile = block * 2 + half;
+      const bool wanted = at.wanted[tile];
+      const uint4 *from = static_cast<const uint4 *>(a.v_cache) + __shfl_sync(RM_ALL_LANES, at.v, tile) + lane;
 #pragma unroll
-    for (int i = 0; i < DT; i++) {
-      const int d = d_tile0 + warp + i * WARPS;
-      if (d >= d_tiles) break;
-      float sums[CT][4] = {};
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint4 values = v[half] ? v[half][d * RM_WARP] : uint4{0, 0, 0, 0};
-#pragma unroll
-        for (int n = 0; n < CT; n++) {
-          const uint32_t *p = c.p + (n * 8 + lane / 4) * P_PITCH + (block * 2 + half) * 8 + lane % 4;
-          rm_mma16(sums[n], values, {p[0], p[4]});
-        }
+      for (int i = 0; i < DT; i++) {
+        const int d = d_tile0 + warp + i * WARPS;
+        v.of[block][i][half] = wanted && d < d_tiles ? from[d * RM_WARP] : uint4{0, 0, 0, 0};
       }
+      v.some[block] |= wanted;
+    }
+  }
+}
+
+template <int CT, int DT> __device__ void add_values(float (&acc)[DT][CT][4], const columns<CT * 8> &c, const values<DT> &v) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
 #pragma unroll
-      for (int n = 0; n < CT; n++)
+  for (int block = 0; block < BLOCKS; block++) {
+    if (!v.some[block]) continue;
 #pragma unroll
-        for (int j = 0; j < 4; j++) acc[i][n][j] = acc[i][n][j] * c.alpha[block * CT * 8 + n * 8 + lane % 4 * 2 + j % 2] + sums[n][j];
+    for (int n = 0; n < CT; n++) {
+      const uint4 p = load_columns_of(c.p, P_PITCH, n, block * 2);
+      const float *alpha = c.alpha + block * CT * 8 + n * 8 + lane % 4 * 2;
+      const float of[2] = {alpha[0], alpha[1]};
+#pragma unroll
+      for (int i = 0; i < DT; i++) {
+        float sums[4] = {};
+        rm_mma16(sums, v.of[block][i][0], {p.x, p.y});
+        rm_mma16(sums, v.of[block][i][1], {p.z, p.w});
+#pragma unroll
+        for (int j = 0; j < 4; j++) acc[i][n][j] = acc[i][n][j] * of[j % 2] + sums[j];
+      }
     }
   }
 }
@@ -222,18 +301,25 @@ __device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_arg
   const int32_t *pages = a.block_tables + a.seq_of_row[w.row0] * a.max_pages;
   load_columns<COLS>(c, a, w);
   __syncthreads();
-  float acc[DT][CT][4] = {}, m[EACH], l[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; i++) m[i] = LOWEST, l[i] = 0.0f;
+  float acc[DT][CT][4] = {};
+  const int column0 = warp * EACH, column = column0 + lane / LANES_OF<EACH>;
+  const reach of_lane = reach_of_lane<COLS>(c);
+  running own = {LOWEST, 0.0f, c.first[column], c.last[column]};
   for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
-    if (!is_wanted<COLS>(c, t0, AT_ONCE)) continue;  // the same for all warps
-    make_scores<CT>(c, a, w, pages, t0 + warp * RM_MMA_ROWS);
+    if (!is_wanted(of_lane, t0, AT_ONCE)) continue;  // the same for all warps
+    const tiles at = tiles_of(of_lane, a, w, pages, t0);
+    make_scores<CT>(c, a, at);
+    values<DT> v;
+    load_values<DT>(v, a, at, s.d_tile0);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      for (int block = 0; block < BLOCKS; block++) soften<COLS>(c, warp + i * WARPS, t0, block, &m[i], &l[i]);
+    for (int block = 0; block < BLOCKS; block++) {
+      const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
+      const bool whole = own.first <= from && own.last >= from + RM_ATTN_BLOCK - 1;
+      if (__ballot_sync(RM_ALL_LANES, whole) == RM_ALL_LANES) soften<COLS, true>(c, column0, t0, block, own);
+      else soften<COLS, false>(c, column0, t0, block, own);
+    }
     __syncthreads();  // P is read until the next scores' barrier, and written after it
-    add_values<CT, DT>(acc, c, a, w, pages, t0, s.d_tile0);
+    add_values<CT, DT>(acc, c, v);
   }
 #pragma unroll
   for (int n = 0; n < CT; n++)
@@ -246,13 +332,10 @@ __device__ void segment_of_rows(const columns<CT * 8> &c, const rm_attention_arg
         if (state && d < a.head_dim) state[d] = acc[i][n][j];
       }
     }
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    float *state = state_of<COLS>(c, a, w, s, states, warp + i * WARPS);
-    if (!state || lane != 0) continue;
-    state[a.head_dim] = m[i];
-    state[a.head_dim + 1] = l[i];
-  }
+  float *state = lane % LANES_OF<EACH> == 0 ? state_of<COLS>(c, a, w, s, states, column) : nullptr;
+  if (!state) return;
+  state[a.head_dim] = own.m;
+  state[a.head_dim + 1] = own.l;
 }
 
 // Whether rows [from, to) are of one sequence.
@@ -263,7 +346,7 @@ __device__ bool is_one_sequence(const rm_attention_args &a, int64_t from, int64_
 }
 
 // Blocks of a multiprocessor that the registers allow.
-template <int CT, int DT> constexpr int AT_LEAST = (CT == 1 ? 6 : 3) - DT / 4;
+template <int CT, int DT> constexpr int AT_LEAST = CT == 1 ? 6 - DT / 2 : 3 - DT / 4;
 
 template <int CT, int DT>
 __global__ void __launch_bounds__(THREADS, AT_LEAST<CT, DT>) segment_kernel(rm_attention_args a, shape s, float *states) {

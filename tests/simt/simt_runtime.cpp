@@ -63,6 +63,7 @@ using locked = std::unique_lock<std::mutex>;
 std::map<const char *, block> blocks;  // by data
 std::set<cudaStream_t> streams;
 std::set<std::pair<int, int>> peers;  // who may read whom
+std::map<std::pair<const void *, int>, size_t> shared_allowed;  // bytes of a kernel's block on a device, where it asked
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
@@ -377,7 +378,8 @@ const char *simt_whose(const void *address) {
 
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const locked hold(lock);
-  const char *refused = simt_refused(*launch);
+  const auto allowed = shared_allowed.find({launch->function, stream ? static_cast<simt_stream *>(stream)->owner : current_device});
+  const char *refused = simt_refused(*launch, allowed == shared_allowed.end() ? size_t{SIMT_SHARED_UNASKED} : allowed->second);
   if (stream) {
     said(refused ? cudaErrorInvalidConfiguration : enqueue(static_cast<simt_stream *>(stream), {.launch = std::move(launch)}));
     return;
@@ -450,6 +452,14 @@ static int architecture_of(int ordinal) {
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) {
   const int architecture = architecture_of(ordinal);
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
+  if (attribute == cudaDevAttrMultiProcessorCount) *value = static_cast<int>(from_environment("ROLLMESH_SIMT_PROCESSORS", 132));
+  return cudaSuccess;
+}
+
+cudaError_t simt_allow_shared(const void *function, int bytes) {
+  const locked hold(lock);
+  if (bytes < 0 || bytes > SIMT_SHARED_MOST) return said(cudaErrorInvalidValue);
+  shared_allowed[{function, current_device}] = std::max(static_cast<size_t>(bytes), size_t{SIMT_SHARED_UNASKED});
   return cudaSuccess;
 }
 
