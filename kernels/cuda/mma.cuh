@@ -42,6 +42,19 @@ __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 #endif
 }
 
+// An 8 × 8 matrix of 16-bit elements on its side, by a whole warp: lane l has columns 2(l % 4) and the next of row l / 4, before and after.
+__device__ inline uint32_t rm_transposed(uint32_t pair) {
+#ifdef RM_SIMT
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8, half = lane / 4 % 2 * 16;
+  const uint32_t even = __shfl_sync(RM_ALL_LANES, pair, from), odd = __shfl_sync(RM_ALL_LANES, pair, from + 4);
+  return (even >> half & 0xffffu) | (odd >> half & 0xffffu) << 16;
+#else
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+#endif
+}
+
 // Weights that are read once: past the L1 cache.
 __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #ifdef RM_SIMT

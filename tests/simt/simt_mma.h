@@ -7,6 +7,9 @@
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 
 void simt_mma16(float *c, uint4 a, uint2 b);
 uint4 simt_load_matrices(const void *shared_row);
