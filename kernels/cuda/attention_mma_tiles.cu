@@ -16,7 +16,7 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, CT = 4, WARP_COLS = CT * RM_MMA_COLS, COLS = WARPS * WARP_COLS;
 constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K, SEGMENT = static_cast<int>(RM_ATTN_SEGMENT);
-constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, PUT_TILES = 4, PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
+constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 112, PUT_TILES = 4, PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
 constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH;  // of a warp: no two lanes in a bank
 constexpr int64_t MOST_BY_ROWS = 512;  // rows of listed tiles: launches are sized for them
 constexpr int MAX_SHARED = 99 << 10;   // of a block of sm_86; others have more
@@ -30,7 +30,7 @@ template <int DT_, int STEPS> struct shape {
   RM_INLINE int pitch(int64_t head_dim) { return steps(head_dim) * (RM_MMA_K / 2) + 4; }  // of q, in words: no two lanes in a bank
   RM_INLINE int stage_bytes(int64_t head_dim) { return HALVES * (steps(head_dim) + DT) * RM_WARP * 16; }
   RM_INLINE int shared_bytes(int64_t head_dim) {
-    return COLS * (pitch(head_dim) * 4 + COLUMN_BYTES) + 2 * stage_bytes(head_dim) + WARPS * PUT_WORDS * 4;
+    return COLS * (pitch(head_dim) * 4 + COLUMN_BYTES) + 2 * stage_bytes(head_dim) + WARPS * PUT_WORDS * 4 + ROWS_BYTES;
   }
 };
 using shape_128 = shape<8, 8>;  // head_dim 97 … 128
@@ -53,23 +53,33 @@ struct alignas(16) column {
   float m, l;
 };
 
+// Rows that are made together; in shared memory too, for the registers' sake.
+struct alignas(16) rows_of_one {
+  rm_attn_work w;
+  const int32_t *pages;
+  int to;                 // the first row that is not among them, of the tile's
+  span all, live[WARPS];  // what is live for one of the columns, of the block and of each warp
+};
+
 // In shared memory.
 struct block {
   uint32_t *q;      // [COLS][pitch] pairs of bf16
   char *stages;     // two of stage_bytes
   float *put;       // [WARPS][PUT_WORDS]
   column *columns;  // [COLS]
+  rows_of_one *rows;
   int *places;      // [COLS] row · n_heads + head
-  int *seqs;        // [COLS] of the tile's rows
+  int *seqs;        // [COLS] of the tile's rows; −1: there is none
 };
-static_assert(sizeof(column) + 2 * sizeof(int) == COLUMN_BYTES);
+static_assert(sizeof(column) + 2 * sizeof(int) == COLUMN_BYTES && sizeof(rows_of_one) == ROWS_BYTES);
 template <class S> __device__ block block_in(float *shared, int64_t head_dim) {
   block b;
   b.q = reinterpret_cast<uint32_t *>(shared);
   b.stages = reinterpret_cast<char *>(b.q + COLS * S::pitch(head_dim));
   b.put = reinterpret_cast<float *>(b.stages + 2 * S::stage_bytes(head_dim));
   b.columns = reinterpret_cast<column *>(b.put + WARPS * PUT_WORDS);
-  b.places = reinterpret_cast<int *>(b.columns + COLS);
+  b.rows = reinterpret_cast<rows_of_one *>(b.columns + COLS);
+  b.places = reinterpret_cast<int *>(b.rows + 1);
   b.seqs = b.places + COLS;
   return b;
 }
@@ -83,7 +93,8 @@ template <class S> __device__ void load_queries(const block &b, const rm_attenti
     const uint4 words = o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), chunk * 8) : uint4{0, 0, 0, 0};
     *reinterpret_cast<uint4 *>(b.q + at * S::pitch(a.head_dim) + chunk * 4) = words;
   }
-  for (int64_t row = w.row0 + threadIdx.x; row < w.end; row += THREADS) b.seqs[row - w.row0] = a.seq_of_row[row];
+  const int64_t row = w.row0 + threadIdx.x;
+  b.seqs[threadIdx.x] = row < w.end ? a.seq_of_row[row] : -1;
 }
 
 // What is live for one of the `n` columns from `from` on. By a whole warp.
@@ -102,15 +113,14 @@ __device__ span span_of(const block &b, int from, int n) {
 }
 
 // K and Vᵀ of the 32 positions from t0 on: of 16 that are live for no column of the block, which may be in no page, zeros for Vᵀ.
-template <class S>
-__device__ void fill(char *stage, const rm_attention_args &a, const rm_attn_work &w, const int32_t *pages, span live, int t0, int d_tile0) {
+template <class S> __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one &rows, int t0, int d_tile0) {
   const int steps = S::steps(a.head_dim), d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim)) - d_tile0;
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     const int t = t0 + half * RM_MMA_K;
-    const bool is_there = is_live(live, t, RM_MMA_K);
-    const rm_attn_tile from = is_there ? rm_attn_tile_of(a, w.kv_head, pages, t) : rm_attn_tile{};
+    const bool is_there = is_live(rows.all, t, RM_MMA_K);
+    const rm_attn_tile from = is_there ? rm_attn_tile_of(a, rows.w.kv_head, rows.pages, t) : rm_attn_tile{};
     char *keys = stage + half * steps * RM_WARP * 16, *values = stage + (HALVES * steps + half * S::DT) * RM_WARP * 16;
     for (int i = thread; is_there && i < steps * RM_WARP; i += THREADS) rm_copy_async(keys + i * 16, from.k + i);
 #pragma unroll
@@ -195,10 +205,9 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
   return alpha;
 }
 
-// The 32 positions of a stage, of which `live` says what a column of the warp wants.
+// The 32 positions of a stage.
 template <class S>
-__device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage, const rm_attention_args &a, span live,
-                              int t0) {
+__device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage, const rm_attention_args &a, int t0) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
   float scores[HALVES][CT][4] = {};
   make_scores<S>(scores, b, stage, a.head_dim, a.scale);
@@ -218,6 +227,7 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
       p[half][n].y = rm_transposed(rm_f32_to_bf16(weights[2]) | static_cast<uint32_t>(rm_f32_to_bf16(weights[3])) << 16);
     }
   }
+  const span live = b.rows->live[warp];
   const uint4 *values = reinterpret_cast<const uint4 *>(stage) + HALVES * S::steps(a.head_dim) * RM_WARP + lane;
 #pragma unroll
   for (int i = 0; i < S::DT; i++) {
@@ -293,51 +303,58 @@ __device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b, co
     }
 }
 
-// Rows [from, to) of the tile, all of one sequence.
-template <class S>
-__device__ void make_rows(const block &b, const rm_attention_args &a, const rm_attn_work &w, const tiles &t, float *states, int64_t from,
-                          int64_t to) {
+// Rows of the tile from `from` on, as far as they are of one sequence.
+template <class S> __device__ void make_rows(const block &b, const rm_attention_args &a, const tiles &t, float *states, int from) {
+  int to = from + 1;
+  while (to < t.rows_each && b.seqs[to] == b.seqs[from]) to++;
+  const rm_attn_work w = b.rows->w;
   const rm_attn_owner o = rm_attn_owner_of(w, static_cast<int>(threadIdx.x));
-  const rm_span of_row = o.some && o.row >= from && o.row < to ? rm_live_span(a, o.row) : rm_span{0, -1};
+  const bool is_one = o.some && o.row >= w.row0 + from && o.row < w.row0 + to;
+  const rm_span of_row = is_one ? rm_live_span(a, o.row) : rm_span{0, -1};
   b.columns[threadIdx.x].live = {static_cast<int>(of_row.first), static_cast<int>(of_row.last)};
   b.places[threadIdx.x] = static_cast<int>(o.row * a.n_heads + o.head);
   __syncthreads();
-  const span all = span_of(b, 0, COLS), live = span_of(b, static_cast<int>(threadIdx.x) / RM_WARP * WARP_COLS, WARP_COLS);
-  const int32_t *pages = a.block_tables + b.seqs[from - w.row0] * a.max_pages;
-  const int bytes = S::stage_bytes(a.head_dim), begin = all.first / KEYS * KEYS;
+  const int warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const span all = span_of(b, 0, COLS), live = span_of(b, warp * WARP_COLS, WARP_COLS);
+  if (threadIdx.x == 0) {
+    b.rows->pages = a.block_tables + b.seqs[from] * a.max_pages;
+    b.rows->to = to;
+    b.rows->all = all;
+  }
+  if (threadIdx.x % RM_WARP == 0) b.rows->live[warp] = live;
+  __syncthreads();
+  const auto stage = [&](int t0) { return b.stages + t0 / KEYS % 2 * S::stage_bytes(a.head_dim); };
   float acc[S::DT][CT][4];
   begin_segment(acc, b);
-  fill<S>(b.stages, a, w, pages, all, begin, t.d_tile0);
+  fill<S>(stage(all.first), a, *b.rows, all.first / KEYS * KEYS, t.d_tile0);
   rm_copies_commit();
-  for (int t0 = begin, at = 0; t0 <= all.last; t0 += KEYS, at ^= 1) {
+  for (int t0 = all.first / KEYS * KEYS; t0 <= b.rows->all.last; t0 += KEYS) {
     rm_copies_wait<0>();
     __syncthreads();  // everybody's copies are there, and the other stage was read by all
-    if (t0 + KEYS <= all.last) fill<S>(b.stages + (at ^ 1) * bytes, a, w, pages, all, t0 + KEYS, t.d_tile0);
+    const bool is_end = t0 + KEYS > b.rows->all.last;
+    if (!is_end) fill<S>(stage(t0 + KEYS), a, *b.rows, t0 + KEYS, t.d_tile0);
     rm_copies_commit();
-    if (is_live(live, t0, KEYS)) add_positions<S>(acc, b, b.stages + at * bytes, a, live, t0);
-    if ((t0 + KEYS) % SEGMENT != 0 && t0 + KEYS <= all.last) continue;
+    if (is_live(b.rows->live[warp], t0, KEYS)) add_positions<S>(acc, b, stage(t0), a, t0);
+    if ((t0 + KEYS) % SEGMENT != 0 && !is_end) continue;
     __syncwarp();  // m and l have been written
     end_segment<S>(acc, b, a, t, states, t0 / SEGMENT);
     begin_segment(acc, b);
   }
   rm_copies_wait<0>();  // of nothing, but a block ends with none open
-  __syncthreads();  // before the next rows' columns and stages
+  __syncthreads();      // before the next rows' columns and stages
 }
 
 template <class S> __global__ void __launch_bounds__(THREADS, 2) tile_kernel(rm_attention_args a, tiles t, float *states) {
   RM_SHARED(shared);
-  const int64_t tile = t.tile0 + (gridDim.x - 1 - blockIdx.x);  // the last has the most to do and begins first
+  const int64_t tile = t.tile0 + (gridDim.x - 1 - blockIdx.x), row0 = tile * t.rows_each;  // the last has the most to do and begins first
   if (t.by_rows[tile]) return;  // all of the block, here and below
-  const int64_t row0 = tile * t.rows_each;
   const rm_attn_work w = rm_attn_work_of(a, row0, rm_min64(row0 + t.rows_each, a.rows), t.heads, t.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
   const block b = block_in<S>(shared, a.head_dim);
   load_queries<S>(b, a, w);
+  if (threadIdx.x == 0) b.rows->w = w;
   __syncthreads();
-  for (int64_t from = w.row0, to; from < w.end; from = to) {
-    for (to = from + 1; to < w.end && b.seqs[to - w.row0] == b.seqs[from - w.row0];) to++;
-    make_rows<S>(b, a, w, t, states, from, to);
-  }
+  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0; from = b.rows->to) make_rows<S>(b, a, t, states, from);
 }
 
 // One block: which tiles are not of one sequence, in order, as far as there is room on the list.
