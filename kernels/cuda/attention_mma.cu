@@ -124,8 +124,7 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
     for (int i = 0; i < 4; i++) acc[i] = acc[i] + sums[i];
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    c.scores[(lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[i] * a.scale;
+  for (int i = 0; i < 4; i++) c.scores[(lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[i] * a.scale;
 }
 
 // Over the lanes, of EACH numbers in each of them; a lane gets the result of its own column. What is left to do is halved with every step
@@ -282,8 +281,7 @@ __device__ void segment_of_row(const columns &c, const rm_attention_args &a, con
 // Blocks of a multiprocessor that the registers allow.
 template <int DT> constexpr int AT_LEAST = 6 - DT / 2;
 
-template <int DT>
-__global__ void __launch_bounds__(THREADS, AT_LEAST<DT>) segment_kernel(rm_attention_args a, shape s, float *states) {
+template <int DT> __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>) segment_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
   const int64_t row = rm_row_of(s.turn.list, a, s.turn.row0 + blockIdx.x);
   if (row < 0) return;  // all of the block, here and below

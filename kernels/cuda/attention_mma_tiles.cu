@@ -121,12 +121,14 @@ template <class S> __device__ void fill(char *stage, const rm_attention_args &a,
     const int t = t0 + half * RM_MMA_K;
     const bool is_there = is_live(rows.all, t, RM_MMA_K);
     const rm_attn_tile from = is_there ? rm_attn_tile_of(a, rows.w.kv_head, rows.pages, t) : rm_attn_tile{};
+    const uint4 *k = static_cast<const uint4 *>(a.k_cache) + from.k,
+                *v = static_cast<const uint4 *>(a.v_cache) + from.v + d_tile0 * RM_WARP;
     char *keys = stage + half * steps * RM_WARP * 16, *values = stage + (HALVES * steps + half * S::DT) * RM_WARP * 16;
-    for (int i = thread; is_there && i < steps * RM_WARP; i += THREADS) rm_copy_async(keys + i * 16, from.k + i);
+    for (int i = thread; is_there && i < steps * RM_WARP; i += THREADS) rm_copy_async(keys + i * 16, k + i);
 #pragma unroll
     for (int turn = 0; turn < S::DT * RM_WARP / THREADS; turn++) {
       const int i = turn * THREADS + thread;
-      if (is_there && i / RM_WARP < d_tiles) rm_copy_async(values + i * 16, from.v + d_tile0 * RM_WARP + i);
+      if (is_there && i / RM_WARP < d_tiles) rm_copy_async(values + i * 16, v + i);
       else *reinterpret_cast<uint4 *>(values + i * 16) = uint4{0, 0, 0, 0};
     }
   }
