@@ -26,22 +26,24 @@ template <int TILE> struct tile {
   static_assert(RM_TILE_WARPS * RM_PUT_WORDS<NT> * 4 <= SHARED);
 };
 
+constexpr unsigned X_THERE = 1 << 4;  // one word for what several would hold: there is no register left
+
 // What a thread copies for a stage: 16 bytes each of W_COPIES rows of W's tiles, 4 of them apart, and of X_COPIES rows of x, 64 apart.
 struct source {
   const char *w, *x;   // where the next stage's begin
-  int n_w, n_x;        // of those rows, how many there are
-  int left;            // k of the thread's rows of x from x on
+  unsigned there;      // bits: of W's rows, from X_THERE on of x's, those that there are
+  int blocks;          // stages in which its rows of x have something
 };
 
-template <class T>
-__device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int64_t tile_rows, const rm_tokens &x) {
+template <class T> __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows, const rm_tokens &x) {
   const int t = static_cast<int>(threadIdx.x), tile_row = t / (STEPS * RM_WARP), row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);
   source s;
   s.w = reinterpret_cast<const char *>(w + tile_row * steps * RM_WARP + t % (STEPS * RM_WARP));
   s.x = reinterpret_cast<const char *>(x.x + (x.row0 + row) * x.ldx + chunk * 8);
-  s.n_w = static_cast<int>(rm_min64(T::W_COPIES, (tile_rows - tile_row + 3) / 4));
-  s.n_x = static_cast<int>(rm_min64(T::X_COPIES, (x.end - x.row0 - row + 63) / 64));
-  s.left = static_cast<int>(a.k) - chunk * 8;
+  s.blocks = static_cast<int>((a.k - chunk * 8 + RM_TILE_K - 1) / RM_TILE_K);
+  s.there = 0;
+  for (int i = 0; i < T::W_COPIES; i++) s.there |= tile_row + i * 4 < tile_rows ? 1u << i : 0;
+  for (int i = 0; i < T::X_COPIES; i++) s.there |= x.row0 + row + i * 64 < x.end ? X_THERE << i : 0;
   return s;
 }
 
@@ -52,17 +54,17 @@ __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t step
   const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);
   constexpr int STRIDE = THREADS * 16;  // in the stage, of either's rows
 #pragma unroll
-  for (int i = 0; i < T::W_COPIES; i++) rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16, i < s.n_w, true);
+  for (int i = 0; i < T::W_COPIES; i++)
+    rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16, s.there >> i & 1, true);
 #pragma unroll
   for (int i = 0; i < T::X_COPIES; i++) {
     char *to = stage + T::W_BYTES + rm_tile_chunk(row, chunk) * 16 + i * STRIDE;
-    if constexpr (WIDE) rm_copy_async(to, s.x + i * 64 * a.ldx * 2, i < s.n_x, s.left > 0);
-    else if (i < s.n_x)
+    if constexpr (WIDE) rm_copy_async(to, s.x + i * 64 * a.ldx * 2, s.there & X_THERE << i, block < s.blocks);
+    else if (s.there & X_THERE << i)
       *reinterpret_cast<uint4 *>(to) = rm_load_tokens(x, row + i * 64, static_cast<int64_t>(block) * RM_TILE_K + chunk * 8);
   }
   s.w += STEPS * RM_WARP * 16;
   s.x += RM_TILE_K * 2;
-  s.left -= RM_TILE_K;
 }
 
 // What a warp multiplies: all of A for a step, and B of 16 tokens.
@@ -97,8 +99,8 @@ __device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const 
   for (int pair = 0; pair < T::NT / 2; pair++) {
     const bool is_last = pair + 1 == T::NT / 2;
     const uint4 b = f.b;
+    if (pair == 0) meanwhile();  // before more is in registers
     f.b = is_last ? load_b(next, at, next_step, 0) : load_b(stage, at, step, pair + 1);
-    if (pair == 0) meanwhile();
 #pragma unroll
     for (int m = 0; m < T::MT; m++) {
       rm_mma16(sums[m][2 * pair], f.a[m], {b.x, b.y});
@@ -146,7 +148,7 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
     rm_copies_wait<STAGES - 3>();
     __syncthreads();  // everybody's copies of the next stage are there, and the stage that is filled now was read by all
     const int ahead = block + STAGES - 1;
-    if (ahead >= blocks) s.n_w = s.n_x = 0;  // not a branch: copies are to be issued among the products
+    if (ahead >= blocks) s.there = 0;  // not a branch: copies are to be issued among the products
     const char *next = block + 1 < blocks ? stages + (block + 1) % STAGES * T::STAGE_BYTES : stage;
     multiply<T>(sums, f, stage, STEPS - 1, next, 0, at, [&] {
       fill<T, WIDE>(stages + ahead % STAGES * T::STAGE_BYTES, s, a, steps, x, ahead);
@@ -168,12 +170,11 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS) gemm_kernel(rm_ge
   const int warp = static_cast<int>(threadIdx.x) / RM_WARP, warp_row = warp / T::WARPS_OF_COLS, warp_col = warp % T::WARPS_OF_COLS;
   const rm_tile_number number = rm_tile_of_block(blockIdx.x, all.down, all.across);
   const int64_t group = blockIdx.z, first_tile = number.down * static_cast<int64_t>(T::ROWS / RM_MMA_ROWS), steps = rm_mma_steps(a.k);
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : a.m;
-  const int64_t tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n)) - first_tile;
+  const int begin = a.group_rows ? a.group_rows[group] : 0, end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
+  const int tile_rows = static_cast<int>(rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n)) - first_tile));
   const uint4 *w =
       reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) + first_tile * steps * RM_WARP;
-  for (int64_t row0 = begin + number.across * static_cast<int64_t>(T::COLS); row0 < end;
-       row0 += all.across * static_cast<int64_t>(T::COLS)) {
+  for (int row0 = begin + static_cast<int>(number.across) * T::COLS; row0 < end; row0 += static_cast<int>(all.across) * T::COLS) {
     const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);
     float acc[T::MT][T::NT][4] = {};
     if (steps > 0) make_tile<T, WIDE>(acc, reinterpret_cast<char *>(shared), source_of<T>(a, w, steps, tile_rows, x), a, steps, x);
