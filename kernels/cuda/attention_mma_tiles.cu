@@ -16,7 +16,7 @@ namespace {
 
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, CT = 4, WARP_COLS = CT * RM_MMA_COLS, COLS = WARPS * WARP_COLS;
 constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K, SEGMENT = static_cast<int>(RM_ATTN_SEGMENT);
-constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 112, PUT_TILES = 4, PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
+constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES = 4, PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
 constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH;  // of a warp: no two lanes in a bank
 constexpr int64_t MOST_BY_ROWS = 512;  // rows of listed tiles: launches are sized for them
 constexpr int MAX_SHARED = 99 << 10;   // of a block of sm_86; others have more
@@ -59,6 +59,7 @@ struct alignas(16) rows_of_one {
   const int32_t *pages;
   int to;                 // the first row that is not among them, of the tile's
   span all, live[WARPS];  // what is live for one of the columns, of the block and of each warp
+  span whole[WARPS];      // what is live for all of a warp's columns that are something
 };
 
 // In shared memory.
@@ -97,6 +98,14 @@ template <class S> __device__ void load_queries(const block &b, const rm_attenti
   b.seqs[threadIdx.x] = row < w.end ? a.seq_of_row[row] : -1;
 }
 
+// Over the lanes: the least first and the greatest last.
+__device__ span over_lanes(span all) {
+  for (int step = RM_WARP / 2; step > 0; step /= 2) {
+    const int first = __shfl_xor_sync(RM_ALL_LANES, all.first, step), last = __shfl_xor_sync(RM_ALL_LANES, all.last, step);
+    all = {first < all.first ? first : all.first, last > all.last ? last : all.last};
+  }
+  return all;
+}
 // What is live for one of the `n` columns from `from` on. By a whole warp.
 __device__ span span_of(const block &b, int from, int n) {
   span all = {INT32_MAX, -1};
@@ -105,11 +114,13 @@ __device__ span span_of(const block &b, int from, int n) {
     if (one.first > one.last) continue;
     all = {one.first < all.first ? one.first : all.first, one.last > all.last ? one.last : all.last};
   }
-  for (int step = RM_WARP / 2; step > 0; step /= 2) {
-    const int first = __shfl_xor_sync(RM_ALL_LANES, all.first, step), last = __shfl_xor_sync(RM_ALL_LANES, all.last, step);
-    all = {first < all.first ? first : all.first, last > all.last ? last : all.last};
-  }
-  return all;
+  return over_lanes(all);
+}
+// What is live for all of a warp's columns that are something.
+__device__ span whole_of(const block &b) {
+  const span one = b.columns[threadIdx.x].live;
+  const span least = over_lanes(one.first > one.last ? span{INT32_MAX, -INT32_MAX} : span{-one.first, -one.last});
+  return {-least.first, -least.last};
 }
 
 // K and Vᵀ of the 32 positions from t0 on: of 16 that are live for no column of the block, which may be in no page, zeros for Vᵀ.
@@ -177,34 +188,55 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
 }
 
 // A column, of which the lane has the scores of positions t0 + 16·half + 8·h + lane / 4, at [half][n][e + 2·h]: they become weights. Its
-// m and l go on; returns alpha.
-__device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of, int t0) {
+// m and l go on; returns alpha. ALL: all of those positions are live.
+template <bool ALL> __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of, int t0) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP, t = t0 + lane / 4;
   const column c = *of;
-  float next = c.m;
+  const auto live = [&](int half, int h) { return ALL || is_live(c.live, t + half * RM_MMA_K + h * 8, 1); };
+  float next = c.m;  // by fmaxf: a score that is no number is not greater either, and no sign of a zero is seen behind an exp
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
-      if (is_live(c.live, t + half * RM_MMA_K + h * 8, 1)) next = rm_max_f32(scores[half][n][e + 2 * h], next);
-  for (int step = RM_WARP / 2; step >= 4; step /= 2) next = rm_max_f32(__shfl_xor_sync(RM_ALL_LANES, next, step), next);
+      if (live(half, h)) next = fmaxf(scores[half][n][e + 2 * h], next);
+  for (int step = RM_WARP / 2; step >= 4; step /= 2) next = fmaxf(__shfl_xor_sync(RM_ALL_LANES, next, step), next);
   float sums[2];  // p_j + p_{j+16}
 #pragma unroll
   for (int h = 0; h < 2; h++) {
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       float &score = scores[half][n][e + 2 * h];
-      score = is_live(c.live, t + half * RM_MMA_K + h * 8, 1) ? rm_exp(score - next) : 0.0f;
+      score = live(half, h) ? rm_exp_not_above_0(score - next) : 0.0f;
     }
     sums[h] = scores[0][n][e + 2 * h] + scores[1][n][e + 2 * h];
   }
   float sum = sums[0] + sums[1];
   for (int step = RM_WARP / 2; step >= 4; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
   __syncwarp();  // eight lanes have read m and l
-  if (!is_live(c.live, t0, KEYS)) return 1.0f;  // the state stays as it was
-  const float alpha = rm_bits(c.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp(c.m - next);
+  if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f;  // the state stays as it was
+  const float alpha = rm_bits(c.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp_not_above_0(c.m - next);
   if (lane / 4 == 0) of->m = next, of->l = fmaf(c.l, alpha, sum);
   return alpha;
+}
+
+// Of the warp's columns: A[d] times alpha, and P as B of Vᵀ·P.
+template <bool ALL, int DT>
+__device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT], float (&scores)[HALVES][CT][4], const block &b, int t0) {
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, warp = static_cast<int>(threadIdx.x) / RM_WARP;
+#pragma unroll
+  for (int n = 0; n < CT; n++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float alpha = soften<ALL>(scores, n, e, b.columns + warp * WARP_COLS + n * 8 + lane % 4 * 2 + e, t0);
+#pragma unroll
+      for (int i = 0; i < DT; i++) acc[i][n][e] = acc[i][n][e] * alpha, acc[i][n][e + 2] = acc[i][n][e + 2] * alpha;
+    }
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      p[half][n].x = rm_transposed(rm_bf16_pair(scores[half][n][0], scores[half][n][1]));
+      p[half][n].y = rm_transposed(rm_bf16_pair(scores[half][n][2], scores[half][n][3]));
+    }
+  }
 }
 
 // The 32 positions of a stage.
@@ -214,25 +246,14 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
   float scores[HALVES][CT][4] = {};
   make_scores<S>(scores, b, stage, a.head_dim, a.scale);
   uint2 p[HALVES][CT];
-#pragma unroll
-  for (int n = 0; n < CT; n++) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float alpha = soften(scores, n, e, b.columns + warp * WARP_COLS + n * 8 + lane % 4 * 2 + e, t0);
-#pragma unroll
-      for (int i = 0; i < S::DT; i++) acc[i][n][e] = acc[i][n][e] * alpha, acc[i][n][e + 2] = acc[i][n][e + 2] * alpha;
-    }
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-      const float *weights = scores[half][n];
-      p[half][n].x = rm_transposed(rm_f32_to_bf16(weights[0]) | static_cast<uint32_t>(rm_f32_to_bf16(weights[1])) << 16);
-      p[half][n].y = rm_transposed(rm_f32_to_bf16(weights[2]) | static_cast<uint32_t>(rm_f32_to_bf16(weights[3])) << 16);
-    }
-  }
+  const span whole = b.rows->whole[warp];
+  if (whole.first <= t0 && whole.last >= t0 + KEYS - 1) soften_all<true>(acc, p, scores, b, t0);
+  else soften_all<false>(acc, p, scores, b, t0);
   const span live = b.rows->live[warp];
   const uint4 *values = reinterpret_cast<const uint4 *>(stage) + HALVES * S::steps(a.head_dim) * RM_WARP + lane;
 #pragma unroll
   for (int i = 0; i < S::DT; i++) {
+    __syncwarp();  // so that none is begun before its time: no register is left for it
     float sums[CT][4] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -323,7 +344,8 @@ template <class S> __device__ void make_rows(const block &b, const rm_attention_
     b.rows->to = to;
     b.rows->all = all;
   }
-  if (threadIdx.x % RM_WARP == 0) b.rows->live[warp] = live;
+  const span whole = whole_of(b);
+  if (threadIdx.x % RM_WARP == 0) b.rows->live[warp] = live, b.rows->whole[warp] = whole;
   __syncthreads();
   const auto stage = [&](int t0) { return b.stages + t0 / KEYS % 2 * S::stage_bytes(a.head_dim); };
   float acc[S::DT][CT][4];

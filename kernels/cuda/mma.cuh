@@ -55,6 +55,17 @@ __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #endif
 }
 
+// rm_f32_to_bf16 of two numbers that are normal, zeros or NaNs, the first in the lower half; a NaN is a NaN, of whatever bits.
+__device__ inline uint32_t rm_bf16_pair(float low, float high) {
+#ifdef RM_SIMT
+  return rm_f32_to_bf16(low) | static_cast<uint32_t>(rm_f32_to_bf16(high)) << 16;
+#else
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+}
+
 // Weights that are read once: past the L1 cache.
 __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #ifdef RM_SIMT

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "attention_mma.cuh"
 #include "gemm_mma.cuh"
 #include "mma_rows.cuh"
 
@@ -194,6 +195,18 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
   return same(what, alone, together, static_cast<size_t>(m * n) * sizeof(float), m * n);
 }
 
+// exp of what is not above 0: every 97th float, those around its end, and what is no number.
+bool exps() {
+  const auto bits_of = [](uint32_t at) { return rm_float(at); };
+  for (uint64_t at = 0x80000000u; at <= 0xff800000u; at += at > 0xc2aea000u && at < 0xc2aeb000u ? 1 : 97) {
+    const float x = bits_of(static_cast<uint32_t>(at));
+    if (rm_bits(rm_exp(x)) != rm_bits(rm_exp_not_above_0(x))) return fails("exp", static_cast<int64_t>(at), 0);
+  }
+  for (const float x : {0.0f, -0.0f, -INFINITY})
+    if (rm_bits(rm_exp(x)) != rm_bits(rm_exp_not_above_0(x))) return fails("exp", rm_bits(x), 1);
+  return rm_is_nan(rm_exp_not_above_0(NAN)) || fails("exp of a NaN", 0, 0);
+}
+
 }  // namespace
 
 bool check_mma_company() {
@@ -207,6 +220,6 @@ bool check_mma_company() {
 
 bool check_mma_places() {
   int64_t bits = 0;
-  const bool ok = places() && packings() && units() && banks() && swizzle() && tiles();
+  const bool ok = exps() && places() && packings() && units() && banks() && swizzle() && tiles();
   return same("properties", &bits, &bits, sizeof bits, 1) && ok;
 }
