@@ -10,6 +10,19 @@ RM_INLINE int rm_q_pitch(int64_t head_dim) {
   return static_cast<int>(rm_round_up(head_dim, RM_K_BLOCK) / 2) + 4;
 } // words: no two lanes in a bank
 
+// y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be compiled.
+__device__ inline float rm_zero_below(float x, float least, float y) {
+#ifdef RM_SIMT
+  return x < least ? 0.0f : y;
+#else
+  float z;
+  asm("{\n.reg .pred is_below;\nsetp.lt.ftz.f32 is_below, %1, %2;\nselp.f32 %0, 0f00000000, %3, is_below;\n}"
+      : "=f"(z)
+      : "f"(x), "f"(least), "f"(y));
+  return z;
+#endif
+}
+
 // rm_exp of a number that is not above 0, bit by bit, or of a NaN, in 16 instructions instead of 26: 2^i is one addition to the exponent
 // where the result is a normal number, and below RM_EXP_NORMAL it is 0. tests/simt/check_mma.cpp compares them.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
@@ -24,7 +37,7 @@ __device__ inline float rm_exp_not_above_0(float x) {
   q = fmaf(q, r, RM_EXP_Q0);
   const float p = fmaf(q, r * r, r) + 1.0f;
   const float y = rm_float((rm_bits(t) << 23) + rm_bits(p)); // the magic number's own bits are shifted out
-  return x < RM_EXP_NORMAL ? 0.0f : fmaf(x, 0.0f, y); // a NaN stays one
+  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y)); // a NaN stays one
 }
 
 // What a block works on: columns are the query heads of one kv head, `heads` of each of rows row0 … end − 1.

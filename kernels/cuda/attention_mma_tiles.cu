@@ -214,7 +214,7 @@ template <bool ALL> __device__ float soften(float (&scores)[HALVES][CT][4], int 
   for (int step = RM_WARP / 2; step >= 4; step /= 2) sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
   __syncwarp();  // eight lanes have read m and l
   if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f;  // the state stays as it was
-  const float alpha = rm_bits(c.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp_not_above_0(c.m - next);
+  const float alpha = rm_exp_not_above_0(rm_bits(c.m) == rm_bits(RM_LOWEST) ? RM_LOWEST : c.m - next);
   if (lane / 4 == 0) of->m = next, of->l = fmaf(c.l, alpha, sum);
   return alpha;
 }
