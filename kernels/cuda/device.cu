@@ -337,13 +337,14 @@ void close_device(void *self) {
   delete d;
 }
 
-__global__ void nothing_kernel() {}
+const rm_listed_kernel *listed;  // NULL before the first enters itself
 
 // NULL, or the call that failed.
 const char *make(cuda_device *d, cudaError_t *error) {
   if ((*error = cudaSetDevice(d->ordinal)) != cudaSuccess) return "cudaSetDevice";
   cudaFuncAttributes attributes;
-  if ((*error = cudaFuncGetAttributes(&attributes, nothing_kernel)) != cudaSuccess) return "cudaFuncGetAttributes";
+  for (const rm_listed_kernel *l = listed; l; l = l->next)
+    if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess) return "cudaFuncGetAttributes";
   if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess) return "cudaStreamCreateWithFlags";
   for (cudaEvent_t &event : d->marks)
     if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
@@ -417,6 +418,8 @@ const rm_device CALLS = {
 };
 
 }  // namespace
+
+rm_listed_kernel::rm_listed_kernel(const void *kernel_) : kernel(kernel_), next(listed) { listed = this; }
 
 bool rm_cuda_lives(void *self) { return is_alive(of(self)); }
 

@@ -10,13 +10,24 @@
 #include <simt.h>  // tests/simt, by -I
 #else
 #include <cuda_runtime.h>
-#define RM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+#define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
 #define RM_SHARED(name) extern __shared__ __align__(16) float name[]  // dynamic shared memory
 #endif
 
 #include "cpu/scalar.h"
 #include "device.h"
+
+// Every kernel that RM_LAUNCH names, listed while the library is loaded; rm_cuda_open loads them all. CUDA would load each at its first
+// launch, and for that wait until the device is idle, with a lock that another thread's launches need: a deadlock where a kernel that
+// runs waits for another rank's, as NCCL's do on one GPU.
+struct rm_listed_kernel {
+  const void *kernel;
+  const rm_listed_kernel *next;
+  explicit rm_listed_kernel(const void *kernel_);
+};
+template <auto *KERNEL> inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
+#define RM_LAUNCH(kernel, ...) (static_cast<void>(&rm_list_entry<kernel>), RM_ENQUEUE(kernel, __VA_ARGS__))
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default")))  // a door of rm_cuda.h
 

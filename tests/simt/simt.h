@@ -40,7 +40,7 @@ extern simt_state simt;
 #define blockIdx simt.block
 #define gridDim simt.grid
 #define RM_SHARED(name) float *const name = simt.shared
-#define RM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+#define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
   simt_enqueue(simt_launch_of({#kernel, grid, block, shared_bytes}, kernel __VA_OPT__(, ) __VA_ARGS__), stream)
 
 struct simt_shape {
@@ -52,6 +52,7 @@ struct simt_shape {
 struct simt_launch : simt_shape {
   explicit simt_launch(const simt_shape &shape) : simt_shape(shape) {}
   virtual void thread() const = 0;  // one thread of it
+  virtual const void *code() const = 0;
   virtual ~simt_launch() = default;
 };
 template <class... P> struct simt_launch_with final : simt_launch {
@@ -61,6 +62,7 @@ template <class... P> struct simt_launch_with final : simt_launch {
   simt_launch_with(const simt_shape &shape, void (*function_)(P...), P... given)
       : simt_launch(shape), function(function_), arguments(given...) {}
   void thread() const override { std::apply(function, arguments); }
+  const void *code() const override { return reinterpret_cast<const void *>(function); }
 };
 template <class... P, class... A>
 std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*function)(P...), A &&...given) {

@@ -63,6 +63,7 @@ using locked = std::unique_lock<std::mutex>;
 std::map<const char *, block> blocks;  // by data
 std::set<cudaStream_t> streams;
 std::set<std::pair<int, int>> peers;  // who may read whom
+std::set<std::pair<int, const void *>> loaded;  // kernels, by device
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
@@ -338,6 +339,13 @@ cudaError_t ready() {
 
 }  // namespace
 
+static void check_loaded(const simt_stream *s, const simt_launch &launch) {
+  char text[240];
+  if (loaded.count({s->owner, launch.code()})) return;
+  snprintf(text, sizeof text, "%s is launched before device %d has loaded it", launch.kernel, s->owner);
+  simt_fault(text);
+}
+
 bool simt_open(const void *address) {
   auto next = blocks.upper_bound(static_cast<const char *>(address));
   if (next == blocks.end() || address < next->second.room) {
@@ -367,7 +375,9 @@ void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const locked hold(lock);
   const char *refused = simt_refused(*launch);
   if (stream) {
-    said(refused ? cudaErrorInvalidConfiguration : enqueue(static_cast<simt_stream *>(stream), {.launch = std::move(launch)}));
+    simt_stream *s = static_cast<simt_stream *>(stream);
+    check_loaded(s, *launch);
+    said(refused ? cudaErrorInvalidConfiguration : enqueue(s, {.launch = std::move(launch)}));
     return;
   }
   if (refused) simt_fault(refused);
@@ -441,10 +451,13 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ord
   return cudaSuccess;
 }
 
-cudaError_t simt_function_attributes(cudaFuncAttributes *attributes) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
+  const locked hold(lock);
   attributes->binaryVersion = 90;
   const int architecture = architecture_of(current_device);
-  return said(architecture == 90 || architecture == 80 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
+  if (architecture != 90 && architecture != 80) return said(cudaErrorNoKernelImageForDevice);
+  loaded.insert({current_device, kernel});
+  return cudaSuccess;
 }
 
 static int get_context(void **context) {

@@ -9,6 +9,8 @@
 //   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A process opens it once, and not its own;
 //     memory that is freed while another has it open is a fault.
 //   - fresh memory holds 0xff, also that of the host.
+//   - a kernel that is launched for a stream before the stream's device has loaded it (cudaFuncGetAttributes) is a fault: a GPU loads
+//     it then, and waits for whatever runs.
 //   - the default streams (1 and 2) have nothing enqueued, and what they are to wait for is done at once.
 // Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work of a stand-in for NCCL too
 // (tests/native/standin/stream.h), which may take until another rank comes: meanwhile nothing is locked, and
@@ -83,8 +85,7 @@ cudaError_t cudaGetDeviceCount(int *n);
 cudaError_t cudaGetDevice(int *ordinal);
 cudaError_t cudaSetDevice(int ordinal);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
-cudaError_t simt_function_attributes(cudaFuncAttributes *attributes);
-template <class T> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *) { return simt_function_attributes(attributes); }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned version, unsigned long long flags,
                                              cudaDriverEntryPointQueryResult *found);
 
