@@ -10,7 +10,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size
 from pathlib import Path
 from typing import Any, NoReturn
 
-OK, BUSY, NO_MEMORY, FAULT = range(4)
+OK, BUSY, NO_MEMORY, FAULT, SPOILT = range(5)
 MARKS = 4
 
 

@@ -18,7 +18,7 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table, no_gpu
+from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, SPOILT, Device, Embed, Library, Refused, Table, no_gpu
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -404,6 +404,42 @@ def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
             assert getattr(device, call)() == FAULT
         assert "capturing" in device.message()
         assert device.recorded() == (FAULT, None)
+
+
+@pytest.mark.parametrize("work", range(1, 6))
+def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pytest.MonkeyPatch, work: int) -> None:
+    """At a put, an op, a copy, the device's own, or a get: nothing of it was done, and the next recording is whole."""
+    monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", str(work))
+    with simt.open() as device:
+        ids, table, out, host = device.map(8), device.map(32), device.map(32), device.pin(32)
+        device.write(table, np.arange(8, dtype=np.float32).tobytes())
+        for spoilt in (True, False):
+            assert device.record() == OK
+            device.put(ids, host, 8)
+            device.embed(out, ids, table, 2, 4)
+            device.copy(out, 4, table, 4, 4, 1)
+            device.copy(out, 16, table, 8, 4, 2)
+            device.get(host, out, 32)
+            status, recording = device.recorded()
+            assert (status, recording is None) == ((SPOILT, True) if spoilt else (OK, False))
+            if spoilt:
+                assert device.message() == "cudaStreamEndCapture: operation failed due to a previous error during capture"
+                assert device.read(out, 32) == seen(host, 32) == bytes(32)
+        device.replay(recording)
+        assert device.wait() == OK
+        assert np.frombuffer(seen(host, 32), np.float32).tolist() == [0, 1, 2, 3, 2, 1, 2, 3]
+        device.forget(recording)
+
+
+def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "1")
+    with simt.open() as device:
+        block = device.map(4)
+        assert device.record() == OK
+        device.zero(block, 4, 4, 1)
+        device.embed(block, block, block, (1 << 32) - 1, 1)
+        assert device.recorded() == (FAULT, None)
+        assert device.message() == "a launch: invalid configuration argument"
 
 
 # ------------------------------------------------------------------------------------------------ faults

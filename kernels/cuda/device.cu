@@ -19,7 +19,7 @@ constexpr size_t MAX_PITCH = 0x7fffffff;
 struct cuda_device {
   int ordinal;
   unsigned long long peers_asked;  // a bit for each
-  bool dead;
+  bool dead, is_recording;
   cudaStream_t stream;
   cudaEvent_t marks[RM_DEVICE_MARKS];
   bool is_marked[RM_DEVICE_MARKS];
@@ -37,6 +37,10 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
   d->dead = true;
   return RM_DEVICE_FAULT;
 }
+
+// Another thread that waits for the whole device (torch.cuda.synchronize) ends what this one records, in whatever mode it does. What
+// is enqueued from then on goes nowhere, each call says so, and nothing but the recording is lost.
+bool is_spoilt(const cuda_device *d, cudaError_t error) { return d->is_recording && error == cudaErrorStreamCaptureInvalidated; }
 
 // While some stream of the process is being captured nothing can be allocated, and nothing is broken.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
@@ -58,12 +62,15 @@ rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) die(d, error, "a launch");
+  if (error != cudaSuccess && !is_spoilt(d, error)) die(d, error, "a launch");
   return !d->dead;
 }
 
 rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
-  return error == cudaSuccess ? RM_DEVICE_OK : die(d, error, call);
+  if (error == cudaSuccess) return RM_DEVICE_OK;
+  if (!is_spoilt(d, error)) return die(d, error, call);
+  cudaGetLastError();
+  return RM_DEVICE_OK;
 }
 
 // Before something goes that the queue may hold; a device that died may still be at work.
@@ -246,7 +253,23 @@ const char *refuses(void *self, void *stream) {
 rm_device_status record(void *self) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return done(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  const cudaError_t error = cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal);
+  d->is_recording = error == cudaSuccess;
+  return done(d, error, "cudaStreamBeginCapture");
+}
+
+// What the capture came to, which ends in any case; NULL where it is not to be used.
+rm_device_status end_capture(cuda_device *d, cudaGraph_t *graph) {
+  is_alive(d);
+  const cudaError_t error = cudaStreamEndCapture(d->stream, graph);
+  const bool spoilt = is_spoilt(d, error);
+  d->is_recording = false;
+  if (error == cudaSuccess && !d->dead) return RM_DEVICE_OK;
+  if (*graph) cudaGraphDestroy(*graph);
+  if (!spoilt || d->dead) return die(d, error, "cudaStreamEndCapture");
+  cudaGetLastError();
+  snprintf(d->message, sizeof d->message, "cudaStreamEndCapture: %s", cudaGetErrorString(error));
+  return RM_DEVICE_SPOILT;
 }
 
 rm_device_status recorded(void *self, void **recording) {
@@ -254,13 +277,9 @@ rm_device_status recorded(void *self, void **recording) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t made = nullptr;
   *recording = nullptr;
-  is_alive(d);  // the capture ends in any case
-  cudaError_t error = cudaStreamEndCapture(d->stream, &graph);
-  if (error != cudaSuccess || d->dead) {
-    if (graph) cudaGraphDestroy(graph);
-    return die(d, error, "cudaStreamEndCapture");
-  }
-  error = cudaGraphInstantiate(&made, graph, 0);
+  const rm_device_status ended = end_capture(d, &graph);
+  if (ended != RM_DEVICE_OK) return ended;
+  cudaError_t error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
   if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
   if (error == cudaSuccess && (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {  // else its first launch took it
@@ -425,7 +444,10 @@ bool rm_cuda_lives(void *self) { return is_alive(of(self)); }
 
 void rm_cuda_kill(void *self, const char *why) {
   cuda_device *d = of(self);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (!is_alive(d)) return;
+  if (d->is_recording && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusInvalidated)
+    return;  // why it failed, in somebody else's words
   snprintf(d->message, sizeof d->message, "%s", why);
   d->dead = true;
 }

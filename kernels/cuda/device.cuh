@@ -65,7 +65,8 @@ void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
 // `rows` runs of `width` bytes, any pitch; from NULL: zeros.
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
 
-// device.cu, for whatever else enqueues: whether `self` of a device lives; and its end, with the reason that its message will say.
+// device.cu, for whatever else enqueues: whether `self` of a device lives; and its end, with the reason that its message will say
+// (but for what could not be enqueued to a recording that was spoilt).
 bool rm_cuda_lives(void *self);
 void rm_cuda_kill(void *self, const char *why);
 // products.cu: rm_device.products.

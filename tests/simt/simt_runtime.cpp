@@ -92,7 +92,7 @@ struct simt_stream {
   std::deque<work> queue;
   uint64_t n_enqueued, n_done;
   uint64_t behind_others;  // the place behind the last work of others
-  long n_launches, fault_at;
+  long n_launches, fault_at, n_captured, spoil_at;
   std::vector<work> *capture;  // NULL: not recording
   std::thread::id capturer;
   bool is_invalid;
@@ -286,6 +286,7 @@ void drain_whole(simt_stream *s, uint64_t place, locked &hold, work *now = nullp
 cudaError_t enqueue(simt_stream *s, work w) {
   if (devices[s->owner].sticky != cudaSuccess) return devices[s->owner].sticky;
   if (s->capture) {
+    s->is_invalid |= ++s->n_captured == s->spoil_at;
     if (s->is_invalid) return cudaErrorStreamCaptureInvalidated;
     s->capture->push_back(std::move(w));
     return cudaSuccess;
@@ -679,6 +680,11 @@ static void enqueue_others(standin_stream *stream, int (*run)(void *data), const
 
 static char *host_address(standin_stream *, const void *device) { return static_cast<char *>(const_cast<void *>(device)); }
 
+static long spoils_at(int ordinal) {
+  const char *text = getenv("ROLLMESH_SIMT_SPOIL"), *of = text ? strchr(text, ',') : nullptr;
+  return text && (!of || atoi(of + 1) == ordinal) ? atol(text) : 0;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   const locked hold(lock);
   cudaError_t error = ready();
@@ -688,6 +694,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   (*stream)->others = {enqueue_others, host_address};
   (*stream)->owner = current_device;
   (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
+  (*stream)->spoil_at = spoils_at(current_device);
   devices[current_device].n_streams++;
   n_made[STREAMS]++;
   streams.insert(*stream);
@@ -793,7 +800,9 @@ static bool is_default(cudaStream_t s) { return reinterpret_cast<uintptr_t>(s) <
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *status) {
   const locked hold(lock);
   if (!is_default(s) && !streams.count(s)) return said(cudaErrorInvalidResourceHandle);
-  *status = !is_default(s) && s->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = is_default(s) || !s->capture ? cudaStreamCaptureStatusNone
+            : s->is_invalid              ? cudaStreamCaptureStatusInvalidated
+                                         : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 

@@ -24,6 +24,8 @@
 //   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
 //   ROLLMESH_SIMT_STICKY=1       and then until the process ends, as a GPU's context does
 //   ROLLMESH_SIMT_GRAPHS=n       a process's graphs at once; there is no memory for more (no limit)
+//   ROLLMESH_SIMT_SPOIL=n[,d]    the n-th work that a stream (of device d) is given while it is captured finds the capture invalid, as
+//                                behind another thread's wait for the whole device
 //   ROLLMESH_SIMT_EAGER=1        everything is done when it is enqueued: as strict as a GPU at its fastest
 //   ROLLMESH_SIMT_REVERSED=1     threads in descending order
 #pragma once
@@ -53,7 +55,7 @@ enum cudaError_t {
   cudaErrorCapturedEvent = 907,
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1, cudaStreamCaptureStatusInvalidated = 2 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
