@@ -112,6 +112,10 @@ class Library:
         self.loaded.rm_cuda_archs.restype = c_char_p
         self.is_simt = hasattr(self.loaded, "simt_contexts")
 
+    def driver(self) -> Any:
+        """CUDA's driver, whose names for a few calls of captures the stand-in has too."""
+        return self.loaded if self.is_simt else ctypes.CDLL("libcuda.so.1")
+
     def devices(self) -> int:
         return int(self.loaded.rm_cuda_devices())
 

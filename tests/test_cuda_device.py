@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 
@@ -19,6 +20,8 @@ import cuda_build
 import numpy as np
 import pytest
 from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, SPOILT, Device, Embed, Library, Refused, Table, no_gpu
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -442,6 +445,53 @@ def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest
         assert device.message() == "a launch: invalid configuration argument"
 
 
+def test_what_another_thread_captures_in_global_mode(library: Library) -> None:
+    """As torch.cuda.graph does: it forbids a device's calls nothing, and none of them ends it."""
+    driver, graph = library.driver(), ctypes.c_void_p()
+
+    def work() -> None:
+        with library.open() as device:
+            block, host = device.map(64), device.pin(64)
+            device.mark(0)
+            asked = [device.reached(0), device.poll()]
+            waited = [device.reach(0), device.wait(), device.record(), device.recorded()[0]]
+            assert {*asked} <= {OK, BUSY}, device.message()
+            assert waited == [OK] * 4, device.message()
+            device.drop(block)
+            device.drop(host)
+
+    with library.open() as others, ThreadPoolExecutor(1) as pool:
+        block, stream = others.map(4), ctypes.c_void_p(others.table.stream)
+        assert driver.cuStreamBeginCapture_v2(stream, GLOBAL) == 0
+        working = pool.submit(work)
+        working.exception()
+        others.zero(block, 4, 4, 1)
+        assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        working.result()
+        assert driver.cuGraphDestroy(graph) == 0
+
+
+@pytest.mark.parametrize("had", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_a_thread_gets_back_its_capture_mode(library: Library, had: int) -> None:
+    driver = library.driver()
+
+    def exchange(mode: int) -> int:
+        word = ctypes.c_int(mode)
+        assert driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(word)) == 0
+        return word.value
+
+    def modes() -> list[int]:
+        exchange(had)
+        with library.open() as outer, library.open(library.devices() - 1):
+            inside = [exchange(THREAD_LOCAL)]
+            outer.leave(outer.enter())
+            inside.append(exchange(THREAD_LOCAL))
+        return [*inside, exchange(GLOBAL)]
+
+    with library.open(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(modes).result() == [THREAD_LOCAL, THREAD_LOCAL, had]
+
+
 # ------------------------------------------------------------------------------------------------ faults
 def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second launch fails some time after its call; what was done before it stands, what comes after it is dropped."""
@@ -717,24 +767,24 @@ from pathlib import Path
 from cuda_device import Library
 library = Library(Path({str(simt_library)!r}))
 seen = library.loaded.simt_current_device
-NONE = -2
+NONE = -2  # in the place of a device's number
 with library.open(3) as three:
     assert seen() == 3
     with library.open(1) as one:
         assert seen() == 1
-        assert one.table.enter(one.table.self) == 1
-        assert three.table.enter(three.table.self) == 1
-        assert seen() == 3
-        three.table.leave(three.table.self, 1)
+        assert one.enter() >> 2 == 1
+        saved = three.enter()
+        assert (saved >> 2, seen()) == (1, 3)
+        three.leave(saved)
         assert seen() == 1
     assert seen() == 3
 assert seen() == 0
 for _ in range(2):
     with library.open(1) as one:
-        inner = one.table.enter(one.table.self)
-        one.table.leave(one.table.self, NONE)
-        assert (inner, seen()) == (1, 0)
-        assert one.table.enter(one.table.self) == NONE
+        inner = one.enter()
+        one.leave(NONE << 2)
+        assert (inner >> 2, seen()) == (1, 0)
+        assert one.enter() >> 2 == NONE
     assert seen() == 0
 assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
 """

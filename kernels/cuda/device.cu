@@ -42,7 +42,7 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
 // is enqueued from then on goes nowhere, each call says so, and nothing but the recording is lost.
 bool is_spoilt(const cuda_device *d, cudaError_t error) { return d->is_recording && error == cudaErrorStreamCaptureInvalidated; }
 
-// While some stream of the process is being captured nothing can be allocated, and nothing is broken.
+// While the thread captures a stream that is not ours nothing can be allocated, and nothing is broken.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
   cudaStreamCaptureStatus own = cudaStreamCaptureStatusNone;
   if (error != cudaErrorStreamCaptureUnsupported) return false;
@@ -329,18 +329,36 @@ void go_back(int ordinal, int saved) {
   else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
 
+// While another thread captures in "global" mode, as torch.cuda.graph does, every thread that is in that mode, as all are at first, may
+// neither allocate nor ask an event, and one that tries ends the capture. A thread that works for a device is in ThreadLocal mode.
+cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
+  if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) return mode;
+  cudaGetLastError();
+  return cudaStreamCaptureModeGlobal;
+}
+
+struct thread_local_mode {
+  const cudaStreamCaptureMode saved = exchange(cudaStreamCaptureModeThreadLocal);
+  ~thread_local_mode() { exchange(saved); }
+};
+
+// What the thread had, in a number: device and mode.
+constexpr int MODES = 4;
+
 int enter(void *self) {
   cuda_device *d = of(self);
   const int saved = current();
   cudaGetLastError();  // what others left in the thread is not ours; an error that lasts comes again
   if (cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
-  return saved;
+  return saved * MODES + exchange(cudaStreamCaptureModeThreadLocal);
 }
 
 void leave(void *self, int saved) {
   cuda_device *d = of(self);
+  const int mode = saved & (MODES - 1);
   is_alive(d);  // what was launched last is this device's, whoever asks this thread next
-  go_back(d->ordinal, saved);
+  exchange(static_cast<cudaStreamCaptureMode>(mode));
+  go_back(d->ordinal, (saved - mode) / MODES);
 }
 
 // ------------------------------------------------------------------------------------------------ opening
@@ -361,6 +379,7 @@ const rm_listed_kernel *listed;  // NULL before the first enters itself
 // NULL, or the call that failed.
 const char *make(cuda_device *d, cudaError_t *error) {
   if ((*error = cudaSetDevice(d->ordinal)) != cudaSuccess) return "cudaSetDevice";
+  const thread_local_mode mode;
   cudaFuncAttributes attributes;
   for (const rm_listed_kernel *l = listed; l; l = l->next)
     if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess) return "cudaFuncGetAttributes";

@@ -69,6 +69,7 @@ thread_local cudaError_t last;
 thread_local int current_device;
 thread_local int current_context = -1;  // the driver's: of which device; −1: none, then the runtime takes that of its own
 thread_local cudaStream_t captured;  // by this thread
+thread_local cudaStreamCaptureMode thread_mode;
 long n_graphs;                       // made and not destroyed
 // Of the process: blocks of devices, pinned blocks, graphs instantiated, streams, events.
 enum { DEVICE_BLOCKS, PINNED_BLOCKS, GRAPHS, STREAMS, EVENTS, N_KINDS };
@@ -95,6 +96,7 @@ struct simt_stream {
   long n_launches, fault_at, n_captured, spoil_at;
   std::vector<work> *capture;  // NULL: not recording
   std::thread::id capturer;
+  cudaStreamCaptureMode mode;  // of the capture
   bool is_invalid;
 };
 struct simt_event {
@@ -325,15 +327,24 @@ struct helper {
   }
 } others_helper;
 
-// A call that the thread's capture does not allow.
+// A call that a capture does not allow.
 cudaError_t forbid(simt_stream *s) {
   s->is_invalid = true;
   return cudaErrorStreamCaptureUnsupported;
 }
 
+// The capture that does not allow this thread what might be unsafe in it; NULL: none.
+simt_stream *forbidding() {
+  if (thread_mode == cudaStreamCaptureModeRelaxed) return nullptr;
+  if (captured && captured->mode != cudaStreamCaptureModeRelaxed) return captured;
+  for (simt_stream *s : streams)
+    if (s->capture && s->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal) return s;
+  return nullptr;
+}
+
 // Whether the current device can do what is no stream's; makes its context.
 cudaError_t ready() {
-  if (captured) return forbid(captured);
+  if (simt_stream *s = forbidding()) return forbid(s);
   devices[current_context = current_device].has_context = true;
   return devices[current_device].sticky;
 }
@@ -533,7 +544,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
 cudaError_t cudaFree(void *data) {
   const locked hold(lock);
   const cudaError_t error = ready();
-  if (!data || captured) return said(error);
+  if (!data || error == cudaErrorStreamCaptureUnsupported) return said(error);
   const block *b = block_of(data);
   if (b && b->data == data && b->owner != HOST) {
     if (b->is_borrowed) return said(cudaErrorInvalidValue);
@@ -553,7 +564,7 @@ cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
 cudaError_t cudaFreeHost(void *data) {
   const locked hold(lock);
   const cudaError_t error = ready();
-  if (!data || captured) return said(error);
+  if (!data || error == cudaErrorStreamCaptureUnsupported) return said(error);
   return said(block_destroy(data, true) ? error : cudaErrorInvalidValue);
 }
 
@@ -727,6 +738,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
 cudaError_t cudaStreamQuery(cudaStream_t s) {
   const locked hold(lock);
   if (s->capture) return said(forbid(s));
+  if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (s->n_done == s->n_enqueued) return said(devices[s->owner].sticky);
   drain(s, s->n_done + 1);
   return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady : devices[s->owner].sticky);
@@ -835,7 +847,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   locked hold(lock);
-  if (captured) return said(forbid(captured));
+  if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (event->is_captured) return said(cudaErrorCapturedEvent);
   if (!event->stream) return cudaSuccess;
   drain_whole(event->stream, event->place, hold);
@@ -844,7 +856,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const locked hold(lock);
-  if (captured) return said(forbid(captured));
+  if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (event->is_captured) return said(cudaErrorCapturedEvent);
   simt_stream *s = event->stream;
   if (!s || s->n_done >= event->place) return said(s ? devices[s->owner].sticky : cudaSuccess);
@@ -853,12 +865,18 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 // ------------------------------------------------------------------------------------------------ graphs
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+  std::swap(*mode, thread_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
   const locked hold(lock);
   if (s->capture || captured) return said(cudaErrorIllegalState);
   if (devices[s->owner].sticky != cudaSuccess) return said(devices[s->owner].sticky);
   s->capture = new std::vector<work>();
   s->capturer = std::this_thread::get_id();
+  s->mode = mode;
   s->is_invalid = false;
   captured = s;
   return cudaSuccess;
@@ -876,6 +894,26 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
   if (s->is_invalid) return said(cudaErrorStreamCaptureInvalidated);
   *graph = new simt_graph{std::move(*list)};
   return cudaSuccess;
+}
+
+// For tests: what another runtime of the process does with its streams. The driver's calls of these names take the same.
+extern "C" __attribute__((visibility("default"))) int cuStreamBeginCapture_v2(void *stream, int mode) {
+  return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), static_cast<cudaStreamCaptureMode>(mode));
+}
+
+extern "C" __attribute__((visibility("default"))) int cuStreamEndCapture(void *stream, void **graph) {
+  return cudaStreamEndCapture(static_cast<cudaStream_t>(stream), reinterpret_cast<cudaGraph_t *>(graph));
+}
+
+extern "C" __attribute__((visibility("default"))) int cuGraphDestroy(void *graph) {
+  return cudaGraphDestroy(static_cast<cudaGraph_t>(graph));
+}
+
+extern "C" __attribute__((visibility("default"))) int cuThreadExchangeStreamCaptureMode(int *mode) {
+  cudaStreamCaptureMode exchanged = static_cast<cudaStreamCaptureMode>(*mode);
+  const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&exchanged);
+  *mode = exchanged;
+  return error;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {

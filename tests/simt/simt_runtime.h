@@ -11,6 +11,8 @@
 //   - fresh memory holds 0xff, also that of the host.
 //   - a kernel that is launched for a stream before the stream's device has loaded it (cudaFuncGetAttributes) is a fault: a GPU loads
 //     it then, and waits for whatever runs.
+//   - a thread that captures can allocate, give back and ask nothing meanwhile, nor can any while another captures in global mode, but
+//     for those in a mode that lets them (cudaThreadExchangeStreamCaptureMode). Who tries has made the capture invalid.
 //   - the default streams (1 and 2) have nothing enqueued, and what they are to wait for is done at once.
 // Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work of a stand-in for NCCL too
 // (tests/native/standin/stream.h), which may take until another rank comes: meanwhile nothing is locked, and
@@ -56,7 +58,7 @@ enum cudaError_t {
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1, cudaStreamCaptureStatusInvalidated = 2 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1, cudaStreamCaptureModeRelaxed = 2 };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
@@ -142,6 +144,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
