@@ -15,6 +15,7 @@ namespace {
 
 constexpr int MAX_PEERS = 64;
 constexpr size_t MAX_PITCH = 0x7fffffff;
+constexpr uintptr_t FIRST_HANDLE = 3, FIRST_ADDRESS = 4096;  // below are numbers of default streams, and no pages
 
 struct cuda_device {
   int ordinal;
@@ -234,11 +235,14 @@ void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
 void follow(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
 void lead(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
 
-// Of a stream that is being captured a wait would make ours part of the capture, and end both.
+// CUDA looks into what a handle points at, so it is not asked about one that points nowhere. Of a stream that is being captured a wait
+// would make ours part of the capture, and end both.
 const char *refuses(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   int ordinal = of(self)->ordinal;
+  const uintptr_t handle = reinterpret_cast<uintptr_t>(stream);
+  if (handle >= FIRST_HANDLE && handle < FIRST_ADDRESS) return "it is no handle of a stream";
   cudaError_t error = cudaStreamIsCapturing(other, &capturing);
   if (error == cudaSuccess) error = cudaStreamGetDevice(other, &ordinal);
   if (error != cudaSuccess) cudaGetLastError();
