@@ -89,12 +89,12 @@ def test_a_block_of_no_bytes_is_a_block(device: Device) -> None:
     device.drop(device.pin(0))
 
 
-def test_available_follows_what_is_mapped(device: Device) -> None:
+def test_available_follows_what_is_mapped(library: Library, device: Device) -> None:
     before = device.available()
     block = device.map(32 << 20)
     assert device.available() <= before - (32 << 20)
     device.drop(block)
-    assert before - (4 << 20) <= device.available()
+    assert before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()  # a GPU's driver keeps what it was given back
 
 
 def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -733,6 +733,11 @@ def test_no_driver_is_said(simt: Library, monkeypatch: pytest.MonkeyPatch) -> No
     assert simt.devices() == -1
     with pytest.raises(Refused, match="no CUDA device: no CUDA-capable device is detected"):
         Device(simt, 0)
+    for driver, count in (("0", -1), ("12080", -2)):
+        monkeypatch.setenv("ROLLMESH_SIMT_DRIVER", driver)
+        assert simt.devices() == count
+        with pytest.raises(Refused, match="no CUDA device: CUDA driver version is insufficient for CUDA runtime version"):
+            Device(simt, 0)
 
 
 def test_an_architecture_without_code_is_refused(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -481,10 +481,12 @@ RM_EXPORT const char *rm_cuda_error(void) {
 }
 
 RM_EXPORT int rm_cuda_devices(void) {
-  int n = 0;
-  if (cudaGetDeviceCount(&n) == cudaSuccess) return n;
+  int n = 0, driver = 0;
+  const cudaError_t error = cudaGetDeviceCount(&n);
+  if (error == cudaSuccess) return n;
   cudaGetLastError();
-  return -1;
+  // "Insufficient" is also what CUDA says where there is none; its version is 0 then.
+  return error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 ? -2 : -1;
 }
 
 RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out, char why[256]) {

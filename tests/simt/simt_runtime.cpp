@@ -409,6 +409,7 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorAlreadyMapped: return "resource already mapped";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction: return "invalid device function";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
@@ -431,7 +432,14 @@ cudaError_t cudaGetLastError() {
   return error;
 }
 
+cudaError_t cudaDriverGetVersion(int *version) {
+  *version = static_cast<int>(from_environment("ROLLMESH_SIMT_DRIVER", 13000));
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceCount(int *n) {
+  *n = 0;
+  if (from_environment("ROLLMESH_SIMT_DRIVER", 13000) < 13000) return said(cudaErrorInsufficientDriver);
   *n = static_cast<int>(std::min(from_environment("ROLLMESH_SIMT_DEVICES", 8), static_cast<long>(MAX_DEVICES)));
   return said(*n > 0 ? cudaSuccess : cudaErrorNoDevice);
 }

@@ -20,6 +20,7 @@
 //
 // The environment, read when it is needed:
 //   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
+//   ROLLMESH_SIMT_DRIVER=13000   the version of CUDA that the driver is for; 0: there is none
 //   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have other numbers in other processes
 //   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB); with 0 there is not even room for a stream
 //   ROLLMESH_SIMT_SM=90          their architecture, or that of each by turns (90,80): kernels have code for 90 and 80
@@ -43,6 +44,7 @@ enum cudaError_t {
   cudaErrorAlreadyMapped = 208,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
   cudaErrorNoKernelImageForDevice = 209,
@@ -86,6 +88,7 @@ const char *cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
 
 cudaError_t cudaGetDeviceCount(int *n);
+cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaGetDevice(int *ordinal);
 cudaError_t cudaSetDevice(int ordinal);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);

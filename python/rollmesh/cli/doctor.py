@@ -199,7 +199,9 @@ def _cuda_kernels() -> str:
         return f"cannot be loaded: {error}"
     library.rm_cuda_archs.restype = ctypes.c_char_p
     devices = int(library.rm_cuda_devices())
-    seen = "no driver here, and NVIDIA's is all they need" if devices < 0 else f"{devices} device{'' if devices == 1 else 's'} here"
+    seen = f"{devices} device{'' if devices == 1 else 's'} here"
+    if devices < 0:
+        seen = "no driver here, and NVIDIA's is all they need" if devices == -1 else "the driver here is too old, they need 580 or later"
     return f"for {library.rm_cuda_archs().decode()}, in {path.name}; {seen}"
 
 
