@@ -87,7 +87,8 @@ def rank_of(rank: int, way: str, shape: Shape, runs: int, name: str, device: str
 
 
 def measured(way: str, shape: Shape, runs: int, device: str) -> bool:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # of a process that has imported these and opened no GPU: once for all ranks
+    context.set_forkserver_preload(["torch", "rollmesh.sources"])
     with tempfile.TemporaryDirectory() as folder:
         name = str(Path(folder) / f"stream-{secrets.token_hex(8)}")
         pipes, processes = [], []

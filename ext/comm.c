@@ -17,10 +17,6 @@ typedef struct comm_object {
   rm_comm *comm;                // owned; NULL: taken by an engine, or closed
 } comm_object;
 
-static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
-
-static comm_object *new_comm(PyTypeObject *type) { return (comm_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
-
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
   PyObject *type = rm_state(module)->comm_type;
   *out = NULL;
@@ -175,7 +171,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   int rank, size;
   const char *name = "torch";
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size, &name)) return NULL;
-  comm_object *self = new_comm(type);
+  comm_object *self = rm_object_new((PyObject *)type);
   caller *c = self ? rm_alloc(1, sizeof *c) : NULL;
   if (!c) {
     Py_XDECREF((PyObject *)self);
@@ -194,7 +190,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 // ------------------------------------------------------------------------------------------------ what Python sends
 static int enter(comm_object *self) {
   if (self->comm) return 0;
-  rm_raise_code(module_of((PyObject *)self), RM_E_STATE, "this end of a group is closed, or an engine has it");
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "this end of a group is closed, or an engine has it");
   return -1;
 }
 
@@ -225,7 +221,7 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   rm_free(all);
   rm_free(bytes);
   rm_free(counts);
-  return code ? rm_raise(module_of((PyObject *)self), &err) : out;
+  return code ? rm_raise(rm_module_of((PyObject *)self), &err) : out;
 }
 
 // The buffers of a list, one for each rank, as blocks; how many were got is in *n, also on failure.
@@ -263,7 +259,7 @@ static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
     code = rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err);
   Py_END_ALLOW_THREADS
-  if (code) rm_raise(module_of((PyObject *)self), &err);
+  if (code) rm_raise(rm_module_of((PyObject *)self), &err);
   done = !code;
 out:
   for (int i = 0; i < n_give; i++) PyBuffer_Release(&views[i]);
@@ -289,7 +285,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
     code = rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err);
   Py_END_ALLOW_THREADS
   PyBuffer_Release(&view);
-  if (code) return rm_raise(module_of((PyObject *)self), &err);
+  if (code) return rm_raise(rm_module_of((PyObject *)self), &err);
   Py_RETURN_NONE;
 }
 
@@ -304,7 +300,7 @@ static PyObject *comm_look(comm_object *self, PyObject *ignored) {
   (void)ignored;
   rm_error err = RM_ERROR_INIT;
   if (enter(self)) return NULL;
-  if (rm_comm_look(self->comm, &err)) return rm_raise(module_of((PyObject *)self), &err);
+  if (rm_comm_look(self->comm, &err)) return rm_raise(rm_module_of((PyObject *)self), &err);
   Py_RETURN_NONE;
 }
 
@@ -323,10 +319,8 @@ static PyObject *comm_close(comm_object *self, PyObject *ignored) {
 }
 
 static void comm_dealloc(PyObject *object) {
-  PyTypeObject *type = Py_TYPE(object);
   rm_comm_destroy(((comm_object *)object)->comm);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+  rm_object_free(object);
 }
 
 // ------------------------------------------------------------------------------------------------ shared memory
@@ -370,7 +364,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   Py_END_ALLOW_THREADS
   PyObject *out = code ? NULL : PyTuple_New(N_GROUPS);
   for (int group = 0; out && group < N_GROUPS; group++) {
-    PyObject *end = ends[group] ? (PyObject *)new_comm((PyTypeObject *)rm_state(module)->comm_type) : Py_NewRef(Py_None);
+    PyObject *end = ends[group] ? rm_object_new(rm_state(module)->comm_type) : Py_NewRef(Py_None);
     if (end && ends[group]) {
       ((comm_object *)end)->comm = ends[group];
       ends[group] = NULL;

@@ -27,6 +27,12 @@ typedef struct rm_module_state {
 
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
 
+// Of heap types, which all types here are: an object's module, a view; a new object, all zeros, or NULL with MemoryError; and what a
+// tp_dealloc ends with, the object's memory and its count of the type.
+PyObject *rm_module_of(PyObject *object);
+void *rm_object_new(PyObject *type);
+void rm_object_free(PyObject *object);
+
 // Sets the exception that belongs to err->code, with its message; clears err; returns NULL, so that a function can
 // `return rm_raise(module, &err)`. An exception that is set already (a callback raised) stays; a call that was cut short by Ctrl-C gives
 // KeyboardInterrupt.

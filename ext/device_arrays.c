@@ -21,14 +21,6 @@ static const struct {
 enum { N_DTYPES = sizeof dtypes / sizeof *dtypes, MAX_DIMS = 4 };
 #define DTYPES "bfloat16, float32, int32, uint8, int64, float16 or float64"
 
-static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
-
-static void free_object(PyObject *self) {
-  PyTypeObject *type = Py_TYPE(self);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
 typedef struct array_object {
   PyObject_HEAD
   rm_queue_object *queue;       // owned
@@ -48,18 +40,26 @@ static int dtype_named(PyObject *module, const char *name) {
   return -1;
 }
 
+// −1 with an exception for what is no integer of 64 bits.
+static int64_t size_of(PyObject *module, PyObject *size) {
+  const int64_t value = PyLong_AsLongLong(size);
+  if (value != -1 || !PyErr_Occurred()) return value;
+  PyErr_Clear();
+  rm_raise_code(module, RM_E_SHAPE, "a size or a place is %R, wanted an integer below 2^63", size);
+  return -1;
+}
+
 // Without memory yet. A tuple of sizes, of which all are held to what a product may be.
 static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "an array of %zd dims, wanted at most %d", n, (int)MAX_DIMS);
-  PyTypeObject *type = (PyTypeObject *)rm_state(module)->device_array_type;
-  array_object *self = (array_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  array_object *self = rm_object_new(rm_state(module)->device_array_type);
   if (!self) return NULL;
   self->queue = (rm_queue_object *)Py_NewRef((PyObject *)queue);
   self->dtype = dtype, self->n_dims = (int)n;
   int64_t bytes = dtypes[dtype].bits / 8;
   for (int i = 0; i < self->n_dims; i++) {
-    self->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    self->shape[i] = size_of(module, PyTuple_GetItem(shape, i));
     if (!PyErr_Occurred() && (self->shape[i] < 0 || !rm_mul_i64(bytes, self->shape[i], &bytes)))
       rm_raise_code(module, RM_E_SHAPE, "size %lld in dim %d of a %s array, wanted 0 or more, and less than 2^63 bytes",
                     (long long)self->shape[i], i, dtypes[dtype].name);
@@ -104,7 +104,9 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
   int dtype = 0;
   const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
   while (dtype < N_DTYPES && !(type >= 0 && PyArray_EquivTypenums(type, dtypes[dtype].type))) dtype++;
-  if (dtype == N_DTYPES) return rm_raise_code(module, RM_E_DTYPE, "wanted a numpy array of uint16 (words of bfloat16), " DTYPES);
+  if (dtype == N_DTYPES)
+    return rm_raise_code(module, RM_E_DTYPE, "%R, wanted a numpy array of uint16 (words of bfloat16), " DTYPES,
+                         type >= 0 ? (PyObject *)PyArray_DESCR((PyArrayObject *)object) : (PyObject *)Py_TYPE(object));
   rm_array_want want = {.name = "the array", .type = dtypes[dtype].type, .n_dims = -1};
   void *data;
   if (rm_array_data(module, object, &want, &data)) return NULL;
@@ -120,8 +122,10 @@ static int dtype_of(PyObject *module, PyObject *name, dl_dtype dtype) {
   if (dtype.lanes == 1 && dtype.code == DL_UINT && dtype.bits == 16) return 0;   // words of bfloat16, as in a numpy array
   for (int i = 0; i < N_DTYPES; i++)
     if (dtype.lanes == 1 && dtypes[i].code == dtype.code && dtypes[i].bits == dtype.bits) return i;
-  rm_raise_code(module, RM_E_DTYPE, "%.200U has DLPack type code %d of %d bits and %d lanes, wanted " DTYPES, name, (int)dtype.code,
-                (int)dtype.bits, (int)dtype.lanes);
+  static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};   // by DLPack's code
+  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "another type, of bits ";
+  rm_raise_code(module, RM_E_DTYPE, "%.200U has dtype %s%d%s, wanted " DTYPES, name, kind, (int)dtype.bits,
+                dtype.lanes == 1 ? "" : " in vectors");
   return -1;
 }
 
@@ -285,13 +289,13 @@ static int hand_over(array_object *self, PyObject *stream) {
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
   if (handle == -1) return 0;
-  if (rm_queue_check_stream(module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
-  if (rm_queue_enter(module_of((PyObject *)self), self->queue, &saved)) return -1;
+  if (rm_queue_check_stream(rm_module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
+  if (rm_queue_enter(rm_module_of((PyObject *)self), self->queue, &saved)) return -1;
   device->lead(device->self, (void *)(uintptr_t)handle);
   const rm_device_status status = device->poll(device->self);
   const rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
   rm_queue_leave(self->queue, saved);
-  if (code) rm_raise(module_of((PyObject *)self), &err);
+  if (code) rm_raise(rm_module_of((PyObject *)self), &err);
   return code ? -1 : 0;
 }
 
@@ -326,7 +330,7 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   (void)ignored;
   PyObject *out = rm_array_new(dtypes[self->dtype].type, self->n_dims, self->shape, NULL);
   if (!out || !self->bytes) return out;
-  if (rm_queue_enter(module_of(object), self->queue, &saved)) {
+  if (rm_queue_enter(rm_module_of(object), self->queue, &saved)) {
     Py_DECREF(out);
     return NULL;
   }
@@ -337,20 +341,21 @@ static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   Py_END_ALLOW_THREADS
   if (!code) return out;
   Py_DECREF(out);
-  return rm_raise(module_of(object), &err);
+  return rm_raise(rm_module_of(object), &err);
 }
 
 // (first, shape): elements first … of it, in C order, as an array of that shape.
 static PyObject *array_part(PyObject *object, PyObject *args) {
   array_object *self = (array_object *)object;
-  long long first;
-  PyObject *shape;
-  if (!PyArg_ParseTuple(args, "LO!:part", &first, &PyTuple_Type, &shape)) return NULL;
-  array_object *part = new_array(module_of(object), self->queue, self->dtype, shape);
+  PyObject *place, *shape, *module = rm_module_of(object);
+  if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
+  if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape is %R, wanted a tuple of sizes", shape);
+  const long long first = size_of(module, place);
+  array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->queue, self->dtype, shape);
   if (!part) return NULL;
   const size_t each = dtypes[self->dtype].bits / 8;
   if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
-    rm_raise_code(module_of(object), RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
+    rm_raise_code(module, RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
                   self->bytes / each);
     Py_DECREF(part);
     return NULL;
@@ -374,7 +379,7 @@ static void array_dealloc(PyObject *object) {
   }
   rm_tensor_release(self->owner);
   Py_XDECREF((PyObject *)queue);
-  free_object(object);
+  rm_object_free(object);
 }
 
 static PyObject *array_shape(PyObject *object, void *ignored) {
@@ -413,7 +418,29 @@ static PyObject *array_queue(PyObject *self, void *ignored) {
   return Py_NewRef((PyObject *)((array_object *)self)->queue);
 }
 
+// Nothing is copied, and waited for, unasked: not for NumPy, which without __array__ makes an array of one object of it, nor for the truth
+// of its one element.
+static PyObject *refuse_host(PyObject *object, const char *what) {
+  const array_object *self = (array_object *)object;
+  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s a %s array on %s, wanted one of the host: its .numpy() is a copy",
+                       what, dtypes[self->dtype].name, self->queue->device.name);
+}
+
+static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
+  (void)args, (void)kwargs;
+  return refuse_host(object, "a NumPy array of");
+}
+
+static int array_bool(PyObject *object) { return refuse_host(object, "the truth of"), -1; }
+
+static Py_ssize_t array_length(PyObject *object) {
+  const array_object *self = (array_object *)object;
+  if (self->n_dims) return (Py_ssize_t)self->shape[0];
+  return PyErr_SetString(PyExc_TypeError, "len() of an array without dims"), -1;
+}
+
 static PyMethodDef array_methods[] = {
+    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("UnsupportedTensorError: see numpy.")},
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS,
      PyDoc_STR("A capsule; the consumer's stream comes after the ops so far.")},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
@@ -437,6 +464,8 @@ int rm_device_arrays_add(PyObject *module) {
       {Py_tp_dealloc, array_dealloc},
       {Py_tp_methods, array_methods},
       {Py_tp_getset, array_members},
+      {Py_sq_length, array_length},
+      {Py_nb_bool, array_bool},
       {Py_tp_doc, "An array on a GPU, C-contiguous: what ops of rollmesh.ops give where they were given arrays of a GPU."},
       {0, NULL},
   };

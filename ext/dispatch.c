@@ -31,14 +31,6 @@ typedef struct plan_object {
   int64_t number;               // of the owner's plans, from 1
 } plan_object;
 
-static void *new_object(PyObject *type) { return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0); }
-
-static void free_object(PyObject *object) {
-  PyTypeObject *type = Py_TYPE(object);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
-}
-
 // ------------------------------------------------------------------------------------------------ creation
 // What the arguments of both ways to make dispatchers say, beside the ranks.
 typedef struct settings {
@@ -75,7 +67,7 @@ static rm_code create_dispatch(dispatcher_object *self, const settings *s, rm_er
 // Takes `comm`, unless it fails.
 static PyObject *new_dispatcher(PyObject *module, rm_comm *comm, const settings *s) {
   rm_error err = RM_ERROR_INIT;
-  dispatcher_object *self = new_object(rm_state(module)->dispatcher_type);
+  dispatcher_object *self = rm_object_new(rm_state(module)->dispatcher_type);
   if (!self) return NULL;
   self->comm = comm;
   self->size = comm ? rm_comm_size(comm) : 1;
@@ -135,7 +127,7 @@ static PyObject *dispatchers(PyObject *module, PyObject *args) {
 static int enter(dispatcher_object *self) {
   const char *why = !self->dispatch ? "is closed" : self->busy ? "is in a call of another thread" : NULL;
   if (!why) return self->busy = 1, 0;
-  rm_raise_code(PyType_GetModule(Py_TYPE((PyObject *)self)), RM_E_STATE, "this dispatcher %s", why);
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "this dispatcher %s", why);
   return -1;
 }
 
@@ -143,17 +135,17 @@ static PyObject *leave(dispatcher_object *self, rm_code code, rm_error *err, PyO
   self->busy = 0;
   if (!code) return result;
   Py_XDECREF(result);
-  return rm_raise(PyType_GetModule(Py_TYPE((PyObject *)self)), err);
+  return rm_raise(rm_module_of((PyObject *)self), err);
 }
 
 static PyObject *dispatcher_plan(dispatcher_object *self, PyObject *object) {
-  PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self));
+  PyObject *module = rm_module_of((PyObject *)self);
   rm_array_want want = {.name = "ids", .type = NPY_INT32, .n_dims = 2, .shape = {-1, self->top_k}};
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   void *ids;
   if (rm_array_data(module, object, &want, &ids) || enter(self)) return NULL;
-  plan_object *plan = new_object(rm_state(module)->plan_type);
+  plan_object *plan = rm_object_new(rm_state(module)->plan_type);
   if (!plan) return leave(self, RM_OK, &err, NULL);
   plan->owner = Py_NewRef((PyObject *)self);
   plan->number = ++self->n_plans;
@@ -169,7 +161,7 @@ typedef rm_code (*move_fn)(rm_dispatch *, const rm_ctx *, const rm_dispatch_plan
 // (what, plan, from, to): `move` of n_from rows into an array of n_to, both members of the plan by their offsets. Ranks must agree on
 // `what`, and on the plan's number: plans of two batches may have the same sizes.
 static PyObject *run_move(dispatcher_object *self, PyObject *args, move_fn move, size_t n_from, size_t n_to) {
-  PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self)), *plan_arg, *objects[2];
+  PyObject *module = rm_module_of((PyObject *)self), *plan_arg, *objects[2];
   rm_error err = RM_ERROR_INIT;
   void *from, *to;
   char *moved = NULL, said[RM_DISPATCH_SAID];
@@ -233,7 +225,7 @@ static PyObject *dispatcher_close(dispatcher_object *self, PyObject *ignored) {
 
 static void dispatcher_dealloc(PyObject *object) {
   close_dispatcher((dispatcher_object *)object);
-  free_object(object);
+  rm_object_free(object);
 }
 
 static PyObject *dispatcher_get(dispatcher_object *self, void *member) {
@@ -252,7 +244,7 @@ static void plan_dealloc(PyObject *object) {
   plan_object *self = (plan_object *)object;
   rm_dispatch_plan_destroy(self->plan);
   Py_XDECREF(self->owner);
-  free_object(object);
+  rm_object_free(object);
 }
 
 static PyObject *plan_get(plan_object *self, void *member) {

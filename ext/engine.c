@@ -8,7 +8,7 @@
 #include "comm.h"
 #include "spec.h"
 
-PyObject *rm_engine_module(rm_engine_object *self) { return PyType_GetModule(Py_TYPE((PyObject *)self)); }
+PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObject *)self); }
 
 int rm_engine_enter(rm_engine_object *self) {
   PyObject *module = rm_engine_module(self);
@@ -78,8 +78,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends)) return NULL;
   PyObject *module = PyType_GetModule(type);
   if (!module) return NULL;
-  const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-  rm_engine_object *self = (rm_engine_object *)alloc(type, 0);
+  rm_engine_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
@@ -119,13 +118,10 @@ static int engine_clear(PyObject *object) {
 }
 
 static void engine_dealloc(PyObject *object) {
-  PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   destroy((rm_engine_object *)object);  // before the arrays that it may write to
   engine_clear(object);
-  const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  release(object);
-  Py_DECREF(type);
+  rm_object_free(object);
 }
 
 static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {
@@ -336,6 +332,20 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
 static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
 static PyObject *engine_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_wake); }
 
+static PyObject *engine_keep_weights(rm_engine_object *self, PyObject *keep) {
+  const int value = PyObject_IsTrue(keep);
+  if (value < 0 || rm_engine_enter(self)) return NULL;
+  rm_error err = RM_ERROR_INIT;
+  rm_code code = RM_OK;
+  Py_BEGIN_ALLOW_THREADS
+    if (value) code = rm_ranks_keep_weights(self->engine, &err);
+    else rm_ranks_forget_kept(self->engine);
+  Py_END_ALLOW_THREADS
+  rm_engine_leave(self);
+  if (code) return rm_raise(rm_engine_module(self), &err);
+  Py_RETURN_NONE;
+}
+
 // ------------------------------------------------------------------------------------------------ type
 #define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
 static PyMethodDef methods[] = {
@@ -367,8 +377,9 @@ static PyMethodDef methods[] = {
     METHOD("ids", engine_ids, METH_NOARGS, "All requests that were not released, oldest first."),
     METHOD("pause", engine_pause, METH_O, "A paused engine schedules nothing."),
     METHOD("reset_prefix_cache", engine_reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
-    METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV."),
-    METHOD("wake", engine_wake, METH_O, "Takes the memory of parts again."),
+    METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV; with 4 the host keeps what serves."),
+    METHOD("wake", engine_wake, METH_O, "Takes the memory of parts again. What the host has kept it keeps until it is told to forget it."),
+    METHOD("keep_weights", engine_keep_weights, METH_O, "True: the host's copy of what serves, before a sleep with 4. False: forgets it."),
     METHOD("request", rm_engine_py_request, METH_O, "State and prompt records of a request, as a dict."),
     METHOD("sample", rm_engine_py_sample, METH_VARARGS, "sample(id, i): tokens and records of one sample, as a dict."),
     METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),

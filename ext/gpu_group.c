@@ -35,20 +35,11 @@ typedef struct block_object {
   run *run;                     // owned; goes back to the group
 } block_object;
 
-static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
-
-static void *new_object(PyObject *type) { return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0); }
-
-static void free_object(PyObject *self) {
-  PyTypeObject *type = Py_TYPE(self);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
 // Before a call that uses the device without the GIL; −1 with an exception. `saved` is for leave.
 static int enter(group_object *self, int *saved) {
   if (!self->there || self->is_busy) {
-    rm_raise_code(module_of((PyObject *)self), RM_E_STATE, "this group of GPUs is %s", self->there ? "in use by another thread" : "closed");
+    rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "this group of GPUs is %s",
+                  self->there ? "in use by another thread" : "closed");
     return -1;
   }
   self->is_busy = 1;
@@ -60,7 +51,7 @@ static int enter(group_object *self, int *saved) {
 static PyObject *leave(group_object *self, int saved, rm_code code, rm_error *err) {
   self->device->leave(self->device->self, saved);
   self->is_busy = 0;
-  return code ? rm_raise(module_of((PyObject *)self), err) : Py_NewRef(Py_None);
+  return code ? rm_raise(rm_module_of((PyObject *)self), err) : Py_NewRef(Py_None);
 }
 
 // ------------------------------------------------------------------------------------------------ blocks
@@ -106,13 +97,13 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   run *taken = NULL;
   if (!PyArg_ParseTuple(args, "n:block", &bytes)) return NULL;
-  if (bytes < 0) return rm_raise_code(module_of(object), RM_E_LIMIT, "a block of %zd bytes", bytes);
+  if (bytes < 0) return rm_raise_code(rm_module_of(object), RM_E_LIMIT, "a block of %zd bytes", bytes);
   if (enter(self, &saved)) return NULL;
   const rm_code code = take_run(self, bytes ? (size_t)bytes : 1, &taken, &err);
   PyObject *none = leave(self, saved, code, &err);
   if (!none) return NULL;
   Py_DECREF(none);
-  block_object *block = new_object(rm_state(module_of(object))->gpu_block_type);
+  block_object *block = rm_object_new(rm_state(rm_module_of(object))->gpu_block_type);
   if (!block) {
     taken->next = self->spare;
     self->spare = taken;
@@ -134,12 +125,12 @@ static void block_dealloc(PyObject *object) {
     drop_run(group->device, self->run);
   }
   Py_XDECREF((PyObject *)group);
-  free_object(object);
+  rm_object_free(object);
 }
 
 static int check_inside(block_object *self, long long offset, size_t bytes) {
   if (offset >= 0 && (size_t)offset <= self->run->bytes && bytes <= self->run->bytes - (size_t)offset) return 0;
-  rm_raise_code(module_of((PyObject *)self), RM_E_LIMIT, "%zu bytes at %lld of a block of %zu", bytes, offset, self->run->bytes);
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_LIMIT, "%zu bytes at %lld of a block of %zu", bytes, offset, self->run->bytes);
   return -1;
 }
 
@@ -213,14 +204,14 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
     return NULL;
   const int n = (int)PyTuple_Size(shape);
   if (n < 0 || n > MAX_DIMS || PyTuple_Size(strides) != n)
-    return rm_raise_code(module_of(object), RM_E_SHAPE, "%d dims, wanted at most 4", n);
+    return rm_raise_code(rm_module_of(object), RM_E_SHAPE, "%d dims, wanted at most 4", n);
   if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
   int64_t bytes = each;
   for (int i = 0; i < n; i++) bytes *= sizes[i];   // of a tensor that is there: Gpus.lend
   if (check_inside(self, offset, (size_t)bytes)) return NULL;
   const runs r = runs_of(n, sizes, steps, each);
   if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
-    return rm_raise_code(module_of(object), RM_E_LAYOUT,
+    return rm_raise_code(rm_module_of(object), RM_E_LAYOUT,
                          "strides %R of a tensor on cuda:%d, sent from cuda:%d, have no run of elements; send "
                          ".contiguous()",
                          strides, ordinal, device->ordinal);
@@ -243,9 +234,9 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args) {
   PyObject *given;
   Py_ssize_t bytes;
   int root, saved;
-  if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(module_of(object))->gpu_block_type, &given, &bytes, &root)) return NULL;
+  if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(rm_module_of(object))->gpu_block_type, &given, &bytes, &root)) return NULL;
   block_object *block = (block_object *)given;
-  if (block->group != self) return rm_raise_code(module_of(object), RM_E_STATE, "a block of another group");
+  if (block->group != self) return rm_raise_code(rm_module_of(object), RM_E_STATE, "a block of another group");
   if (check_inside(block, 0, (size_t)bytes) || enter(self, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
   rm_code code;
@@ -295,7 +286,7 @@ static void close_group(group_object *self) {
 static PyObject *group_close(PyObject *object, PyObject *ignored) {
   group_object *self = (group_object *)object;
   (void)ignored;
-  if (self->is_busy) return rm_raise_code(module_of(object), RM_E_STATE, "this group of GPUs is in use by another thread");
+  if (self->is_busy) return rm_raise_code(rm_module_of(object), RM_E_STATE, "this group of GPUs is in use by another thread");
   close_group(self);
   Py_RETURN_NONE;
 }
@@ -303,7 +294,7 @@ static PyObject *group_close(PyObject *object, PyObject *ignored) {
 static void group_dealloc(PyObject *object) {
   close_group((group_object *)object);
   Py_XDECREF(((group_object *)object)->gpus);
-  free_object(object);
+  rm_object_free(object);
 }
 
 static rm_code create(group_object *self, const rm_nccl_options *options, rm_error *err) {
@@ -314,12 +305,12 @@ static rm_code create(group_object *self, const rm_nccl_options *options, rm_err
 }
 
 PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
-  PyObject *module = module_of(gpus), *end;
+  PyObject *module = rm_module_of(gpus), *end;
   int ordinal;
   rm_nccl_options options = {.capacity = 0};
   if (!PyArg_ParseTuple(args, "Oissd:group", &end, &ordinal, &options.library, &options.gpu, &options.timeout)) return NULL;
   const rm_device *device = rm_gpus_device(gpus, ordinal);
-  group_object *self = device ? new_object(rm_state(module)->gpu_group_type) : NULL;
+  group_object *self = device ? rm_object_new(rm_state(module)->gpu_group_type) : NULL;
   if (!self) return NULL;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;

@@ -11,15 +11,6 @@
 #include "gpu_group.h"
 #include "tensor.h"
 
-static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
-static void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
-
-static void free_object(PyObject *self) {
-  PyTypeObject *type = Py_TYPE(self);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
 static const struct {
   const char *name;
   uint8_t code, bits;
@@ -82,7 +73,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
   if (major < 1 || device != Py_None || copy == Py_True)
     return PyErr_SetString(PyExc_BufferError, "wanted DLPack 1.x, on the device where the tensor is, without a copy"), NULL;
-  if (!self->data) return rm_raise_code(module_of(object), RM_E_STATE, GIVEN_BACK);
+  if (!self->data) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   capsule_held *held = rm_alloc(1, sizeof *held);
   if (!held) return PyErr_NoMemory();
   memcpy(held->shape, self->shape, sizeof held->shape);
@@ -120,7 +111,7 @@ static PyObject *array_host(PyObject *object, PyObject *ignored) {
   int64_t low = 0, high = each;
   rm_error err = RM_ERROR_INIT;
   (void)ignored;
-  if (!self->data) return rm_raise_code(module_of(object), RM_E_STATE, GIVEN_BACK);
+  if (!self->data) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   for (int i = 0; i < self->n_dims; i++) {
     const int64_t reach = (self->shape[i] - 1) * self->strides[i] * each;
     *(reach < 0 ? &low : &high) += reach;
@@ -137,7 +128,7 @@ static PyObject *array_host(PyObject *object, PyObject *ignored) {
   Py_END_ALLOW_THREADS
   if (!code) return Py_BuildValue("(NL)", bytes, (long long)-low);
   Py_DECREF(bytes);
-  return rm_raise(module_of(object), &err);
+  return rm_raise(rm_module_of(object), &err);
 }
 
 static PyObject *array_shape(PyObject *self, void *ignored) {
@@ -166,10 +157,21 @@ static PyObject *array_nbytes(PyObject *object, void *ignored) {
 static void array_dealloc(PyObject *self) {
   Py_XDECREF(((array_object *)self)->held);
   Py_XDECREF(((array_object *)self)->gpus);
-  free_object(self);
+  rm_object_free(self);
+}
+
+// Or NumPy would make an array of one object of it.
+static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
+  const array_object *self = (array_object *)object;
+  (void)args, (void)kwargs;
+  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
+                       "a NumPy array of a %s tensor on cuda:%d, wanted one of the host: torch.from_dlpack(it).cpu() is a copy, "
+                       "receive_weights with device='cpu' gives copies",
+                       dtypes[self->dtype].name, self->ordinal);
 }
 
 static PyMethodDef array_methods[] = {
+    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("UnsupportedTensorError.")},
     {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS, PyDoc_STR("A capsule, DLPack 1.x.")},
     {"__dlpack_device__", array_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
     {"host", array_host, METH_NOARGS, PyDoc_STR("(bytes from its first element in memory to its last, the place of element 0).")},
@@ -196,7 +198,7 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   const char *library;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Gpus", names, &library)) return NULL;
-  gpus_object *self = new_object(type);
+  gpus_object *self = rm_object_new((PyObject *)type);
   if (!self || !rm_readers_init(&self->readers, library, &err)) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(PyType_GetModule(type), &err);
@@ -204,13 +206,13 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 
 static void gpus_dealloc(PyObject *self) {
   rm_readers_destroy(&((gpus_object *)self)->readers);
-  free_object(self);
+  rm_object_free(self);
 }
 
 static const rm_device *find(gpus_object *self, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
-  if (rm_readers_find(&self->readers, ordinal, &device, &err)) rm_raise(module_of((PyObject *)self), &err);
+  if (rm_readers_find(&self->readers, ordinal, &device, &err)) rm_raise(rm_module_of((PyObject *)self), &err);
   return device;
 }
 
@@ -229,8 +231,8 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   PyObject *name, *given, *owner = NULL, *out = NULL, *shape = NULL, *strides = NULL;
   rm_tensor tensor;
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
-  if (rm_tensor_from_object(module_of(object), given, name, &reader, &tensor, &owner)) return NULL;
-  if (!tensor.on_device) rm_raise_code(module_of(object), RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor of the host, wanted a GPU's", name);
+  if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner)) return NULL;
+  if (!tensor.on_device) rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor of the host, wanted a GPU's", name);
   else if ((shape = tuple_of(tensor.shape, tensor.n_dims)) && (strides = tuple_of(tensor.strides, tensor.n_dims)))
     out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data, dtypes[tensor.dtype].name, shape, strides,
                         owner);
@@ -249,10 +251,11 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
     code = rm_readers_wait(&self->readers, ordinal, &err);
   Py_END_ALLOW_THREADS
-  if (code) return rm_raise(module_of(object), &err);
+  if (code) return rm_raise(rm_module_of(object), &err);
   Py_RETURN_NONE;
 }
 
+// What opens memory waits for the driver, and what closes it for the device: so without the GIL. Why one has failed is the thread's own.
 static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
   int ordinal;
@@ -262,7 +265,11 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  if (rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err)) return rm_raise(module_of(object), &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle, (Py_ssize_t)sizeof loan.handle,
                        (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
 }
@@ -276,12 +283,16 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "sy#:borrow", &bus, &handle, &length)) return NULL;
   if (length != sizeof loan.handle)
-    return rm_raise_code(module_of(object), RM_E_CONFIG, "a handle of %zd bytes, wanted %zu", length, sizeof loan.handle);
+    return rm_raise_code(rm_module_of(object), RM_E_CONFIG, "a handle of %zd bytes, wanted %zu", length, sizeof loan.handle);
   memcpy(loan.handle, handle, sizeof loan.handle);
-  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(module_of(object), &err);
+  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(rm_module_of(object), &err);
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  if (rm_cuda_borrowed(self->readers.library, device, &loan, &err)) return rm_raise(module_of(object), &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_borrowed(self->readers.library, device, &loan, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
 }
 
@@ -293,7 +304,11 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  if (rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err)) return rm_raise(module_of(object), &err);
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(rm_module_of(object), &err);
   Py_RETURN_NONE;
 }
 
@@ -307,7 +322,7 @@ int rm_numbers_of(PyObject *tuple, int64_t *out, int n) {
 }
 
 static PyObject *gpus_array(PyObject *object, PyObject *args) {
-  PyObject *module = module_of(object), *shape, *strides, *held = NULL;
+  PyObject *module = rm_module_of(object), *shape, *strides, *held = NULL;
   int ordinal, dtype = 0;
   unsigned long long address;
   const char *name;
@@ -317,7 +332,7 @@ static PyObject *gpus_array(PyObject *object, PyObject *args) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (dtype == N_DTYPES || n > 4 || PyTuple_Size(strides) != n)
     return rm_raise_code(module, RM_E_DTYPE, "a %s of %zd dims, wanted bfloat16, float32, float16 or float64 of at most 4", name, n);
-  array_object *array = new_object((PyTypeObject *)rm_state(module)->gpu_array_type);
+  array_object *array = rm_object_new(rm_state(module)->gpu_array_type);
   if (!array) return NULL;
   array->gpus = Py_NewRef(object);
   array->held = Py_XNewRef(held);

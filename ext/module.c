@@ -13,6 +13,19 @@
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
 
+PyObject *rm_module_of(PyObject *object) { return PyType_GetModule(Py_TYPE(object)); }
+
+void *rm_object_new(PyObject *type) {
+  const allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
+  return alloc((PyTypeObject *)type, 0);
+}
+
+void rm_object_free(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
 static PyObject *class_of(PyObject *module, rm_code code) {
   const rm_module_state *state = rm_state(module);
   PyObject *type = code > RM_OK && code < RM_N_CODE ? state->errors[code] : NULL;

@@ -28,7 +28,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   if (queue == Py_None) table = table_named(module, isa);
   else if (rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) rm_raise(module, &err);
   if (!table) return NULL;
-  rm_kernels_object *self = (rm_kernels_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;
   self->owner = getpid();
@@ -44,13 +44,11 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static void kernels_dealloc(PyObject *object) {
   rm_kernels_object *self = (rm_kernels_object *)object;
-  PyTypeObject *type = Py_TYPE(object);
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
   if (getpid() == self->owner) pthread_mutex_destroy(&self->mutex);
   Py_XDECREF((PyObject *)self->queue);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+  rm_object_free(object);
 }
 
 #define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))rm_kernels_py_##name, METH_VARARGS, text}

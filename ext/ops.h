@@ -55,6 +55,7 @@ typedef struct rm_op_call {
 // The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 takes what is found.
 void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1, int64_t *d2);
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
+void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted);   // or one that is no array
 int rm_op_numpy_type(rm_dtype dtype);
 // Where the host sees what a view of indices points to; NULL of NULL, or after a fault.
 const void *rm_op_seen(rm_op_call *c, const void *view);
@@ -83,7 +84,7 @@ void rm_op_fail(rm_op_call *c, rm_error *err);
   } while (0)
 
 #define OBJECTS(n) PyObject *o[n] = {0}
-#define CALL rm_op_call c = {.self = self, .module = PyType_GetModule(Py_TYPE((PyObject *)self))}
+#define CALL rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)}
 
 // The methods; what they take is in the table of ops.c.
 #define RM_KERNELS_METHOD(name) PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *args)

@@ -173,9 +173,18 @@ rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
                    : c->self && rm_is_device_array(c->module, object) ? rm_device_array_type(object)
                                                                       : -1;
   if (type == NPY_UINT16 || type == NPY_FLOAT32 || c->failed) return type == NPY_UINT16 ? RM_BF16 : RM_F32;
-  rm_raise_code(c->module, RM_E_DTYPE, "%s is not an array of uint16 (words of bfloat16) or float32", name);
-  c->failed = 1;
+  rm_op_refuse_dtype(c, object, name, "bfloat16 (its words in uint16) or float32");
   return RM_F32;
+}
+
+void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted) {
+  if (c->failed) return;
+  c->failed = 1;
+  PyObject *dtype = PyArray_Check(object) || rm_is_device_array(c->module, object) ? PyObject_GetAttrString(object, "dtype") : NULL;
+  if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s has dtype %S, wanted %s", name, dtype, wanted);
+  else if (!PyErr_Occurred())
+    rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s is %R, wanted an array of %s", name, (PyObject *)Py_TYPE(object), wanted);
+  Py_XDECREF(dtype);
 }
 
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high) {

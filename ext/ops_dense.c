@@ -132,6 +132,7 @@ RM_KERNELS_METHOD(pack) {
                    : rm_is_device_array(c.module, o[1]) ? rm_device_array_type(o[1])
                                                         : -1;
   while (a.src_dtype < RM_SRC_F64 && types[a.src_dtype] != type) a.src_dtype++;
+  if (types[a.src_dtype] != type) rm_op_refuse_dtype(&c, o[1], "the weight", "bfloat16 (its words in uint16), float32, float16 or float64");
   a.dst_dtype = rm_op_dtype_of(&c, o[0], "dst");
   a.src = rm_op_view(&c, o[1], "src", types[a.src_dtype], RM_ARRAY_IN, 2, &a.rows, &a.cols, NULL);
   if (layout < RM_PLAIN || layout > RM_PACKED_UP)

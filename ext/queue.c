@@ -6,8 +6,6 @@
 #include "base/cuda.h"
 #include "base/memory.h"
 
-static PyObject *module_of(PyObject *self) { return PyType_GetModule(Py_TYPE(self)); }
-
 int rm_queue_enter(PyObject *module, rm_queue_object *queue, int *saved) {
   if (getpid() != queue->owner) {
     rm_raise_code(module, RM_E_STATE, "%s was opened by process %d, wanted arrays made in the forked child", queue->device.name,
@@ -53,7 +51,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
   rm_error err = RM_ERROR_INIT;
   PyObject *module = PyType_GetModule(type);
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si:Queue", names, &library, &ordinal)) return NULL;
-  rm_queue_object *self = (rm_queue_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  rm_queue_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   pthread_mutexattr_t recursive;
   pthread_mutexattr_init(&recursive);
@@ -96,9 +94,7 @@ static void queue_dealloc(PyObject *object) {
     pthread_mutex_destroy(&self->mutex);
   }
   rm_free(self->library);
-  PyTypeObject *type = Py_TYPE(object);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+  rm_object_free(object);
 }
 
 // ------------------------------------------------------------------------------------------------ arrays
@@ -106,17 +102,17 @@ static PyObject *queue_zeros(PyObject *self, PyObject *args) {
   PyObject *shape;
   const char *name;
   if (!PyArg_ParseTuple(args, "O!s:zeros", &PyTuple_Type, &shape, &name)) return NULL;
-  return rm_device_array_zeros(module_of(self), (rm_queue_object *)self, name, shape);
+  return rm_device_array_zeros(rm_module_of(self), (rm_queue_object *)self, name, shape);
 }
 
 static PyObject *queue_put(PyObject *self, PyObject *object) {
-  return rm_device_array_copy(module_of(self), (rm_queue_object *)self, object);
+  return rm_device_array_copy(rm_module_of(self), (rm_queue_object *)self, object);
 }
 
 static const rm_device *take_device(void *self, PyObject *name, int ordinal) {
   rm_queue_object *queue = self;
   if (ordinal == queue->device.ordinal) return &queue->device;
-  rm_raise_code(module_of(self), RM_E_UNSUPPORTED_TENSOR, "%.200U is on cuda:%d, wanted %s", name, ordinal, queue->device.name);
+  rm_raise_code(rm_module_of(self), RM_E_UNSUPPORTED_TENSOR, "%.200U is on cuda:%d, wanted %s", name, ordinal, queue->device.name);
   return NULL;
 }
 
@@ -124,7 +120,7 @@ static void give_device(void *self) { (void)self; }
 
 static PyObject *queue_take(PyObject *object, PyObject *args) {
   rm_queue_object *self = (rm_queue_object *)object;
-  PyObject *name, *given, *module = module_of(object);
+  PyObject *name, *given, *module = rm_module_of(object);
   rm_dlpack taken;
   int saved;
   if (!PyArg_ParseTuple(args, "UO:take", &name, &given) || rm_queue_enter(module, self, &saved)) return NULL;
@@ -158,8 +154,7 @@ int rm_queue_check_stream(PyObject *module, rm_queue_object *self, void *stream)
 static PyObject *queue_check_stream(PyObject *self, PyObject *number) {
   const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
   if (PyErr_Occurred()) return NULL;
-  return rm_queue_check_stream(PyType_GetModule(Py_TYPE(self)), (rm_queue_object *)self, (void *)(uintptr_t)handle) ? NULL
-                                                                                                                    : Py_NewRef(Py_None);
+  return rm_queue_check_stream(rm_module_of(self), (rm_queue_object *)self, (void *)(uintptr_t)handle) ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef queue_methods[] = {

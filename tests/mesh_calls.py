@@ -4,6 +4,7 @@ between, a sync while requests run), and sets of weights that go wrong on one ra
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from mesh_ranks import PROMPTS, SAMPLED, Rank, answers, digest, weights
 
 import rollmesh as rm
+from rollmesh import _core
 
 
 class Letters:
@@ -87,6 +89,36 @@ def late(rank: Rank) -> Any:
         timeout = 0.0 if rank.victim else 1000.0
         counts += [len(generator.poll(min_outputs=3, timeout=timeout)) for _ in range(5)]
         return [counts, [told(output) for output in generator.poll(min_outputs=len(PROMPTS))]]
+
+
+def kept_weights(rank: Rank) -> Any:
+    """On devices, of which the victim's host has no room for a copy, and then the device none for the weights. What all answer before
+    and after, and each refusal with what sleeps then."""
+    errors = {}
+    with rank.make() as generator:
+
+        def refused(call: Callable[[], Any]) -> list[Any]:
+            try:
+                call()
+            except (rm.Error, MemoryError) as error:
+                return [type(error).__name__, str(error), generator.metrics()["asleep"]]
+            return ["nothing", "", []]
+
+        generator.sync_weights(rank.source(), cast=True)
+        first = answers(generator)
+        if rank.victim:
+            _core.memory_fail_at(1, False)
+        errors["sleep"] = refused(lambda: generator.sleep(keep_weights=True))
+        _core.memory_fail_at(0)
+        generator.reset_prefix_cache()
+        assert answers(generator) == first
+        generator.sleep(keep_weights=True)
+        if rank.victim:
+            os.environ["ROLLMESH_SIMT_MEMORY"] = "4096"
+        errors["wake"] = refused(generator.wake)
+        os.environ.pop("ROLLMESH_SIMT_MEMORY", None)
+        generator.wake()
+        return [first, errors, answers(generator)]
 
 
 def asleep(rank: Rank) -> Any:

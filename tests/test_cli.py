@@ -15,11 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 import rollmesh as rm
+from rollmesh import cublas
 from rollmesh.cli import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
 SMALL = ["--kv-cache-gib", "0.01", "--threads", "1"]
+NO_GPU = "none found (nvidia-smi is absent or sees none)"
 
 
 def rollmesh(*args: object, status: int = 0, cwd: Path | None = None) -> str:
@@ -80,7 +82,11 @@ def test_doctor_knows_the_kernels_of_this_build(simt_library: Path, monkeypatch:
     """On the simulated device; the CUDA runtime is in the library, so that nothing is said of one that is missing."""
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", devices)
+    monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)  # no nvidia-smi, no nvcc
     rows = dict(doctor._gpu())
+    found = f"{seen.removesuffix(' here')}, says {simt_library.name}; nvidia-smi is absent or sees none"
+    assert rows["GPU"] == (NO_GPU if devices == "0" else found)
+    assert rows["nvcc"] == "missing: only needed to build CUDA kernels"
     assert rows["CUDA kernels"] == f"for simt, in {simt_library.name}; {seen}"
     assert rows['device="cuda"'] == ("works" if devices != "0" else "no: device = 'cuda', and there is no NVIDIA driver here")
     assert not [text for text in rows if "runtime" in text]
@@ -94,6 +100,27 @@ def test_a_driver_that_is_too_old_is_said(simt_library: Path, monkeypatch: pytes
     assert rows['device="cuda"'] == "no: device = 'cuda', and the NVIDIA driver here is too old, CUDA 13 wants 580 or later"
     with pytest.raises(rm.ConfigError, match='device="cuda": the NVIDIA driver here is too old, CUDA 13 wants 580 or later'):
         rm._core.cuda_available(str(simt_library), 0)
+
+
+def test_doctor_believes_nvidias_own_tool(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
+    monkeypatch.setattr(doctor, "_first_line", lambda command, **_: "NVIDIA H200, 580.1" if command[0] == "nvidia-smi" else None)
+    assert dict(doctor._gpu())["GPU"] == "NVIDIA H200, 580.1"
+
+
+def test_doctor_where_the_librarys_name_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file that is not there, and one that is no library; with cuBLASLt nowhere it names the extra that has it."""
+    monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
+    monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)
+    wrong = tmp_path / "none.so"
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(wrong))
+    rows = dict(doctor._gpu())
+    assert (rows["GPU"], rows["CUDA kernels"]) == (NO_GPU, f"ROLLMESH_CUDA_LIBRARY={wrong}: there is no such file")
+    assert rows["cuBLASLt"].endswith("(pip install '.[cuda]' in rollmesh's checkout); only needed for fast=True")
+    wrong.write_text("no library")
+    rows = dict(doctor._gpu())
+    assert rows["GPU"] == NO_GPU
+    assert rows["CUDA kernels"].startswith("cannot be loaded: ")
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

@@ -84,7 +84,7 @@ def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
     assert int(found[0][1]) == 2 * int(found[1][1]) > 0
 
 
-@pytest.mark.parametrize("what", ["mma_places", "mma_company"])
+@pytest.mark.parametrize("what", ["mma_places", "mma_company", "mma_tiles"])
 def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
     """Packings, units and places tile what they should; a row's bits do not depend on the rows beside it."""
     status, text = said(check, what, str(seed), "mma")
@@ -99,6 +99,9 @@ def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int
         ("mixed", "lanes of a warp in different operations"),
         ("mma", "lanes of a warp in different operations"),
         ("copies", "a block ended before its copies"),
+        ("matrices", "a row of a matrix that is not in shared memory"),
+        ("matrices_between", "a row of a matrix that is not aligned"),
+        ("unasked", "a launch CUDA refuses"),
         ("shared", "access outside"),
         ("shared_end", "access outside"),
         ("buffer", "access outside"),
@@ -179,7 +182,7 @@ def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: i
     program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
         no_gpu("no GPU here: kernels/cuda was compiled, never run on hardware")
-    for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company")]:
+    for op, family in [(op, "fma") for op in OPS] + [(op, "mma") for op in (*MMA_OPS, "mma_company", "mma_tiles")]:
         status, text = said(program, op, str(seed), family)
         assert status == 0, text
         assert text.startswith("OK")

@@ -449,7 +449,8 @@ def test_without_the_library_the_refusal_says_what_is_missing(make: Make, monkey
         make(seed=None)
     monkeypatch.delenv(cublas.LIBRARY_SWITCH)
     monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
-    with pytest.raises(rm.ConfigError, match=r"^fast = True: no libcublasLt.so was found: .* \(pip install nvidia-cublas\)$"):
+    install = r"\(pip install '\.\[cuda\]' in rollmesh's checkout\)"
+    with pytest.raises(rm.ConfigError, match=rf"^fast = True: no libcublasLt.so was found: .* {install}$"):
         make(seed=None)
 
 

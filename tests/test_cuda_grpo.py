@@ -71,6 +71,10 @@ def test_what_a_generator_is_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
+        (["device=foo"], r'^\[generator\] device: expected "cpu", "cuda" or "cuda:N", got "foo"$'),
+        (["device=cuda:"], r'\[generator\] device: expected .*, got "cuda:"'),
+        (["device=foo", "engine=vllm"], r'\[generator\] device: expected .*, got "foo"'),
+        (["device=foo", "isa=cuda_mma"], r'\[generator\] device: expected .*, got "foo"'),
         (["exchange=nccl"], r'\[generator\] exchange: expected "host" where device is "cpu", got "nccl"'),
         (["exchange=nccl", "device=cuda"], r'\[generator\] exchange: expected "host" with tp=1 and ep=1, whose ranks exchange nothing'),
         (["exchange=gloo"], r"\[generator\] exchange: .*gloo"),
@@ -97,6 +101,9 @@ def test_vllms_workers_are_told_themselves() -> None:
 )
 def test_a_trainer_on_a_device_that_is_not_there_is_refused(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(rm.ConfigError, match=rf"\[train\] device = '{name}'.*{message}"):
+        torch_device(name)
+    at_load = rf'\[train\] device: expected "cpu", "cuda" or "cuda:N", got "{name}"'
+    with pytest.raises(rm.ConfigError, match=rf"\[train\] device = '{name}'.*{message}" if name == "cuda:99" else at_load):
         run(DENSE, tmp_path, [f"train.device={name}"])
 
 

@@ -210,7 +210,7 @@ def test_the_plan_names_what_there_is() -> None:
         for word in part.words.split():
             assert not word.startswith("tests/") or (ROOT / word).is_file()
     assert set(gpu_first.OPS) == set(test_cuda.OPS)
-    assert set(gpu_first.MMA_OPS) == {*test_cuda.MMA_OPS, "mma_company"}
+    assert set(gpu_first.MMA_OPS) == {*test_cuda.MMA_OPS, "mma_company", "mma_tiles"}
     behind = ("racecheck", "synccheck", "decode-eager", "products", "test-fast", "decode-fast", "test-nccl", "test-torch", "test-slots")
     behind += ("test-ops", "stream", "test-kernels")
     half_an_hour = [part for part in plan if not part.name.startswith(behind)]

@@ -437,6 +437,23 @@ def test_ranks_that_have_not_the_same_nccl(ranks: Run, simt: Path, job: dict[str
         assert words in rank["error"][1]
 
 
+def test_caches_that_take_what_is_free_on_one_gpu(make: Make, ranks: Run, alone: Callable[..., Any], simt: Path) -> None:
+    """Two ranks there, threads or processes, have less than half of what ranks with a GPU of their own have: the weights come off twice."""
+    options = {"kv_cache_gib": None, "memory_fraction": 0.05}
+    state = helpers.numpy_state_dict(DENSE, seed=1)
+    cpu, *gpus = make(DENSE), *(make(DENSE, rm.Mesh(tp=2), device=device, **options) for device in ("cuda", "cuda:2"))
+    for generator in (cpu, *gpus):
+        generator.sync_weights(state, cast=True)
+    assert 2.0 < gpus[0].metrics()["kv_bytes"] / gpus[1].metrics()["kv_bytes"] < 2.4
+    assert [seen(gpu) for gpu in gpus] == [seen(cpu)] * 2
+    of_ranks = {"of": "kv_ranks", "model": "moe", "each": [{}, {}], "answers": True}
+    found = [results(ranks("sized", (2, 1, 1), **of_ranks, options={**options, "device": device})) for device in ("cuda", "cuda:0")]
+    assert [len({rank["pages"] for rank in got}) for got in found] == [1, 1]
+    assert 2.0 < found[0][0]["pages"] / found[1][0]["pages"] < 2.4
+    got, want = [family_aside(rank["bits"][1]) for its in found for rank in its], alone("bits", "moe")[1]
+    assert got == [{kind: want[kind] for kind in got[0]}] * 4
+
+
 def test_ranks_on_one_gpu_want_an_nccl_that_allows_it(ranks: Run, simt: Path) -> None:
     one = {"device": "cuda:0"}
     for rank in ranks("construct", (2, 1, 1), each=[one, one], timeout=20.0, environment={"STANDIN_VERSION": "22907"}):

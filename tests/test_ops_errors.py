@@ -96,6 +96,29 @@ def test_heads_and_the_kv_heads_that_they_read() -> None:
             attend(heads, kv_heads, group, head0)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "bool"])
+def test_a_wrong_dtype_is_named(dtype: str) -> None:
+    """And the ones that are wanted; what is no array at all is told as that."""
+    wrong, core = np.zeros((2, 32), dtype), ops.kernels("ref")
+    either = rf"has dtype {dtype}, wanted bfloat16 \(its words in uint16\) or float32"
+    for name, call in (
+        ("x", lambda: ops.gemm(wrong, words(512), 16)),
+        ("x", lambda: ops.gather_rows(wrong, ints(0))),
+        ("residual", lambda: ops.rms_norm(wrong, words(32), eps=1e-6)),
+        ("table", lambda: ops.embed(ints(0), wrong)),
+        ("x", lambda: ops.lm_head(wrong, words(512), 16)),
+    ):
+        with pytest.raises(errors.DTypeError, match=f"^{name} {either}$"):
+            call()
+    with pytest.raises(errors.DTypeError, match=rf"^weight has dtype {dtype}, wanted uint16$"):
+        ops.rms_norm(words(2, 32), wrong[0], eps=1e-6)
+    if dtype in ("int32", "bool"):
+        with pytest.raises(errors.DTypeError, match=rf"^the weight has dtype {dtype}, wanted bfloat16 .* float16 or float64$"):
+            ops.pack(wrong)
+    with pytest.raises(errors.UnsupportedTensorError, match=r"^x is <class 'list'>, wanted an array of bfloat16"):
+        core.gather_rows(words(1, 32), [1.0], ints(0))  # type: ignore[arg-type]
+
+
 def test_pairs_and_what_goes_with_them() -> None:
     f32, one = np.float32, ints(-1)
     pairs = np.ones((2, 1, 2), f32)
@@ -108,8 +131,13 @@ def test_pairs_and_what_goes_with_them() -> None:
         ops.merge_pairs(pairs.astype(np.float64))
     with pytest.raises(errors.LayoutError):
         ops.merge_pairs(np.ones((2, 2, 2), f32).transpose(1, 0, 2))
-    with pytest.raises(errors.Error, match="target_logits"):
+    with pytest.raises(errors.UnsupportedTensorError, match="target_logits is None and targets is given, wanted both, or neither"):
         ops.merge_pairs(pairs, targets=one)
+    with pytest.raises(errors.UnsupportedTensorError, match="targets is None and target_logits is given, wanted both, or neither"):
+        ops.merge_pairs(pairs, target_logits=np.ones(1, f32))
+    head = ops.merge_pairs(pairs)
+    with pytest.raises(errors.UnsupportedTensorError, match="target_logits is <class 'NoneType'>, wanted a numpy array of float32"):
+        ops.kernels().merge_pairs(head.stats, np.ones(1, f32), one, head.row_flags, pairs, None)
     with pytest.raises(errors.ShapeError, match="targets"):
         ops.merge_pairs(pairs, targets=ints(0, 0), target_logits=np.ones(2, f32))
     for token in (-2, 256):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -406,6 +407,22 @@ def test_ranks_on_one_gpu(others: Callable[..., Ranks], settings: dict[str, str]
     assert ranks.stream(MOE, 1, {"where": "mixed", "bucket_bytes": 5000})[1] == from_the_host(MOE, state_of(MOE, 1))
 
 
+def test_a_consumer_whose_stream_lags(others: Callable[..., Ranks]) -> None:
+    """What was given out is not written again, whoever still holds it: torch.from_dlpack asks for no word of when its stream is through."""
+    ranks = others("nccl", world=2)
+    want = {name: array.tobytes() for name, array in state_of(DENSE, 5).items()}
+    for size in (1, 3000):
+        assert ranks(("send", DENSE, 5, {"bucket_bytes": size}), ("lags", {}))[1] == want
+
+
+def test_a_put_behind_a_broadcast_that_does_not_end(others: Callable[..., Ranks]) -> None:
+    """CUDA holds a copy from the host's memory back until then, without a deadline; the group has one."""
+    ranks = others("nccl", world=2, timeout=2.0)
+    assert ranks(("ready", {}), ("ready", {})) == [None] * 2
+    told = ranks(("send", DENSE, 1, {"where": "host", "bucket_bytes": 1}), ("silent", {}), limit=SOON)
+    assert told[0].startswith("CollectiveTimeoutError: "), told
+
+
 def test_a_fault_of_the_gpu(others: Callable[..., Ranks], settings: dict[str, str]) -> None:
     """Of NCCL's, on one rank: an error on both, and the version before serves."""
     ranks = others("nccl", world=2, timeout=10.0, settings={**settings, "STANDIN_GROUP": "1:5:1"})
@@ -427,6 +444,28 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
             sources.send_weights({}, comm)
         with pytest.raises(rm.ConfigError, match="a comm of one rank"):
             next(sources.receive_weights(comm, src=0))
+    pytest.importorskip("torch")
+    for none in ("gloo", 3, rm.Mesh(tp=2)):
+        message = rf"group is a {type(none).__name__}, wanted a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None"
+        for call in (
+            lambda its: sources.send_weights({}, its),
+            lambda its: next(sources.receive_weights(its, src=0)),
+            rm.comm.torch,
+        ):
+            with pytest.raises(rm.ConfigError, match=message):
+                call(none)
+    with pytest.raises(rm.StateError, match=r"torch.distributed is not initialised"):
+        sources.send_weights({})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for call in (lambda: sources.send_weights({}), rm.comm.torch):
+        with pytest.raises(rm.ConfigError, match=r"group = None needs torch, which is missing: wanted rm.comm.nccl\(…\) or rm.comm.shm"):
+            call()
+    monkeypatch.undo()
+
+
+def test_a_comm_that_is_closed_has_no_stream(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     two = rm.comm.nccl(rm.comm.shm("stream-two", 0, 2), settings["NCCL_LIBRARY"])
     two.close()
     with pytest.raises(rm.StateError, match="this comm is closed"):

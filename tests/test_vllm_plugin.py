@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -27,6 +28,7 @@ from native_build import standin
 import rollmesh as rm
 import rollmesh.vllm as plugin
 from rollmesh.cli import doctor
+from rollmesh.vllm import config
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -302,6 +304,7 @@ def refused(configure: Configure, *args: Any, **options: Any) -> str:
         ({"additional_config": {"rollmesh": {"ep_backend": "magic"}}}, "ep_backend = 'magic', wanted one of"),
         ({"additional_config": {"rollmesh": 3}}, "= 3, wanted a dict"),
         ({"additional_config": {"rollmesh": {"isa": "sse"}}}, "isa = 'sse', wanted one of"),
+        ({"additional_config": {"rollmesh": {"isa": 2}}}, "isa = 2, wanted a str or None"),
         ({"additional_config": {"rollmesh": {"exchange": "gloo"}}}, "exchange = 'gloo', wanted one of host, nccl"),
         ({"additional_config": {"rollmesh": {"exchange": "nccl"}}}, "exchange = 'nccl', wanted 'host' where engines run on the CPU"),
         ({"additional_config": {"rolmesh": {}}}, 'additional_config has rolmesh={}, wanted "rollmesh" alone'),
@@ -318,6 +321,17 @@ def refused(configure: Configure, *args: Any, **options: Any) -> str:
 )
 def test_refused_in_the_users_own_call(configure: Configure, options: dict[str, Any], words: str) -> None:
     assert words in refused(configure, **options)
+
+
+@pytest.mark.parametrize("executor", ["ray", "mp"])
+def test_an_isa_that_is_no_name(executor: str) -> None:
+    """Where ray's workers may be on other machines, which name theirs themselves, too."""
+    for isa in (2, ["avx2"], True):
+        asked = types.SimpleNamespace(
+            additional_config={"rollmesh": {"isa": isa}}, parallel_config=types.SimpleNamespace(distributed_executor_backend=executor)
+        )
+        with pytest.raises(rm.ConfigError, match=re.escape(f"isa = {isa!r}, wanted a str or None")):
+            config.options(asked)
 
 
 @needs_vllm

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 void *rm_alloc(size_t count, size_t bytes);          // zeroed; NULL on overflow or no memory; owned, rm_free
 void *rm_realloc(void *old, size_t count, size_t bytes);   // grown part not zeroed; old stays valid on NULL
@@ -16,6 +17,8 @@ void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
 size_t rm_memory_blocks(void);                       // blocks, small and mapped, that were not given back yet
 size_t rm_memory_available(void);                    // bytes the system can still give (RAM, cgroup); SIZE_MAX: it does not say
+// A name of this machine's memory, or with `card`, a PCI bus id, of that card's: the same in all processes and containers that have it.
+uint64_t rm_memory_name(const char *card);
 
 // Carves cache-line aligned pieces out of one block; they die with it.
 typedef struct rm_arena {

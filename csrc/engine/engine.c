@@ -62,42 +62,18 @@ static void zero_page(void *owner, int32_t page) {
   rm_model_zero_page(engine->model, engine->kv, engine->n_pages, page);
 }
 
-// Bytes of KV cache: what was asked for, or what is left of the memory that may be used.
-static rm_code kv_wanted(const rm_engine *engine, uint64_t *bytes, rm_error *err) {
-  const rm_engine_options *options = &engine->options;
-  *bytes = options->kv_bytes;
-  if (*bytes || options->host_pages || !(options->memory_fraction > 0)) return RM_OK;
-  const size_t available = engine->device->available(engine->device->self);
-  const double share = (double)available * options->memory_fraction;
-  const double weights = 2.0 * (double)engine->params->bytes + (double)rm_store_ferry_bytes(engine->store);
-  if (available == SIZE_MAX)
-    return rm_fail(err, RM_E_CONFIG, "how much memory %s has free is not known: wanted kv_bytes", engine->device->name);
-  if (share <= weights)
-    return rm_fail(err, RM_E_CAPACITY,
-                   "memory_fraction=%g of the %.2f GiB that %s has free is %.2f GiB, wanted more than two copies of the "
-                   "weights, %.2f GiB",
-                   options->memory_fraction, (double)available / 0x1p30, engine->device->name, share / 0x1p30, weights / 0x1p30);
-  *bytes = (uint64_t)(share - weights);
-  return RM_OK;
-}
-
 static rm_code create_cache(rm_engine *engine, rm_error *err) {
-  const uint64_t page_bytes = rm_model_page_bytes(engine->model);
-  uint64_t wanted;
-  rm_code code = kv_wanted(engine, &wanted, err);
+  rm_code code = rm_kv_pages(engine, &engine->n_pages, err);
   if (code) return code;
-  const int64_t host_pages = engine->options.host_pages;
-  if (host_pages > 0 && (uint64_t)host_pages > SIZE_MAX / 2 / page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes are more than there is", (long long)host_pages,
-                   (unsigned long long)page_bytes);
-  if (!host_pages && wanted < page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: %llu bytes of KV cache, wanted a page or more: one takes %llu",
-                   (unsigned long long)wanted, (unsigned long long)page_bytes);
-  engine->n_pages = host_pages ? host_pages : (int64_t)rm_min64((int64_t)(wanted / page_bytes), INT32_MAX / 2);
-  engine->kv_bytes = (size_t)engine->n_pages * page_bytes;
+  engine->kv_bytes = (size_t)engine->n_pages * rm_model_page_bytes(engine->model);
   const rm_kv_options options = {engine->n_pages, engine->options.page_size, engine->routed_per_token, zero_page, engine};
   if ((code = rm_kv_create(&options, &engine->cache, err))) return code;
   return rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->kv, err);
+}
+
+uint64_t rm_engine_workspace(const rm_engine *engine) {
+  return rm_model_workspace_bytes(engine->model) + engine->block_bytes + engine->scratch_bytes + engine->mirror.bytes +
+         engine->results.mirror.bytes;
 }
 
 static size_t results_bytes(const rm_engine *engine) { return RESULTS_BYTES + 2 * sizeof(float) * (size_t)engine->spec->vocab_size; }
@@ -188,7 +164,7 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if ((code = rm_model_create(engine->params, engine->device, engine->team, &model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
   rm_decode_plan(engine);
-  if ((code = create_plan(engine, err)) || (code = create_cache(engine, err))) return code;   // which takes what is left
+  if ((code = create_plan(engine, err)) || (code = create_cache(engine, err))) return code;   // which may take what is left
   if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
   return RM_OK;
 }
@@ -385,8 +361,7 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   out->evictions = kv.evictions;
   out->weight_bytes = engine->params->bytes;
   out->kv_bytes = engine->kv ? engine->kv_bytes : 0;
-  out->workspace_bytes = rm_model_workspace_bytes(engine->model) + engine->block_bytes + engine->scratch_bytes + engine->mirror.bytes +
-                         engine->results.mirror.bytes;
+  out->workspace_bytes = rm_engine_workspace(engine);
   out->n_threads = rm_team_threads(engine->team);
   out->asleep = engine->asleep;
   rm_peers_traffic(engine, out);

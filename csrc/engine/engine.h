@@ -28,7 +28,9 @@ typedef struct rm_engine_options {
   int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
   int64_t page_size;            // a multiple of 16
   uint64_t kv_bytes;            // of KV cache; at least one page. 0: what memory_fraction leaves
-  double memory_fraction;       // of the device's free memory, for two copies of the weights and the KV cache; in (0, 1]
+  double memory_fraction;       // in (0, 1], of what the device has free once all ranks are made but for their KV caches: for two copies
+                                // of the weights and the KV cache of every rank there. All ranks of the mesh get as many pages
+  uint64_t memory;              // a name of that memory, alike on ranks that have the same (rm_memory_name)
   uint64_t seed;                // seeds of requests that bring none
   int prefix_caching;
   int enforce_eager;            // record nothing (decode.h)
@@ -145,9 +147,15 @@ void rm_engine_sync_abort(rm_engine *engine);
 
 // Sleep by part. Weights: unsynced after wake; not while a sync is open. KV: running requests are preempted and recomputed after
 // wake; a sync may come meanwhile. A part that is asleep already, or awake, is left as it is.
-enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2 };
+// With RM_SLEEP_KEEP what serves waits in the host's memory and serves again after wake; on the CPU it stays where it is. Without it,
+// weights that were kept are so no more. Each does all of it, or fails with nothing changed. Where several engines sleep or wake
+// together, all copies are made first (keep) and stay until the last is awake (forget): what needs no new copy cannot fail, so the
+// others' sleep or wake can be taken back.
+enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_KEEP = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
+rm_code rm_engine_keep_weights(rm_engine *engine, rm_error *err);   // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
+void rm_engine_forget_kept(rm_engine *engine);    // the copy of weights that are awake
 
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced

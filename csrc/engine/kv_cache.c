@@ -38,6 +38,12 @@ struct rm_kv_cache {
   int64_t hits, misses, evictions;
 };
 
+size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
+  const rm_kv_cache *cache = NULL;   // for its sizes
+  const size_t position = sizeof *cache->tokens + sizeof *cache->logprobs + (size_t)routed_per_token * sizeof *cache->routed;
+  return sizeof *cache->pages + (size_t)page_size * position + 4 * sizeof *cache->buckets;   // less than four buckets a page
+}
+
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
   if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)

@@ -9,6 +9,7 @@
 // so that a hit returns what a recomputation would.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "base/status.h"
@@ -22,6 +23,7 @@ typedef struct rm_kv_options {
   void *owner;
 } rm_kv_options;
 
+size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token);   // of the host's memory, that a page takes here at most
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err);
 void rm_kv_destroy(rm_kv_cache *cache);
 

@@ -133,9 +133,12 @@ static rm_code open_device(rm_member *member, const rm_ranks_options *options, i
 static rm_code make_engine(rm_member *member, const creation *how) {
   const rm_ranks *ranks = how->ranks;
   rm_engine_options options = how->options->engine;
-  const rm_code code = open_device(member, how->options, ranks->first + (int)(member - ranks->members));
+  char card[32] = "";
+  rm_code code = open_device(member, how->options, ranks->first + (int)(member - ranks->members));
+  if (!code && member->device.self) code = rm_cuda_bus_id(how->options->cuda_library, member->device.ordinal, card, &member->err);
   if (code) return code;
   if (member->device.self) options.device = &member->device;
+  options.memory = rm_memory_name(card);
   options.rank = (rm_rank){
       .mesh = ranks->mesh,
       .index = ranks->first + (int32_t)(member - ranks->members),
@@ -531,7 +534,27 @@ void rm_ranks_sync_abort(rm_ranks *ranks) {
 static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
 static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err); }
 
-rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) { return on_all(ranks, sleep_member, &parts, err); }
+static rm_code keep_member(rm_member *member, void *arg) {
+  (void)arg;
+  return rm_engine_keep_weights(member->engine, &member->err);
+}
+
+void rm_ranks_forget_kept(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->n; r++) rm_engine_forget_kept(ranks->members[r].engine);
+}
+
+rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err) {
+  const rm_code code = on_all(ranks, keep_member, NULL, err);
+  if (code) rm_ranks_forget_kept(ranks);
+  return code;
+}
+
+// What can fail comes first, on all.
+rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) {
+  const int keep = parts & RM_SLEEP_KEEP && parts & RM_PART_WEIGHTS;
+  const rm_code code = keep ? rm_ranks_keep_weights(ranks, err) : RM_OK;
+  return code ? code : on_all(ranks, sleep_member, &parts, err);
+}
 
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
   unsigned asleep = 0;
@@ -541,8 +564,8 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
     asleep |= stats.asleep;
   }
   const rm_code code = on_all(ranks, wake_member, &parts, err);
-  parts &= asleep;
-  if (code && parts) on_all(ranks, sleep_member, &parts, NULL);   // one could not: none does
+  parts = (parts & asleep) | RM_SLEEP_KEEP;
+  if (code && parts & asleep) on_all(ranks, sleep_member, &parts, NULL);   // one could not: none does
   return code;
 }
 

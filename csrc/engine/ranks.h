@@ -23,7 +23,7 @@ typedef struct rm_ends {
 } rm_ends;
 
 typedef struct rm_ranks_options {
-  rm_engine_options engine;     // of each rank, but for `rank`; n_threads is shared out over the ranks
+  rm_engine_options engine;     // of each rank, but for `rank` and `memory`; n_threads is shared out over the ranks
   rm_mesh mesh;
   rm_dispatcher dispatcher;
   int sequence_parallel;
@@ -63,8 +63,11 @@ rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t
 // bytes of the report: read by all ranks together; the times are the longest of any.
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_ranks_sync_abort(rm_ranks *ranks);
+// All ranks or none. What was kept stays after wake, until forgotten or the next sync: other processes may have failed to wake.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
+rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err);
+void rm_ranks_forget_kept(rm_ranks *ranks);
 
 // hosted.h's calls, of the one rank that a hosted process has. Requests that are added are its own, whatever the mesh.
 rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err);

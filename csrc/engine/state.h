@@ -142,11 +142,17 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
 
 // engine.c
 rm_model_options rm_model_options_of(const rm_engine *engine);
+uint64_t rm_engine_workspace(const rm_engine *engine);             // bytes that it has mapped, without weights and KV cache
 double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
 // Of those who step together the largest word; and, into the plan, which has its rows, what all of theirs come to.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);
 rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);         // forward and commit of the plan
+
+// kv_size.c
+// Pages of the KV cache. With memory_fraction all ranks of the mesh meet here, each with all but its cache made; they get the same number
+// or the same error.
+rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err);
 
 // peers.c
 rm_code rm_join_peers(rm_engine *engine, rm_error *err);           // makes tp_there and ep_there

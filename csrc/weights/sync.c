@@ -6,6 +6,7 @@
 // same code. Until the first byte is written it can go back as it was.
 #include "weights/sync.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -13,6 +14,7 @@
 #include "base/checked.h"
 #include "base/memory.h"
 #include "weights/check.h"
+#include "weights/keep.h"
 #include "weights/units.h"
 
 enum { MAX_ENTRIES = 1000000, MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 };
@@ -32,6 +34,8 @@ struct rm_store {
   rm_ctx ctx;
   rm_ferry ferry;
   version_state serving, staging;
+  char *kept;                   // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
+  int64_t kept_version;
   uint64_t n_blocks;            // that were mapped
   int64_t version;              // of serving, −1
   int64_t last_version;         // ever committed, −1
@@ -104,6 +108,7 @@ void rm_store_destroy(rm_store *store) {
   if (!store) return;
   destroy_state(store, &store->serving);
   destroy_state(store, &store->staging);
+  rm_unmap(store->kept, store->params->bytes);
   rm_free(store->has_bias);
   rm_free(store->flags);
   rm_ferry_free(&store->ferry);
@@ -117,16 +122,59 @@ const void *rm_store_weights(const rm_store *store) { return store->serving.bloc
 uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
 uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
 int rm_store_is_open(const rm_store *store) { return store->open; }
-size_t rm_store_ferry_bytes(const rm_store *store) { return store->device->on_host ? 0 : 2 * store->ferry.half_bytes; }
+size_t rm_store_ferry_bytes(const rm_store *store) { return rm_ferry_bytes(&store->ferry); }
 const rm_params *rm_store_params(const rm_store *store) { return store->params; }
 int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
 
-void rm_store_discard(rm_store *store) {
-  rm_sync_abort(store);
+static void drop_kept(rm_store *store) {
+  rm_unmap(store->kept, store->params->bytes);
+  store->kept = NULL;
+}
+
+static void drop_blocks(rm_store *store) {
   drop_block(store, &store->serving);
   drop_block(store, &store->staging);
   rm_ferry_free(&store->ferry);
   store->version = -1;
+}
+
+void rm_store_discard(rm_store *store) {
+  rm_sync_abort(store);
+  drop_kept(store);
+  drop_blocks(store);
+}
+
+rm_code rm_store_keep(rm_store *store, rm_error *err) {
+  if (!store->serving.block || store->kept || store->device->on_host) return RM_OK;
+  return rm_keep_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
+}
+
+void rm_store_rest(rm_store *store) {
+  assert(!store->serving.block || store->kept || store->device->on_host);
+  if (store->serving.block) store->kept_version = store->version;
+  if (store->device->on_host && store->serving.block) {   // the block is the copy
+    store->kept = store->serving.block;
+    store->serving.block = NULL;
+  }
+  drop_blocks(store);
+}
+
+rm_code rm_store_restore(rm_store *store, rm_error *err) {
+  if (store->serving.block || !store->kept) return RM_OK;
+  if (store->device->on_host) {
+    store->serving.block = store->kept;
+    store->kept = NULL;
+  } else {
+    const rm_code code = rm_restore_block(store->device, store->kept, store->params->bytes, &store->ctx, &store->serving.block, err);
+    if (code) return code;
+  }
+  store->serving.number = ++store->n_blocks;
+  store->version = store->kept_version;
+  return RM_OK;
+}
+
+void rm_store_forget(rm_store *store) {
+  if (store->serving.block) drop_kept(store);
 }
 
 static void swap_states(rm_store *store) {
@@ -184,6 +232,7 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
   rm_code code = check_version(store, &version, err);
   if (code) return code;
   rm_sync_abort(store);
+  rm_store_forget(store);
   store->began = now_seconds();
   store->options = *options;
   store->options.version = version;

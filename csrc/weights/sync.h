@@ -88,5 +88,12 @@ void rm_sync_forget(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
 int rm_sync_complete(const rm_store *store);              // every required parameter has come
 
-// Sleep and wake of the weights: the blocks go back to the system; after wake the store is unsynced.
+// Sleep and wake of the weights. Discard: the blocks go back to the system, and what was kept; the store is unsynced then. In between
+// what serves may be kept in the host's memory: keep copies it (on the CPU there is nothing to copy), rest is discard but for the copy,
+// and restore has the same version serve from a new block, whose number is new. The copy stays until forget, so that either can be
+// taken back without fail: rest after restore needs no new copy. Of a store that is unsynced nothing is kept. No sync is open.
 void rm_store_discard(rm_store *store);
+rm_code rm_store_keep(rm_store *store, rm_error *err);      // on failure nothing has changed, as below
+void rm_store_rest(rm_store *store);                        // after keep
+rm_code rm_store_restore(rm_store *store, rm_error *err);
+void rm_store_forget(rm_store *store);                      // the copy, where there is one and the weights are not at rest

@@ -73,6 +73,10 @@ static void make_here(const rm_units *units, const rm_kernels *kernels, const rm
 }
 
 // ------------------------------------------------------------------------------------------------ on a device
+size_t rm_ferry_bytes(const rm_ferry *ferry) {
+  return ferry->device->on_host ? 0 : N_HALVES * ferry->half_bytes + FERRY_UNITS * sizeof(rm_pack_found);
+}
+
 static rm_code ferry_open(rm_ferry *ferry, rm_error *err) {
   if (ferry->halves.device) return RM_OK;
   rm_code code = rm_mirror_create(ferry->device, N_HALVES * ferry->half_bytes, "tensors on their way", &ferry->halves, err);

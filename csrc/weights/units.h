@@ -20,6 +20,7 @@ typedef struct rm_ferry {
   size_t used;                  // … so far
 } rm_ferry;
 
+size_t rm_ferry_bytes(const rm_ferry *ferry);   // of the device, once it was used
 void rm_ferry_free(rm_ferry *ferry);   // the device has nothing left to do with it
 
 typedef struct rm_unit {

@@ -17,11 +17,26 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
 RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
 RM_INLINE int64_t rm_count_segments(int64_t positions) { return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT; }
 
-// Rows of one call, in turns of what the workspace holds: [row0, row0 + rows) now.
+// Rows that one call makes by states: all of them as they come, or those of listed tiles of tile_rows rows each.
+struct rm_row_list {
+  const int32_t *tiles;  // on the device: how many, then their numbers; NULL: no list
+  int64_t tile_rows;
+};
+// The row that is the index-th, or −1: of those behind the last.
+__device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_args &a, int64_t index) {
+  if (!list.tiles) return index;
+  const int64_t tile = index / list.tile_rows;
+  const int64_t row = tile < list.tiles[0] ? list.tiles[1 + tile] * list.tile_rows + index % list.tile_rows : a.rows;
+  return row < a.rows ? row : -1;
+}
+
+// They are made in turns of what the workspace holds: those from the row0-th on.
 struct rm_rows_turn {
   int64_t row0, rows, n_segments;
+  rm_row_list list;
 };
 // Launches what makes the states of a turn.
 using rm_states_fn = void (*)(const rm_ctx *, const rm_attention_args *, float *states, rm_rows_turn);
-// attention with `states` for its first half; the second merges them in order.
-void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states);
+// attention of `rows` rows of the list with `states` for its first half; the second merges them in order. The first `used` bytes of the
+// workspace are somebody's.
+void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states, int64_t rows, rm_row_list list, size_t used);

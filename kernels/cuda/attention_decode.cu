@@ -107,11 +107,12 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_
 }
 
 template <rm_dtype DTYPE>
-__global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, const float *states, int64_t row0, int64_t n_segments) {
-  const int64_t row = row0 + blockIdx.x, head = blockIdx.y, words = rm_state_floats(a.head_dim);
+__global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, const float *states, rm_rows_turn t) {
+  const int64_t row = rm_row_of(t.list, a, t.row0 + blockIdx.x), head = blockIdx.y, words = rm_state_floats(a.head_dim);
+  if (row < 0) return;
   const span s = rm_live_span(a, row);
   const int64_t from = s.first / RM_ATTN_SEGMENT, to = s.last / RM_ATTN_SEGMENT;
-  const float *of_head = states + (blockIdx.x * a.n_heads + head) * n_segments * words;
+  const float *of_head = states + (blockIdx.x * a.n_heads + head) * t.n_segments * words;
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
     const float *state = of_head + from * words;
     float sum = state[d], m_all = state[a.head_dim], l_all = state[a.head_dim + 1];
@@ -146,22 +147,23 @@ size_t rm_cuda_attention_workspace(const rm_limits *l) {
 
 // Rows beyond what the workspace holds take their turn on the stream: it orders the states' reuse. Of segments it has all that a
 // position within the limits can be in; those of the last pages' ends, where pages are longer than segments, are never live.
-void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn) {
-  if (a->rows <= 0 || a->n_heads <= 0) return;
+void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn, int64_t rows, rm_row_list list,
+                          size_t used) {
+  if (rows <= 0 || a->n_heads <= 0 || used > ctx->workspace_bytes) return;
   const size_t per_segment = static_cast<size_t>(a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
-  const int64_t room = rm_min64(static_cast<int64_t>(ctx->workspace_bytes / per_segment), MAX_GRID_Z);
+  const size_t bytes = ctx->workspace_bytes - used;
+  const int64_t room = rm_min64(static_cast<int64_t>(bytes / per_segment), MAX_GRID_Z);
   const int64_t n_segments = rm_min64(rm_count_segments(a->max_pages * a->page_size), room);
   if (n_segments <= 0) return;
-  const size_t per_row = per_segment * static_cast<size_t>(n_segments);
-  const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
-  float *states = static_cast<float *>(ctx->workspace);
-  for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
-    const rm_rows_turn t = {row0, rm_min64(at_once, a->rows - row0), n_segments};
+  const int64_t at_once = rm_max64(1, static_cast<int64_t>(bytes / (per_segment * static_cast<size_t>(n_segments))));
+  float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
+  for (int64_t row0 = 0; row0 < rows; row0 += at_once) {
+    const rm_rows_turn t = {row0, rm_min64(at_once, rows - row0), n_segments, list};
     const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads));
     states_fn(ctx, a, states, t);
-    if (a->dtype == RM_BF16) RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, row0, n_segments);
-    else RM_LAUNCH(merge_kernel<RM_F32>, grid, dim3(THREADS), 0, ctx->stream, *a, states, row0, n_segments);
+    if (a->dtype == RM_BF16) RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
+    else RM_LAUNCH(merge_kernel<RM_F32>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
   }
 }
 
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) { rm_cuda_attention_by(ctx, a, fma_states); }
+void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) { rm_cuda_attention_by(ctx, a, fma_states, a->rows, {}, 0); }

@@ -54,6 +54,7 @@ void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
+void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);  // by tiles of that shape (gemm_mma.cuh)
 bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);  // false: too many rows, nothing was done
 bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);   // false: k is too long
 void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
@@ -79,6 +80,12 @@ size_t rm_cuda_lm_head_workspace(const rm_limits *limits);
 size_t rm_cuda_sample_workspace(const rm_limits *limits);
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_router_workspace(const rm_limits *limits);
+
+// What a launch of `kernel` needs of the current device, where it is more than what a kernel may have without asking; sm_86 and sm_89
+// have 99 KB for a block, others more. A device forgets nothing, but there may be others: so it is asked before each launch.
+template <class KERNEL> void rm_allow_shared(KERNEL *kernel, size_t bytes) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
 
 constexpr int RM_WARP = 32;
 constexpr unsigned RM_ALL_LANES = 0xffffffffu;
@@ -149,15 +156,18 @@ template <rm_dtype DTYPE> __device__ inline float rm_block_dot(const float *x, c
   return acc[0];
 }
 
-// Column col of row `row` of y, from its dot product; with swiglu from gate's and up's.
-template <rm_dtype DTYPE, bool SWIGLU>
-__device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
+// Column col of a row of y before it is stored, from its dot product; with swiglu from gate's and up's.
+template <rm_dtype DTYPE, bool SWIGLU> __device__ inline float rm_output(const rm_gemm_args &a, int64_t col, float acc, float up) {
   if constexpr (SWIGLU) {
     const float g = rm_round_to(DTYPE, acc), u = rm_round_to(DTYPE, up);
-    rm_put(a.y_dtype, a.y, row * a.ldy + col, rm_round_to(DTYPE, g / (1.0f + rm_exp(-g))) * u);
+    return rm_round_to(DTYPE, g / (1.0f + rm_exp(-g))) * u;
   } else {
-    rm_put(a.y_dtype, a.y, row * a.ldy + col, a.bias ? acc + rm_get(DTYPE, a.bias, col) : acc);
+    return a.bias ? acc + rm_get(DTYPE, a.bias, col) : acc;
   }
+}
+template <rm_dtype DTYPE, bool SWIGLU>
+__device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
+  rm_put(a.y_dtype, a.y, row * a.ldy + col, rm_output<DTYPE, SWIGLU>(a, col, acc, up));
 }
 
 // ------------------------------------------------------------------------------------------------ warps and blocks

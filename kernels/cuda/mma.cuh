@@ -26,6 +26,35 @@ __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #endif
 }
 
+// Four 8 × 8 matrices of bf16 from shared memory, by a whole warp: lane 8j + r gives where row r of matrix j begins, 16 bytes, and word j
+// of what lane l gets is word l % 4 of row l / 4 of matrix j. A matrix whose rows are tokens is so a word of B.
+__device__ inline uint4 rm_load_matrices(const void *shared_row) {
+#ifdef RM_SIMT
+  return simt_load_matrices(shared_row);
+#else
+  uint4 v;
+  const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(shared_row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+#endif
+}
+
+// An 8 × 8 matrix of 16-bit elements on its side, by a whole warp: lane l has columns 2(l % 4) and the next of row l / 4, before and after.
+__device__ inline uint32_t rm_transposed(uint32_t pair) {
+#ifdef RM_SIMT
+  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8, half = lane / 4 % 2 * 16;
+  const uint32_t even = __shfl_sync(RM_ALL_LANES, pair, from), odd = __shfl_sync(RM_ALL_LANES, pair, from + 4);
+  return (even >> half & 0xffffu) | (odd >> half & 0xffffu) << 16;
+#else
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+#endif
+}
+
 // Weights that are read once: past the L1 cache.
 __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #ifdef RM_SIMT
@@ -44,6 +73,18 @@ __device__ inline void rm_copy_async(void *to_shared, const void *from) {
 #else
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
+}
+// The same for a thread with `wanted`, of zeros for one without `there`, and then `from` is not read: no branch, so that it can be issued
+// among other things.
+__device__ inline void rm_copy_async(void *to_shared, const void *from, bool wanted, bool there) {
+#ifdef RM_SIMT
+  if (wanted) simt_copy_async(to_shared, from, there);
+#else
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted cp.async.cg.shared.global [%0], [%1], 16, %3;\n}" ::"r"(to),
+               "l"(from), "r"(static_cast<int>(wanted)), "r"(there ? 16 : 0)
+               : "memory");
 #endif
 }
 __device__ inline void rm_copies_commit() {
@@ -69,8 +110,10 @@ struct rm_tokens {
   bool wide;  // every row may be read 16 bytes at a time
 };
 
+RM_INLINE bool rm_is_wide(const void *x, int64_t ldx) { return ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0; }
+
 __device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, int64_t row0, int64_t end) {
-  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0};
+  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, rm_is_wide(x, ldx)};
 }
 
 // k … k + 7 of row row0 + r.

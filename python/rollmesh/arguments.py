@@ -23,7 +23,8 @@ MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
 DEEPEP_LACKS = "an adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no prompt
-PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h
+PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
+KEEP = 4
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
 
@@ -79,12 +80,10 @@ def gib_bytes(name: str, value: Any) -> int:
     return int(float(value) * 2**30)
 
 
-def share_of_memory(fraction: Any, kv_cache_gib: float | None, mesh: Mesh) -> float:
+def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
     """memory_fraction, 0 where the size of the KV cache is said."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
         raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
-    if kv_cache_gib is None and mesh.world > 1:  # all have as many pages, and may share a device
-        raise ConfigError(f"kv_cache_gib = None with {mesh.world} ranks, wanted the GiB of each")
     return 0.0 if kv_cache_gib is not None else float(fraction)
 
 

@@ -83,6 +83,18 @@ def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
         raise MeshMismatchError(f"the ranks of this mesh were not made alike: {'; '.join(wrong)[:2000]}")
 
 
+def check_group(group: Any) -> None:
+    """That it is torch.distributed's, or None; torch itself meets anything else with an assertion of its own."""
+    try:
+        from torch import distributed
+    except ImportError as error:
+        raise ConfigError(f"group = {shown(group)} needs torch, which is missing: wanted rm.comm.nccl(…) or rm.comm.shm(…)") from error
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        raise ConfigError(f"group is a {type(group).__name__}, wanted a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None")
+    if not distributed.is_initialized():
+        raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+
+
 class Ends(NamedTuple):
     """This rank's ends of its groups; None where a group has one rank."""
 
@@ -170,10 +182,9 @@ class Torch(Comm):
     """Any torch.distributed process group that can move tensors of the CPU."""
 
     def __init__(self, group: Any, timeout: float):
+        check_group(group)
         from torch import distributed
 
-        if not distributed.is_initialized():
-            raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
         self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
         self._store: Any = None  # of the control group: what all ranks can read while one of them ends its connections
         self.heard = False  # a connection has broken: what this rank gives up for is another's reason

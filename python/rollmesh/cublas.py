@@ -16,7 +16,7 @@ from rollmesh.show import plain, shown
 LIBRARY_SWITCH = "ROLLMESH_CUBLASLT_LIBRARY"
 LEAST = (12, 0, 0)
 WHEEL = {"nvidia.cu13": "libcublasLt.so.13", "nvidia.cublas": "libcublasLt.so.12"}
-INSTALL = "pip install nvidia-cublas"
+INSTALL = "pip install '.[cuda]' in rollmesh's checkout"
 FAMILY = "cuda_mma"  # of the other ops with fast=True: there are no bits to keep
 
 

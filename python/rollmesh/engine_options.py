@@ -29,7 +29,7 @@ class EngineOptions:
     sequence_parallel: bool
     host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
     enforce_eager: bool = False  # no CUDA graphs
-    memory_fraction: float = 0.0  # kv_bytes = 0: of the device's free memory
+    memory_fraction: float = 0.0  # > 0 where kv_bytes = 0 and no host schedules: of the device's free memory
     cuda_library: str | None = None  # devices.py, as the next
     cuda_ordinal: int = -1
     cuda_family: str | None = None

@@ -49,6 +49,7 @@ from rollmesh.progress import Progress
 from rollmesh.requests import Ids, Requests, token_ids
 from rollmesh.sampling import SamplingParams
 from rollmesh.selftest import Scorer, run_self_test
+from rollmesh.show import shown
 from rollmesh.spec import ModelSpec
 from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
@@ -86,9 +87,11 @@ class Generator:
     max_num_seqs            samples that run at once
     max_num_batched_tokens  rows of one engine step; longer prompts are prefilled in chunks of it
     block_size              positions of a KV page, a multiple of 16
-    kv_cache_gib            2^30 bytes of KV cache; None: what memory_fraction leaves
-    memory_fraction         with kv_cache_gib=None: of the memory that the device has free when it is made, this share is for two copies
-                            of the weights and the KV cache; on a mesh kv_cache_gib has to be said
+    kv_cache_gib            2^30 bytes of KV cache, of each rank; None: what memory_fraction leaves
+    memory_fraction         with kv_cache_gib=None: of what the device has free once all is made but the KV cache, this share is for two
+                            copies of the weights and the KV cache; the rest is for what comes later: CUDA's graphs and kernels, NCCL,
+                            tensors of the trainer. On a mesh all ranks get as many pages: as many as fit where there is least room.
+                            Ranks that have one card, or on the CPU one machine, share what is free there
     enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
     threads                 None: as many as this process may use cores
     enforce_eager           on a GPU: enqueue every step op by op, where else decode steps are recorded as CUDA graphs and replayed; for
@@ -103,7 +106,7 @@ class Generator:
                             a family of bits of its own, the same whatever the batch and the mesh
 
     Raises ConfigError for a setting that breaks a rule or a device that is not here, MemoryError where memory is short, CapacityError
-    where a GPU's is, DeviceError where CUDA fails.
+    where a GPU's is or memory_fraction leaves no page, DeviceError where CUDA fails.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class Generator:
             max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**24),
             block_size=page_positions("block_size", block_size),
             kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
-            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib, self.mesh),
+            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             enforce_eager=boolean("enforce_eager", enforce_eager),
@@ -588,20 +591,28 @@ class Generator:
             self._engine.pause(False)
             self._running.set()
 
-    def sleep(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(); running requests
-        lose their KV and recompute it after wake()."""
+    def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:
+        """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(), unless they are kept; running
+        requests lose their KV and recompute it after wake().
+
+        keep_weights: the host keeps the weights, packed as they are, and the same version serves again after wake(), without a sync. It
+        frees a GPU's memory and takes as much of the host's; on the CPU they stay where they are, and nothing is freed. A later
+        sleep("weights") without it drops them. CapacityError or MemoryError where the host has no room: then nothing sleeps, on no rank.
+        """
         mask = part_mask(parts)
+        keep = boolean("keep_weights", keep_weights)
+        if keep and not mask & PARTS["weights"]:
+            raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
         with self._call():
             self._weights.reset("a part was put to sleep")
-            self._engine.sleep(mask)
-            self._weights.refresh()
+            self._weights.sleep(mask, keep)
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Takes the memory again. Weights need a sync before they serve."""
+        """Takes the memory again. Weights that were not kept need a sync before they serve. CapacityError where a GPU has no room: then
+        all parts sleep on, what was kept stays kept, and a later call may succeed."""
         mask = part_mask(parts)
         with self._call():
-            self._engine.wake(mask)
+            self._weights.wake(mask)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
-from rollmesh.errors import ConfigError, ShapeError
+from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.op_arguments import (
     Array,
     array_of,
@@ -389,6 +389,9 @@ def merge_pairs(
 ) -> LmHead:
     """What lm_head over the whole vocabulary gives, logits aside, from the pairs [blocks, rows, 2] of all its blocks in ascending
     order. targets: −1, or a token whose logit stands in target_logits; its logprob is of (max, Σ) of all blocks."""
+    if (targets is None) != (target_logits is None):
+        absent, given = ("target_logits", "targets") if target_logits is None else ("targets", "target_logits")
+        raise UnsupportedTensorError(f"{absent} is None and {given} is given, wanted both, or neither")
     op, pairs, targets, target_logits = op_over(isa, threads, pairs=pairs, targets=targets, target_logits=target_logits)
     rows = array_of("pairs", pairs, 3).shape[1]
     logprobs = None if targets is None else op.new((rows,), np.float32)

@@ -418,7 +418,10 @@ def join(values: Any, options: Any, comm: Comm, mesh: Mesh, may_differ: Iterable
     if ends.control is None:
         return _core.Engine(values, options)
     try:
-        comm.hears([decode(part) for part in ends.control.all_gather(encode(comm.tells()))])
+        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}  # with None ranks meet while they are made
+        told = [decode(part) for part in ends.control.all_gather(encode([comm.tells(), sized]))]
+        comm.hears([its for its, _ in told])
+        check_alike([its for _, its in told])
         engine = _make(values, options, comm.rank, ends, ends.control)
     except BaseException:
         ends.control.close()
@@ -441,6 +444,9 @@ def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm)
     try:
         engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
     except BaseException as error:
+        for end in (ends.tp, ends.ep, ends.world):
+            if end is not None:  # where others may wait for this rank
+                end.abort()
         failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
         first = next(((other, why) for other, why in enumerate(failures) if why and not why.startswith(RankLostError.__name__)), None)
         if isinstance(error, RankLostError) and first is not None:  # it heard of another's, where they make their groups

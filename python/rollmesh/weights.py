@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from rollmesh.arguments import deadline_of
+from rollmesh.arguments import KEEP, PARTS, deadline_of
 from rollmesh.errors import DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.pieces import local_tensor
@@ -29,6 +29,7 @@ from rollmesh.sync import SyncOptions, check_deadline, check_mapping, lent, push
 
 BEGINNING = "the beginning of a sync"
 TIMED = "commit in time"
+T = TypeVar("T")
 
 
 class Weights:
@@ -40,6 +41,7 @@ class Weights:
         self.version: int | None = None
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
+        self._is_kept = False  # the weights sleep and serve again when they wake, on all ranks
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """A whole set from a mapping or an iterator."""
@@ -208,6 +210,60 @@ class Weights:
         if self._open is not None and only in (None, self._open):
             self._open.closed, self._open = why, None
             self._abort()
+
+    def sleep(self, parts: int, keep: bool) -> None:
+        """Memory of parts goes back; no set is open. keep: what serves waits in the host's memory, on all ranks or none sleeps."""
+        if keep:
+            try:
+                self.together("sleep", self._engine.keep_weights, True)
+            except BaseException:
+                self._engine.keep_weights(False)
+                raise
+        self._engine.sleep(parts | KEEP if keep else parts)
+        if parts & PARTS["weights"]:
+            self._is_kept = keep and (self._is_kept or self.version is not None)
+        self.refresh()
+
+    def wake(self, parts: int) -> None:
+        """Takes the memory again. Weights that were kept serve then, on all ranks or none."""
+        if not (self._is_kept and parts & PARTS["weights"]):
+            self._engine.wake(parts)
+            return
+        asleep = parts & self._engine.stats()["asleep"]
+        try:
+            self.together("wake", self._engine.wake, parts)
+        except BaseException:
+            if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
+                self._engine.sleep(woken | KEEP)
+            raise
+        self._engine.keep_weights(False)
+        self._is_kept = False
+        self.refresh()
+
+    def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
+        """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with
+        the rank and its reason elsewhere."""
+        fault: Exception | None = None
+        try:
+            result = action(*args)
+        except Exception as error:  # noqa: BLE001 (raised when all ranks know)
+            fault = error
+        except BaseException as error:
+            self._leave(error)
+            raise
+        if isinstance(self._engine, SpmdEngine):
+            try:
+                self._engine.settle_sync(where, fault)
+            except BaseException as error:
+                self._leave(error)
+                raise
+        elif fault is not None:
+            raise fault
+        return result
+
+    def _leave(self, error: BaseException) -> None:
+        if isinstance(self._engine, SpmdEngine):
+            self._engine.leave(error)
 
     def forget(self) -> None:
         """The generator is being closed: the engine will be gone."""

@@ -194,7 +194,7 @@ static void add_some(life *l, int n) {
 }
 
 static uint64_t live(life *l) {
-  const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS, none = 8;
+  const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS, kept = both | RM_SLEEP_KEEP, none = 8;
   static const int32_t outside[] = {1, 1 << 20};
   const rm_request bad = {.prompt = outside, .n_prompt = 2, .n = 1, .max_tokens = 3, .top_p = 1, .top_k = -1};
   rm_error err = RM_ERROR_INIT;
@@ -219,6 +219,10 @@ static uint64_t live(life *l) {
   make(l, "sleep", sleep_parts, &kv, RM_OK);
   make(l, "wake", wake_parts, &kv, RM_OK);
   make(l, "sleep of no part", sleep_parts, &none, RM_E_CONFIG);
+  work(l, 0, LAST);
+  make(l, "sleep", sleep_parts, &kept, RM_OK);
+  make(l, "wake", wake_parts, &both, RM_OK);
+  add_some(l, LAST);
   work(l, 0, LAST);
   make(l, "sleep", sleep_parts, &both, RM_OK);
   make(l, "wake", wake_parts, &both, RM_OK);

@@ -195,6 +195,12 @@ static void unloaded(float *y) {
   RM_LAUNCH(past_buffer, dim3(1), dim3(64), 0, stream, y);
 }
 
+static void matrices_of_memory(const float *y) { rm_load_matrices(y); }
+static void matrices_between() {
+  RM_SHARED(x);
+  rm_load_matrices(x + threadIdx.x % 32);
+}
+
 static int faulty(const char *name) {
   const dim3 one(1), threads(64);
   const size_t bytes = 64 * sizeof(float);
@@ -204,6 +210,9 @@ static int faulty(const char *name) {
   if (!strcmp(name, "mixed")) RM_LAUNCH(ballot_meets_shuffle, one, threads, 0, nullptr);
   if (!strcmp(name, "mma")) RM_LAUNCH(mma_meets_shuffle, one, threads, 0, nullptr);
   if (!strcmp(name, "copies")) RM_LAUNCH(forgotten_copy, dim3(2), threads, bytes, nullptr, y);
+  if (!strcmp(name, "matrices")) RM_LAUNCH(matrices_of_memory, one, threads, bytes, nullptr, y);
+  if (!strcmp(name, "matrices_between")) RM_LAUNCH(matrices_between, one, threads, bytes, nullptr);
+  if (!strcmp(name, "unasked")) RM_LAUNCH(missing_barrier, one, threads, size_t{64} << 10, nullptr, y);
   if (!strcmp(name, "shared")) RM_LAUNCH(past_shared, one, threads, bytes, nullptr);
   if (!strcmp(name, "shared_end")) RM_LAUNCH(past_shared_by_less, one, threads, sizeof(float), nullptr);
   if (!strcmp(name, "misaligned")) RM_LAUNCH(misaligned, one, threads, 0, nullptr, y);
@@ -244,6 +253,7 @@ int main(int argc, char **argv) {
       {"pack", check_pack},
       {"mma_places", check_mma_places},
       {"mma_company", check_mma_company},
+      {"mma_tiles", check_mma_tiles},
   };
   if (argc < 2) return 2;
   check_seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);

@@ -63,4 +63,4 @@ bool check_router(), check_permute(), check_slots(), check_combine();
 bool check_lm_head(), check_merge_pairs();
 bool check_sample(), check_top_logprobs(), check_ranks();
 bool check_pack();
-bool check_mma_places(), check_mma_company();
+bool check_mma_places(), check_mma_company(), check_mma_tiles();

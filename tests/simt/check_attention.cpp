@@ -1,5 +1,6 @@
 // check_attention.cpp: attention over contexts around blocks and segments, windows and heads cut by a mesh; three rows that stand
-// alone, or prefill chunks of two sequences and decode rows of others in one call.
+// alone, prefill chunks of two sequences and decode rows of others in one call, chunks that fill tiles of rows, or rows of sequences
+// that take turns, which fill more tiles that are of none than the tensor cores' list has room for.
 #include "check.h"
 
 namespace {
@@ -8,25 +9,30 @@ struct heads_of {  // query heads, kv heads, and of a rank's part the model's gr
   int64_t n, n_kv, group, head0;
 };
 
-constexpr int64_t MIX = 40, CHUNK = 20, CHUNKS = 36;  // rows of a mix: two chunks of prefill, the rest decode
+// The rows of a call: two chunks of prefill, the first at the end of its context, the second at the beginning, then decode rows; or, where
+// there are no chunks, rows of sequences that take turns.
+struct layout {
+  int64_t rows, first_chunk, chunks;
+};
+constexpr layout ALONE = {3, 0, 0}, MIX = {40, 20, 36}, TILES = {150, 75, 146}, TURNS = {700, 0, 0};
+constexpr int64_t MOST_ROWS = 700;
 
-// Rows of a call: positions and sequences.
-int64_t fill_rows(int32_t *positions, int32_t *seqs, int64_t context, bool mix) {
+void fill_rows(int32_t *positions, int32_t *seqs, int64_t context, layout l) {
   const int64_t alone[] = {context - 1, context / 2, 0};
-  for (int64_t r = 0; r < (mix ? MIX : 3); r++) {
-    const int64_t of_mix = r < CHUNK ? context - CHUNK + r : r < CHUNKS ? r - CHUNK : r == CHUNKS ? context - 1 : pick(context);
-    const int64_t at = mix ? of_mix : alone[r];
+  for (int64_t r = 0; r < l.rows; r++) {
+    const int64_t of_chunk = r < l.first_chunk ? context - l.first_chunk + r : r - l.first_chunk;
+    const int64_t at = r < l.chunks ? of_chunk : l.rows <= 3 ? alone[r] : r == l.chunks ? context - 1 : pick(context);
     positions[r] = static_cast<int32_t>(rm_min64(rm_max64(at, 0), context - 1));
-    seqs[r] = static_cast<int32_t>(!mix ? r % 2 : r < CHUNK ? 0 : r < CHUNKS ? 1 : 2 + r % 2);
+    seqs[r] = static_cast<int32_t>(!l.chunks ? r % 2 : r < l.first_chunk ? 0 : r < l.chunks ? 1 : 2 + r % 2);
   }
-  return mix ? MIX : 3;
 }
 
-bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of h, int64_t page_size, int64_t window, bool mix,
+bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of h, int64_t page_size, int64_t window, layout l,
                     int64_t at_once) {
   const int64_t n_seqs = 4, max_pages = (context + page_size - 1) / page_size, n_pages = n_seqs * max_pages;
-  int32_t *positions = array<int32_t>(MIX), *seqs = array<int32_t>(MIX), *tables = array<int32_t>(n_pages);
-  const int64_t rows = fill_rows(positions, seqs, context, mix), n_out = rows * h.n * head_dim;
+  int32_t *positions = array<int32_t>(MOST_ROWS), *seqs = array<int32_t>(MOST_ROWS), *tables = array<int32_t>(n_pages);
+  const int64_t rows = l.rows, n_out = rows * h.n * head_dim;
+  fill_rows(positions, seqs, context, l);
   for (int64_t i = 0; i < n_pages; i++) tables[i] = static_cast<int32_t>(n_pages - 1 - i);
   rm_attention_args a = {};
   a.q = numbers(dtype, n_out, pick(8) ? TAME : WILD);
@@ -43,8 +49,8 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of 
   limits.max_positions = context;
   char what[140];
   snprintf(what, sizeof what,
-           "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld mix=%d at_once=%ld", dtype,
-           context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window, mix, at_once);
+           "attention dtype=%d context=%ld head_dim=%ld heads=%ld/%ld group=%ld head0=%ld page=%ld window=%ld rows=%ld at_once=%ld", dtype,
+           context, head_dim, h.n, h.n_kv, h.group, h.head0, page_size, window, rows, at_once);
   return held(what, {{&a.out, static_cast<size_t>(n_out) * rm_dtype_bytes(dtype), n_out}}, limits,
               [&](const rm_kernels *table, const rm_ctx *ctx) {
                 a.k_cache = keys.of(table), a.v_cache = values.of(table);
@@ -65,18 +71,28 @@ bool check_attention() {
         const heads_of &h = heads[context > 1000 ? 1 + 3 * (turn % 2) : turn % 6];
         const bool mix = context < 100;
         const rm_dtype type = static_cast<rm_dtype>(dtype);
-        if (!attention_case(type, context, dims[turn % 5], h, pages[turn % 3], window, false, 2)) return false;
-        if (mix && !attention_case(type, context, dims[turn % 3], h, pages[turn % 3], window, true, 2)) return false;
-        if (mix && !attention_case(type, context, dims[turn % 4], h, pages[turn % 3], window, true, turn / 2 % 2 ? CHUNK : MIX))
+        if (!attention_case(type, context, dims[turn % 5], h, pages[turn % 3], window, ALONE, 2)) return false;
+        if (mix && !attention_case(type, context, dims[turn % 3], h, pages[turn % 3], window, MIX, 2)) return false;
+        if (mix && !attention_case(type, context, dims[turn % 4], h, pages[turn % 3], window, MIX, turn / 2 % 2 ? 20 : MIX.rows))
           return false;
         turn++;
       }
   for (const rm_dtype dtype : {RM_BF16, RM_F32})  // heads that several launches or more than one chain of the tensor cores make
     for (const int64_t head_dim : {272, 544})
-      if (!attention_case(dtype, 40, head_dim, {9, 1, 0, 0}, 16, 0, head_dim == 272, MIX)) return false;
+      if (!attention_case(dtype, 40, head_dim, {9, 1, 0, 0}, 16, 0, head_dim == 272 ? MIX : ALONE, MIX.rows)) return false;
   for (const rm_dtype dtype : {RM_BF16, RM_F32})  // pages whose ends reach further than the workspace; no heads
-    if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, false, 1) || !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, false, 1))
+    if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, ALONE, 1) || !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, ALONE, 1))
       return false;
-  return attention_case(RM_BF16, 1100, 32, {2, 1, 0, 0}, 16, 0, true, MIX) &&
-         attention_case(RM_BF16, 1027, 64, {2, 2, 0, 0}, 32, 30, true, MIX);
+  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one segment and of several, windows, heads of 128 and others, turns.
+  for (const int64_t context : {80, 1090, 2100}) {
+    const int64_t window = context == 2100 ? 1030 : 0, at_once = context == 1090 ? 3 : MIX.rows;
+    if (!attention_case(RM_BF16, context, 128, {4, 1, 0, 0}, 32, window, TILES, at_once) ||
+        !attention_case(RM_BF16, context, 112, {3, 2, 4, 3}, 16, 0, TILES, at_once) ||
+        !attention_case(RM_BF16, context, 80, {2, 1, 7, 5}, 48, 0, TILES, at_once) ||
+        !attention_case(RM_BF16, context, 16, {2, 1, 0, 0}, 16, window, TILES, at_once))
+      return false;
+  }
+  return attention_case(RM_BF16, 1100, 32, {2, 1, 0, 0}, 16, 0, MIX, MIX.rows) &&
+         attention_case(RM_BF16, 1027, 64, {2, 2, 0, 0}, 32, 30, MIX, MIX.rows) &&
+         attention_case(RM_BF16, 40, 16, {8, 1, 0, 0}, 16, 0, TURNS, MIX.rows);
 }

@@ -1,10 +1,18 @@
 // check_gemm.cpp: gemm and gemm_swiglu, with and without groups.
 #include "check.h"
 
+#include "gemm_mma.cuh"
+
 namespace {
 
-bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t n, int64_t k, int64_t groups, kind wild) {
-  const int64_t ldx = k + pick(3), ldy = n + pick(3), stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k);
+constexpr int CHOSEN = -1;  // by the op itself
+
+// `tile`: of those of gemm_mma.cuh, for which rows of x and y are aligned.
+bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t n, int64_t k, int64_t groups, kind wild,
+               int tile = CHOSEN) {
+  const int64_t ldx = tile == CHOSEN ? k + pick(3) : rm_round_up(k, 8) + pick(2) * 8;
+  const int64_t ldy = tile == CHOSEN ? n + pick(3) : rm_round_up(n, 4) + pick(2) * 4,
+                stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k);
   int32_t *group_rows = array<int32_t>(groups + 1);
   const bool skewed = m % 12 == 0;  // the last group has all rows: a block has more than one tile of them
   for (int64_t g = 0; g <= groups; g++)
@@ -15,16 +23,29 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
   a.bias = !swiglu && !groups && pick(2) ? numbers(dtype, n) : nullptr;
   a.group_rows = groups ? group_rows : nullptr;
   a.n_groups = groups, a.group_stride = stride, a.m = m, a.n = n, a.k = k, a.ldx = ldx, a.ldy = ldy, a.dtype = dtype, a.y_dtype = y_dtype;
-  char what[140];
-  snprintf(what, sizeof what, "gemm swiglu=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d", swiglu, dtype, y_dtype, m, n, k,
-           groups, a.bias != nullptr, wild);
+  char what[160];
+  snprintf(what, sizeof what, "gemm swiglu=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d tile=%d", swiglu, dtype, y_dtype,
+           m, n, k, groups, a.bias != nullptr, wild, tile);
   rm_limits limits = {};  // with none, k is not split over blocks
   if (pick(3)) limits.max_rows = m, limits.max_n = swiglu ? rm_gate_up_rows(n) : n, limits.max_k = k, limits.top_k = groups;
   return held(what, {{&a.y, static_cast<size_t>(m * ldy) * rm_dtype_bytes(y_dtype), m * n}}, limits,
               [&](const rm_kernels *table, const rm_ctx *ctx) {
                 a.w = w.of(table);
-                (swiglu ? table->gemm_swiglu : table->gemm)(ctx, &a);
+                if (tile != CHOSEN && table != oracle()) rm_cuda_gemm_mma_tiles(ctx, &a, swiglu, tile);
+                else (swiglu ? table->gemm_swiglu : table->gemm)(ctx, &a);
               });
+}
+
+// Tokens and rows of W on the edges of a tile, k on those of a stage, of a segment and of the stages that are ahead.
+bool tile_cases(int tile, bool swiglu) {
+  const int64_t rows = RM_TILES[tile].rows / (swiglu ? 2 : 1), cols = RM_TILES[tile].cols;
+  const int64_t sizes[][4] = {
+      {1, rows, 32, 0},           {cols - 1, rows - 1, 40, 0},  {cols, 2 * rows, 64, 0},   {cols + 1, rows + 1, 8, 0},
+      {2 * cols + 1, 20, 104, 0}, {cols / 2, rows / 2, 520, 0}, {33, 24, 1048, 0},         {9 * cols + 5, 2 * rows - 17, 16, 0},
+      {cols + 9, 30, 100, 0},     {60, rows + 9, 96, 3},        {3 * cols + 6, 17, 40, 2}, {16, 40, 0, 0}};
+  for (const auto &s : sizes)
+    if (!gemm_case(swiglu, RM_BF16, pick(2) ? RM_BF16 : RM_F32, s[0], s[1], s[2], s[3], pick(4) ? TAME : WILD, tile)) return false;
+  return true;
 }
 
 bool gemms(bool swiglu) {
@@ -43,5 +64,12 @@ bool gemms(bool swiglu) {
 
 }  // namespace
 
+// The op takes one of them for its reasons; here all are taken, also where they would not be.
+bool check_mma_tiles() {
+  for (int tile = 0; tile < RM_N_TILES; tile++)
+    for (int swiglu = 0; swiglu < 2; swiglu++)
+      if (!tile_cases(tile, swiglu)) return false;
+  return true;
+}
 bool check_gemm() { return gemms(false); }
 bool check_gemm_swiglu() { return gemms(true); }

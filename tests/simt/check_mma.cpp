@@ -104,17 +104,68 @@ bool banks() {
     for (int step = 0; step < 2; step++) {
       if (!no_conflict([&](int lane) { return rm_staged_word<256>(0, step, lane, word); })) return fails("banks, 256", step, word);
       if (!no_conflict([&](int lane) { return rm_staged_word<512>(8, step, lane, word); })) return fails("banks, 512", step, word);
-      if (!no_conflict([&](int lane) { return rm_tile_word(16, step, lane, word); })) return fails("banks of a tile", step, word);
     }
-  tally chunks(RM_TILE_COLS * RM_TILE_K / 8);
-  for (int row = 0; row < RM_TILE_COLS; row++)
-    for (int chunk = 0; chunk < RM_TILE_K / 8; chunk++) {
-      chunks.add(rm_tile_chunk(row, chunk));
-      for (int pair = 0; pair < 4; pair++)  // chunk and word say the same of k = 8·chunk + 2·pair
-        if (rm_tile_word(row / 8 * 8, chunk / 2, row % 8 * 4 + pair, chunk % 2) != rm_tile_chunk(row, chunk) * 4 + pair)
-          return fails("swizzle", row, chunk);
+  return true;
+}
+
+// x of a tile: every chunk has a place; what rm_load_matrices makes of the lanes' chunks is B; and the 8 of a phase, as the 8 that are
+// written at once, lie in different banks.
+bool swizzle() {
+  constexpr int COLS = 192, CHUNKS = RM_TILE_K / 8, EIGHT = 8;
+  tally chunks(COLS * CHUNKS);
+  for (int row = 0; row < COLS; row++)
+    for (int chunk = 0; chunk < CHUNKS; chunk++) chunks.add(rm_tile_chunk(row, chunk));
+  if (!chunks.once()) return fails("chunks", 0, 0);
+  for (int from = 0; from < COLS * CHUNKS; from += EIGHT) {
+    tally banks(EIGHT);
+    for (int i = from; i < from + EIGHT; i++) banks.add(rm_tile_chunk(i / CHUNKS, i % CHUNKS) % EIGHT);
+    if (!banks.once()) return fails("banks of what is written", from, 0);
+  }
+  for (int token = 0; token < COLS; token += 16)
+    for (int step = 0; step < RM_TILE_K / RM_MMA_K; step++) {
+      for (int phase = 0; phase < 32; phase += EIGHT) {
+        tally banks(EIGHT);
+        for (int lane = phase; lane < phase + EIGHT; lane++) banks.add(rm_tile_lane_chunk(token, step, lane) % EIGHT);
+        if (!banks.once()) return fails("banks of what is read", token, phase);
+      }
+      for (int col = 0; col < 16; col++)
+        for (int k = 0; k < RM_MMA_K; k++) {
+          const rm_mma_place at = rm_mma_b_place(k, col % 8);  // register 2·(col / 8) + word of the lane: a word of the row of lane …
+          const int giver = (col / 8 * 2 + at.word) * 8 + at.lane / 4;
+          if (rm_tile_lane_chunk(token, step, giver) != rm_tile_chunk(token + col, step * 2 + k / 8) || at.lane % 4 * 2 + at.half != k % 8)
+            return fails("B", token + col, step * RM_MMA_K + k);
+        }
     }
-  return chunks.once() || fails("chunks", 0, 0);
+  return true;
+}
+
+// Every tile of a launch is one block's; blocks that run at once keep to a few columns; and the choice is what its comment says.
+bool tiles() {
+  for (const unsigned down : {1u, 2u, 7u, 192u})
+    for (const unsigned across : {1u, 5u, 8u, 9u, 16u, 43u}) {
+      tally all(static_cast<int64_t>(down) * across);
+      for (unsigned block = 0; block < down * across; block++) {
+        const rm_tile_number n = rm_tile_of_block(block, down, across);
+        if (n.down >= down) return fails("down", down, block);
+        all.add(n.across * static_cast<int64_t>(down) + n.down);
+        if (n.across / RM_TILE_BAND != block / (RM_TILE_BAND * down)) return fails("band", across, block);
+      }
+      if (!all.once()) return fails("blocks", down, across);
+    }
+  const struct {
+    int64_t w_rows, tokens, groups, processors;
+    int rows, cols;
+  } chosen[] = {
+      {24576, 8192, 1, 132, 128, 192},  // of many the tile with most products a byte
+      {24576, 128, 1, 132, 192, 128},   // 128 blocks at once instead of 192 by turns
+      {6144, 256, 1, 132, 128, 128},     {4096, 256, 1, 132, 128, 64},     // more blocks where there are processors left
+      {4096, 65, 1, 132, 128, 64},       {1536, 32768, 128, 132, 192, 128},  // rows of groups, of which the last tile is half empty
+      {1536, 65536, 128, 132, 192, 128}, {16, 1 << 20, 1, 132, 128, 192},   {1, 1, 1, 1, 128, 64}};
+  for (const auto &c : chosen) {
+    const rm_tile_shape t = RM_TILES[rm_choose_tile(c.w_rows, c.tokens, c.groups, c.processors)];
+    if (t.rows != c.rows || t.cols != c.cols) return fails("chosen", t.rows, t.cols);
+  }
+  return true;
 }
 
 // Row r of a gemm alone, and among `m` rows: another kernel, or other tiles of the same.
@@ -147,13 +198,15 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
 
 bool check_mma_company() {
   for (const int64_t m : {2, 8, 9, 33, 64, 65, 130, 200})
-    for (int swiglu = 0; swiglu < 2; swiglu++)
-      if (!company_case(m, 24 + pick(30), 500 + pick(700), swiglu)) return false;
+    for (int swiglu = 0; swiglu < 2; swiglu++) {
+      const int64_t k = 500 + pick(700);
+      if (!company_case(m, 24 + pick(30), m % 2 ? k : k / 8 * 8, swiglu)) return false;
+    }
   return true;
 }
 
 bool check_mma_places() {
   int64_t bits = 0;
-  const bool ok = places() && packings() && units() && banks();
+  const bool ok = places() && packings() && units() && banks() && swizzle() && tiles();
   return same("properties", &bits, &bits, sizeof bits, 1) && ok;
 }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int FAULT_STATUS = 3;
 constexpr unsigned WARP = 32, MAX_THREADS = 1024, MXCSR_FLUSHED = 0x1f80 | 0x8000 | 0x0040;
-constexpr size_t PAGE = 4096, SHARED_MOST = 48 << 10;
+constexpr size_t PAGE = 4096;
 // Of a fibre's stack; a few lines more than a power of two, or all of them would lie in the same sets of the caches.
 constexpr size_t STACK = (64 << 10) + 17 * 64;
 
@@ -143,7 +143,7 @@ guarded guarded_create(size_t bytes) {
 // Shared memory of one size, kept from launch to launch: aligned as a GPU's is, behind it less than 16 bytes, then a page that nobody
 // may touch.
 char *shared_of(size_t room) {
-  static guarded kept[SHARED_MOST / PAGE + 1];
+  static guarded kept[SIMT_SHARED_MOST / PAGE + 1];
   guarded &g = kept[(room + PAGE - 1) / PAGE];
   if (!g.raw) g = guarded_create((room + PAGE - 1) / PAGE * PAGE);
   return g.raw + g.length - PAGE - room;
@@ -224,10 +224,15 @@ void simt_order(bool reverse) { reversed = reverse; }
 
 void *simt_buffer(size_t bytes) { return guarded_create(bytes).data; }
 
-const char *simt_refused(const simt_launch &l) {
+bool simt_is_shared(const void *from, size_t bytes) {
+  const char *const begin = reinterpret_cast<const char *>(simt.shared);
+  return from >= begin && static_cast<const char *>(from) + bytes <= begin + launch->shared_bytes;
+}
+
+const char *simt_refused(const simt_launch &l, size_t shared_most) {
   if (l.block.y != 1 || l.block.z != 1 || !l.block.x || l.block.x > MAX_THREADS) return "a block must be 1 to 1024 threads in x";
   const bool fits = l.grid.x && l.grid.x <= 0x7fffffff && l.grid.y && l.grid.z && l.grid.y <= 65535 && l.grid.z <= 65535;
-  return fits && l.shared_bytes <= SHARED_MOST ? nullptr : "a launch CUDA refuses";
+  return fits && l.shared_bytes <= shared_most ? nullptr : "a launch CUDA refuses";
 }
 
 void simt_run(const simt_launch &l) {

@@ -47,12 +47,12 @@ struct simt_shape {
   const char *kernel;
   dim3 grid, block;
   size_t shared_bytes;
+  const void *function = nullptr;
 };
 // A kernel's launch, its arguments by value as CUDA takes them.
 struct simt_launch : simt_shape {
   explicit simt_launch(const simt_shape &shape) : simt_shape(shape) {}
   virtual void thread() const = 0;  // one thread of it
-  virtual const void *code() const = 0;
   virtual ~simt_launch() = default;
 };
 template <class... P> struct simt_launch_with final : simt_launch {
@@ -60,9 +60,10 @@ template <class... P> struct simt_launch_with final : simt_launch {
   std::tuple<P...> arguments;
   static_assert((std::is_trivially_copyable_v<P> && ...) && sizeof arguments <= 4096, "not what CUDA takes as arguments");
   simt_launch_with(const simt_shape &shape, void (*function_)(P...), P... given)
-      : simt_launch(shape), function(function_), arguments(given...) {}
+      : simt_launch(shape), function(function_), arguments(given...) {
+    simt_shape::function = reinterpret_cast<const void *>(function_);
+  }
   void thread() const override { std::apply(function, arguments); }
-  const void *code() const override { return reinterpret_cast<const void *>(function); }
 };
 template <class... P, class... A>
 std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*function)(P...), A &&...given) {
@@ -71,7 +72,7 @@ std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*func
 
 // Without a stream: done at once. A launch that CUDA refuses is the thread's last error, without a stream a fault.
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream);
-const char *simt_refused(const simt_launch &launch);  // NULL, or why
+const char *simt_refused(const simt_launch &launch, size_t shared_most);  // NULL, or why
 void simt_run(const simt_launch &launch);             // by one thread of the program at a time, between begin and end
 void simt_begin(), simt_end();                        // the thread's signal stack and floating-point environment
 void simt_doing(const char *what);                    // for the message of a fault: what is done between begin and end but launches
@@ -84,7 +85,8 @@ inline void simt_finish() {}        // until all launches are done
 void *simt_buffer(size_t bytes);    // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
 
 // Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
-enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA };
+enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA, SIMT_MATRICES };
+bool simt_is_shared(const void *from, size_t bytes);  // of the running block
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
 void simt_meet(simt_op op);  // nothing is exchanged
 

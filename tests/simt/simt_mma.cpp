@@ -23,7 +23,7 @@ uint16_t half_of(const unsigned *words, rm_mma_place place) { return static_cast
 
 struct copy {
   void *to;
-  const void *from;
+  const void *from;  // NULL: zeros
 };
 struct copies {
   dim3 block;
@@ -61,13 +61,26 @@ void simt_mma16(float *c, uint4 a, uint2 b) {
     }
 }
 
-void simt_copy_async(void *to, const void *from) {
+// A lane reads its row when it comes, so none of its warp can change it behind the operation.
+uint4 simt_load_matrices(const void *shared_row) {
+  const unsigned me = simt.thread.x, lane = me % WARP, set = turns[me]++ & 1u;
+  if (reinterpret_cast<uintptr_t>(shared_row) % sizeof(uint4)) simt_fault("a row of a matrix that is not aligned");
+  if (!simt_is_shared(shared_row, sizeof(uint4))) simt_fault("a row of a matrix that is not in shared memory");
+  memcpy(given[set][me].a, shared_row, sizeof(uint4));
+  simt_meet(SIMT_MATRICES);
+  const operands *row = given[set] + me / WARP * WARP + lane / 4;
+  return {row[0].a[lane % 4], row[8].a[lane % 4], row[16].a[lane % 4], row[24].a[lane % 4]};
+}
+
+void simt_copy_async(void *to, const void *from, bool there) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % sizeof(uint4))
     simt_fault("an asynchronous copy that is not aligned");
-  volatile const char seen = *static_cast<const char *>(from);  // a fault shows where it was caused
-  (void)seen;
+  if (there) {
+    volatile const char seen = *static_cast<const char *>(from);  // a fault shows where it was caused
+    (void)seen;
+  }
   memset(to, 0xff, sizeof(uint4));
-  mine().open.push_back({to, from});
+  mine().open.push_back({to, there ? from : nullptr});
 }
 
 void simt_copies_commit() {
@@ -79,5 +92,8 @@ void simt_copies_commit() {
 void simt_copies_wait(int left) {
   copies &c = mine();
   for (; static_cast<int>(c.groups.size()) > left; c.groups.pop_front())
-    for (const copy &one : c.groups.front()) memcpy(one.to, one.from, sizeof(uint4));
+    for (const copy &one : c.groups.front()) {
+      if (one.from) memcpy(one.to, one.from, sizeof(uint4));
+      else memset(one.to, 0, sizeof(uint4));
+    }
 }

@@ -7,8 +7,12 @@
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 
 void simt_mma16(float *c, uint4 a, uint2 b);
-void simt_copy_async(void *to, const void *from);  // 16 bytes
+uint4 simt_load_matrices(const void *shared_row);
+void simt_copy_async(void *to, const void *from, bool there = true);  // 16 bytes, or zeros
 void simt_copies_commit();
 void simt_copies_wait(int left);

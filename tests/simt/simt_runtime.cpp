@@ -64,6 +64,7 @@ std::map<const char *, block> blocks;  // by data
 std::set<cudaStream_t> streams;
 std::set<std::pair<int, int>> peers;  // who may read whom
 std::set<std::pair<int, const void *>> loaded;  // kernels, by device
+std::map<std::pair<const void *, int>, size_t> shared_allowed;  // bytes of a kernel's block on a device, where it asked
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
@@ -285,6 +286,18 @@ void drain_whole(simt_stream *s, uint64_t place, locked &hold, work *now = nullp
   }
 }
 
+// Every stream of a device, anybody's.
+void drain_device(int owner, locked &hold) {
+  const auto is_due = [owner](const simt_stream *s) { return s->owner == owner && s->n_done < s->n_enqueued; };
+  for (auto s = streams.begin(); (s = std::find_if(streams.begin(), streams.end(), is_due)) != streams.end();) {
+    drain(*s, (*s)->n_enqueued);
+    if (!is_due(*s)) continue;
+    hold.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    hold.lock();
+  }
+}
+
 cudaError_t enqueue(simt_stream *s, work w) {
   if (devices[s->owner].sticky != cudaSuccess) return devices[s->owner].sticky;
   if (s->capture) {
@@ -353,7 +366,7 @@ cudaError_t ready() {
 
 static void check_loaded(const simt_stream *s, const simt_launch &launch) {
   char text[240];
-  if (loaded.count({s->owner, launch.code()})) return;
+  if (loaded.count({s->owner, launch.function})) return;
   snprintf(text, sizeof text, "%s is launched before device %d has loaded it", launch.kernel, s->owner);
   simt_fault(text);
 }
@@ -385,7 +398,8 @@ const char *simt_whose(const void *address) {
 
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const locked hold(lock);
-  const char *refused = simt_refused(*launch);
+  const auto allowed = shared_allowed.find({launch->function, stream ? static_cast<simt_stream *>(stream)->owner : current_device});
+  const char *refused = simt_refused(*launch, allowed == shared_allowed.end() ? size_t{SIMT_SHARED_UNASKED} : allowed->second);
   if (stream) {
     simt_stream *s = static_cast<simt_stream *>(stream);
     check_loaded(s, *launch);
@@ -468,6 +482,14 @@ static int architecture_of(int ordinal) {
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) {
   const int architecture = architecture_of(ordinal);
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
+  if (attribute == cudaDevAttrMultiProcessorCount) *value = static_cast<int>(from_environment("ROLLMESH_SIMT_PROCESSORS", 132));
+  return cudaSuccess;
+}
+
+cudaError_t simt_allow_shared(const void *function, int bytes) {
+  const locked hold(lock);
+  if (bytes < 0 || bytes > SIMT_SHARED_MOST) return said(cudaErrorInvalidValue);
+  shared_allowed[{function, current_device}] = std::max(static_cast<size_t>(bytes), size_t{SIMT_SHARED_UNASKED});
   return cudaSuccess;
 }
 
@@ -527,6 +549,9 @@ extern "C" __attribute__((visibility("default"))) void simt_made(uint64_t counts
 // `awaited` has been given so far.
 extern "C" __attribute__((visibility("default"))) int simt_current_device() { return current_context < 0 ? 0 : current_context; }
 
+// For tests: another library's call that failed, of which it has not asked.
+extern "C" __attribute__((visibility("default"))) void simt_leave_error() { said(cudaErrorInvalidValue); }
+
 extern "C" __attribute__((visibility("default"))) int simt_stream_device(void *stream) { return static_cast<cudaStream_t>(stream)->owner; }
 
 extern "C" __attribute__((visibility("default"))) void simt_stream_await(void *stream, void *awaited) {
@@ -549,11 +574,16 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
   return said(error);
 }
 
+// It waits for all that the device still does, as CUDA's does.
 cudaError_t cudaFree(void *data) {
-  const locked hold(lock);
+  locked hold(lock);
   const cudaError_t error = ready();
   if (!data || error == cudaErrorStreamCaptureUnsupported) return said(error);
   const block *b = block_of(data);
+  if (b && b->data == data && b->owner != HOST) {
+    drain_device(b->owner, hold);
+    b = block_of(data);
+  }
   if (b && b->data == data && b->owner != HOST) {
     if (b->is_borrowed) return said(cudaErrorInvalidValue);
     mprotect(b->room, b->room_bytes, PROT_READ);
@@ -774,11 +804,12 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
   return said(enqueue(s, {.to = static_cast<char *>(to), .from = static_cast<const char *>(from), .bytes = bytes, .is_peers = true}));
 }
 
-// Of one layer; row after row.
+// Of one layer; row after row. CUDA takes no pitch beyond what cudaDeviceProp says, either.
 cudaError_t cudaMemcpy3DPeerAsync(const cudaMemcpy3DPeerParms *run, cudaStream_t s) {
   const cudaPitchedPtr &to = run->dstPtr, &from = run->srcPtr;
   const auto [width, rows, depth] = run->extent;
-  if (depth != 1 || to.pitch < width || from.pitch < width) return said(cudaErrorInvalidValue);
+  constexpr size_t MOST = 0x7fffffff;
+  if (depth != 1 || to.pitch < width || from.pitch < width || to.pitch > MOST || from.pitch > MOST) return said(cudaErrorInvalidValue);
   for (size_t r = 0; r < rows; r++) {
     void *there = static_cast<char *>(to.ptr) + r * to.pitch, *here = static_cast<char *>(from.ptr) + r * from.pitch;
     const cudaError_t error = cudaMemcpyPeerAsync(there, run->dstDevice, here, run->srcDevice, width, s);

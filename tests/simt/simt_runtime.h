@@ -24,6 +24,7 @@
 //   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have other numbers in other processes
 //   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB); with 0 there is not even room for a stream
 //   ROLLMESH_SIMT_SM=90          their architecture, or that of each by turns (90,80): kernels have code for 90 and 80
+//   ROLLMESH_SIMT_PROCESSORS=n   their multiprocessors (132)
 //   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
 //   ROLLMESH_SIMT_STICKY=1       and then until the process ends, as a GPU's context does
 //   ROLLMESH_SIMT_GRAPHS=n       a process's graphs at once; there is no memory for more (no limit)
@@ -61,7 +62,8 @@ enum cudaError_t {
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1, cudaStreamCaptureStatusInvalidated = 2 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1, cudaStreamCaptureModeRelaxed = 2 };
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
 enum {
@@ -93,6 +95,12 @@ cudaError_t cudaGetDevice(int *ordinal);
 cudaError_t cudaSetDevice(int ordinal);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
+// Shared memory that a kernel may have on a device, without asking and at most: what the smallest of the cards has (sm_86, sm_89).
+enum { SIMT_SHARED_UNASKED = 48 << 10, SIMT_SHARED_MOST = 99 << 10 };
+cudaError_t simt_allow_shared(const void *function, int bytes);  // on the current device
+template <class T> cudaError_t cudaFuncSetAttribute(T *function, cudaFuncAttribute, int bytes) {
+  return simt_allow_shared(reinterpret_cast<const void *>(function), bytes);
+}
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, unsigned version, unsigned long long flags,
                                              cudaDriverEntryPointQueryResult *found);
 

@@ -21,7 +21,7 @@ import numpy as np
 import rollmesh as rm
 from rollmesh import cublas, nccl, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
-from rollmesh.devices import library_path
+from rollmesh.devices import LIBRARY_SWITCH, library_path
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
 
@@ -161,13 +161,26 @@ def _gpu() -> list[tuple[str, str]]:
     driver = _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     nvcc = _first_line(["nvcc", "--version"], last=True)
     return [
-        ("GPU", driver or "none found (nvidia-smi is absent or sees none)"),
+        ("GPU", driver or _devices_seen()),
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("NCCL", _nccl()),
         ("cuBLASLt", _cublas()),
         ("CUDA kernels", _cuda_kernels()),
         ('device="cuda"', _device_answer("cuda")),
     ]
+
+
+def _devices_seen() -> str:
+    """Where nvidia-smi has no answer: a container has the driver without it, and the simulated device needs neither."""
+    library = _cuda_library()
+    count = -1 if isinstance(library, str) else int(library.rm_cuda_devices())
+    if count < 1:
+        return "none found (nvidia-smi is absent or sees none)"
+    return f"{_devices(count)}, says {library_path().name}; nvidia-smi is absent or sees none"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'' if count == 1 else 's'}"
 
 
 def _nccl() -> str:
@@ -188,21 +201,31 @@ def _cublas() -> str:
         return f"none: {plain(error)}; only needed for fast=True"
 
 
-def _cuda_kernels() -> str:
-    """What the CUDA library beside the extension was compiled for, and the devices that it sees. The CUDA runtime is in it."""
+def _cuda_library() -> ctypes.CDLL | str:
+    """The one that generators use, or why there is none. The CUDA runtime is in it."""
     path = library_path()
+    if not path.exists() and os.environ.get(LIBRARY_SWITCH):
+        return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file"
     if not path.exists():
         return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        return f"cannot be loaded: {error}"
-    library.rm_cuda_archs.restype = ctypes.c_char_p
-    devices = int(library.rm_cuda_devices())
-    seen = f"{devices} device{'' if devices == 1 else 's'} here"
-    if devices < 0:
-        seen = "no driver here, and NVIDIA's is all they need" if devices == -1 else "the driver here is too old, they need 580 or later"
-    return f"for {library.rm_cuda_archs().decode()}, in {path.name}; {seen}"
+        library.rm_cuda_archs.restype = ctypes.c_char_p
+        return library
+    except (OSError, AttributeError) as error:
+        return f"cannot be loaded: {plain(error)}"
+
+
+def _cuda_kernels() -> str:
+    """What they were compiled for, and the devices that they see."""
+    library = _cuda_library()
+    if isinstance(library, str):
+        return library
+    count = int(library.rm_cuda_devices())
+    seen = f"{_devices(count)} here"
+    if count < 0:
+        seen = "no driver here, and NVIDIA's is all they need" if count == -1 else "the driver here is too old, they need 580 or later"
+    return f"for {library.rm_cuda_archs().decode()}, in {library_path().name}; {seen}"
 
 
 def _device_answer(device: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.devices import CUDA_FAMILIES
+from rollmesh.devices import CUDA_FAMILIES, device_name
 from rollmesh.grpo.tables import number, override, read_table, read_value
 from rollmesh.show import plain
 
@@ -258,10 +258,20 @@ def _check_together(c: Config) -> None:
         raise rm.ConfigError(
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
         )
+    for table, device in (("generator", c.generator.device), ("train", c.train.device)):
+        _check_name(table, device)
     if c.generator.engine == "vllm":
         _check_vllm(c.generator)
     else:
         _check_device(c.generator)
+
+
+def _check_name(table: str, device: str) -> None:
+    """Whether there is such a device is asked where the run is."""
+    try:
+        device_name(device)
+    except rm.ConfigError:
+        raise rm.ConfigError(f'[{table}] device: expected "cpu", "cuda" or "cuda:N", got "{plain(device)}"') from None
 
 
 def _check_device(g: GeneratorTable) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.comm import Comm, Nccl
+from rollmesh.comm import Comm, Nccl, check_group
 from rollmesh.devices import device_of
 from rollmesh.errors import CapacityError, CollectiveTimeoutError, ConfigError, FormatError, RankLostError
 from rollmesh.mesh import Mesh
@@ -116,6 +116,7 @@ class Carrier(Protocol):
 def carrier_of(group: Any) -> Carrier:
     """A comm's is made by its first stream, for which all ranks meet."""
     if not isinstance(group, Comm):
+        check_group(group)
         return TorchCarrier(group)
     if group.world < 2:
         raise ConfigError("a comm of one rank, wanted one that sends and one that receives")

@@ -128,6 +128,10 @@ class Lender:
             return True
         return False
 
+    def living(self) -> int:
+        """Readers with a lease whose process lives."""
+        return sum(1 for lease in self._folder.glob("reader-*") if not is_free(lease))
+
     def release(self, version: int) -> None:
         self._kept = []
         for mark in self._folder.glob(f"read-{version}-*"):

@@ -141,8 +141,9 @@ class SharedWriter:
         tensors are the trainer's again, and no version is current before the next `publish`.
 
         DeadlineError when `timeout` seconds (None: without end) have not been enough, RankLostError when a reader has ended before it
-        was through (told once of each; one that ended before the `publish` is not missed): the version stays lent, for another wait or
-        for `take_back`.
+        was through (told once of each): the version stays lent, for another wait or for `take_back`. One that ended before the `publish`,
+        or before it had begun to read, is not missed, since another may come in its place: a timeout ends the wait for it, and says how
+        many readers live.
         """
         deadline = deadline_of(timeout)
         while self._lent_to:
@@ -155,7 +156,7 @@ class SharedWriter:
             elif self._lender.lost_reader(self.version):
                 raise RankLostError(f"{told}, and one of the others has ended")
             elif deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineError(f"{told} within the timeout")
+                raise DeadlineError(f"{told} within the timeout; {self._lender.living()} that have read some version so far live")
             else:
                 time.sleep(POLL_SECONDS)
 

@@ -228,6 +228,8 @@ def options(vllm_config: Any) -> Options:
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
         raise ConfigError(f"sequence_parallel = {shown(chosen.sequence_parallel)}, wanted a bool")
+    if chosen.isa is not None and not isinstance(chosen.isa, str):  # what its name may be, a ray worker's own machine says
+        raise ConfigError(f"isa = {shown(chosen.isa)}, wanted a str or None")
     from vllm.platforms import current_platform  # which is being made when this module is imported
 
     if chosen.isa is not None and _workers_are_here(vllm_config):

@@ -29,9 +29,8 @@ from rollmesh.sync import SyncOptions, push_mapping
 from rollmesh.weights import Sync, Weights
 
 BACKEND = "rollmesh"
-# vLLM's level 1 offloads the weights to the CPU, where ours are already. What is above 2 is 2 to its own workers: to refuse it here would
-# leave generation paused, which vLLM has done by then.
-LEVELS = {1: PARTS["kv"], 2: PARTS["kv"] | PARTS["weights"]}
+# What is above 2 is 2 to vLLM's own workers: to refuse it here would leave generation paused, which vLLM has done by then.
+KEPT, DROPPED = 1, 2
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
 Entries = list[tuple[str, Any]]
@@ -123,7 +122,8 @@ class WeightUpdates:
         self._reply(self._refuse, "weights are never zeroed: push others, or sleep(2)")
 
     def sleep(self, level: int = 1) -> None:
-        """1: the KV cache goes. 2: the weights too, which then have to be pushed anew. A set that is open stays so at level 1."""
+        """1: the KV cache goes, and the weights from a GPU to the host's memory, from which wake_up has them serve again. On the CPU they
+        are there already: they stay awake, and so does a set that is open. 2: both go, and weights have to be pushed anew."""
         self._reply(self._sleep, level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -145,34 +145,13 @@ class WeightUpdates:
 
     # ---------------------------------------------------------------------------------------- the transfer engine's means
     def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
-        """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with
-        the rank and its reason elsewhere."""
-        fault: Exception | None = None
-        try:
-            result = action(*args)
-        except Exception as error:  # noqa: BLE001 (raised when all ranks know)
-            fault = error
-        except BaseException as error:
-            self._leave(error)
-            raise
-        if isinstance(self._engine, SpmdEngine):
-            try:
-                self._engine.settle_sync(where, fault)
-            except BaseException as error:
-                self._leave(error)
-                raise
-        elif fault is not None:
-            raise fault
-        return result
+        """As Weights.together."""
+        return self.weights.together(where, action, *args)
 
     def alike(self, what: str, value: Any) -> None:
         """All ranks have come with the same value, or CollectiveMismatchError on all."""
         if isinstance(self._engine, SpmdEngine):
             self._engine.compare(what, self._engine.tell_of_sync(what, repr(value), None))
-
-    def _leave(self, error: BaseException) -> None:
-        if isinstance(self._engine, SpmdEngine):
-            self._engine.leave(error)
 
     def stage(self, entries: Entries, version: int | None, options: dict[str, Any]) -> None:
         """A block into the set of the open update, which begins with its first."""
@@ -289,24 +268,26 @@ class WeightUpdates:
             self._transfer.shutdown()
 
     def _sleep(self, level: Any) -> None:
-        if not isinstance(level, int) or level < 1:
-            raise ConfigError(f"sleep level {shown(level)}, wanted 1 (the KV cache goes) or 2 (the weights too)")
-        self._rest(LEVELS[min(level, 2)])
+        if not isinstance(level, int) or level < KEPT:
+            raise ConfigError(f"sleep level {shown(level)}, wanted {KEPT} (the KV cache goes, weights are kept) or {DROPPED} (both go)")
+        if level == KEPT and self._engine.stats()["device"] == "cpu":
+            self._rest(PARTS["kv"], False)
+        else:
+            self._rest(PARTS["kv"] | PARTS["weights"], level == KEPT)
 
     def _discard(self, tags: Any) -> None:
-        self._rest(_mask(tags))
+        self._rest(_mask(tags), False)
 
-    def _rest(self, parts: int) -> None:
+    def _rest(self, parts: int, keep: bool) -> None:
         if parts & PARTS["weights"]:
             self.drop("the weights were put to sleep")
             self.weights.reset("the weights were put to sleep")
-        self.together("sleep", self._engine.sleep, parts)
-        self.weights.refresh()
+        self.together("sleep", self.weights.sleep, parts, keep)
 
     def _wake(self, tags: Any) -> None:
         parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
         if parts:  # none, where all of them were woken by tag
-            self.together("wake_up", self._engine.wake, parts)
+            self.together("wake_up", self.weights.wake, parts)
 
     @staticmethod
     def _refuse(why: str) -> None:

@@ -28,6 +28,7 @@ typedef struct predict {
   int set[PREDICT_PARAMS];      // of each parameter, while version ≥ 0
   int had_bias;                 // the last committed version had one
   unsigned asleep;
+  int64_t kept;                 // the version that serves again when the weights wake, −1: none
   int paused;
   int64_t live;                 // unfinished requests
   // the open sync
@@ -41,7 +42,7 @@ typedef struct predict {
 } predict;
 
 static inline predict predict_create(int64_t n_params, int bias) {
-  return (predict){.n_params = n_params, .bias = bias, .version = -1, .last = -1};
+  return (predict){.n_params = n_params, .bias = bias, .version = -1, .last = -1, .kept = -1};
 }
 
 static inline int predict_serves(const predict *p) { return p->version >= 0; }
@@ -145,17 +146,27 @@ static inline codes wrong_parts(unsigned parts) {
 }
 
 static inline codes predict_sleep(predict *p, unsigned parts) {
-  const codes wrong = wrong_parts(parts);
+  const int keep = (parts & RM_SLEEP_KEEP) != 0;
+  const codes wrong = wrong_parts(parts &= ~(unsigned)RM_SLEEP_KEEP);
   if (wrong) return wrong;
   const unsigned now = parts & ~p->asleep;
   if (now & RM_PART_WEIGHTS && p->open) return code_set(RM_E_STATE);
-  if (now & RM_PART_WEIGHTS) p->version = -1;
+  if (parts & RM_PART_WEIGHTS && !keep) p->kept = -1;
+  if (now & RM_PART_WEIGHTS) {
+    if (keep) p->kept = p->version;
+    p->version = -1;
+  }
   p->asleep |= now;
   return code_set(RM_OK);
 }
 
 static inline codes predict_wake(predict *p, unsigned parts) {
   const codes wrong = wrong_parts(parts);
-  if (!wrong) p->asleep &= ~parts;
-  return or_ok(wrong);
+  if (wrong) return wrong;
+  if (parts & p->asleep & RM_PART_WEIGHTS) {
+    p->version = p->kept;
+    p->kept = -1;
+  }
+  p->asleep &= ~parts;
+  return code_set(RM_OK);
 }

@@ -1,0 +1,127 @@
+// kv_size.c: how many pages the KV cache has.
+//
+// Ranks of a tp group schedule alike, so every rank of a mesh has as many pages; and how many one can have depends on who else takes of
+// the same memory: ranks may share a card, and ranks on a machine's CPUs share its memory. So where the cache takes what memory_fraction
+// leaves, each rank, with all but its cache made, looks what is free, and tells all what it saw and what it is going to take. Nobody maps
+// a cache before all have looked, and who looks last finds the others made: the least that the ranks of one memory saw is what is free
+// there before their weights and caches. From the same table each makes the same number, or the same error. Of one memory it is the pages
+// with which the weights and caches of all that share it fit together; of the mesh it is the least.
+//
+// Each for itself, and the least of what they find, lost: who comes second would count what the first has mapped as taken by strangers,
+// and who comes first what the second is going to map as free.
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/memory.h"
+#include "engine/state.h"
+
+enum { MOST_PAGES = INT32_MAX / 2 };
+
+typedef struct claim {          // what a rank tells all; in bytes
+  uint64_t memory;              // its name
+  uint64_t available;           // of it, before any weights and caches of ours; UINT64_MAX: not known
+  uint64_t fixed;               // what this rank is going to take besides its cache …
+  uint64_t page;                // … and with each page of it
+  double fraction;
+  char device[24];
+} claim;
+
+typedef struct pool {           // of one memory
+  int tightest, n;              // the rank that may use least of it; how many share it
+  double share;                 // what they may use together
+  double fixed, page;           // sums
+} pool;
+
+static double share_of(const claim *c) { return c->fraction * (double)c->available; }
+
+// What the host's memory is asked for is promised, and taken when it is written to: so a workspace counts there, and records of pages.
+static claim claim_of(const rm_engine *engine) {
+  const rm_device *device = engine->device;
+  const size_t available = device->available(device->self);
+  claim c = {.memory = engine->options.memory,
+             .available = available == SIZE_MAX ? UINT64_MAX : available,
+             .fixed = 2 * engine->params->bytes + rm_store_ferry_bytes(engine->store),
+             .page = rm_model_page_bytes(engine->model),
+             .fraction = engine->options.memory_fraction};
+  if (device->on_host) c.fixed += rm_engine_workspace(engine);
+  if (device->on_host) c.page += rm_kv_record_bytes(engine->options.page_size, engine->routed_per_token);
+  snprintf(c.device, sizeof c.device, "%s", device->name);
+  return c;
+}
+
+// ---------------------------------------------------------------------------------------------- from the table
+static pool pool_of(const claim *claims, int size, uint64_t memory) {
+  pool p = {0};
+  for (int r = 0; r < size; r++) {
+    if (claims[r].memory != memory) continue;
+    if (!p.n++ || share_of(&claims[r]) < p.share) p.share = share_of(&claims[r]), p.tightest = r;
+    p.fixed += (double)claims[r].fixed;
+    p.page += (double)claims[r].page;
+  }
+  return p;
+}
+
+static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *err) {
+  const claim *c = &claims[p->tightest];
+  char rank[32] = "", sharing[48] = "";
+  if (size > 1) snprintf(rank, sizeof rank, "rank %d: ", p->tightest);
+  if (p->n > 1) snprintf(sharing, sizeof sharing, " for the %d ranks that share it", p->n);
+  return rm_fail(err, RM_E_CAPACITY,
+                 "%smemory_fraction=%g of the %.2f GiB that %s has free is %.2f GiB, wanted more than two copies of the weights and what "
+                 "goes with them, %.2f GiB, and a page of KV cache, %.0f bytes%s",
+                 rank, c->fraction, (double)c->available / 0x1p30, c->device, p->share / 0x1p30, p->fixed / 0x1p30, p->page, sharing);
+}
+
+static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *err) {
+  *n_pages = MOST_PAGES;
+  for (int r = 0; r < size; r++) {
+    if (claims[r].available == UINT64_MAX)
+      return rm_fail(err, RM_E_CONFIG, "how much memory %s has free is not known: wanted kv_cache_gib", claims[r].device);
+    const pool p = pool_of(claims, size, claims[r].memory);
+    const double pages = (p.share - p.fixed) / p.page;
+    if (!(pages >= 1)) return refuse(claims, size, &p, err);
+    if (pages < (double)*n_pages) *n_pages = (int64_t)pages;
+  }
+  return RM_OK;
+}
+
+// ---------------------------------------------------------------------------------------------- the meeting
+static rm_code tell(rm_comm *world, const claim *mine, claim *all, rm_error *err) {
+  size_t bytes[RM_MAX_WORLD];
+  for (int r = 0; r < rm_comm_size(world); r++) bytes[r] = sizeof *mine;
+  return rm_comm_all_gather(world, mine, all, bytes, err);
+}
+
+static rm_code agree(const rm_engine *engine, rm_comm *world, int64_t *n_pages, rm_error *err) {
+  const int size = rm_comm_size(world);
+  claim *all = rm_alloc((size_t)size, sizeof *all);
+  if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for what %d ranks say of theirs", size);
+  const claim mine = claim_of(engine);
+  rm_code code = tell(world, &mine, all, err);
+  if (!code) code = judge(all, size, n_pages, err);
+  rm_free(all);
+  return code;
+}
+
+static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *err) {
+  rm_comm *world = engine->options.rank.world;
+  const rm_code code = rm_device_wait(engine->device, err);   // a dead one has nothing free
+  if (code) return code;
+  if (world) return agree(engine, world, n_pages, err);
+  const claim mine = claim_of(engine);
+  return judge(&mine, 1, n_pages, err);
+}
+
+rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err) {
+  const rm_engine_options *options = &engine->options;
+  const uint64_t page_bytes = rm_model_page_bytes(engine->model);
+  if (!options->host_pages && !options->kv_bytes && options->memory_fraction > 0) return left_pages(engine, n_pages, err);
+  if (options->host_pages && (uint64_t)options->host_pages > SIZE_MAX / 2 / page_bytes)
+    return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes are more than there is", (long long)options->host_pages,
+                   (unsigned long long)page_bytes);
+  if (!options->host_pages && options->kv_bytes < page_bytes)
+    return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: %llu bytes of KV cache, wanted a page or more: one takes %llu",
+                   (unsigned long long)options->kv_bytes, (unsigned long long)page_bytes);
+  *n_pages = options->host_pages ? options->host_pages : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
+  return RM_OK;
+}

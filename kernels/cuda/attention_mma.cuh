@@ -1,0 +1,62 @@
+// attention_mma.cuh: what the two kernels of the family cuda_mma's attention in bf16 share: attention_mma.cu's, for rows by themselves, and
+// attention_mma_tiles.cu's, for rows that stand together.
+#pragma once
+
+#include "attention.cuh"
+#include "mma.cuh"
+
+constexpr float RM_LOWEST = -INFINITY;
+RM_INLINE int rm_q_pitch(int64_t head_dim) {
+  return static_cast<int>(rm_round_up(head_dim, RM_K_BLOCK) / 2) + 4;
+} // words: no two lanes in a bank
+
+// What a block works on: columns are the query heads of one kv head, `heads` of each of rows row0 … end − 1.
+struct rm_attn_work {
+  int64_t row0, end, kv_head, head0, head_end;
+  int heads;
+};
+// What a column is: a row and a query head, or nothing.
+struct rm_attn_owner {
+  int64_t row, head;
+  bool some;
+};
+
+// y: kv_head · head_tiles + which of the tiles of its heads.
+__device__ inline rm_attn_work rm_attn_work_of(const rm_attention_args &a, int64_t row0, int64_t end, int heads, int head_tiles,
+                                               unsigned y) {
+  const int64_t group = a.group > 0 ? a.group : static_cast<uint32_t>(a.n_heads) / static_cast<uint32_t>(a.n_kv_heads);
+  rm_attn_work w;
+  w.row0 = row0;
+  w.end = end;
+  w.kv_head = y / static_cast<unsigned>(head_tiles);
+  const int64_t first = rm_max64(0, w.kv_head * group - a.head0);
+  w.head0 = first + y % static_cast<unsigned>(head_tiles) * heads;
+  w.head_end = rm_min64(rm_min64((w.kv_head + 1) * group - a.head0, a.n_heads), w.head0 + heads);
+  w.heads = heads;
+  return w;
+}
+__device__ inline rm_attn_owner rm_attn_owner_of(const rm_attn_work &w, int column) {
+  const rm_attn_owner o = {w.row0 + column / w.heads, w.head0 + column % w.heads, false};
+  return {o.row, o.head, o.row < w.end && o.head < w.head_end};
+}
+
+// Where the 16 positions from t on begin in the caches, in words of 16 bytes: K's tiles, one for every 16 k of head_dim, and Vᵀ's, one
+// for every 16 rows of it.
+struct rm_attn_tile {
+  int64_t k, v;
+};
+__device__ inline rm_attn_tile rm_attn_tile_of(const rm_attention_args &a, int64_t kv_head, const int32_t *pages, int t) {
+  const uint32_t page_size = static_cast<uint32_t>(a.page_size), at = static_cast<uint32_t>(t);
+  const int64_t page = pages[at / page_size] * a.n_kv_heads + kv_head, tile = at % page_size / RM_MMA_ROWS;
+  return {page * (rm_k_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_steps(a.head_dim) * RM_WARP,
+          page * (rm_v_page_elems(a.page_size, a.head_dim) / 8) + tile * rm_mma_tile_rows(a.head_dim) * RM_WARP};
+}
+
+// attention of the rows of tiles that are of one sequence each. False: of none. Else what is left to do by states: at most `rows` rows of
+// the list, which lies in the first `used` bytes of the workspace.
+struct rm_attn_left {
+  rm_row_list list;
+  int64_t rows;
+  size_t used;
+};
+bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a, rm_attn_left *left);
