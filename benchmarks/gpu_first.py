@@ -119,7 +119,7 @@ def parts() -> list[Part]:
         Part("wgmma", 40, '"$DIR/bench_wgmma"', "programs"),
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
-        Part("test-device", 150, pytest("tests/test_cuda_device.py"), "build"),
+        Part("test-device", 150, pytest("tests/test_cuda_device.py", "tests/test_cuda_captures.py"), "build"),
         Part("decode-8b", 150, figures("decode-8b", f"limits decode --shapes dense-8b {mma}"), "programs"),
         Part("test-engine", 240, pytest("tests/test_cuda_engine.py", "tests/test_cuda_graphs.py"), "build"),
         Part("ops-mma", 120, figures("ops-mma", f"ops {mma}"), "programs"),
