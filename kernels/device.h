@@ -20,6 +20,7 @@ typedef enum rm_device_status {
   RM_DEVICE_BUSY,           // of poll and reached alone: there is work left
   RM_DEVICE_NO_MEMORY,      // the device lives, and nothing has changed
   RM_DEVICE_FAULT,          // a launch or a kernel failed
+  RM_DEVICE_SPOILT,         // of recorded alone: another thread's wait for the whole device ended the recording; the device lives
 } rm_device_status;
 
 enum { RM_DEVICE_MARKS = 4 };
@@ -65,7 +66,8 @@ typedef struct rm_device {
   const char *(*refuses)(void *self, void *stream);   // NULL, or why neither can be done with it; nothing has changed then
 
   // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
-  // Nothing waits, marks, maps or pins in between. NULL where a device cannot. forget(NULL) is nothing.
+  // Without RM_DEVICE_OK there is no recording, and nothing was done. Nothing waits, marks, maps or pins in between. NULL where a device
+  // cannot. forget(NULL) is nothing.
   rm_device_status (*record)(void *self);
   rm_device_status (*recorded)(void *self, void **recording);
   void (*replay)(void *self, void *recording);

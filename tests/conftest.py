@@ -51,6 +51,12 @@ def torch_as_it_was() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for line in config.stash[SUMMARY]:
         terminalreporter.write_line(line)

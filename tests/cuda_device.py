@@ -10,7 +10,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size
 from pathlib import Path
 from typing import Any, NoReturn
 
-OK, BUSY, NO_MEMORY, FAULT = range(4)
+OK, BUSY, NO_MEMORY, FAULT, SPOILT = range(5)
 MARKS = 4
 
 
@@ -111,6 +111,10 @@ class Library:
         self.loaded.rm_cuda_error.restype = c_char_p
         self.loaded.rm_cuda_archs.restype = c_char_p
         self.is_simt = hasattr(self.loaded, "simt_contexts")
+
+    def driver(self) -> Any:
+        """CUDA's driver, whose names for a few calls of captures the stand-in has too."""
+        return self.loaded if self.is_simt else ctypes.CDLL("libcuda.so.1")
 
     def devices(self) -> int:
         return int(self.loaded.rm_cuda_devices())

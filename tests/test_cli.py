@@ -92,6 +92,16 @@ def test_doctor_knows_the_kernels_of_this_build(simt_library: Path, monkeypatch:
     assert not [text for text in rows if "runtime" in text]
 
 
+def test_a_driver_that_is_too_old_is_said(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
+    monkeypatch.setenv("ROLLMESH_SIMT_DRIVER", "12080")
+    rows = dict(doctor._gpu())
+    assert rows["CUDA kernels"] == f"for simt, in {simt_library.name}; the driver here is too old, they need 580 or later"
+    assert rows['device="cuda"'] == "no: device = 'cuda', and the NVIDIA driver here is too old, CUDA 13 wants 580 or later"
+    with pytest.raises(rm.ConfigError, match='device="cuda": the NVIDIA driver here is too old, CUDA 13 wants 580 or later'):
+        rm._core.cuda_available(str(simt_library), 0)
+
+
 def test_doctor_believes_nvidias_own_tool(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     monkeypatch.setattr(doctor, "_first_line", lambda command, **_: "NVIDIA H200, 580.1" if command[0] == "nvidia-smi" else None)

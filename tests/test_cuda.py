@@ -106,6 +106,7 @@ def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int
         ("shared_end", "access outside"),
         ("buffer", "access outside"),
         ("misaligned", "an address that is not aligned"),
+        ("unloaded", "past_buffer is launched before device 0 has loaded it"),
         ("race", "DIFFERS"),
         ("warp_race", "DIFFERS"),
     ],

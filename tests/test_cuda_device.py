@@ -86,12 +86,12 @@ def test_a_block_of_no_bytes_is_a_block(device: Device) -> None:
     device.drop(device.pin(0))
 
 
-def test_available_follows_what_is_mapped(device: Device) -> None:
+def test_available_follows_what_is_mapped(library: Library, device: Device) -> None:
     before = device.available()
     block = device.map(32 << 20)
     assert device.available() <= before - (32 << 20)
     device.drop(block)
-    assert before - (4 << 20) <= device.available()
+    assert before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()  # a GPU's driver keeps what it was given back
 
 
 def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,6 +647,11 @@ def test_no_driver_is_said(simt: Library, monkeypatch: pytest.MonkeyPatch) -> No
     assert simt.devices() == -1
     with pytest.raises(Refused, match="no CUDA device: no CUDA-capable device is detected"):
         Device(simt, 0)
+    for driver, count in (("0", -1), ("12080", -2)):
+        monkeypatch.setenv("ROLLMESH_SIMT_DRIVER", driver)
+        assert simt.devices() == count
+        with pytest.raises(Refused, match="no CUDA device: CUDA driver version is insufficient for CUDA runtime version"):
+            Device(simt, 0)
 
 
 def test_an_architecture_without_code_is_refused(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,24 +686,24 @@ from pathlib import Path
 from cuda_device import Library
 library = Library(Path({str(simt_library)!r}))
 seen = library.loaded.simt_current_device
-NONE = -2
+NONE = -2  # in the place of a device's number
 with library.open(3) as three:
     assert seen() == 3
     with library.open(1) as one:
         assert seen() == 1
-        assert one.table.enter(one.table.self) == 1
-        assert three.table.enter(three.table.self) == 1
-        assert seen() == 3
-        three.table.leave(three.table.self, 1)
+        assert one.enter() >> 2 == 1
+        saved = three.enter()
+        assert (saved >> 2, seen()) == (1, 3)
+        three.leave(saved)
         assert seen() == 1
     assert seen() == 3
 assert seen() == 0
 for _ in range(2):
     with library.open(1) as one:
-        inner = one.table.enter(one.table.self)
-        one.table.leave(one.table.self, NONE)
-        assert (inner, seen()) == (1, 0)
-        assert one.table.enter(one.table.self) == NONE
+        inner = one.enter()
+        one.leave(NONE << 2)
+        assert (inner >> 2, seen()) == (1, 0)
+        assert one.enter() >> 2 == NONE
     assert seen() == 0
 assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
 """

@@ -360,6 +360,17 @@ def test_a_failure_in_a_recording_is_an_error(make: Make, standin: None, monkeyp
         fast.generate([[3, 1, 2]], rm.SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
 
 
+def test_a_failure_in_a_spoilt_recording_is_none(make: Make, standin: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library says of a recording that another thread spoilt. The step is enqueued in its place."""
+    params = rm.SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
+    whole = told(make().generate([[3, 1, 2]], params, use_tqdm=False))
+    monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{8 * 2 + 3}:13")
+    monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "2")
+    fast = make()
+    assert told(fast.generate([[3, 1, 2]], params, use_tqdm=False)) == whole
+    assert fast.metrics()["graph_replays"] == 6
+
+
 def bits_of(generator: rm.Generator) -> Any:
     generator.reset_prefix_cache()
     return told(generator.generate(PROMPTS, PARAMS, use_tqdm=False)), [score.tobytes() for score in generator.score(SEQUENCES)]

@@ -153,6 +153,22 @@ def test_without_memory_for_graphs_steps_are_enqueued(make: Make, simt: None, mo
     assert 0 < replays < steps // 2
 
 
+@pytest.mark.parametrize("work", [1, 2, 25, 40])
+def test_a_recording_that_another_thread_spoils(make: Make, simt: None, monkeypatch: pytest.MonkeyPatch, work: int) -> None:  # noqa: F811
+    """By a wait for the whole device: that step is enqueued, the next is recorded."""
+    params = rm.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    found = []
+    for spoilt in (False, True):
+        if spoilt:
+            monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", str(work))
+        generator = make(DENSE)
+        for version in range(4):  # both blocks of the store
+            generator.sync_weights(helpers.numpy_state_dict(DENSE, seed=version), cast=True)
+            found.append(told(generator.generate([[1, 2, 3]], params, use_tqdm=False)))
+        found.append(generator.metrics()["graph_replays"] + spoilt)
+    assert found[:5] == found[5:]
+
+
 def test_a_fault_in_a_replay_is_a_device_error(make: Make, simt: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     state = helpers.numpy_state_dict(DENSE, seed=1)
     params = rm.SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)

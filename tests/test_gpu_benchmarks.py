@@ -217,6 +217,18 @@ def test_the_plan_names_what_there_is() -> None:
     assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60  # limits are twice and more what a part should take
 
 
+@pytest.mark.parametrize("name", ["build", "programs"])
+@pytest.mark.parametrize("fails, told, status", [("none", "1", 0), ("1", "1 0", 0), ("[01]", "1 0", 1)])
+def test_a_warning_of_an_untried_compiler_ends_nothing(tmp_path: Path, name: str, fails: str, told: str, status: int) -> None:
+    """`compiler` stands in for what the part calls, and fails with warnings as errors, or whatever it is told."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$ROLLMESH_WERROR" >> "$DIR/told"\ncase $ROLLMESH_WERROR in {fails}) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    part = next(part for part in gpu_first.parts() if part.name == name)
+    done = subprocess.run(part.command(), env=os.environ | {"DIR": str(tmp_path), "PYTHON": str(compiler)}, check=False)
+    assert (done.returncode, (tmp_path / "told").read_text().split()) == (status, told.split())
+
+
 def test_the_figures_of_the_plan_are_asked_for_rightly(simt_library: Path) -> None:
     """Each line of options is parsed as it will be; only then does the device, which is none, end it."""
     lines = [part.words for part in gpu_first.parts() if "benchmarks.gpu " in part.words]

@@ -28,6 +28,7 @@ from rollmesh.cli import doctor
 from rollmesh.devices import Device
 
 Build = Callable[..., Path]
+BLOCKS = "NCCL_MAX_CTAS"
 WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
@@ -198,8 +199,9 @@ def test_a_device_is_refused_in_the_generators_words(stand_in: str) -> None:
 
 @pytest.fixture
 def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")  # for what a test puts there to go with it
-    monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
+    for name in (nccl.SHARES_GPU_VARIABLE, BLOCKS):
+        monkeypatch.setenv(name, "0")  # for what a test puts there to go with it
+        monkeypatch.delenv(name)
 
 
 def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
@@ -211,11 +213,15 @@ def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
 def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = [("2.32.3", f"here {i}") for i in range(3)]
     assert heard(stand_in, apart) == "unset"
+    assert BLOCKS not in os.environ
     with pytest.raises(rm.MeshMismatchError, match=r"rank 2 has NCCL = 2.30.3, rank 0 2.32.3"):
         heard(stand_in, [*apart[:2], ("2.30.3", "here 2")])
     assert heard(stand_in, [*apart[:2], apart[1]]) == "1"
+    assert os.environ[BLOCKS] == "4"
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    monkeypatch.setenv(BLOCKS, "7")
     assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # what the user has said stands
+    assert os.environ[BLOCKS] == "7"
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")
     assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"  # which the engine refuses (tests/test_nccl_engine.py)

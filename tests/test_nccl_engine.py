@@ -82,11 +82,12 @@ def make(where: dict[str, str]) -> Iterator[Make]:
 @pytest.fixture(scope="module")
 def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Processes on devices, by NCCL over shared memory or over torch."""
+    limit = 40.0 if LIBRARY_SWITCH in where else 150.0  # seconds; a process on a GPU makes a context and loads kernels first
     made = {host: Server(host, tmp_path_factory.mktemp("rendezvous")) for host in ("shm", "torch")}
 
     def run(do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any) -> list[dict[str, Any]]:
         options = {"device": "cuda", **job.pop("options", {})}
-        return made[host](do, mesh, **{"transport": f"nccl over {host}", "options": options, "limit": 40.0, **job})
+        return made[host](do, mesh, **{"transport": f"nccl over {host}", "options": options, "limit": limit, **job})
 
     yield run
     for server in made.values():

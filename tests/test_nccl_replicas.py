@@ -159,6 +159,24 @@ def test_where_one_replica_has_no_memory_for_a_graph_none_replays(
     assert counts(gpu)[1] == 0
 
 
+def test_where_one_replicas_recording_is_spoilt_all_record_again(
+    make: Make,  # noqa: F811
+    simt: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By another thread's wait for the second one's device."""
+    cpu, whole = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
+    monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "9,1")
+    spoilt = make(MOE, TWO, **WIDE)
+    found = []
+    for generator in (cpu, whole, spoilt):
+        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
+        found.append([rollouts(generator), rollouts(generator)])
+    assert found == [found[0]] * 3
+    (steps, replays), (same_steps, fewer) = counts(whole), counts(spoilt)
+    assert (same_steps, fewer) == (steps, replays - 2)
+
+
 @pytest.mark.parametrize("how", [{"inflight": "restart"}, {"inflight": "keep"}, {"inflight": "keep", "keep_kv": True}], ids=str)
 def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:  # noqa: F811
     """Against the same mesh of the CPU, whose replicas are as far as these when the weights come."""

@@ -42,7 +42,8 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (!code) code = find(library, "rm_cuda_open", &open, err);
   if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
   if (code) return code;
-  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
+  if (count == -1) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
+  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": the NVIDIA driver here is too old, CUDA 13 wants 580 or later");
   if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
   const int opened = open(ordinal, kernels, out, why);
   if (opened == RM_DEVICE_OPENED) return RM_OK;

@@ -18,5 +18,5 @@ rm_code rm_cuda_borrowed(const char *library, const rm_device *device, rm_device
 rm_code rm_cuda_given_back(const char *library, const rm_device *device, void *block, rm_error *err);
 // The PCI bus id of a device: one name in every process of the machine.
 rm_code rm_cuda_bus_id(const char *library, int ordinal, char id[32], rm_error *err);
-// Devices that the driver shows, −1 where there is no driver.
+// Devices that the driver shows, −1 where there is no driver, −2 where it is older than the library's CUDA.
 rm_code rm_cuda_count(const char *library, int *count, rm_error *err);

@@ -240,18 +240,26 @@ static rm_recording *recording_of(rm_engine *engine, int64_t index, int with_ran
   return &decode->sets[set].list[index][with_ranks];
 }
 
-// Where one of those that step together has no memory for it none replays: what it would enqueue in the place of a replay the others have
-// not.
-static rm_code agree_on_refusal(rm_engine *engine, rm_recording *recording, rm_error *err) {
+// What came of recording, from best to worst: SPOILT is tried again at the next step, for REFUSED there is no memory.
+typedef enum outcome { KEPT, SPOILT, REFUSED } outcome;
+
+static outcome outcome_of(rm_device_status status) {
+  return status == RM_DEVICE_SPOILT ? SPOILT : status == RM_DEVICE_NO_MEMORY ? REFUSED : KEPT;
+}
+
+// The worst of those that step together: where one has no recording none replays, since what it enqueues in the place of a replay the
+// others would not have.
+static rm_code agree_on(rm_engine *engine, outcome *came, rm_error *err) {
   const rm_rank *rank = &engine->options.rank;
   rm_comm *together = rm_rank_spans_dp(rank) ? rank->ep : rank->tp;
-  const uint8_t mine = (uint8_t)recording->is_refused;
+  const uint8_t mine = (uint8_t)*came;
   uint8_t all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
   if (!together) return RM_OK;
   for (int r = 0; r < rm_comm_size(together); r++) bytes[r] = sizeof mine;
   const rm_code code = rm_comm_all_gather(together, &mine, all, bytes, err);
-  for (int r = 0; r < rm_comm_size(together) && !code; r++) recording->is_refused |= all[r];
+  for (int r = 0; r < rm_comm_size(together) && !code; r++)
+    if (all[r] > *came) *came = (outcome)all[r];
   return code;
 }
 
@@ -272,7 +280,7 @@ static void replay(rm_engine *engine, const rm_recording *recording) {
   engine->stats.replays++;
 }
 
-// What has been enqueued by an op that could not go on is dropped with the recording.
+// What has been enqueued by an op that could not go on is dropped with the recording. Without one the step is to be enqueued.
 static rm_code record(rm_engine *engine, rm_recording *recording, const rows_block *b, int64_t rows, int with_ranks, rm_error *err) {
   const rm_device *device = engine->device;
   rm_engine_stats before = {0};
@@ -282,10 +290,11 @@ static rm_code record(rm_engine *engine, rm_recording *recording, const rows_blo
   code = enqueue(engine, b, rows, with_ranks, err);
   count_recorded(engine, &before, recording);
   const rm_device_status status = device->recorded(device->self, &recording->kept);
-  recording->is_refused = status == RM_DEVICE_NO_MEMORY;
-  if (!code && !recording->is_refused) code = rm_device_check(device, status, err);
-  if (!code) code = agree_on_refusal(engine, recording, err);
-  if (!code && !recording->is_refused) return RM_OK;
+  outcome came = outcome_of(status);
+  if (!code && came == KEPT) code = rm_device_check(device, status, err);
+  if (!code) code = agree_on(engine, &came, err);
+  if (!code && came == KEPT) return RM_OK;
+  recording->is_refused = came == REFUSED;
   device->forget(device->self, recording->kept);
   recording->kept = NULL;
   return code;

@@ -7,7 +7,8 @@
 //
 // A recording holds addresses: of the KV cache, which stays until it sleeps, and of the weights, of which a store has two blocks that
 // take turns. So there are two sets of recordings, and a sync costs none of them. A size is recorded when it comes for the second time
-// with weights of that block: the first run loads what CUDA loads late.
+// with weights of that block: the first run loads what other libraries load late. One that another thread spoils, by
+// waiting for the whole device, is tried again at the next step; this one is enqueued.
 //
 // Ranks record and replay alike, exchanges included. Those of a tp group have seen the same batches and blocks. Where experts span
 // replicas each has a batch of its own, and what they agree on before a step (rm_engine_ask_all) is whether it goes this way at all,

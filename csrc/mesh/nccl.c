@@ -162,16 +162,16 @@ static rm_code exchange_words(rm_nccl_end *end, uint64_t *there, uint64_t *here,
 
 static rm_code prove(rm_nccl_end *end, double timeout, rm_comm *comm, rm_error *err) {
   const rm_device *device = end->device;
-  const size_t bytes = 3 * (size_t)end->size * sizeof(uint64_t);
+  const size_t bytes = rm_nccl_words_bytes(end);
   void *there = NULL, *here = NULL;
   rm_code code;
-  if (device->map(device->self, bytes, &there) != RM_DEVICE_OK || device->pin(device->self, bytes, &here) != RM_DEVICE_OK)
-    code = rm_fail(err, RM_E_CAPACITY, "no room on %s for %zu bytes: %s", device->name, bytes, device->message(device->self));
+  const int has_both = device->map(device->self, bytes, &there) == RM_DEVICE_OK && device->pin(device->self, bytes, &here) == RM_DEVICE_OK;
+  end->words = there;
+  end->host_words = here;
+  if (!has_both) code = rm_fail(err, RM_E_CAPACITY, "no room on %s for %zu bytes: %s", device->name, bytes, device->message(device->self));
   else code = exchange_words(end, there, here, timeout, comm, err);
   if (!code) code = rm_comm_barrier(end->host, err);   // all have come so far, or none may use it
   if (code) rm_nccl_abort(end, code);
-  if (there) device->unmap(device->self, there, bytes);
-  if (here) device->unpin(device->self, here, bytes);
   return code;
 }
 

@@ -341,7 +341,10 @@ void rm_nccl_leave(void *self) {
   join_aborter(end);
   if (end->out) end->device->unmap(end->device->self, end->out, end->capacity);
   if (end->in) end->device->unmap(end->device->self, end->in, end->capacity);
+  if (end->words) end->device->unmap(end->device->self, end->words, rm_nccl_words_bytes(end));
+  if (end->host_words) end->device->unpin(end->device->self, end->host_words, rm_nccl_words_bytes(end));
   end->out = end->in = NULL;
+  end->words = end->host_words = NULL;
 }
 
 void rm_nccl_destroy(void *self) {

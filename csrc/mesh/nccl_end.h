@@ -14,6 +14,9 @@ typedef struct rm_nccl_end {    // the transport's self
   size_t capacity;
   double timeout;               // of leaving
   char *out, *in;               // owned: [capacity] of the device each, for blocks with rows apart
+  // Owned: what proved the group, [3 · size] of the device and of the host. They stay until the end goes: CUDA frees nothing before the
+  // device is idle, and a rank of another group of this process may have its kernel there, which waits for this rank.
+  uint64_t *words, *host_words;
   char **from, **to;            // [size] each, carved: where the bytes of a call lie for each rank
   // NCCL is told to block nowhere, so the lock is held for microseconds, and an abort from another thread gets it soon. A group of
   // calls is one hold: between its start and its end NCCL must not be told anything else of this communicator.
@@ -24,6 +27,7 @@ typedef struct rm_nccl_end {    // the transport's self
 } rm_nccl_end;
 
 double rm_nccl_clock(void);
+static inline size_t rm_nccl_words_bytes(const rm_nccl_end *end) { return 3 * (size_t)end->size * sizeof *end->words; }
 // How a failure is taken: whether the host's group is told, and whether this is while the end is made, when a mistake is one of settings.
 enum { RM_NCCL_TELLS = 1, RM_NCCL_MAKING = 2 };
 // What NCCL's result means; RM_OK for success and "in progress". Where it is a failure the end is given up.

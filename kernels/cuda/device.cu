@@ -15,11 +15,12 @@ namespace {
 
 constexpr int MAX_PEERS = 64;
 constexpr size_t MAX_PITCH = 0x7fffffff;
+constexpr uintptr_t FIRST_HANDLE = 3, FIRST_ADDRESS = 4096;  // below are numbers of default streams, and no pages
 
 struct cuda_device {
   int ordinal;
   unsigned long long peers_asked;  // a bit for each
-  bool dead;
+  bool dead, is_recording;
   cudaStream_t stream;
   cudaEvent_t marks[RM_DEVICE_MARKS];
   bool is_marked[RM_DEVICE_MARKS];
@@ -38,7 +39,11 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
   return RM_DEVICE_FAULT;
 }
 
-// While some stream of the process is being captured nothing can be allocated, and nothing is broken.
+// Another thread that waits for the whole device (torch.cuda.synchronize) ends what this one records, in whatever mode it does. What
+// is enqueued from then on goes nowhere, each call says so, and nothing but the recording is lost.
+bool is_spoilt(const cuda_device *d, cudaError_t error) { return d->is_recording && error == cudaErrorStreamCaptureInvalidated; }
+
+// While the thread captures a stream that is not ours nothing can be allocated, and nothing is broken.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
   cudaStreamCaptureStatus own = cudaStreamCaptureStatusNone;
   if (error != cudaErrorStreamCaptureUnsupported) return false;
@@ -58,12 +63,15 @@ rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) die(d, error, "a launch");
+  if (error != cudaSuccess && !is_spoilt(d, error)) die(d, error, "a launch");
   return !d->dead;
 }
 
 rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
-  return error == cudaSuccess ? RM_DEVICE_OK : die(d, error, call);
+  if (error == cudaSuccess) return RM_DEVICE_OK;
+  if (!is_spoilt(d, error)) return die(d, error, call);
+  cudaGetLastError();
+  return RM_DEVICE_OK;
 }
 
 // Before something goes that the queue may hold; a device that died may still be at work.
@@ -227,11 +235,14 @@ void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
 void follow(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
 void lead(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
 
-// Of a stream that is being captured a wait would make ours part of the capture, and end both.
+// CUDA looks into what a handle points at, so it is not asked about one that points nowhere. Of a stream that is being captured a wait
+// would make ours part of the capture, and end both.
 const char *refuses(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   int ordinal = of(self)->ordinal;
+  const uintptr_t handle = reinterpret_cast<uintptr_t>(stream);
+  if (handle >= FIRST_HANDLE && handle < FIRST_ADDRESS) return "it is no handle of a stream";
   cudaError_t error = cudaStreamIsCapturing(other, &capturing);
   if (error == cudaSuccess) error = cudaStreamGetDevice(other, &ordinal);
   if (error != cudaSuccess) cudaGetLastError();
@@ -246,7 +257,23 @@ const char *refuses(void *self, void *stream) {
 rm_device_status record(void *self) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return done(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  const cudaError_t error = cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal);
+  d->is_recording = error == cudaSuccess;
+  return done(d, error, "cudaStreamBeginCapture");
+}
+
+// What the capture came to, which ends in any case; NULL where it is not to be used.
+rm_device_status end_capture(cuda_device *d, cudaGraph_t *graph) {
+  is_alive(d);
+  const cudaError_t error = cudaStreamEndCapture(d->stream, graph);
+  const bool spoilt = is_spoilt(d, error);
+  d->is_recording = false;
+  if (error == cudaSuccess && !d->dead) return RM_DEVICE_OK;
+  if (*graph) cudaGraphDestroy(*graph);
+  if (!spoilt || d->dead) return die(d, error, "cudaStreamEndCapture");
+  cudaGetLastError();
+  snprintf(d->message, sizeof d->message, "cudaStreamEndCapture: %s", cudaGetErrorString(error));
+  return RM_DEVICE_SPOILT;
 }
 
 rm_device_status recorded(void *self, void **recording) {
@@ -254,13 +281,9 @@ rm_device_status recorded(void *self, void **recording) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t made = nullptr;
   *recording = nullptr;
-  is_alive(d);  // the capture ends in any case
-  cudaError_t error = cudaStreamEndCapture(d->stream, &graph);
-  if (error != cudaSuccess || d->dead) {
-    if (graph) cudaGraphDestroy(graph);
-    return die(d, error, "cudaStreamEndCapture");
-  }
-  error = cudaGraphInstantiate(&made, graph, 0);
+  const rm_device_status ended = end_capture(d, &graph);
+  if (ended != RM_DEVICE_OK) return ended;
+  cudaError_t error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
   if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
   if (error == cudaSuccess && (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {  // else its first launch took it
@@ -310,18 +333,36 @@ void go_back(int ordinal, int saved) {
   else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
 
+// While another thread captures in "global" mode, as torch.cuda.graph does, every thread that is in that mode, as all are at first, may
+// neither allocate nor ask an event, and one that tries ends the capture. A thread that works for a device is in ThreadLocal mode.
+cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
+  if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) return mode;
+  cudaGetLastError();
+  return cudaStreamCaptureModeGlobal;
+}
+
+struct thread_local_mode {
+  const cudaStreamCaptureMode saved = exchange(cudaStreamCaptureModeThreadLocal);
+  ~thread_local_mode() { exchange(saved); }
+};
+
+// What the thread had, in a number: device and mode.
+constexpr int MODES = 4;
+
 int enter(void *self) {
   cuda_device *d = of(self);
   const int saved = current();
   cudaGetLastError();  // what others left in the thread is not ours; an error that lasts comes again
   if (cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
-  return saved;
+  return saved * MODES + exchange(cudaStreamCaptureModeThreadLocal);
 }
 
 void leave(void *self, int saved) {
   cuda_device *d = of(self);
+  const int mode = saved & (MODES - 1);
   is_alive(d);  // what was launched last is this device's, whoever asks this thread next
-  go_back(d->ordinal, saved);
+  exchange(static_cast<cudaStreamCaptureMode>(mode));
+  go_back(d->ordinal, (saved - mode) / MODES);
 }
 
 // ------------------------------------------------------------------------------------------------ opening
@@ -337,13 +378,15 @@ void close_device(void *self) {
   delete d;
 }
 
-__global__ void nothing_kernel() {}
+const rm_listed_kernel *listed;  // NULL before the first enters itself
 
 // NULL, or the call that failed.
 const char *make(cuda_device *d, cudaError_t *error) {
   if ((*error = cudaSetDevice(d->ordinal)) != cudaSuccess) return "cudaSetDevice";
+  const thread_local_mode mode;
   cudaFuncAttributes attributes;
-  if ((*error = cudaFuncGetAttributes(&attributes, nothing_kernel)) != cudaSuccess) return "cudaFuncGetAttributes";
+  for (const rm_listed_kernel *l = listed; l; l = l->next)
+    if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess) return "cudaFuncGetAttributes";
   if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess) return "cudaStreamCreateWithFlags";
   for (cudaEvent_t &event : d->marks)
     if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
@@ -418,11 +461,16 @@ const rm_device CALLS = {
 
 }  // namespace
 
+rm_listed_kernel::rm_listed_kernel(const void *kernel_) : kernel(kernel_), next(listed) { listed = this; }
+
 bool rm_cuda_lives(void *self) { return is_alive(of(self)); }
 
 void rm_cuda_kill(void *self, const char *why) {
   cuda_device *d = of(self);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (!is_alive(d)) return;
+  if (d->is_recording && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusInvalidated)
+    return;  // why it failed, in somebody else's words
   snprintf(d->message, sizeof d->message, "%s", why);
   d->dead = true;
 }
@@ -433,10 +481,12 @@ RM_EXPORT const char *rm_cuda_error(void) {
 }
 
 RM_EXPORT int rm_cuda_devices(void) {
-  int n = 0;
-  if (cudaGetDeviceCount(&n) == cudaSuccess) return n;
+  int n = 0, driver = 0;
+  const cudaError_t error = cudaGetDeviceCount(&n);
+  if (error == cudaSuccess) return n;
   cudaGetLastError();
-  return -1;
+  // "Insufficient" is also what CUDA says where there is none; its version is 0 then.
+  return error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 ? -2 : -1;
 }
 
 RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, rm_device *out, char why[256]) {

@@ -10,13 +10,24 @@
 #include <simt.h>  // tests/simt, by -I
 #else
 #include <cuda_runtime.h>
-#define RM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+#define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
 #define RM_SHARED(name) extern __shared__ __align__(16) float name[]  // dynamic shared memory
 #endif
 
 #include "cpu/scalar.h"
 #include "device.h"
+
+// Every kernel that RM_LAUNCH names, listed while the library is loaded; rm_cuda_open loads them all. CUDA would load each at its first
+// launch, and for that wait until the device is idle, with a lock that another thread's launches need: a deadlock where a kernel that
+// runs waits for another rank's, as NCCL's do on one GPU.
+struct rm_listed_kernel {
+  const void *kernel;
+  const rm_listed_kernel *next;
+  explicit rm_listed_kernel(const void *kernel_);
+};
+template <auto *KERNEL> inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
+#define RM_LAUNCH(kernel, ...) (static_cast<void>(&rm_list_entry<kernel>), RM_ENQUEUE(kernel, __VA_ARGS__))
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default")))  // a door of rm_cuda.h
 
@@ -55,7 +66,8 @@ void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
 // `rows` runs of `width` bytes, any pitch; from NULL: zeros.
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
 
-// device.cu, for whatever else enqueues: whether `self` of a device lives; and its end, with the reason that its message will say.
+// device.cu, for whatever else enqueues: whether `self` of a device lives; and its end, with the reason that its message will say
+// (but for what could not be enqueued to a recording that was spoilt).
 bool rm_cuda_lives(void *self);
 void rm_cuda_kill(void *self, const char *why);
 // products.cu: rm_device.products.

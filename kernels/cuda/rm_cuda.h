@@ -21,7 +21,7 @@ const rm_kernels *rm_kernels_cuda_mma(void);
 const char *rm_cuda_archs(void);
 // The calling thread's last CUDA error since the last call, as text; NULL: none.
 const char *rm_cuda_error(void);
-// Devices that the driver shows, or −1 where there is no driver.
+// Devices that the driver shows, −1 where there is no driver, −2 where it is older than the library's CUDA.
 int rm_cuda_devices(void);
 
 // Opens one of them with a stream of its own, and one of the library's tables, NULL: the first. Its own copy of that says which

@@ -392,7 +392,8 @@ class Nccl(Comm):
 
     def _share(self) -> None:
         if self.library.version >= _nccl.SHARES_GPU:  # else the engine says what is wanted
-            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads it when the first group of the process is made
+            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads both when the first group of the process is made
+            os.environ.setdefault(*_nccl.FEWER_BLOCKS)
 
     def _connect(self, mesh: Mesh) -> Ends:
         assert self.group is not None
@@ -455,7 +456,8 @@ def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = Non
     threads of this process) is how they find one another, and NCCL moves what lies in their GPUs' memories. library: the path of a
     libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says which would be, and
     metrics()["nccl"] which was). Deadlines are the group's. Two ranks may have one GPU with NCCL 2.30.3 and later;
-    NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then.
+    NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then, and NCCL_MAX_CTAS=4, where they are not there; with
+    CUDA_DEVICE_MAX_CONNECTIONS=32 from the start of the process no rank's queue stands behind another's in the hardware's.
 
     ConfigError: no NCCL, or too old a one; when the generator is made: it is on the CPU, or ranks share a GPU and NCCL does not allow it.
     MeshMismatchError then: ranks have NCCL of different versions, or some have none. Then and in any call RankLostError,

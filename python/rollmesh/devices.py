@@ -38,6 +38,13 @@ def device_name(name: Any) -> str:
     return name
 
 
+_NO_DEVICE = {
+    0: "the driver shows no device here",
+    -1: "there is no NVIDIA driver here",
+    -2: "the NVIDIA driver here is too old, CUDA 13 wants 580 or later",
+}
+
+
 def device_of(name: Any) -> Device:
     """ConfigError says what is missing: the library, the driver, a device of that number."""
     if device_name(name) == "cpu":
@@ -50,7 +57,7 @@ def device_of(name: Any) -> Device:
     count = _core.cuda_count(str(path))
     ordinal = int(name.partition(":")[2] or -1)
     if count < 1:
-        raise ConfigError(f"device = {name!r}, and {'there is no NVIDIA driver' if count < 0 else 'the driver shows no device'} here")
+        raise ConfigError(f"device = {name!r}, and {_NO_DEVICE[count]}")
     if ordinal >= count:
         raise ConfigError(f"device = {name!r}, and the driver shows {count} device{'' if count == 1 else 's'}, numbered from 0")
     return Device(str(path), ordinal)

@@ -12,6 +12,7 @@ from rollmesh.show import shown
 
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
 SHARES_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # and only if this is 1
+FEWER_BLOCKS = ("NCCL_MAX_CTAS", "4")  # of a kernel, where several ranks' have to be on one GPU at once
 WHEEL = {"nvidia.nccl": "libnccl.so.2"}
 INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"  # of the extra `cuda` in pyproject.toml
 
@@ -28,4 +29,4 @@ def find(path: str | os.PathLike[str] | None = None) -> Library:
     return Library(name, (code // 10000, code // 100 % 100, code % 100), source)
 
 
-__all__ = ["INSTALL", "SHARES_GPU", "SHARES_GPU_VARIABLE", "Library", "find"]
+__all__ = ["FEWER_BLOCKS", "INSTALL", "SHARES_GPU", "SHARES_GPU_VARIABLE", "Library", "find"]

@@ -189,6 +189,12 @@ static void mma_meets_shuffle() {
   else __shfl_sync(0xffffffffu, 1.0f, 0);
 }
 
+static void unloaded(float *y) {
+  cudaStream_t stream;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  RM_LAUNCH(past_buffer, dim3(1), dim3(64), 0, stream, y);
+}
+
 static void matrices_of_memory(const float *y) { rm_load_matrices(y); }
 static void matrices_between() {
   RM_SHARED(x);
@@ -211,11 +217,12 @@ static int faulty(const char *name) {
   if (!strcmp(name, "shared_end")) RM_LAUNCH(past_shared_by_less, one, threads, sizeof(float), nullptr);
   if (!strcmp(name, "misaligned")) RM_LAUNCH(misaligned, one, threads, 0, nullptr, y);
   if (!strcmp(name, "buffer")) RM_LAUNCH(past_buffer, one, threads, 0, nullptr, y);
+  if (!strcmp(name, "unloaded")) unloaded(y);
   if (strcmp(name, "race") != 0 && strcmp(name, "warp_race") != 0) return 2;
   const auto kernel = strcmp(name, "race") == 0 ? missing_barrier : missing_syncwarp;
-  RM_LAUNCH(kernel, one, threads, bytes, nullptr, y);
+  RM_ENQUEUE(kernel, one, threads, bytes, nullptr, y);
   simt_order(true);
-  RM_LAUNCH(kernel, one, threads, bytes, nullptr, z);
+  RM_ENQUEUE(kernel, one, threads, bytes, nullptr, z);
   return same("race", y, z, bytes, 64) ? 0 : 1;
 }
 #else

@@ -40,7 +40,7 @@ extern simt_state simt;
 #define blockIdx simt.block
 #define gridDim simt.grid
 #define RM_SHARED(name) float *const name = simt.shared
-#define RM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+#define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
   simt_enqueue(simt_launch_of({#kernel, grid, block, shared_bytes}, kernel __VA_OPT__(, ) __VA_ARGS__), stream)
 
 struct simt_shape {

@@ -63,12 +63,14 @@ using locked = std::unique_lock<std::mutex>;
 std::map<const char *, block> blocks;  // by data
 std::set<cudaStream_t> streams;
 std::set<std::pair<int, int>> peers;  // who may read whom
+std::set<std::pair<int, const void *>> loaded;  // kernels, by device
 std::map<std::pair<const void *, int>, size_t> shared_allowed;  // bytes of a kernel's block on a device, where it asked
 device devices[MAX_DEVICES];
 thread_local cudaError_t last;
 thread_local int current_device;
 thread_local int current_context = -1;  // the driver's: of which device; −1: none, then the runtime takes that of its own
 thread_local cudaStream_t captured;  // by this thread
+thread_local cudaStreamCaptureMode thread_mode;
 long n_graphs;                       // made and not destroyed
 // Of the process: blocks of devices, pinned blocks, graphs instantiated, streams, events.
 enum { DEVICE_BLOCKS, PINNED_BLOCKS, GRAPHS, STREAMS, EVENTS, N_KINDS };
@@ -92,9 +94,10 @@ struct simt_stream {
   std::deque<work> queue;
   uint64_t n_enqueued, n_done;
   uint64_t behind_others;  // the place behind the last work of others
-  long n_launches, fault_at;
+  long n_launches, fault_at, n_captured, spoil_at;
   std::vector<work> *capture;  // NULL: not recording
   std::thread::id capturer;
+  cudaStreamCaptureMode mode;  // of the capture
   bool is_invalid;
 };
 struct simt_event {
@@ -298,6 +301,7 @@ void drain_device(int owner, locked &hold) {
 cudaError_t enqueue(simt_stream *s, work w) {
   if (devices[s->owner].sticky != cudaSuccess) return devices[s->owner].sticky;
   if (s->capture) {
+    s->is_invalid |= ++s->n_captured == s->spoil_at;
     if (s->is_invalid) return cudaErrorStreamCaptureInvalidated;
     s->capture->push_back(std::move(w));
     return cudaSuccess;
@@ -336,20 +340,36 @@ struct helper {
   }
 } others_helper;
 
-// A call that the thread's capture does not allow.
+// A call that a capture does not allow.
 cudaError_t forbid(simt_stream *s) {
   s->is_invalid = true;
   return cudaErrorStreamCaptureUnsupported;
 }
 
+// The capture that does not allow this thread what might be unsafe in it; NULL: none.
+simt_stream *forbidding() {
+  if (thread_mode == cudaStreamCaptureModeRelaxed) return nullptr;
+  if (captured && captured->mode != cudaStreamCaptureModeRelaxed) return captured;
+  for (simt_stream *s : streams)
+    if (s->capture && s->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal) return s;
+  return nullptr;
+}
+
 // Whether the current device can do what is no stream's; makes its context.
 cudaError_t ready() {
-  if (captured) return forbid(captured);
+  if (simt_stream *s = forbidding()) return forbid(s);
   devices[current_context = current_device].has_context = true;
   return devices[current_device].sticky;
 }
 
 }  // namespace
+
+static void check_loaded(const simt_stream *s, const simt_launch &launch) {
+  char text[240];
+  if (loaded.count({s->owner, launch.function})) return;
+  snprintf(text, sizeof text, "%s is launched before device %d has loaded it", launch.kernel, s->owner);
+  simt_fault(text);
+}
 
 bool simt_open(const void *address) {
   auto next = blocks.upper_bound(static_cast<const char *>(address));
@@ -381,7 +401,9 @@ void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   const auto allowed = shared_allowed.find({launch->function, stream ? static_cast<simt_stream *>(stream)->owner : current_device});
   const char *refused = simt_refused(*launch, allowed == shared_allowed.end() ? size_t{SIMT_SHARED_UNASKED} : allowed->second);
   if (stream) {
-    said(refused ? cudaErrorInvalidConfiguration : enqueue(static_cast<simt_stream *>(stream), {.launch = std::move(launch)}));
+    simt_stream *s = static_cast<simt_stream *>(stream);
+    check_loaded(s, *launch);
+    said(refused ? cudaErrorInvalidConfiguration : enqueue(s, {.launch = std::move(launch)}));
     return;
   }
   if (refused) simt_fault(refused);
@@ -401,6 +423,7 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorAlreadyMapped: return "resource already mapped";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction: return "invalid device function";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorNoKernelImageForDevice: return "no kernel image is available for execution on the device";
@@ -423,7 +446,14 @@ cudaError_t cudaGetLastError() {
   return error;
 }
 
+cudaError_t cudaDriverGetVersion(int *version) {
+  *version = static_cast<int>(from_environment("ROLLMESH_SIMT_DRIVER", 13000));
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceCount(int *n) {
+  *n = 0;
+  if (from_environment("ROLLMESH_SIMT_DRIVER", 13000) < 13000) return said(cudaErrorInsufficientDriver);
   *n = static_cast<int>(std::min(from_environment("ROLLMESH_SIMT_DEVICES", 8), static_cast<long>(MAX_DEVICES)));
   return said(*n > 0 ? cudaSuccess : cudaErrorNoDevice);
 }
@@ -463,10 +493,13 @@ cudaError_t simt_allow_shared(const void *function, int bytes) {
   return cudaSuccess;
 }
 
-cudaError_t simt_function_attributes(cudaFuncAttributes *attributes) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
+  const locked hold(lock);
   attributes->binaryVersion = 90;
   const int architecture = architecture_of(current_device);
-  return said(architecture == 90 || architecture == 80 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
+  if (architecture != 90 && architecture != 80) return said(cudaErrorNoKernelImageForDevice);
+  loaded.insert({current_device, kernel});
+  return cudaSuccess;
 }
 
 static int get_context(void **context) {
@@ -545,7 +578,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
 cudaError_t cudaFree(void *data) {
   locked hold(lock);
   const cudaError_t error = ready();
-  if (!data || captured) return said(error);
+  if (!data || error == cudaErrorStreamCaptureUnsupported) return said(error);
   const block *b = block_of(data);
   if (b && b->data == data && b->owner != HOST) {
     drain_device(b->owner, hold);
@@ -569,7 +602,7 @@ cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
 cudaError_t cudaFreeHost(void *data) {
   const locked hold(lock);
   const cudaError_t error = ready();
-  if (!data || captured) return said(error);
+  if (!data || error == cudaErrorStreamCaptureUnsupported) return said(error);
   return said(block_destroy(data, true) ? error : cudaErrorInvalidValue);
 }
 
@@ -696,6 +729,11 @@ static void enqueue_others(standin_stream *stream, int (*run)(void *data), const
 
 static char *host_address(standin_stream *, const void *device) { return static_cast<char *>(const_cast<void *>(device)); }
 
+static long spoils_at(int ordinal) {
+  const char *text = getenv("ROLLMESH_SIMT_SPOIL"), *of = text ? strchr(text, ',') : nullptr;
+  return text && (!of || atoi(of + 1) == ordinal) ? atol(text) : 0;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   const locked hold(lock);
   cudaError_t error = ready();
@@ -705,6 +743,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   (*stream)->others = {enqueue_others, host_address};
   (*stream)->owner = current_device;
   (*stream)->fault_at = from_environment("ROLLMESH_SIMT_FAULT", 0);
+  (*stream)->spoil_at = spoils_at(current_device);
   devices[current_device].n_streams++;
   n_made[STREAMS]++;
   streams.insert(*stream);
@@ -737,6 +776,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
 cudaError_t cudaStreamQuery(cudaStream_t s) {
   const locked hold(lock);
   if (s->capture) return said(forbid(s));
+  if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (s->n_done == s->n_enqueued) return said(devices[s->owner].sticky);
   drain(s, s->n_done + 1);
   return said(devices[s->owner].sticky == cudaSuccess ? cudaErrorNotReady : devices[s->owner].sticky);
@@ -811,7 +851,9 @@ static bool is_default(cudaStream_t s) { return reinterpret_cast<uintptr_t>(s) <
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *status) {
   const locked hold(lock);
   if (!is_default(s) && !streams.count(s)) return said(cudaErrorInvalidResourceHandle);
-  *status = !is_default(s) && s->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = is_default(s) || !s->capture ? cudaStreamCaptureStatusNone
+            : s->is_invalid              ? cudaStreamCaptureStatusInvalidated
+                                         : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 
@@ -844,7 +886,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   locked hold(lock);
-  if (captured) return said(forbid(captured));
+  if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (event->is_captured) return said(cudaErrorCapturedEvent);
   if (!event->stream) return cudaSuccess;
   drain_whole(event->stream, event->place, hold);
@@ -853,7 +895,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const locked hold(lock);
-  if (captured) return said(forbid(captured));
+  if (simt_stream *forbids = forbidding()) return said(forbid(forbids));
   if (event->is_captured) return said(cudaErrorCapturedEvent);
   simt_stream *s = event->stream;
   if (!s || s->n_done >= event->place) return said(s ? devices[s->owner].sticky : cudaSuccess);
@@ -862,12 +904,18 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 // ------------------------------------------------------------------------------------------------ graphs
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+  std::swap(*mode, thread_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
   const locked hold(lock);
   if (s->capture || captured) return said(cudaErrorIllegalState);
   if (devices[s->owner].sticky != cudaSuccess) return said(devices[s->owner].sticky);
   s->capture = new std::vector<work>();
   s->capturer = std::this_thread::get_id();
+  s->mode = mode;
   s->is_invalid = false;
   captured = s;
   return cudaSuccess;
@@ -885,6 +933,26 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
   if (s->is_invalid) return said(cudaErrorStreamCaptureInvalidated);
   *graph = new simt_graph{std::move(*list)};
   return cudaSuccess;
+}
+
+// For tests: what another runtime of the process does with its streams. The driver's calls of these names take the same.
+extern "C" __attribute__((visibility("default"))) int cuStreamBeginCapture_v2(void *stream, int mode) {
+  return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), static_cast<cudaStreamCaptureMode>(mode));
+}
+
+extern "C" __attribute__((visibility("default"))) int cuStreamEndCapture(void *stream, void **graph) {
+  return cudaStreamEndCapture(static_cast<cudaStream_t>(stream), reinterpret_cast<cudaGraph_t *>(graph));
+}
+
+extern "C" __attribute__((visibility("default"))) int cuGraphDestroy(void *graph) {
+  return cudaGraphDestroy(static_cast<cudaGraph_t>(graph));
+}
+
+extern "C" __attribute__((visibility("default"))) int cuThreadExchangeStreamCaptureMode(int *mode) {
+  cudaStreamCaptureMode exchanged = static_cast<cudaStreamCaptureMode>(*mode);
+  const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&exchanged);
+  *mode = exchanged;
+  return error;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {

@@ -9,6 +9,10 @@
 //   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A process opens it once, and not its own;
 //     memory that is freed while another has it open is a fault.
 //   - fresh memory holds 0xff, also that of the host.
+//   - a kernel that is launched for a stream before the stream's device has loaded it (cudaFuncGetAttributes) is a fault: a GPU loads
+//     it then, and waits for whatever runs.
+//   - a thread that captures can allocate, give back and ask nothing meanwhile, nor can any while another captures in global mode, but
+//     for those in a mode that lets them (cudaThreadExchangeStreamCaptureMode). Who tries has made the capture invalid.
 //   - the default streams (1 and 2) have nothing enqueued, and what they are to wait for is done at once.
 // Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work of a stand-in for NCCL too
 // (tests/native/standin/stream.h), which may take until another rank comes: meanwhile nothing is locked, and
@@ -16,6 +20,7 @@
 //
 // The environment, read when it is needed:
 //   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
+//   ROLLMESH_SIMT_DRIVER=13000   the version of CUDA that the driver is for; 0: there is none
 //   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have other numbers in other processes
 //   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB); with 0 there is not even room for a stream
 //   ROLLMESH_SIMT_SM=90          their architecture, or that of each by turns (90,80): kernels have code for 90 and 80
@@ -23,6 +28,8 @@
 //   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it until its last stream is gone
 //   ROLLMESH_SIMT_STICKY=1       and then until the process ends, as a GPU's context does
 //   ROLLMESH_SIMT_GRAPHS=n       a process's graphs at once; there is no memory for more (no limit)
+//   ROLLMESH_SIMT_SPOIL=n[,d]    the n-th work that a stream (of device d) is given while it is captured finds the capture invalid, as
+//                                behind another thread's wait for the whole device
 //   ROLLMESH_SIMT_EAGER=1        everything is done when it is enqueued: as strict as a GPU at its fastest
 //   ROLLMESH_SIMT_REVERSED=1     threads in descending order
 #pragma once
@@ -38,6 +45,7 @@ enum cudaError_t {
   cudaErrorAlreadyMapped = 208,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
   cudaErrorNoKernelImageForDevice = 209,
@@ -52,8 +60,8 @@ enum cudaError_t {
   cudaErrorCapturedEvent = 907,
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1, cudaStreamCaptureStatusInvalidated = 2 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeThreadLocal = 1, cudaStreamCaptureModeRelaxed = 2 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
@@ -82,11 +90,11 @@ const char *cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
 
 cudaError_t cudaGetDeviceCount(int *n);
+cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaGetDevice(int *ordinal);
 cudaError_t cudaSetDevice(int ordinal);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal);
-cudaError_t simt_function_attributes(cudaFuncAttributes *attributes);
-template <class T> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, T *) { return simt_function_attributes(attributes); }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
 // Shared memory that a kernel may have on a device, without asking and at most: what the smallest of the cards has (sm_86, sm_89).
 enum { SIMT_SHARED_UNASKED = 48 << 10, SIMT_SHARED_MOST = 99 << 10 };
 cudaError_t simt_allow_shared(const void *function, int bytes);  // on the current device
@@ -147,6 +155,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);

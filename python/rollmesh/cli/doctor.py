@@ -222,7 +222,9 @@ def _cuda_kernels() -> str:
     if isinstance(library, str):
         return library
     count = int(library.rm_cuda_devices())
-    seen = "no driver here, and NVIDIA's is all they need" if count < 0 else f"{_devices(count)} here"
+    seen = f"{_devices(count)} here"
+    if count < 0:
+        seen = "no driver here, and NVIDIA's is all they need" if count == -1 else "the driver here is too old, they need 580 or later"
     return f"for {library.rm_cuda_archs().decode()}, in {library_path().name}; {seen}"
 
 

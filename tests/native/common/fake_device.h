@@ -37,7 +37,7 @@ typedef struct fake_device {
   rm_device device;             // self is this struct
   char *there, *memory;         // what the device's addresses are; where the bytes are
   size_t room, used;
-  int blocks, pins;
+  int blocks, pins, frees;      // now; so far
   pthread_t thread;
   pthread_mutex_t lock;
   pthread_cond_t changed;
@@ -133,6 +133,7 @@ static inline void fake_unmap(void *self, void *block, size_t bytes) {
   fake_device *d = self;
   (void)block, (void)bytes;
   fake_wait(self);
+  d->frees++;
   if (--d->blocks == 0) d->used = 0;
 }
 
@@ -148,6 +149,7 @@ static inline void fake_unpin(void *self, void *block, size_t bytes) {
   (void)bytes;
   fake_wait(self);
   ((fake_device *)self)->pins--;
+  ((fake_device *)self)->frees++;
   free(block);
 }
 

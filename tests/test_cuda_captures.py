@@ -1,0 +1,101 @@
+"""What captures and threads of a process do to one another (kernels/cuda/device.cu): a wait of another thread that spoils a recording,
+another thread's capture, the thread's own mode. On the simulated device, and on a GPU where there is one.
+
+Bound: equality; a recording that is spoilt has done nothing, and ends nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from cuda_device import BUSY, FAULT, OK, SPOILT, Library
+from test_cuda_device import library, seen, simt  # noqa: F401  (fixtures)
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode
+
+
+@pytest.mark.parametrize("work", range(1, 6))
+def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pytest.MonkeyPatch, work: int) -> None:  # noqa: F811
+    """At a put, an op, a copy, the device's own, or a get: nothing of it was done, and the next recording is whole."""
+    monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", str(work))
+    with simt.open() as device:
+        ids, table, out, host = device.map(8), device.map(32), device.map(32), device.pin(32)
+        device.write(table, np.arange(8, dtype=np.float32).tobytes())
+        for spoilt in (True, False):
+            assert device.record() == OK
+            device.put(ids, host, 8)
+            device.embed(out, ids, table, 2, 4)
+            device.copy(out, 4, table, 4, 4, 1)
+            device.copy(out, 16, table, 8, 4, 2)
+            device.get(host, out, 32)
+            status, recording = device.recorded()
+            assert (status, recording is None) == ((SPOILT, True) if spoilt else (OK, False))
+            if spoilt:
+                assert device.message() == "cudaStreamEndCapture: operation failed due to a previous error during capture"
+                assert device.read(out, 32) == seen(host, 32) == bytes(32)
+        device.replay(recording)
+        assert device.wait() == OK
+        assert np.frombuffer(seen(host, 32), np.float32).tolist() == [0, 1, 2, 3, 2, 1, 2, 3]
+        device.forget(recording)
+
+
+def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "1")
+    with simt.open() as device:
+        block = device.map(4)
+        assert device.record() == OK
+        device.zero(block, 4, 4, 1)
+        device.embed(block, block, block, (1 << 32) - 1, 1)
+        assert device.recorded() == (FAULT, None)
+        assert device.message() == "a launch: invalid configuration argument"
+
+
+def test_what_another_thread_captures_in_global_mode(library: Library) -> None:  # noqa: F811
+    """As torch.cuda.graph does: it forbids a device's calls nothing, and none of them ends it."""
+    driver, graph = library.driver(), ctypes.c_void_p()
+
+    def work() -> None:
+        with library.open() as device:
+            block, host = device.map(64), device.pin(64)
+            device.mark(0)
+            asked = [device.reached(0), device.poll()]
+            waited = [device.reach(0), device.wait(), device.record()]
+            status, recording = device.recorded()
+            assert {*asked} <= {OK, BUSY}, device.message()
+            assert [*waited, status] == [OK] * 4, device.message()
+            device.forget(recording)
+            device.drop(block)
+            device.drop(host)
+
+    with library.open() as others, ThreadPoolExecutor(1) as pool:
+        block, stream = others.map(4), ctypes.c_void_p(others.table.stream)
+        assert driver.cuStreamBeginCapture_v2(stream, GLOBAL) == 0
+        working = pool.submit(work)
+        working.exception()
+        others.zero(block, 4, 4, 1)
+        assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        working.result()
+        assert driver.cuGraphDestroy(graph) == 0
+
+
+@pytest.mark.parametrize("had", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_a_thread_gets_back_its_capture_mode(library: Library, had: int) -> None:  # noqa: F811
+    driver = library.driver()
+
+    def exchange(mode: int) -> int:
+        word = ctypes.c_int(mode)
+        assert driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(word)) == 0
+        return word.value
+
+    def modes() -> list[int]:
+        exchange(had)
+        with library.open() as outer, library.open(library.devices() - 1):
+            inside = [exchange(THREAD_LOCAL)]
+            outer.leave(outer.enter())
+            inside.append(exchange(THREAD_LOCAL))
+        return [*inside, exchange(GLOBAL)]
+
+    with library.open(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(modes).result() == [THREAD_LOCAL, THREAD_LOCAL, had]
