@@ -140,8 +140,8 @@ def test_no_kernel_spills(library: Path, cuda_folder: Path, pytestconfig: pytest
 # that is not written fmaf, nothing approximate. What moves, compares and chooses has no rounding; abs is what nvcc makes of a mask over
 # the bits for sm_100, and flushes as they do. A pair of bf16 is rounded as rm_f32_to_bf16 rounds what is no denormal and no NaN.
 CONTRACT = re.compile(
-    r"(fma|add|sub|mul|div|sqrt|rcp)\.rn\.ftz\.f32|(neg|abs|max)\.ftz\.f32|cvt\.rn\.bf16x2\.f32|setp\.\w+\.ftz\.f32|selp\.f32|mov\.f32|cvt\.rn\.f32\.[su](32|64)"
-    r"|(ld|st)\.(global|shared|param)(\.v[24])?\.f32|mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"
+    r"(fma|add|sub|mul|div|sqrt|rcp)\.rn\.ftz\.f32|(neg|abs|max)\.ftz\.f32|setp\.\w+\.ftz\.f32|selp\.f32|mov\.f32"
+    r"|cvt\.rn\.f32\.[su](32|64)|cvt\.rn\.bf16x2\.f32|(ld|st)(\.(global|shared|param))?(\.v[24])?\.f32|mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"
 )
 
 

@@ -11,8 +11,8 @@ RM_INLINE int rm_q_pitch(int64_t head_dim) {
 } // words: no two lanes in a bank
 
 // y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be compiled.
-__device__ inline float rm_zero_below(float x, float least, float y) {
-#ifdef RM_SIMT
+RM_INLINE float rm_zero_below(float x, float least, float y) {
+#ifndef __CUDA_ARCH__
   return x < least ? 0.0f : y;
 #else
   float z;
@@ -26,7 +26,7 @@ __device__ inline float rm_zero_below(float x, float least, float y) {
 // rm_exp of a number that is not above 0, bit by bit, or of a NaN, in 16 instructions instead of 26: 2^i is one addition to the exponent
 // where the result is a normal number, and below RM_EXP_NORMAL it is 0. tests/simt/check_mma.cpp compares them.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
-__device__ inline float rm_exp_not_above_0(float x) {
+RM_INLINE float rm_exp_not_above_0(float x) {
   const float t = fmaf(x, RM_LOG2E, RM_ROUND_MAGIC), n = t - RM_ROUND_MAGIC;
   float r = fmaf(n, -RM_LN2_HI, x);
   r = fmaf(n, -RM_LN2_LO, r);
