@@ -68,6 +68,7 @@ void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high);   // a[i] in [low, high)
+void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n, int64_t low, int64_t high);
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b);   // 0 after a fault
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n, int64_t k);   // rm_packed_elems, checked
 

@@ -81,10 +81,10 @@ static void check_tables(rm_op_call *c, const rm_attention_args *a, int64_t n_pa
   const int32_t *positions = rm_op_seen(c, a->positions), *seqs = rm_op_seen(c, a->seq_of_row);
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
     const int64_t last = positions[r], first = a->window > 0 ? rm_max64(0, last - a->window + 1) : 0;
-    const int32_t *pages = a->block_tables + seqs[r] * a->max_pages;
     if (last / a->page_size >= a->max_pages) rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", a->max_pages * a->page_size);
     if (!c->failed)
-      rm_op_in_range(c, "block_tables", pages + first / a->page_size, last / a->page_size - first / a->page_size + 1, 0, n_pages);
+      rm_op_in_range_from(c, "block_tables", a->block_tables, seqs[r] * a->max_pages + first / a->page_size,
+                          last / a->page_size - first / a->page_size + 1, 0, n_pages);
   }
 }
 

@@ -188,8 +188,12 @@ void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const
 }
 
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high) {
+  rm_op_in_range_from(c, name, a, 0, n, low, high);
+}
+
+void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n, int64_t low, int64_t high) {
   a = rm_op_seen(c, a);
-  for (int64_t i = 0; a && i < n && !c->failed; i++)
+  for (int64_t i = from; a && i < from + n && !c->failed; i++)
     if (a[i] < low || a[i] >= high) {
       rm_raise_code(c->module, RM_E_REQUEST, "%s has %d at place %lld, wanted [%lld, %lld)", name, (int)a[i], (long long)i, (long long)low,
                     (long long)high);

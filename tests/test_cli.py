@@ -117,6 +117,14 @@ def test_doctor_where_the_librarys_name_is_wrong(monkeypatch: pytest.MonkeyPatch
     rows = dict(doctor._gpu())
     assert (rows["GPU"], rows["CUDA kernels"]) == (NO_GPU, f"ROLLMESH_CUDA_LIBRARY={wrong}: there is no such file")
     assert rows["cuBLASLt"].endswith("(pip install '.[cuda]' in rollmesh's checkout); only needed for fast=True")
+    os.mkfifo(tmp_path / "fifo")  # to open it would be to wait for a writer
+    for strange in (f"/{'b' * 300}", str(tmp_path / "fifo"), str(tmp_path), str(tmp_path / "a\nb\x1b[31m")):
+        monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", strange)
+        rows = dict(doctor._gpu())
+        assert rows["CUDA kernels"].endswith(": there is no such file")
+        assert rows['device="cuda"'].startswith("no: ROLLMESH_CUDA_LIBRARY=")
+        assert all(row.isprintable() for row in rows.values())
+    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(wrong))
     wrong.write_text("no library")
     rows = dict(doctor._gpu())
     assert rows["GPU"] == NO_GPU

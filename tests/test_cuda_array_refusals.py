@@ -104,7 +104,7 @@ INDICES: dict[str, tuple[type[errors.Error], str, Callable[[Callable[[Any], Any]
     "ranks": (errors.RequestError, "tokens has -2", lambda i: ops.ranks(f32(1, 8), i([-2]))),
     "positions": (errors.RequestError, "a position is 16", lambda i: attend(i([16]), i([0]), i([[0]]))),
     "seq_of_row": (errors.RequestError, "seq_of_row has 1", lambda i: attend(i([0]), i([1]), i([[0]]))),
-    "block_tables": (errors.RequestError, "block_tables has 7", lambda i: attend(i([0]), i([0]), i([[7]]))),
+    "block_tables": (errors.RequestError, "block_tables has 7 at place 1", lambda i: attend(i([0]), i([1]), i([[0], [7]]))),
 }  # fmt: skip
 
 

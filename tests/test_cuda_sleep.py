@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,52 @@ def served(make: Make, **changes: Any) -> tuple[rm.Generator, Any]:  # noqa: F81
     for seed in (1, 2):
         generator.sync_weights(helpers.numpy_state_dict(MOE, seed=seed), cast=True)
     return generator, of_version(generator)
+
+
+NO_ROOM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+FILE *fopen(const char *path, const char *mode) {
+  FILE *(*its)(const char *, const char *) = (FILE * (*)(const char *, const char *)) dlsym(RTLD_NEXT, "fopen");
+  const char *other = getenv("OTHER_MEMINFO");
+  return its(other && !strcmp(path, "/proc/meminfo") ? other : path, mode);
+}
+"""
+ASLEEP = """
+import os, sys
+import helpers, rollmesh as rm
+spec = rm.ModelSpec.from_hf(helpers.tiny_config(moe=True))
+state = helpers.numpy_state_dict(helpers.tiny_config(moe=True), seed=1)
+for mesh in (rm.Mesh(), rm.Mesh(tp=2, ep=2)):
+    with rm.Generator(spec, device="cuda:0", mesh=mesh, max_model_len=64, kv_cache_gib=0.002) as generator:
+        generator.sync_weights(state, cast=True)
+        kib = generator.metrics()["weight_bytes"] // 1024 + 1 if mesh.world == 1 else kib
+        open(sys.argv[1], "w").write(f"MemAvailable: {kib} kB\\n")
+        os.environ["OTHER_MEMINFO"] = sys.argv[1]
+        try:
+            generator.sleep(keep_weights=True)
+            print("asleep")
+        except rm.CapacityError as error:
+            print(error, generator.version)
+        del os.environ["OTHER_MEMINFO"]
+"""
+
+
+def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(simt_library: Path, tmp_path: Path) -> None:
+    """What one rank has room for: two take a little more together, each of them less."""
+    (tmp_path / "other.c").write_text(NO_ROOM)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.c", "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(tmp_path / "other.so"), "ROLLMESH_CUDA_LIBRARY": str(simt_library)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", ASLEEP, str(tmp_path / "meminfo")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    one, two = done.stdout.splitlines()
+    assert one == "asleep"
+    assert re.fullmatch(r"the weights of 2 ranks take [\d.]+ GiB and the host has [\d.]+ GiB left to keep them in 0", two)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, TWO, {"device": "cpu"}, {"device": "cpu", **TWO}], ids=str)

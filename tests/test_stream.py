@@ -456,11 +456,33 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
                 call(none)
     with pytest.raises(rm.StateError, match=r"torch.distributed is not initialised"):
         sources.send_weights({})
+    for wrong in (None, 3, "abc", b"abc"):
+        with pytest.raises(rm.ConfigError, match=rf"source is a {type(wrong).__name__}, wanted a mapping of names to tensors, or pairs"):
+            sources.send_weights(wrong, alone)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "torch", None)
     for call in (lambda: sources.send_weights({}), rm.comm.torch):
         with pytest.raises(rm.ConfigError, match=r"group = None needs torch, which is missing: wanted rm.comm.nccl\(…\) or rm.comm.shm"):
             call()
     monkeypatch.undo()
+
+
+def test_a_group_that_torch_has_given_up_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        gone = distributed.new_group([0])
+        distributed.destroy_process_group(gone)
+        for call in (
+            lambda: sources.send_weights({}, gone),
+            lambda: next(sources.receive_weights(gone, src=0)),
+            lambda: rm.comm.torch(gone),
+        ):
+            with pytest.raises(rm.StateError, match=r"a ProcessGroup that torch.distributed does not know: it was destroyed"):
+                call()
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_comm_that_is_closed_has_no_stream(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

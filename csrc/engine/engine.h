@@ -154,6 +154,7 @@ void rm_engine_sync_abort(rm_engine *engine);
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_KEEP = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
+size_t rm_engine_bytes_to_keep(const rm_engine *engine);            // of the host, that keep would take
 rm_code rm_engine_keep_weights(rm_engine *engine, rm_error *err);   // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
 void rm_engine_forget_kept(rm_engine *engine);    // the copy of weights that are awake
 

@@ -128,6 +128,10 @@ rm_code rm_engine_keep_weights(rm_engine *engine, rm_error *err) {
   return code;
 }
 
+size_t rm_engine_bytes_to_keep(const rm_engine *engine) {
+  return engine->asleep & RM_PART_WEIGHTS ? 0 : rm_store_bytes_to_keep(engine->store);
+}
+
 void rm_engine_forget_kept(rm_engine *engine) { rm_store_forget(engine->store); }
 
 static void sleep_weights(rm_engine *engine, int keep) {

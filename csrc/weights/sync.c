@@ -144,8 +144,12 @@ void rm_store_discard(rm_store *store) {
   drop_blocks(store);
 }
 
+size_t rm_store_bytes_to_keep(const rm_store *store) {
+  return !store->serving.block || store->kept || store->device->on_host ? 0 : store->params->bytes;
+}
+
 rm_code rm_store_keep(rm_store *store, rm_error *err) {
-  if (!store->serving.block || store->kept || store->device->on_host) return RM_OK;
+  if (!rm_store_bytes_to_keep(store)) return RM_OK;
   return rm_keep_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
 }
 

@@ -93,6 +93,7 @@ int rm_sync_complete(const rm_store *store);              // every required para
 // and restore has the same version serve from a new block, whose number is new. The copy stays until forget, so that either can be
 // taken back without fail: rest after restore needs no new copy. Of a store that is unsynced nothing is kept. No sync is open.
 void rm_store_discard(rm_store *store);
+size_t rm_store_bytes_to_keep(const rm_store *store);       // of the host, that keep would take
 rm_code rm_store_keep(rm_store *store, rm_error *err);      // on failure nothing has changed, as below
 void rm_store_rest(rm_store *store);                        // after keep
 rm_code rm_store_restore(rm_store *store, rm_error *err);

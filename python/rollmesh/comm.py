@@ -93,6 +93,8 @@ def check_group(group: Any) -> None:
         raise ConfigError(f"group is a {type(group).__name__}, wanted a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None")
     if not distributed.is_initialized():
         raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    if group is not None and group not in distributed.distributed_c10d._world.pg_map:
+        raise StateError("group is a ProcessGroup that torch.distributed does not know: it was destroyed, or made past new_group")
 
 
 class Ends(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError
-from rollmesh.show import shown
+from rollmesh.show import plain, shown
 
 LIBRARY = "librollmesh_cuda.so"
 CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
@@ -29,6 +29,14 @@ class Device(NamedTuple):
 
 def library_path() -> Path:
     return Path(os.environ.get(LIBRARY_SWITCH) or Path(_core.__file__).parent / LIBRARY)
+
+
+def is_there(path: Path) -> bool:
+    """A file, and nothing that opening would wait for."""
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def device_name(name: Any) -> str:
@@ -50,9 +58,9 @@ def device_of(name: Any) -> Device:
     if device_name(name) == "cpu":
         return Device()
     path = library_path()
-    if not path.exists() and os.environ.get(LIBRARY_SWITCH):
-        raise ConfigError(f"{LIBRARY_SWITCH}={path}: there is no such file, wanted a library that setup.py cuda has made")
-    if not path.exists():
+    if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
+        raise ConfigError(f"{LIBRARY_SWITCH}={plain(str(path))}: there is no such file, wanted a library that setup.py cuda has made")
+    if not is_there(path):
         raise ConfigError(f"device = {name!r}, and this build has no {path.name}: it was made without nvcc, or with ROLLMESH_CUDA=0")
     count = _core.cuda_count(str(path))
     ordinal = int(name.partition(":")[2] or -1)

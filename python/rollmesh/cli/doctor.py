@@ -21,7 +21,7 @@ import numpy as np
 import rollmesh as rm
 from rollmesh import cublas, nccl, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
-from rollmesh.devices import LIBRARY_SWITCH, library_path
+from rollmesh.devices import LIBRARY_SWITCH, is_there, library_path
 from rollmesh.ops import isa_states
 from rollmesh.show import plain, shown
 
@@ -204,9 +204,9 @@ def _cublas() -> str:
 def _cuda_library() -> ctypes.CDLL | str:
     """The one that generators use, or why there is none. The CUDA runtime is in it."""
     path = library_path()
-    if not path.exists() and os.environ.get(LIBRARY_SWITCH):
+    if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
         return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file"
-    if not path.exists():
+    if not is_there(path):
         return "not in this build: it had no nvcc, or ROLLMESH_CUDA=0"
     try:
         library = ctypes.CDLL(str(path))
@@ -233,7 +233,7 @@ def _device_answer(device: str) -> str:
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
-        return f"no: {error}"
+        return f"no: {plain(error)}"
     return "works"
 
 

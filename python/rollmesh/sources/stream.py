@@ -64,6 +64,7 @@ def send_weights(
     rank: torch's watchdog ends the process. ConfigError or DeviceError for a device that this rank does not have, and SyncAbortedError on
     the others.
     """
+    _check_source(source)
     stream = _Stream(carrier_of(group), src, device)
     stream.agree(sends=True)
     sent, last = 0, None
@@ -120,6 +121,11 @@ def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, 
 
 def _given(tensor: Any, name: str, device: str | None) -> Any:
     return as_array(name, tensor) if device == "cpu" else tensor
+
+
+def _check_source(source: Any) -> None:
+    if isinstance(source, (str, bytes)) or not isinstance(source, Iterable):
+        raise ConfigError(f"source is a {type(source).__name__}, wanted a mapping of names to tensors, or pairs of both")
 
 
 def _buckets(carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[Piece]]:
