@@ -76,12 +76,10 @@ RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *fro
 #define RM_EXP_Q4 0x1.6da76cp-10f
 #define RM_EXP_Q5 0x1.a17e08p-13f
 
-RM_INLINE float rm_exp(float x) {
-  x = RM_EXP_LO > x ? RM_EXP_LO : x;
-  x = RM_EXP_HI < x ? RM_EXP_HI : x;
-  const float t = fmaf(x, RM_LOG2E, RM_ROUND_MAGIC);
-  const float n = t - RM_ROUND_MAGIC;
-  const int32_t i = (int32_t)(rm_bits(t) - rm_bits(RM_ROUND_MAGIC));
+// e^r, and t, whose low bits are n.
+RM_INLINE float rm_exp_rest(float x, float *t) {
+  *t = fmaf(x, RM_LOG2E, RM_ROUND_MAGIC);
+  const float n = *t - RM_ROUND_MAGIC;
   float r = fmaf(n, -RM_LN2_HI, x);
   r = fmaf(n, -RM_LN2_LO, r);
   float q = fmaf(RM_EXP_Q5, r, RM_EXP_Q4);
@@ -89,8 +87,15 @@ RM_INLINE float rm_exp(float x) {
   q = fmaf(q, r, RM_EXP_Q2);
   q = fmaf(q, r, RM_EXP_Q1);
   q = fmaf(q, r, RM_EXP_Q0);
-  const float p = fmaf(q, r * r, r) + 1.0f;
-  const int32_t half = i >> 1;
+  return fmaf(q, r * r, r) + 1.0f;
+}
+
+RM_INLINE float rm_exp(float x) {
+  x = RM_EXP_LO > x ? RM_EXP_LO : x;
+  x = RM_EXP_HI < x ? RM_EXP_HI : x;
+  float t;
+  const float p = rm_exp_rest(x, &t);
+  const int32_t i = (int32_t)(rm_bits(t) - rm_bits(RM_ROUND_MAGIC)), half = i >> 1;
   const float lo = rm_float((uint32_t)(half + 127) << 23), hi = rm_float((uint32_t)(i - half + 127) << 23);
   return p * lo * hi;
 }

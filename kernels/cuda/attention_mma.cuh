@@ -1,14 +1,13 @@
-// attention_mma.cuh: what the two kernels of the family cuda_mma's attention in bf16 share: attention_mma.cu's, for rows by themselves, and
-// attention_mma_tiles.cu's, for rows that stand together.
+// attention_mma.cuh: what the two kernels of the family cuda_mma's attention in bf16 share: attention_mma.cu's, for rows by themselves,
+// and attention_mma_tiles.cu's, for rows that stand together.
 #pragma once
 
 #include "attention.cuh"
 #include "mma.cuh"
 
 constexpr float RM_LOWEST = -INFINITY;
-RM_INLINE int rm_q_pitch(int64_t head_dim) {
-  return static_cast<int>(rm_round_up(head_dim, RM_K_BLOCK) / 2) + 4;
-} // words: no two lanes in a bank
+// Of q in shared memory, in words: no two lanes in a bank.
+RM_INLINE int rm_q_pitch(int64_t head_dim) { return static_cast<int>(rm_round_up(head_dim, RM_K_BLOCK) / 2) + 4; }
 
 // y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be compiled.
 RM_INLINE float rm_zero_below(float x, float least, float y) {
@@ -27,17 +26,10 @@ RM_INLINE float rm_zero_below(float x, float least, float y) {
 // where the result is a normal number, and below RM_EXP_NORMAL it is 0. tests/simt/check_mma.cpp compares them.
 constexpr float RM_EXP_NORMAL = -0x1.5d589ep+6f;
 RM_INLINE float rm_exp_not_above_0(float x) {
-  const float t = fmaf(x, RM_LOG2E, RM_ROUND_MAGIC), n = t - RM_ROUND_MAGIC;
-  float r = fmaf(n, -RM_LN2_HI, x);
-  r = fmaf(n, -RM_LN2_LO, r);
-  float q = fmaf(RM_EXP_Q5, r, RM_EXP_Q4);
-  q = fmaf(q, r, RM_EXP_Q3);
-  q = fmaf(q, r, RM_EXP_Q2);
-  q = fmaf(q, r, RM_EXP_Q1);
-  q = fmaf(q, r, RM_EXP_Q0);
-  const float p = fmaf(q, r * r, r) + 1.0f;
-  const float y = rm_float((rm_bits(t) << 23) + rm_bits(p)); // the magic number's own bits are shifted out
-  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y)); // a NaN stays one
+  float t;
+  const float p = rm_exp_rest(x, &t);
+  const float y = rm_float((rm_bits(t) << 23) + rm_bits(p));  // the magic number's own bits are shifted out
+  return rm_zero_below(x, RM_EXP_NORMAL, fmaf(x, 0.0f, y));   // a NaN stays one
 }
 
 // What a block works on: columns are the query heads of one kv head, `heads` of each of rows row0 … end − 1.
