@@ -116,7 +116,7 @@ static rm_code make(rank *self, rm_error *err) {
   if (one_gpu && !self->t->plant) options.gpu = "the one";
   const int is_told = f->own && f->own != RM_E_COLLECTIVE_TIMEOUT;
   if (f->when == MAKING && !is_told && self->rank == CULPRIT) options.timeout = PATIENCE;   // the first to lose it
-  if (f->when == PARTING && self->rank == CULPRIT) options.timeout = PARTING_PATIENCE;
+  if (f->when == PARTING && is_culprit(self)) options.timeout = PARTING_PATIENCE;   // left out, nobody is hurried
   if (is_culprit(self) && is_file) options.library = f->value;
   if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
