@@ -17,7 +17,7 @@ from typing import Any
 import helpers
 import pytest
 from test_cuda_engine import DENSE, MOE, SMALL, everything
-from test_mesh_processes import Server, results
+from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
 
 import rollmesh as rm
 from rollmesh import _core
@@ -214,16 +214,8 @@ def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ processes
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    made = {transport: Server(transport, tmp_path_factory.mktemp("rendezvous")) for transport in ("shm", "torch")}
-    yield made
-    for server in made.values():
-        server.end()
-
-
 @pytest.fixture
-def ranks(servers: dict[str, Server], library: Path) -> Run:
+def ranks(servers: dict[str, Server], library: Path) -> Run:  # noqa: F811
     """Processes on simulated devices, each with a memory of its own for every card: who shares one is told by its name alone."""
 
     def run(do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any) -> list[dict[str, Any]]:

@@ -5,26 +5,18 @@ same requests in the same call, and one rank, whose outputs are the same. Bound:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from test_mesh_processes import Server, results
+from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
 
 MESHES = [(1, 2, 1), (2, 2, 1), (2, 2, 4), (2, 1, 2)]
 Ask = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    made = {transport: Server(transport, tmp_path_factory.mktemp("rendezvous")) for transport in ("shm", "torch")}
-    yield made
-    for server in made.values():
-        server.end()
-
-
 @pytest.fixture
-def ranks(servers: dict[str, Server]) -> Callable[..., list[dict[str, Any]]]:
+def ranks(servers: dict[str, Server]) -> Callable[..., list[dict[str, Any]]]:  # noqa: F811
     def ask(do: str, mesh: tuple[int, int, int], transport: str = "shm", **job: Any) -> list[dict[str, Any]]:
         return servers[transport](do, mesh, of="mesh_calls", **{"model": "moe", "timeout": 30.0, **job})
 
@@ -32,7 +24,7 @@ def ranks(servers: dict[str, Server]) -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def threads(servers: dict[str, Server]) -> Ask:
+def threads(servers: dict[str, Server]) -> Ask:  # noqa: F811
     """One process, whose threads are the ranks."""
 
     def ask(do: str, mesh: tuple[int, int, int], **job: Any) -> Any:
@@ -106,7 +98,7 @@ def test_row_25_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int]
 
 # -------------------------------------------------------------------------------------------------- row 24: sets that go wrong
 @pytest.fixture(scope="module")
-def serves_next(servers: dict[str, Server]) -> Any:
+def serves_next(servers: dict[str, Server]) -> Any:  # noqa: F811
     """What one rank answers with the weights that the scenarios sync last."""
     job: dict[str, Any] = {"transport": "none", "order": [0], "model": "moe", "of": "mesh_calls", "bad": [], "rest": True, "how": ""}
     return results(servers["shm"]("mapping_faults", (1, 1, 1), **job))[0]["after"]

@@ -31,10 +31,10 @@ struct columns {
   int *first, *last;   // [COLS] live positions
   int pitch;
 };
-RM_INLINE int shared_words(int64_t head_dim) { return COLS * (rm_q_pitch(head_dim) + SCORE_PITCH + P_PITCH + BLOCKS + 2); }
+RM_INLINE int shared_words(int64_t head_dim) { return COLS * (rm_q_pitch(rm_mma_steps(head_dim)) + SCORE_PITCH + P_PITCH + BLOCKS + 2); }
 __device__ columns columns_in(float *shared, int64_t head_dim) {
   columns c;
-  c.pitch = rm_q_pitch(head_dim);
+  c.pitch = rm_q_pitch(rm_mma_steps(head_dim));
   c.q = reinterpret_cast<uint32_t *>(shared);
   c.scores = shared + COLS * c.pitch;
   c.p = reinterpret_cast<uint32_t *>(c.scores + COLS * SCORE_PITCH);

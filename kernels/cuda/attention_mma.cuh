@@ -6,8 +6,8 @@
 #include "mma.cuh"
 
 constexpr float RM_LOWEST = -INFINITY;
-// Of q in shared memory, in words: no two lanes in a bank.
-RM_INLINE int rm_q_pitch(int64_t head_dim) { return static_cast<int>(rm_round_up(head_dim, RM_K_BLOCK) / 2) + 4; }
+// Of q in shared memory, rows of so many steps of 16 k, in words: no two lanes in a bank.
+RM_INLINE int rm_q_pitch(int64_t steps) { return static_cast<int>(steps) * (RM_MMA_K / 2) + 4; }
 
 // y, or 0 where x is below `least`; without a branch around what makes y, as a condition would be compiled.
 RM_INLINE float rm_zero_below(float x, float least, float y) {

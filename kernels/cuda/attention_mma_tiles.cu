@@ -27,7 +27,7 @@ static_assert(THREADS == COLS && WARP_COLS == RM_WARP, "a thread looks after a c
 template <int DT_, int STEPS> struct shape {
   static constexpr int DT = DT_;
   RM_INLINE int steps(int64_t head_dim) { return STEPS ? STEPS : static_cast<int>(rm_mma_steps(head_dim)); }
-  RM_INLINE int pitch(int64_t head_dim) { return steps(head_dim) * (RM_MMA_K / 2) + 4; }  // of q, in words: no two lanes in a bank
+  RM_INLINE int pitch(int64_t head_dim) { return rm_q_pitch(steps(head_dim)); }
   RM_INLINE int stage_bytes(int64_t head_dim) { return HALVES * (steps(head_dim) + DT) * RM_WARP * 16; }
   RM_INLINE int shared_bytes(int64_t head_dim) {
     return COLS * (pitch(head_dim) * 4 + COLUMN_BYTES) + 2 * stage_bytes(head_dim) + WARPS * PUT_WORDS * 4 + ROWS_BYTES;
