@@ -25,6 +25,7 @@ from rollmesh import _core
 PROMPT = [5, 9, 77, 3]
 PARAMS = rm.SamplingParams(max_tokens=3, n=2, seed=7, stop=["never"])
 STATE = numpy_state_dict(tiny_config())
+OTHER_STATE = numpy_state_dict(tiny_config(), seed=1)
 
 
 class Letters:
@@ -176,6 +177,36 @@ def test_row_20_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
         assert gen.poll() == [], place
         if not hit:
             break
+        place += 1
+    assert place > 100
+
+
+def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
+    """Whichever version serves then, a request that ran gives what it gives alone, its stop string found where it is."""
+    states = [OTHER_STATE, STATE]  # by the version's lowest bit
+    free = rm.SamplingParams(max_tokens=12, seed=7)
+    texts = []
+    for version in (4, 5):
+        gen.sync_weights(states[version % 2], version)
+        texts.append(gen.generate(PROMPT, free, use_tqdm=False)[0].outputs[0].text)
+    letters = set("".join(texts)) - {letter for text in texts for letter in text[:5]}  # none ends the request before the sync
+    params = rm.SamplingParams(max_tokens=12, seed=7, stop=sorted(letters))
+    wanted = []
+    for version in (6, 7):
+        gen.sync_weights(states[version % 2], version)
+        wanted.append(gen.generate(PROMPT, params, use_tqdm=False)[0].outputs[0])
+    assert {output.finish_reason for output in wanted} == {"stop"}
+    assert wanted[0].text != wanted[1].text
+    place, hit = 0, True
+    while hit:
+        gen.submit(PROMPT, params)
+        for _ in range(3):
+            gen.poll()
+        assert gen.version is not None
+        version = gen.version + 1
+        hit = interrupted_at(place, lambda: gen.sync_weights(states[version % 2], version, inflight="restart"))  # noqa: B023
+        output, alone = gen.poll(min_outputs=1)[0].outputs[0], wanted[gen.version % 2]
+        assert (output.token_ids.tolist(), output.text) == (alone.token_ids.tolist(), alone.text), place
         place += 1
     assert place > 100
 
