@@ -302,7 +302,8 @@ class Generator:
                 self._requests.all_or_none(add)
             return ids
         except BaseException as error:
-            self._forget(ids, error)
+            if not isinstance(error, Exception):  # a Ctrl-C, perhaps after all were added
+                self._forget(ids, error)
             raise
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
