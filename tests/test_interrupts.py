@@ -7,11 +7,13 @@ such place, its second and so on, until it ends. What real signals hit by chance
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,7 @@ from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
 from rollmesh import _core
+from rollmesh.sources import SharedReader, SharedWriter
 
 PROMPT = [5, 9, 77, 3]
 PARAMS = rm.SamplingParams(max_tokens=3, n=2, seed=7, stop=["never"])
@@ -209,6 +212,38 @@ def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None
         assert (output.token_ids.tolist(), output.text) == (alone.token_ids.tolist(), alone.text), place
         place += 1
     assert place > 100
+
+
+# A file that open() has returned and no `with` has entered is closed as it goes, with a ResourceWarning.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
+def test_row_20_an_interrupted_publish_is_one_or_none() -> None:
+    """The writer knows which version readers find, it is whole, and nothing else is left in the store, nor a store that was closed."""
+    states = [{"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)} for value in range(2)]
+    with SharedWriter() as writer, SharedReader(writer.address) as reader:
+        writer.publish(states[0], version=0)
+        folder = Path(writer.address.rpartition(":")[0])
+        place, hit, cut_short = 0, True, 0
+        while hit:
+            before = writer.version
+            assert before is not None
+            hit = interrupted_at(place, lambda: writer.publish(states[(before + 1) % 2]))  # noqa: B023
+            assert reader.refresh() == writer.version, place
+            assert writer.version is not None
+            assert (reader["x"] == writer.version % 2).all(), place
+            assert (reader["y"] == writer.version % 2).all(), place
+            assert os.listdir(folder) == ["current"], place
+            cut_short += hit and writer.version == before
+            place += 1
+        assert 0 < cut_short < place - 1  # some came when it was current already
+    place, hit = 0, True
+    while hit:
+        other = SharedWriter()
+        other.publish(states[0])
+        folder = Path(other.address.rpartition(":")[0])
+        hit = interrupted_at(place, other.close)
+        other.close()
+        assert not folder.exists(), place
+        place += 1
 
 
 @pytest.mark.parametrize("has_check", [False, True])

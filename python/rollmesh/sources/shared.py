@@ -23,13 +23,13 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import shutil
 import stat
 import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,7 +59,8 @@ from rollmesh.sources.loans import ALIVE, Borrowed, Lease, Lender, LentSource, L
 MAGIC = b"rollmesh"
 MAX_VERSION = 2**63 - 1
 FIXED = struct.Struct("<8sQ")  # magic, bytes of the header
-CURRENT = "current"
+CURRENT, NEW = "current", "new"
+PRIVATE = partial(os.open, mode=0o600)
 POLL_SECONDS = 0.002
 MAX_READERS = 4096
 
@@ -107,14 +108,14 @@ class SharedWriter:
             raise VersionError(f"version {version} does not exceed {last}")
         arrays, lent = _arrays(source, lend_to > 0)
         entries, size = lay_out(arrays)
-        loan = self._lend(lent, lend_to) if lent else None
         try:
-            self._publish(describe(entries, nonce=self._nonce, version=version, **({"lent": loan} if loan else {})), arrays, entries, size)
+            loan = {"lent": self._lend(lent, lend_to)} if lent else {}
+            header = describe(entries, nonce=self._nonce, version=version, **loan)
+            self._publish(version, lend_to if lent else 0, header, arrays, entries, size)
         except BaseException:
-            if self._lender is not None:
+            if self._lender is not None and self.version != version:
                 self._lender.release(version)
             raise
-        self.version, self._lent_to = version, lend_to if lent else 0
         return version
 
     def _lend(self, tensors: list[tuple[str, Any]], readers: int) -> dict[str, Any]:
@@ -122,19 +123,23 @@ class SharedWriter:
             self._lender = Lender(self._folder)
         return self._lender.lend(tensors, readers)
 
-    def _publish(self, header: bytes, arrays: list[tuple[str, NDArray[Any]]], entries: list[Entry], size: int) -> None:
+    def _publish(
+        self, version: int, readers: int, header: bytes, arrays: list[tuple[str, NDArray[Any]]], entries: list[Entry], size: int
+    ) -> None:
         if len(header) > MAX_HEADER:
             raise LimitError(f"the names and shapes of the weights take {len(header)} bytes; the limit is {MAX_HEADER}")
         start = (FIXED.size + len(header) + ALIGN - 1) // ALIGN * ALIGN
-        descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600
+        new, current, before = self._folder / NEW, self._folder / CURRENT, (self.version, self._lent_to)
         try:
-            self._write(descriptor, header, start, start + size, arrays, entries)
-            os.rename(name, self._folder / CURRENT)
+            with open(new, "w+b", buffering=0, opener=PRIVATE) as file:
+                self._write(file.fileno(), header, start, start + size, arrays, entries)
+            self.version, self._lent_to = version, readers
+            os.rename(new, current)  # a Ctrl-C comes before both lines or after both
         except BaseException:
-            os.unlink(name)
+            if os.path.lexists(new):  # it is not current
+                self.version, self._lent_to = before
+                os.unlink(new)
             raise
-        finally:
-            os.close(descriptor)
 
     def wait_until_read(self, timeout: float | None = 600.0) -> None:
         """Until every reader of the version that is lent has said that it looks at it no more; at once where none is. Afterwards the
@@ -176,26 +181,39 @@ class SharedWriter:
             os.posix_fallocate(descriptor, 0, max(size, 1))  # now, and not as a SIGBUS in the middle
         except OSError as error:
             raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
-        with mmap.mmap(descriptor, max(size, 1)) as memory:
-            block = np.frombuffer(memory, np.uint8)
-            memory[: FIXED.size + len(header)] = FIXED.pack(MAGIC, len(header)) + header
-            for (_, array), entry in zip(arrays, entries, strict=True):
-                block[start + entry.offset : start + entry.offset + entry.bytes] = bytes_of(array)
-            del block
+        memory = mmap.mmap(descriptor, max(size, 1))  # unmapped with its last view; a `with` would fail when a Ctrl-C leaves one
+        block = np.frombuffer(memory, np.uint8)
+        memory[: FIXED.size + len(header)] = FIXED.pack(MAGIC, len(header)) + header
+        for (_, array), entry in zip(arrays, entries, strict=True):
+            block[start + entry.offset : start + entry.offset + entry.bytes] = bytes_of(array)
 
     def close(self) -> None:
         if not self._closed:
             self.take_back()
+            lender, self._lender = self._lender, None
+            if lender is not None:
+                lender.close()
+            _remove(self._folder)
             self._closed = True
-            if self._lender is not None:
-                self._lender.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> SharedWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _remove(folder: Path) -> None:
+    """A folder of files, as far as it can be had. A Ctrl-C leaves something for a second call, where shutil.rmtree may raise OSError."""
+    for name in os.listdir(folder) if folder.exists() else ():
+        try:
+            os.unlink(folder / name)
+        except OSError:
+            continue
+    try:
+        os.rmdir(folder)
+    except OSError:
+        return
 
 
 def _arrays(
