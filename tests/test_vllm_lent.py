@@ -14,6 +14,7 @@ import multiprocessing
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,10 +30,11 @@ from vllm_lender import Asked, Remote, read
 import rollmesh as rm
 from rollmesh import _core
 from rollmesh.devices import LIBRARY_SWITCH
-from rollmesh.sources.loans import Borrowed
-from rollmesh.vllm import blocks
+from rollmesh.sources.loans import Borrowed, Loan
+from rollmesh.vllm import lent
 from rollmesh.vllm.blocks import SharedBlock
 from rollmesh.vllm.chunks import UpdateInfo, loan_of
+from rollmesh.vllm.lent import Lending
 from rollmesh.vllm.trainer import WeightSender
 
 pytest.importorskip("torch", reason="the worker's side is a module of torch")
@@ -148,11 +150,11 @@ def test_sets_of_any_blocks(workers: Callable[..., Workers], world: int) -> None
     served.push(many, on_host=tuple(sorted(state(0)))[::2])
     served.push(many, on_host=tuple(state(0)))  # nothing to lend
     served.push(one)
-    assert not list(blocks.FOLDER.glob("rollmesh-weights-*"))
 
 
 def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file in shared memory has the tensors of the host and nothing else, and each call ends with all of them given back."""
+    """The file in shared memory has the tensors of the host and nothing else; the trainer keeps those that are lent for the time of a call,
+    which ends with all of them given back, and keeps none of the block before."""
     served, seen = workers(), list[Asked]()
     remote = served.trainer(block_bytes=30_000)
 
@@ -184,7 +186,9 @@ def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch
             seen.append(asked)
             info = UpdateInfo(**asked.args[0])
             assert [entry["name"] for entry in json.loads(info.description)["tensors"]] in ([], [NORM])
-            lent_names |= set() if info.loan is None else set(loan_of(info.loan)[1].tensors)
+            names = set() if info.loan is None else set(loan_of(info.loan)[1].tensors)
+            assert len(names) <= asked.alive <= len(names) + 1  # one of the next block, for which there was no room
+            lent_names |= names
         remote.pass_on(served.client, asked)
         assert opened == []
     remote.result()
@@ -256,6 +260,25 @@ def test_a_trainer_that_dies_while_it_is_read(workers: Callable[..., Workers], m
         served.client.update_weights(*asked.args)
     with pytest.raises(rm.StateError, match="without an open update"):
         served.client.finish_weight_update()
+    served.hold()
+    served.push(served.trainer())
+
+
+def test_a_trainer_that_dies_while_its_memory_is_opened(workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which fails then, and that is not the reason."""
+    served = workers()
+    remote = served.trainer()
+
+    def fails(_: Loan) -> None:
+        remote.kill()
+        raise rm.DeviceError("cudaIpcOpenMemHandle: invalid argument")
+
+    remote.begin("send", CONFIG, 1, 1)
+    asked = remote.until(served.client, "update_weights")
+    with monkeypatch.context() as patched:
+        patched.setattr(lent, "Borrowed", fails)
+        with pytest.raises(rm.RankLostError, match=r"the trainer that lends block 1 of .* has ended"):
+            served.client.update_weights(*asked.args)
     served.hold()
     served.push(served.trainer())
 
@@ -466,6 +489,16 @@ def test_lent_by_this_process(workers: Callable[..., Workers], library: Path) ->
     served.hold()
 
 
+def test_a_tensor_in_shards_is_gathered() -> None:
+    """A copy of the host's, where it is there that it lies; nothing of CUDA is asked for."""
+
+    class Sharded:
+        def full_tensor(self) -> np.ndarray:
+            return np.arange(3, dtype=np.float32)
+
+    assert np.array_equal(Lending().take("a", Sharded()), np.arange(3))
+
+
 def test_options_that_do_not_go_together() -> None:
     class Client:
         init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = print
@@ -531,6 +564,22 @@ def test_loans_of_a_stranger(workers: Callable[..., Workers], loan: Any, error: 
         served.client.finish_weight_update()
     served.hold()
     block.close()
+
+
+def test_a_loan_over_a_group(workers: Callable[..., Workers]) -> None:
+    """Which may be of another machine."""
+    served = workers()
+    sender = WeightSender(served.client, "distributed", master_address="127.0.0.1", num_workers=1, timeout=30)
+    calls = sender._send(state(1), 1, None)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):  # a trainer begins, an update begins
+            sender._make(next(calls), pool)
+    info = {"description": '{"tensors": []}', "sender": sender._name, "version": 1, "loan": json.dumps(NOTHING)}
+    with pytest.raises(rm.FormatError, match="a block that is lent over transport='distributed', wanted 'shm'"):
+        served.client.update_weights(info)
+    calls.close()
+    sender.close()
+    served.hold()
 
 
 def describe_one(name: str) -> str:

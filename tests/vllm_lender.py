@@ -23,6 +23,7 @@ import helpers
 import numpy as np
 
 import rollmesh as rm
+from rollmesh.vllm import blocks
 from rollmesh.vllm import trainer as trainers
 from rollmesh.vllm.blocks import SharedReader
 from rollmesh.vllm.trainer import WeightSender
@@ -34,6 +35,7 @@ ENDS = "ends"
 class Asked(NamedTuple):
     method: str
     args: list[Any]
+    alive: int  # capsules that the trainer holds meanwhile
 
 
 class _Forwarding:
@@ -43,7 +45,7 @@ class _Forwarding:
         self._pipe = pipe
 
     def _ask(self, method: str, *args: Any) -> None:
-        self._pipe.send(("asked", method, json.dumps(args)))
+        self._pipe.send(("asked", method, json.dumps(args), dlpack.alive))
         if (error := self._pipe.recv()) is not None:
             raise RuntimeError(error)
 
@@ -150,16 +152,24 @@ class Remote:
         self.process = context.Process(target=_serve, args=made, daemon=True)
         self.process.start()
         end.close()
+        self.segments: set[str] = set()  # files that its blocks were in
+        self._is_asking = False
 
     # ---------------------------------------------------------------------------------------- by hand
     def begin(self, command: str, *args: Any, **keywords: Any) -> None:
         self.pipe.send((command, args, keywords))
+        self._is_asking = True
 
     def next(self) -> Asked | None:
         """The next of vLLM's calls; None at the command's end, which `result` gives."""
         assert self.pipe.poll(WAIT_S), "the trainer says nothing"
         told, *self._told = self.pipe.recv()
-        return None if told == ENDS else Asked(self._told[0], json.loads(self._told[1]))
+        if told == ENDS:
+            self._is_asking = False
+            return None
+        asked = Asked(self._told[0], json.loads(self._told[1]), self._told[2])
+        self.segments |= {info["segment"] for info in asked.args if asked.method == "update_weights" and info["segment"]}
+        return asked
 
     def answer(self, error: str | None = None) -> None:
         self.pipe.send(error)
@@ -204,7 +214,12 @@ class Remote:
 
     def finish(self) -> None:
         """Exit status 0: the simulated device has found nothing to complain about."""
-        if self.process.is_alive():
+        if self.process.is_alive() and self._is_asking:  # a test has ended in the middle
+            self.kill()
+        elif self.process.is_alive():
             self.pipe.send(None)
         self.process.join(WAIT_S)
-        assert self.process.exitcode in (0, -signal.SIGKILL)
+        left = [blocks.FOLDER / name for name in self.segments if (blocks.FOLDER / name).exists()]
+        for path in left:
+            path.unlink()  # that the next sender takes away a minute later, where this one was killed
+        assert (self.process.exitcode, bool(left)) in ((0, False), (-signal.SIGKILL, False), (-signal.SIGKILL, True))
