@@ -2,7 +2,8 @@
 
     ROLLMESH_VLLM_DEVICE=cuda python tests/vllm_device.py moe bfloat16 FOLDER [EXCHANGE]
 
-The worker gets the weights, and its answers are held to rm.Generator's on the CPU; with EXCHANGE there are two of them, which exchange so.
+The worker gets the weights, and its answers are held to rm.Generator's on the CPU; with EXCHANGE there are two of them, which exchange so,
+and read most of the weights on a GPU of this process, which lends them.
 After each set it sleeps at level 1, which gives the weights' memory back as well, and answers the same when it wakes.
 Prints one line of JSON, {"platform", "device", "nccl", "compared"}, or ends with the assertion's status.
 """
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_trainer
+import numpy as np
 import vllm_support as support
 
 from rollmesh import _core
@@ -44,6 +47,13 @@ def dropped(llm: Any, weights: support.Weights, oracle: support.Oracle) -> None:
     support.agree(support.generate(llm, asked), oracle.answers(asked))
 
 
+def lent(weights: support.Weights) -> support.Weights:
+    """All but one on GPU 1 of this process, float32 where a model has bfloat16."""
+    trainer = gpu_trainer.Trainer(Path(os.environ["ROLLMESH_CUDA_LIBRARY"]), 1)
+    wide = {name: np.ascontiguousarray(array.astype(np.float32)) for name, array in weights.items()}
+    return {**trainer.packed(wide), "model.norm.weight": weights["model.norm.weight"]}
+
+
 def device_memory(worker: Any) -> tuple[int, int, int]:
     """In a worker: what is left of its device, and what it holds of weights and KV."""
     metrics = worker.metrics()
@@ -60,13 +70,13 @@ def main() -> None:
     oracle = support.Oracle(model, dtype)
     compared = 0
     with support.engine(folder, model, dtype, **two) as llm:
-        sender = WeightSender(llm) if two else None
+        sender = WeightSender(llm, lend=True, cast=True, block_bytes=400_000) if two else None
         for seed in range(1 if two else 2):
             weights = support.weights_of(model, dtype, seed)
             if sender is None:
                 support.load(llm, weights)
             else:
-                sender.send(weights, version=seed)
+                sender.send(lent(weights), version=seed)
             oracle.serve(weights)
             requests = support.mixed(model, seed)[: 6 if two else 12]
             compared += support.agree(support.generate(llm, requests), oracle.answers(requests))

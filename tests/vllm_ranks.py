@@ -12,15 +12,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import vllm_standin
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 
 import rollmesh as rm
 import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
+from rollmesh.sources.loans import Borrowed
 from rollmesh.vllm.weights import WeightUpdates
 
 PROMPTS = [[1, 2, 3, 4, 5], [140, 7]]
@@ -34,11 +37,22 @@ def config_of(world: int, executor: str, backend: str | None = "rollmesh") -> An
 
 
 class _Worker:
-    def __init__(self, model: Any, dtype: str, world: int, rank: int, name: str, executor: str, backend: str | None = "rollmesh"):
+    def __init__(
+        self,
+        model: Any,
+        dtype: str,
+        world: int,
+        rank: int,
+        name: str,
+        executor: str,
+        backend: str | None = "rollmesh",
+        device: str = "cpu",
+    ):
         comm = rm.comm.shm(name, rank, world, timeout=WAIT_S) if world > 1 else None
         mesh = rm.Mesh(tp=world, ep=world) if world > 1 else None
         spec = rm.ModelSpec.from_hf(model)
-        self.generator = rm.Generator(spec, mesh=mesh, comm=comm, dtype=dtype, max_model_len=32, kv_cache_gib=0.002, threads=1)
+        options = {"dtype": dtype, "device": device, "max_model_len": 32, "kv_cache_gib": 0.002, "threads": 1}
+        self.generator = rm.Generator(spec, mesh=mesh, comm=comm, **options)
         self.updates = WeightUpdates(self.generator._engine, config_of(world, executor, backend), rank)
         self.generator._weights = self.updates.weights  # its steps close what load_weights has left open
 
@@ -51,6 +65,17 @@ class _Worker:
     def load_cut(self, pairs: Any, rank: int, after: int) -> set[str]:
         """On one rank the trainer's iterator ends by an exception."""
         return self.load(_cut(pairs, after) if rank == self.updates.rank else pairs)
+
+    def set(self, rank: int, name: str, value: str) -> None:
+        """Of one rank's environment."""
+        if rank == self.updates.rank:
+            os.environ[name] = value
+
+    def end_reading(self, rank: int, after: int) -> None:
+        """One rank's process ends when it has looked at so many tensors that are lent to it."""
+        if rank == self.updates.rank:
+            looked, array = iter(range(after)), Borrowed.array
+            Borrowed.array = lambda self, name: os._exit(3) if next(looked, None) is None else array(self, name)  # type: ignore
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.updates, name)
@@ -89,8 +114,8 @@ class Client:
 
 
 class Alone(Client):
-    def __init__(self, model: Any, dtype: str, backend: str | None = "rollmesh"):
-        self.worker = _Worker(model, dtype, 1, 0, "", "uni", backend)
+    def __init__(self, model: Any, dtype: str, backend: str | None = "rollmesh", device: str = "cpu"):
+        self.worker = _Worker(model, dtype, 1, 0, "", "uni", backend, device)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
@@ -100,7 +125,7 @@ class Alone(Client):
         self.worker.generator.close()
 
 
-def _serve(pipe: Any, *made: Any) -> None:
+def serve(pipe: Any, *made: Any) -> None:
     worker = _Worker(*made)
     while (call := pipe.recv()) is not None:
         method, args = call
@@ -114,13 +139,17 @@ def _serve(pipe: Any, *made: Any) -> None:
 
 
 class Processes(Client):
-    def __init__(self, model: Any, dtype: str, world: int, name: str, executor: str = "mp"):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["vllm_ranks"])
+    def __init__(self, model: Any, dtype: str, world: int, name: str, executor: str = "mp", device: str = "cpu"):
+        """On a GPU processes are spawned, have the environment of this moment, and do without vLLM."""
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            context.set_forkserver_preload(["vllm_ranks"])
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, model, dtype, world, rank, name, executor), daemon=True)
+            made = (theirs, model, dtype, world, rank, name, executor, "rollmesh", device)
+            target = serve if device == "cpu" else vllm_standin.serve
+            process = context.Process(target=target, args=made, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -150,7 +179,8 @@ class Processes(Client):
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(BrokenPipeError):  # one that has ended by itself
+                pipe.send(None)
         for process in self._processes:
             process.join(WAIT_S)
             if process.is_alive():

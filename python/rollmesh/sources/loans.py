@@ -19,8 +19,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollmesh import _core
 from rollmesh.devices import library_path
@@ -30,7 +31,10 @@ from rollmesh.sources.arrays import DTYPES, MAX_ENTRIES, check_name
 CUDA = (2, 13)  # DLPack's numbers of memory on a GPU
 ALIVE = "alive"
 MAX_DIMS = 4
-REMEDY = "torch must not use expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False) nor cudaMallocAsync; lend_to=0 copies"
+REMEDY = (
+    "torch must not use expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False) nor cudaMallocAsync; "
+    "lend_to=0, or a WeightSender's lend=False, copies"
+)
 
 _TOKEN = secrets.token_hex(8)
 
@@ -67,6 +71,55 @@ def is_on_gpu(tensor: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------- the trainer
+class Held(NamedTuple):
+    """A tensor of this process that another may read, kept for as long as this is."""
+
+    name: str
+    ordinal: int
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def hold(gpus: _core.Gpus, name: str, tensor: Any) -> Held:
+    """A tensor on a GPU, which what writes it may still be doing."""
+    check_name(name)
+    return Held(name, *gpus.lend(name, tensor))
+
+
+def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held]) -> dict[str, Any]:
+    """What `parse_loan` reads, of tensors that are written by now. UnsupportedTensorError for memory that no other process can open."""
+    allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
+    handles: list[list[Any]] = []
+    described, ordinals = [], set()
+    for name, ordinal, address, dtype, shape, strides, _ in tensors:
+        at = next((i for i, (o, a, n) in enumerate(allocations) if o == ordinal and a <= address < a + n), None)
+        if at is None:
+            at = len(allocations)
+            bus, handle, start, size = _loan(gpus, name, ordinal, address)
+            allocations.append((ordinal, start, size))
+            handles.append([bus, handle.hex(), size])
+        described.append([name, dtype, shape, strides, at, address - allocations[at][1]])
+        ordinals.add(ordinal)
+    for ordinal in ordinals:
+        gpus.wait(ordinal)
+    return {"process": this_process(), "allocations": handles, "tensors": described}
+
+
+def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str, bytes, int, int]:
+    try:
+        return gpus.loan(ordinal, address)
+    except UnsupportedTensorError as error:
+        reason = f"its memory on cuda:{ordinal} cannot be opened by another process: {error}"
+        raise UnsupportedTensorError(f"{name}: {reason}; {REMEDY}") from error
+
+
 class Lender:
     """What is lent at the moment."""
 
@@ -84,31 +137,10 @@ class Lender:
     def lend(self, tensors: Iterable[tuple[str, Any]], readers: int) -> dict[str, Any]:
         """The description of tensors that are written by now. UnsupportedTensorError for memory that no other process can open."""
         self._forget_ended()
-        allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
-        described, kept, ordinals = [], [], set()
-        handles: list[list[Any]] = []
-        for name, tensor in tensors:
-            ordinal, address, dtype, shape, strides, owner = self._gpus.lend(name, tensor)
-            at = next((i for i, (o, a, n) in enumerate(allocations) if o == ordinal and a <= address < a + n), None)
-            if at is None:
-                at = len(allocations)
-                bus, handle, start, size = self._loan(name, ordinal, address)
-                allocations.append((ordinal, start, size))
-                handles.append([bus, handle.hex(), size])
-            described.append([name, dtype, shape, strides, at, address - allocations[at][1]])
-            kept.append(owner)
-            ordinals.add(ordinal)
-        for ordinal in ordinals:
-            self._gpus.wait(ordinal)
-        self._kept = kept
-        return {"process": this_process(), "readers": readers, "allocations": handles, "tensors": described}
-
-    def _loan(self, name: str, ordinal: int, address: int) -> tuple[str, bytes, int, int]:
-        try:
-            return self._gpus.loan(ordinal, address)
-        except UnsupportedTensorError as error:
-            reason = f"its memory on cuda:{ordinal} cannot be opened by another process: {error}"
-            raise UnsupportedTensorError(f"{name}: {reason}; {REMEDY}") from error
+        held = [hold(self._gpus, name, tensor) for name, tensor in tensors]
+        described = describe_loan(self._gpus, held)
+        self._kept = [each.owner for each in held]
+        return {**described, "readers": readers}
 
     def read_by(self, version: int) -> int:
         return sum(1 for _ in self._folder.glob(f"read-{version}-*"))

@@ -4,6 +4,8 @@ types and places in a block of bytes. The block comes by one of two ways:
     shm           a file in /dev/shm that the trainer makes and all workers of the machine read in place. Its name is random, its mode
                   0600, and it is gone as soon as all have opened it; a foreign owner, another mode or another nonce is AuthError.
                   The trainer holds a lock on it: one that was killed before leaves a file that the next sender takes away
+                  Tensors on the trainer's GPUs may be lent beside it (lent.py): the file says whether they still are, and a worker
+                  that reads them locks a byte of it, which the trainer waits for
     distributed   a broadcast of the trainer, rank 0 of a Gloo group of its own; the trainer listens on a port only then
 
 The trainer's process needs no vLLM, and with shm no torch either.
@@ -20,16 +22,16 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import AuthError, CapacityError, ConfigError, FormatError, StateError, SyncAbortedError
+from rollmesh.errors import AuthError, CapacityError, ConfigError, FormatError, RankLostError, StateError, SyncAbortedError
 from rollmesh.show import shown
 
 Bytes = NDArray[np.uint8]
@@ -39,7 +41,9 @@ PREFIX = "rollmesh-weights-"
 NAME = re.compile(PREFIX + "[0-9a-f]{32}")
 NONCE = re.compile(r"[0-9a-f]{32}")
 MAGIC = b"rollmesh weights"
-HEAD = 64  # bytes before the block: the magic, the nonce
+HEAD = 64  # bytes before the block: the magic, the nonce, the number of what is lent (0: nothing is)
+LENT = 48  # where that number is
+READERS = (1, 0)  # length and start of what a worker locks while it reads what is lent
 POLL_S = 0.0005
 TRAINER = "trainer"  # a key of the store: rank 0 is there
 HELD_S = 5.0
@@ -55,6 +59,8 @@ class SharedBlock:
         self._descriptor = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._linked = True
         self.data: Bytes | None = None
+        self._lent: NDArray[np.uint64] | None = None
+        self._loans = 0
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # another sender's sweep may hold it for a moment
             os.fchmod(self._descriptor, 0o600)  # whatever the umask took away
@@ -65,6 +71,30 @@ class SharedBlock:
             raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
         memory[: len(MAGIC) + len(self.nonce)] = MAGIC + self.nonce.encode()
         self.data = np.frombuffer(memory, np.uint8)[HEAD:]
+        self._lent = np.frombuffer(memory, np.uint64, 1, LENT)
+
+    def lend(self) -> int:
+        """Number of a loan, from now until `take_back`."""
+        assert self._lent is not None
+        self._loans += 1
+        self._lent[0] = self._loans
+        return self._loans
+
+    def take_back(self, seconds: float) -> bool:
+        """No worker begins to read what is lent any more, and what one has read of it is refused. Whether none has it open any more
+        within so many seconds: then it is the trainer's again."""
+        if self._lent is None or not self._lent[0]:
+            return True
+        self._lent[0] = 0
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(BlockingIOError, PermissionError):  # some worker has its lock; that of one that has ended is gone
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, *READERS)
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, *READERS)
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
 
     def unlink(self) -> None:
         if self._linked:
@@ -73,7 +103,7 @@ class SharedBlock:
 
     def close(self) -> None:
         self.unlink()
-        descriptor, self._descriptor, self.data = self._descriptor, -1, None
+        descriptor, self._descriptor, self.data, self._lent = self._descriptor, -1, None, None
         if descriptor >= 0:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it
             os.close(descriptor)
@@ -98,6 +128,7 @@ class SharedReader:
     def __init__(self) -> None:
         self._name, self._descriptor = "", -1
         self._memory: Bytes | None = None
+        self._lent: NDArray[np.uint64] | None = None
 
     def block(self, name: Any, nonce: Any, size: int) -> Bytes:
         """The first `size` bytes, as a view that is valid until the next block is asked for."""
@@ -109,6 +140,29 @@ class SharedReader:
         if self._memory is None or size > min(held, self._memory.size):
             raise FormatError(f"{FOLDER / name} holds {max(held, 0)} bytes of weights, wanted {size}")
         return self._memory[:size]
+
+    @contextmanager
+    def reading(self, number: int) -> Iterator[Callable[[], None]]:
+        """What is lent by that number beside the block that is open may be looked at in here: its trainer waits. Gives what raises once
+        it is lent no more: StateError when the trainer has taken it back, RankLostError when it has ended."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, *READERS)
+        except (BlockingIOError, PermissionError):
+            self._refuse_taken_back(number)
+        try:
+            self._require_lent(number)
+            yield lambda: self._require_lent(number)
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, *READERS)
+
+    def _require_lent(self, number: int) -> None:
+        if self._lent is None or self._lent[0] != number:
+            self._refuse_taken_back(number)
+        if not self.is_held():
+            raise RankLostError(f"the trainer that lends block {number} of {FOLDER / self._name} has ended")
+
+    def _refuse_taken_back(self, number: int) -> NoReturn:
+        raise StateError(f"block {number} of {FOLDER / self._name} was taken back by its trainer")
 
     def is_held(self) -> bool:
         """Whether the sender of the block that is open still lives, and sends."""
@@ -146,11 +200,12 @@ class SharedReader:
         memory = mmap.mmap(self._descriptor, status.st_size, prot=mmap.PROT_READ)
         if not secrets.compare_digest(memory[: len(MAGIC) + len(nonce)], MAGIC + nonce.encode()):
             raise AuthError(f"{path} was not written by the sender of this update")
+        self._lent = np.frombuffer(memory, np.uint64, 1, LENT)
         return np.frombuffer(memory, np.uint8)[HEAD:]
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        self._name, self._memory = "", None
+        self._name, self._memory, self._lent = "", None, None
         if descriptor >= 0:
             os.close(descriptor)
 

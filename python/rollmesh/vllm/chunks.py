@@ -6,6 +6,7 @@ Both ends are this file. What does not fit is refused here, before anything is o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, DuplicateKeyError, Error, FormatError, VersionError
 from rollmesh.show import listed, shown
 from rollmesh.sources.arrays import bytes_of, describe, lay_out, parse, take
+from rollmesh.sources.loans import Loan, parse_loan
 from rollmesh.vllm.blocks import Bytes
 
 TRANSPORTS = ("shm", "distributed")
@@ -87,6 +89,8 @@ class UpdateInfo:
     sender          as in the InitInfo
     version         number of the set; every block of a set says the same. None: the next
     abort           instead of a block: why the trainer gives the set up
+    loan            transport="shm", JSON: more tensors of the block, which stay on the trainer's GPUs until the call returns: the number
+                    under which the file in /dev/shm has them as lent, and what rollmesh.sources.loans says of where they are
     """
 
     description: str = ""
@@ -96,6 +100,7 @@ class UpdateInfo:
     sender: str | None = None
     version: int | None = None
     abort: str | None = None
+    loan: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.description, str):
@@ -106,6 +111,8 @@ class UpdateInfo:
             raise VersionError(f"version = {shown(self.version)}, wanted an integer in [0, 2^63)")
         if self.abort is not None and not isinstance(self.abort, str):
             raise FormatError(f"abort = {shown(self.abort)}, wanted a reason")
+        if self.loan is not None and not isinstance(self.loan, str):
+            raise FormatError(f"loan = {shown(self.loan)}, wanted JSON")
 
 
 def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
@@ -135,3 +142,15 @@ def entries_of(info: UpdateInfo, block: Bytes) -> list[tuple[str, NDArray[Any]]]
             raise DuplicateKeyError(f"{entry.name} comes twice in one block")
         names.add(entry.name)
     return [(entry.name, take(entry, block, verify=entry.sum != "")) for entry in entries]
+
+
+def loan_of(text: str) -> tuple[int, Loan]:
+    """The number of a loan and what is lent. FormatError for what is none."""
+    try:
+        values = json.loads(text)
+        number = values["number"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"a description of lent weights that is not one: {error!r:.200}") from error
+    if not _integer(number, 1, 2**63 - 1):
+        raise FormatError(f"the number of a loan is {shown(number)}, wanted an integer in [1, 2^63)")
+    return number, parse_loan(values)

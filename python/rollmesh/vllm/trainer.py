@@ -6,7 +6,8 @@
     sender = AsyncWeightSender(async_llm)       the same for vllm.AsyncLLM:  await sender.send(…)
 
 The tensors go in blocks of bounded size: a file in shared memory that is filled again and again, or, for workers on other machines,
-broadcasts from here over a Gloo group (transport="distributed").
+broadcasts from here over a Gloo group (transport="distributed"). With lend=True tensors on GPUs stay where they are, and the workers'
+GPUs read them there (lent.py).
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.arguments import boolean, choice, integer
-from rollmesh.errors import ConfigError, StateError, SyncAbortedError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, DeadlineError, StateError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.pieces import is_sharded
 from rollmesh.show import reason, shown
 from rollmesh.sources.arrays import ALIGN, as_array, bucketed
+from rollmesh.sources.loans import Held
 from rollmesh.vllm.blocks import Bytes, Group, SharedBlock
 from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
 from rollmesh.vllm.clients import client_of, is_awaited, understood
+from rollmesh.vllm.lent import Lending
 
 BLOCK_BYTES = 128 << 20
+LENT_S = 10.0  # that a send which has failed waits for workers that read what is lent
 GivenUp = Callable[[], bool]
+Bucket = list[tuple[str, NDArray[Any] | Held]]
 
 
 class Call(NamedTuple):
@@ -58,6 +63,7 @@ class _Sending:
         cast: bool = False,
         allow_bias_removal: bool = False,
         verify: bool = False,
+        lend: bool = False,
         pause: bool | None = None,
         master_address: str | None = None,
         master_port: int = 0,
@@ -69,7 +75,12 @@ class _Sending:
         block_bytes         of tensors in one block; a larger tensor gets a block of its size
         cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
-        verify              the workers compare a sum of each tensor's bytes
+        verify              the workers compare a sum of each tensor's bytes, but of what is lent
+        lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on GPUs of this machine, which read them
+                            there without a copy; others are copied. They must stay as they are while `send` runs, and are the trainer's
+                            again when it has returned or raised. UnsupportedTensorError for GPU memory that no other process can open,
+                            ConfigError where a worker is on the CPU or does not see the tensors' GPU, or a build has no CUDA library:
+                            lend=False copies by way of the host
         pause               generation pauses during a send, unless it is paused already; running requests are kept. None: where it has to
                             (vLLM's LLM or AsyncLLM with several data parallel ranks) or may have to (a server)
         master_address, master_port, num_workers
@@ -82,10 +93,13 @@ class _Sending:
         self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
+        self._lending = Lending() if boolean("lend", lend) else None
         self._pause = None if pause is None else boolean("pause", pause)
         check_timeout(timeout)
         integer("master_port", master_port, 0, 65535)
         if transport == "distributed":
+            if lend:
+                raise ConfigError("lend=True with transport='distributed', wanted 'shm': a GPU's memory is opened on its own machine")
             if not isinstance(master_address, str) or num_workers is None:
                 raise ConfigError("transport='distributed' without master_address and num_workers, wanted both")
             integer("num_workers", num_workers, 1, 2**16 - 1)
@@ -152,8 +166,10 @@ class _Sending:
 
     def _blocks(self, entries: Iterator[tuple[str, Any]], version: int) -> Calls:
         """A source that fails on the way ends the update on the workers too."""
-        buckets = bucketed(((name, as_array(name, tensor)) for name, tensor in entries), self._block_bytes)
+        take = as_array if self._lending is None else self._lending.take
+        buckets = bucketed(((name, take(name, tensor)) for name, tensor in entries), self._block_bytes)
         while True:
+            bucket: Bucket | None = None  # of what was lent nothing is kept
             try:
                 bucket = next(buckets, None)
                 call = None if bucket is None else self._block(bucket, version)
@@ -162,18 +178,33 @@ class _Sending:
                 raise
             if call is None:
                 return
-            yield call
+            yield from self._until_read(call)
             self._leave_before()
             if self._shared is not None:
                 self._shared.unlink()  # all workers have it open
 
-    def _block(self, arrays: list[tuple[str, NDArray[Any]]], version: int) -> Call:
+    def _until_read(self, call: Call) -> Calls:
+        """What is lent for a call is the trainer's again when it has ended, however it has."""
+        try:
+            yield call
+        except BaseException as error:
+            if self._shared is not None and not self._shared.take_back(LENT_S):
+                error.add_note(f"a worker still has tensors open that were lent to it, {LENT_S:g} seconds later: their memory must stay")
+            raise
+        if self._shared is not None and not self._shared.take_back(self._timeout):
+            raise DeadlineError(f"a worker still has tensors open that were lent for a call, {self._timeout:g} seconds after its return")
+
+    def _block(self, bucket: Bucket, version: int) -> Call:
+        held = [tensor for _, tensor in bucket if isinstance(tensor, Held)]
+        arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, Held)]
         needed = sum(-(-array.nbytes // ALIGN) * ALIGN for _, array in arrays)
         if (group := self._group) is None:
             shared = self._shared_block(needed)
             assert shared.data is not None
             description, size = put(arrays, shared.data, sums=self._verify)
-            return Call("update_weights", (asdict(UpdateInfo(description, size, shared.name, shared.nonce, self._name, version)),))
+            loan = self._lending.lend(shared, held) if self._lending is not None and held else None
+            info = UpdateInfo(description, size, shared.name, shared.nonce, self._name, version, loan=loan)
+            return Call("update_weights", (asdict(info),))
         block: Bytes = np.empty(needed, np.uint8)
         description, size = put(arrays, block, sums=self._verify)
         info = UpdateInfo(description, size, sender=self._name, version=version)

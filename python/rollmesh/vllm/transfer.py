@@ -1,9 +1,11 @@
 """The weight transfer engine that vLLM knows as backend "rollmesh": it takes the blocks of a trainer, over shared memory of the machine or
-a Gloo group, and stages what is in them. weights.py has the order of the calls, and the commit; this is made by vLLM's factory.
+a Gloo group, or lent from its GPUs, and stages what is in them. weights.py has the order of the calls, and the commit; this is made by
+vLLM's factory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from rollmesh.errors import ConfigError, FormatError, StateError
 from rollmesh.show import shown
 from rollmesh.vllm.blocks import Bytes, Group, SharedReader
-from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of, info_of
+from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of, info_of, loan_of
+from rollmesh.vllm.lent import LentBlock
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -62,8 +65,17 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if update_info.abort is not None:
             self._updates.drop(f"the trainer gave it up: {update_info.abort}")
             return
-        entries = self._updates.together("a block's coming", lambda: entries_of(update_info, self._block(update_info)))
-        self._updates.stage(entries, update_info.version, self._options())
+        block = self._updates.together("a block's coming", self._tensors, update_info)
+        self._updates.stage(block, update_info.version, self._options())
+
+    def _tensors(self, info: UpdateInfo) -> Mapping[str, Any]:
+        """Those of a block by name. What is lent is not opened here: no rank waits for others while it has it open."""
+        entries = entries_of(info, self._block(info))
+        if info.loan is None:
+            return dict(entries)
+        if self._group is not None:
+            raise FormatError("a block that is lent over transport='distributed', wanted 'shm'")
+        return LentBlock(self._shared, *loan_of(info.loan), entries, self._updates.device)
 
     def require_sender(self, info: UpdateInfo) -> None:
         """StateError for a block of a trainer that another has followed."""

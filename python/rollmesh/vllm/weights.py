@@ -15,7 +15,7 @@ executor stops reading replies at the first failure, and would take those that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from rollmesh.arguments import PARTS
 from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
 from rollmesh.show import reason, shown
 from rollmesh.spmd import AnyEngine, SpmdEngine
-from rollmesh.sync import SyncOptions, push_mapping
+from rollmesh.sync import SyncOptions, lent, push_mapping
 from rollmesh.weights import Sync, Weights
 
 BACKEND = "rollmesh"
@@ -33,7 +33,6 @@ BACKEND = "rollmesh"
 KEPT, DROPPED = 1, 2
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
-Entries = list[tuple[str, Any]]
 T = TypeVar("T")
 
 
@@ -153,15 +152,26 @@ class WeightUpdates:
         if isinstance(self._engine, SpmdEngine):
             self._engine.compare(what, self._engine.tell_of_sync(what, repr(value), None))
 
-    def stage(self, entries: Entries, version: int | None, options: dict[str, Any]) -> None:
-        """A block into the set of the open update, which begins with its first."""
+    @property
+    def device(self) -> str:
+        """Of this rank's engine: "cpu", or "cuda:" and a number."""
+        return self._engine.stats()["device"]
+
+    def stage(self, block: Mapping[str, Any], version: int | None, options: dict[str, Any]) -> None:
+        """A block into the set of the open update, which begins with its first. What is lent of it is open on this rank until the rank
+        has read what it needs."""
         if self._set is None:
             self._begin(version, options)
         assert self._set is not None
         if (begun := self._set.options.version) != version:
             self._refuse(f"a block of version {version} in an update of version {begun}")
         self._set.require_open()
-        self.together("a block of weights", push_mapping, self._engine, dict(entries), None)
+        self.together("a block of weights", self._push, block)
+
+    def _push(self, block: Mapping[str, Any]) -> None:
+        with lent(block) as is_lent_still:
+            push_mapping(self._engine, block, None)
+            is_lent_still()
 
     def commit(self, options: dict[str, Any]) -> None:
         if self._set is None:
