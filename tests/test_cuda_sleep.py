@@ -298,8 +298,9 @@ def test_a_process_without_room_ends_it_on_all(shm: Server, library: Path, simt:
     job = {"of": "mesh_calls", "options": {"device": "cuda", "dtype": "float32"}, "victim": victim, "environment": environment}
     for rank, (first, errors, last) in enumerate(results(shm("kept_weights", (2, 1, 1), **job))):
         assert first == last
-        for call, own in (("sleep", "MemoryError"), ("wake", "CapacityError")):
+        calls = [("sleep", "MemoryError", []), ("wake", "CapacityError", ["weights", "kv"]), ("wake the cache", "CapacityError", ["kv"])]
+        for call, own, parts in calls:
             name, words, asleep = errors[call]
             assert name == (own if rank == victim else "SyncAbortedError")
             assert rank == victim or words.startswith(f"rank {victim}: {own}")
-            assert asleep == ([] if call == "sleep" else ["weights", "kv"])
+            assert asleep == parts

@@ -165,3 +165,7 @@ def part_mask(parts: Any) -> int:
     for name in names:
         mask |= PARTS[name]
     return mask
+
+
+def part_names(mask: int) -> str:
+    return " and ".join(part for part, bit in PARTS.items() if mask & bit)

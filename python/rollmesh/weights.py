@@ -28,6 +28,7 @@ from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
 from rollmesh.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
+SLEEP, WAKE = "a sleep", "a wake"
 TIMED = "commit in time"
 T = TypeVar("T")
 
@@ -41,7 +42,6 @@ class Weights:
         self.version: int | None = None
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
-        self._is_kept = False  # the weights sleep and serve again when they wake, on all ranks
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """A whole set from a mapping or an iterator."""
@@ -220,15 +220,10 @@ class Weights:
                 self._engine.keep_weights(False)
                 raise
         self._engine.sleep(parts | KEEP if keep else parts)
-        if parts & PARTS["weights"]:
-            self._is_kept = keep and (self._is_kept or self.version is not None)
         self.refresh()
 
     def wake(self, parts: int) -> None:
-        """Takes the memory again. Weights that were kept serve then, on all ranks or none."""
-        if not (self._is_kept and parts & PARTS["weights"]):
-            self._engine.wake(parts)
-            return
+        """Takes the memory again, on all ranks or none. Weights that were kept serve then."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
             self.together("wake", self._engine.wake, parts)
@@ -236,9 +231,18 @@ class Weights:
             if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
                 self._engine.sleep(woken | KEEP)
             raise
-        self._engine.keep_weights(False)
-        self._is_kept = False
+        if parts & PARTS["weights"]:
+            self._engine.keep_weights(False)
         self.refresh()
+
+    def alike(self, what: str, value: str) -> None:
+        """All ranks have come to it with the same value, or CollectiveMismatchError on all."""
+        if isinstance(self._engine, SpmdEngine):
+            try:
+                self._engine.compare(what, self._engine.tell_of_sync(what, value, None))
+            except BaseException as error:
+                self._engine.leave(error)
+                raise
 
     def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with
