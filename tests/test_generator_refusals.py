@@ -206,6 +206,8 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "sleep nested": (rm.ConfigError, lambda gen: gen.sleep([["kv"]])),  # type: ignore[list-item]
     "poll text": (rm.ConfigError, lambda gen: gen.poll("x")),  # type: ignore[arg-type]
     "bytes": (rm.RequestError, lambda gen: gen.generate(b"abc", PARAMS, use_tqdm=False)),
+    "masked": (rm.RequestError, lambda gen: gen.generate(np.ma.masked_array([1, 2], [0, 1]), PARAMS, use_tqdm=False)),
+    "masked rows": (rm.RequestError, lambda gen: gen.score([np.ma.masked_array([1, 2])])),
     "bytearray": (rm.RequestError, lambda gen: gen.generate([bytearray(b"abc")], PARAMS, use_tqdm=False)),  # type: ignore[list-item]
     "top_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(top_p=1e-50)),
     "min_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(min_p=1e-50)),

@@ -68,6 +68,11 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def is_masked(array: Any) -> bool:
+    """An array of numpy.ma, or of another class with a mask, which np.asarray drops without a word."""
+    return isinstance(array, np.ndarray) and hasattr(type(array), "mask")
+
+
 def page_positions(name: str, value: Any) -> int:
     if integer(name, value, 16, 4096) % 16:
         raise ConfigError(f"{name} = {shown(value)}, wanted a multiple of 16")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
+from rollmesh.arguments import is_masked
 from rollmesh.errors import ConfigError, DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
 from rollmesh.show import shown
 
@@ -40,6 +41,8 @@ _SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
     """A C-contiguous array in one of DTYPES; a view where the tensor is one already. Torch tensors may be on any device."""
     if isinstance(tensor, np.ndarray):
+        if is_masked(tensor):
+            raise UnsupportedTensorError(f"{name}: a masked array; send .filled(value); wanted a dense tensor")
         if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
             return np.asarray(tensor, order="C").view(BF16)
         array = np.asarray(tensor, order="C")  # ascontiguousarray would make [1] of a scalar
@@ -88,6 +91,8 @@ def _objection(tensor: Any) -> str | None:
     """Why a torch tensor has no plain memory to read, whatever its device; in the words of ext/tensor.c."""
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
         return "a fake tensor, which has no data"
+    if type(tensor).__name__ == "MaskedTensor":
+        return "a masked tensor; send .to_tensor(value)"
     if tensor.is_meta:
         return "a meta tensor, which has no data"
     if tensor.is_nested:
