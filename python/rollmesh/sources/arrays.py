@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.arguments import is_masked
-from rollmesh.errors import ConfigError, DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
+from rollmesh.errors import (
+    ConfigError,
+    DTypeError,
+    DuplicateKeyError,
+    FormatError,
+    LayoutError,
+    LimitError,
+    UnsupportedTensorError,
+)
 from rollmesh.show import shown
 
 BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
@@ -168,10 +176,18 @@ def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[lis
 
 
 def check_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise LimitError(f"a tensor's name is {name!r:.80}, wanted a str of at most {MAX_NAME} characters")
+    if not isinstance(name, str) or not name:
+        raise LimitError(f"a tensor's name is {shown(name)[:80]}, wanted a str of 1 to {MAX_NAME} characters")
     if len(name) > MAX_NAME:
         raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
+
+
+def check_new_name(name: Any, seen: set[str]) -> None:
+    """Of a set whose names so far are `seen`, this one among them afterwards."""
+    check_name(name)
+    if name in seen:
+        raise DuplicateKeyError(f"{name} comes twice")
+    seen.add(name)
 
 
 def describe(entries: Iterable[Entry], **more: Any) -> bytes:
