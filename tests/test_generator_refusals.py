@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from test_requests import OTHER_STATE, PARAMS, PROMPT, STATE, VOCAB, fingerprint, make
 
 import rollmesh as rm
+from rollmesh import ops
 
 
 @pytest.fixture
@@ -221,6 +222,56 @@ def test_bad_arguments_have_typed_errors_and_change_nothing(gen: rm.Generator, n
     kind, call = BAD_CALLS[name]
     with pytest.raises(kind):
         call(gen)
+    assert fingerprint(gen) == before
+
+
+class Long(Sequence[Any]):
+    """Of one item over and over; whoever asks for more than any list may have asks for all."""
+
+    def __init__(self, item: Any, length: int):
+        self.item, self.length = item, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index <= 2**24, "walked on"
+        return self.item
+
+
+def endless(item: Any, most: int) -> Iterator[Any]:
+    for _ in range(most + 1):
+        yield item
+    raise AssertionError("walked on")
+
+
+LISTS: dict[str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]] = {  # an item, how many there may be
+    "parts": (rm.ConfigError, "kv", 2, lambda gen, value: gen.sleep(value)),
+    "parts to wake": (rm.ConfigError, "kv", 2, lambda gen, value: gen.wake(value)),
+    "eos_token_ids": (rm.ConfigError, 7, VOCAB, lambda gen, value: make(eos_token_ids=value)),
+    "prompts": (rm.RequestError, [1, 2], 2**24, lambda gen, value: gen.generate(value, use_tqdm=False)),
+    "one of the prompts": (rm.RequestError, 5, 0, lambda gen, value: gen.submit([[1], value])),
+    "params": (rm.RequestError, PARAMS, 2, lambda gen, value: gen.generate([[1], [2]], value, use_tqdm=False)),
+    "ids": (rm.RequestError, 3, 2**24, lambda gen, value: gen.abort(value)),
+    "stop": (rm.RequestError, "a", 2**20, lambda gen, value: rm.SamplingParams(stop=value)),
+    "stop_token_ids": (rm.RequestError, 9, 2**20, lambda gen, value: rm.SamplingParams(stop_token_ids=value)),
+    "banned": (rm.RequestError, 9, 2**20, lambda gen, value: ops.SampleParams(banned=value)),
+    "params of rows": (
+        rm.ConfigError,
+        ops.SampleParams(),
+        2,
+        lambda gen, value: ops.sample(np.zeros((2, 8), np.float32), np.zeros((2, 2), np.float32), value),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_without_end_is_refused_before_it_is_walked(gen: rm.Generator, name: str) -> None:
+    before = fingerprint(gen)
+    kind, item, most, call = LISTS[name]
+    for values in (endless(item, most), Long(item, 10**9), Long(item, 10**30)):
+        with pytest.raises(kind):
+            call(gen, values)
     assert fingerprint(gen) == before
 
 

@@ -8,10 +8,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from rollmesh.bounded import MAX_ITEMS, items_of, says_more_than
 from rollmesh.comm import Comm
 from rollmesh.errors import CapacityError, ConfigError, Error, RequestError
 from rollmesh.mesh import Mesh
@@ -97,7 +99,7 @@ def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) 
     if given is None:
         from_tokenizer = getattr(tokenizer, "eos_token_id", None)
         given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
-    ids = list(given) if hasattr(given, "__iter__") else [given]
+    ids = items_of(ConfigError, "eos_token_ids", given, spec.vocab_size) if hasattr(given, "__iter__") else [given]
     return tuple(integer("eos_token_ids", token, 0, spec.vocab_size - 1) for token in ids)
 
 
@@ -129,8 +131,18 @@ def prompt_list(prompts: Any) -> list[Any]:
         raise RequestError(f"prompts is a {type(prompts).__name__}, wanted text, token ids, or a list of them")
     if getattr(prompts, "ndim", None) == 1:
         return [prompts]
-    items = list(prompts)
+    items = items_of(RequestError, "prompts", prompts)
     return [items] if items and isinstance(items[0], (int, np.integer)) else items
+
+
+def check_ids(prompt: Any) -> None:
+    """Nothing that NumPy would read in a way that nobody means, or for ever."""
+    if isinstance(prompt, BYTES):
+        raise RequestError(f"prompt is {type(prompt).__name__}, wanted text or token ids")
+    if is_masked(prompt):
+        raise RequestError("prompt is a masked array, wanted a plain one: .filled(value) makes it")
+    if says_more_than(prompt, MAX_ITEMS):
+        raise RequestError(f"prompt has more than {MAX_ITEMS} token ids, wanted at most {MAX_ITEMS}")
 
 
 def param_list(params: Any, count: int) -> list[SamplingParams]:
@@ -138,7 +150,7 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    chosen = list(params) if isinstance(params, Sequence) else []
+    chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
         raise RequestError(f"params is not a SamplingParams or a sequence of {count} of them")
     return chosen
@@ -155,7 +167,7 @@ def naming_prompt(index: int) -> Iterator[None]:
 
 def request_ids(ids: Any) -> list[int]:
     """One request id or several."""
-    items = [ids] if isinstance(ids, (int, np.integer)) else list(ids) if hasattr(ids, "__iter__") else [ids]
+    items = items_of(RequestError, "ids", ids) if hasattr(ids, "__iter__") else [ids]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
             raise RequestError(f"request id {shown(item)}, wanted an integer")
@@ -163,8 +175,8 @@ def request_ids(ids: Any) -> list[int]:
 
 
 def part_mask(parts: Any) -> int:
-    names = [parts] if isinstance(parts, str) else list(parts) if hasattr(parts, "__iter__") else []
-    if not names or not all(isinstance(name, str) and name in PARTS for name in names):
+    names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1)) if hasattr(parts, "__iter__") else []
+    if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):
         raise ConfigError(f"parts = {shown(parts)}, wanted 'weights', 'kv' or both")
     mask = 0
     for name in names:

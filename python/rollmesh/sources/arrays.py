@@ -187,6 +187,8 @@ def check_new_name(name: Any, seen: set[str]) -> None:
     check_name(name)
     if name in seen:
         raise DuplicateKeyError(f"{name} comes twice")
+    if len(seen) == MAX_ENTRIES:
+        raise LimitError(f"more than {MAX_ENTRIES} weights in one set; the limit is {MAX_ENTRIES}")
     seen.add(name)
 
 
