@@ -312,7 +312,7 @@ def test_ranks_that_mean_different_senders(ranks: Ranks, commands: tuple[Any, ..
     assert ranks.stream(DENSE, 2, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 2))] * 2
 
 
-@pytest.mark.parametrize("src", [3, -1, True, "0"])
+@pytest.mark.parametrize("src", [3, -1, True, "0", None])
 def test_a_sender_that_is_no_rank(ranks: Ranks, src: Any) -> None:
     told = ranks(("send", DENSE, 1, {}), ("take", 1, {"src": src}), ("take", 1, {}))
     assert told[1].startswith(f"ConfigError: src = {src!r}, wanted a rank of the group")
@@ -474,8 +474,13 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
         with pytest.raises(rm.ConfigError, match="a comm of one rank"):
             next(sources.receive_weights(comm, src=0))
     pytest.importorskip("torch")
-    for none in ("gloo", 3, rm.Mesh(tp=2)):
+    from torch import distributed
+
+    outside = distributed.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a process that is none of its ranks
+    for none in ("gloo", 3, rm.Mesh(tp=2), outside):
         message = rf"group is a {type(none).__name__}, wanted a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None"
+        if none is outside:
+            message = "group is torch's NON_GROUP_MEMBER: new_group made it without this process, wanted a group that it is in"
         for call in (
             lambda its: sources.send_weights({}, its),
             lambda its: next(sources.receive_weights(its, src=0)),

@@ -67,7 +67,8 @@ def send_weights(
     the others.
     """
     _check_source(source)
-    stream = _Stream(carrier_of(group), src, device)
+    carrier = carrier_of(group)
+    stream = _Stream(carrier, carrier.rank if src is None else src, device)
     stream.agree(sends=True)
     sent, last = 0, None
     try:
@@ -152,7 +153,7 @@ class _Stream:
     """This rank's part of one stream: what it has to say and to hear, so that all ranks stay at the same place of it."""
 
     def __init__(self, carrier: Carrier, src: Any, device: Any):
-        self.carrier, self.src, self.device = carrier, carrier.rank if src is None else src, device
+        self.carrier, self.src, self.device = carrier, src, device
         self.is_over = False
 
     @contextmanager
