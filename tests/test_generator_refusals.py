@@ -5,6 +5,7 @@ oracle is the same as in test_requests.py: nothing that can be observed has chan
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 import time
@@ -273,6 +274,12 @@ def test_a_list_without_end_is_refused_before_it_is_walked(gen: rm.Generator, na
         with pytest.raises(kind):
             call(gen, values)
     assert fingerprint(gen) == before
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-310, np.float64(2e-308)])
+def test_a_share_that_the_engine_would_take_for_none(share: float) -> None:
+    with pytest.raises(rm.ConfigError, match=re.escape(f"memory_fraction = {share!r} is not 0, but below 2.2250738585072014e-308")):
+        make(kv_cache_gib=None, memory_fraction=share)
 
 
 def test_unusual_arguments_that_are_fine(gen: rm.Generator) -> None:

@@ -549,8 +549,8 @@ static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
   size_t wanted = 0;
   for (int r = 0; r < ranks->n; r++) wanted += rm_engine_bytes_to_keep(ranks->members[r].engine);
   if (wanted <= available) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %.2f GiB and the host has %.2f GiB left to keep them in", ranks->n,
-                 (double)wanted / 0x1p30, (double)available / 0x1p30);
+  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %s and the host has %s left to keep them in", ranks->n,
+                 rm_say_bytes((double)wanted).text, rm_say_bytes((double)available).text);
 }
 
 rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err) {

@@ -29,6 +29,7 @@ PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 KEEP = 4
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
+MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one: what is below it the engine takes for 0
 
 
 def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool) -> None:
@@ -91,6 +92,8 @@ def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
     """memory_fraction, 0 where the size of the KV cache is said."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
         raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
+    if float(fraction) < MIN_FLOAT64:
+        raise ConfigError(f"memory_fraction = {shown(fraction)} is not 0, but below {MIN_FLOAT64}, the smallest normal float64")
     return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
