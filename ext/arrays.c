@@ -46,12 +46,21 @@ static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_w
   return -1;
 }
 
+// Asked of the class: an array of records may have a field of that name.
+int rm_array_is_masked(PyObject *object) {
+  return !PyArray_CheckExact(object) && PyObject_HasAttrString((PyObject *)Py_TYPE(object), "mask");
+}
+
 int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data) {
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
   if (!PyArray_Check(object)) {
     rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is %R, wanted a numpy array of %s", want->name, (PyObject *)Py_TYPE(object),
                   type_name(want->type));
+    return -1;
+  }
+  if (rm_array_is_masked(object)) {
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is a masked array, wanted a plain one: .filled(value) makes it", want->name);
     return -1;
   }
   PyArrayObject *array = (PyArrayObject *)object;

@@ -26,8 +26,11 @@ typedef struct rm_array_want {
   int64_t shape[4];
 } rm_array_want;
 
+// An array of numpy.ma, or of another class with a mask, which nothing here looks at: what it hides would be read.
+int rm_array_is_masked(PyObject *object);
+
 // The data pointer: view, valid while `object` is alive and unchanged. 0, or −1 with the exception set: DTypeError,
-// ShapeError, LayoutError (not C order, misaligned, read-only), UnsupportedTensorError (no array).
+// ShapeError, LayoutError (not C order, misaligned, read-only), UnsupportedTensorError (no array, or a masked one).
 int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data);
 
 // Any C-contiguous one-dimensional int32 array of token ids; n_out gets its length. RequestError otherwise.

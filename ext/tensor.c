@@ -181,8 +181,10 @@ static const char *torch_objection(PyObject *object, int *failed) {
   PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
   if (!type) *failed = 1;
   const int fake = text_is(type, "FakeTensor") || text_is(type, "FunctionalTensor"), distributed = text_is(type, "DTensor");
+  const int masked = text_is(type, "MaskedTensor");
   Py_XDECREF(type);
   if (fake) return "a fake tensor, which has no data";
+  if (masked) return "a masked tensor; send .to_tensor(value)";
   if (distributed) return "a DTensor; send .full_tensor(), or .to_local() where it is replicated";
   if (!*failed && attr_is_true(object, "is_quantized", failed)) return "a quantized tensor";
   if (!*failed && attr_is_true(object, "is_meta", failed)) return "a meta tensor, which has no data";
@@ -409,6 +411,7 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, co
   memset(out, 0, sizeof *out);
   *owner = NULL;
   if (PyArray_Check(object)) {
+    if (rm_array_is_masked(object)) return refuse(module, name, "a masked array; send .filled(value)");
     if (from_numpy(module, (PyArrayObject *)object, name, out)) return -1;
     *owner = Py_NewRef(object);
     return 0;

@@ -106,18 +106,18 @@ def kept_weights(rank: Rank) -> Any:
 
         generator.sync_weights(rank.source(), cast=True)
         first = answers(generator)
-        if rank.victim:
-            _core.memory_fail_at(1, False)
+        rank.after(0, "keep_weights", lambda: _core.memory_fail_at(1, False))
         errors["sleep"] = refused(lambda: generator.sleep(keep_weights=True))
         _core.memory_fail_at(0)
         generator.reset_prefix_cache()
         assert answers(generator) == first
-        generator.sleep(keep_weights=True)
-        if rank.victim:
-            os.environ["ROLLMESH_SIMT_MEMORY"] = "4096"
-        errors["wake"] = refused(generator.wake)
-        os.environ.pop("ROLLMESH_SIMT_MEMORY", None)
-        generator.wake()
+        for call, parts, keep in (("wake", ["weights", "kv"], True), ("wake the cache", ["kv"], False)):
+            generator.sleep(parts, keep)
+            if rank.victim:
+                os.environ["ROLLMESH_SIMT_MEMORY"] = "4096"
+            errors[call] = refused(generator.wake)
+            os.environ.pop("ROLLMESH_SIMT_MEMORY", None)
+            generator.wake()
         return [first, errors, answers(generator)]
 
 
@@ -310,6 +310,28 @@ def stops(rank: Rank) -> Any:
         generator.sync_weights(rank.source(), cast=True)
         stop = ["ab"] if rank.victim else ["cd"]
         return raised(lambda: generator.generate([[1, 2, 3], [4, 5]], params(0, 12, stop=stop)))[:2]
+
+
+def rests(rank: Rank) -> Any:
+    """Sleeps and wakes for which the victim has other arguments: what is raised and what sleeps then, and whether the same serves on."""
+    told = []
+    with rank.make() as generator:
+        generator.sync_weights(rank.source(), cast=True, version=3)
+        before = answers(generator)
+        opened = generator.begin_sync(cast=True)
+
+        def refused(method: Callable[..., None]) -> None:
+            arguments = rank.job[method.__name__][0 if rank.victim else 1]
+            told.append([*raised(lambda: method(*arguments)), generator.metrics()["asleep"]])
+
+        refused(generator.sleep)
+        opened.push(*next(iter(weights(rank.job["model"]).items())))  # the set is open as it was
+        opened.abort()
+        same = answers(generator) == before
+        generator.sleep(keep_weights=True)
+        refused(generator.wake)
+        generator.wake()
+        return [told, same, answers(generator) == before]
 
 
 def aborted_asleep(rank: Rank) -> Any:

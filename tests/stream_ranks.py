@@ -9,7 +9,9 @@ seed, the others receive into generators.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -126,6 +128,7 @@ class Rank:
         dtype: str = "float32",
         fails_at: int = -1,
         dies_at: int = -1,
+        renamed: tuple[int, Any] = (-1, ""),
         lie: str = "",
         change: Callable[[State], State] = dict,
         **options: Any,
@@ -139,13 +142,16 @@ class Rank:
                     raise KeyError("trainer")
                 if i == dies_at:
                     os._exit(0)
+                if i == renamed[0]:
+                    yield renamed[1], entry[1]
+                    continue
                 yield (entry[0], passing(entry[1], self._trainer())) if where == "passing" else entry
 
         honest = stream.describe
         if lie:
             stream.describe = lambda entries: LIES[lie](honest(entries))  # type: ignore[assignment]
         try:
-            streams = fails_at >= 0 or dies_at >= 0 or where == "passing"
+            streams = max(fails_at, dies_at, renamed[0]) >= 0 or where == "passing"
             return sources.send_weights(entries() if streams else source, self.group, **self._options(options))
         finally:
             stream.describe = honest
@@ -278,12 +284,19 @@ def longer(text: bytes) -> bytes:
     return text.replace(b'"shape": [', b'"shape": [7, ', 1)
 
 
+def twice(text: bytes) -> bytes:
+    tensors = json.loads(text)["tensors"]
+    return json.dumps({"tensors": [{**its, "name": tensors[0]["name"]} for its in tensors]}).encode()
+
+
 LIES: dict[str, Callable[[bytes], bytes]] = {
     "no json": lambda text: text[:-3],
     "shape": longer,
     "dims": lambda text: text.replace(b'"shape": [', b'"shape": [1, 1, 1, 1, ', 1),
     "dtype": lambda text: text.replace(b"float32", b"float99", 1),
     "place": lambda text: text.replace(b'"offset": 0,', b'"offset": 1099511627776,', 1),
+    "twice": twice,
+    "nameless": lambda text: re.sub(b'"name": "[^"]+"', b'"name": ""', text),
     "sum": lambda text: text.replace(b'"sum": "', b'"sum": "0', 1),
 }
 

@@ -53,7 +53,7 @@ def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "free, words", [(2**34, "works for up to 64 ranks: 16.00 of"), (25 << 20, "works for up to 2 "), (19 << 20, "no: ")]
+    "free, words", [(2**34, "works for up to 64 ranks: 16.00 GiB of"), (25 << 20, "works for up to 2 "), (19 << 20, "no: ")]
 )
 def test_doctor_knows_how_many_ranks_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, words: str) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12, f_blocks=1 << 30))

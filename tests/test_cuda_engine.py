@@ -23,6 +23,7 @@ import test_hosted
 import rollmesh as rm
 from rollmesh import _core
 from rollmesh.devices import LIBRARY_SWITCH, library_path
+from rollmesh.show import byte_text
 
 SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 6, [5]]
@@ -435,7 +436,7 @@ def test_more_than_the_card_has_is_refused(make: Callable[..., rm.Generator], li
     """The device lives on: the next generator has it."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(64 << 20))
     wanted = 1.5 * free(library) / 2**30
-    with pytest.raises(rm.CapacityError, match=rf"the KV cache takes {wanted:.2f} GiB and cuda:0 has \d+\.\d\d GiB free"):
+    with pytest.raises(rm.CapacityError, match=rf"the KV cache takes {byte_text(wanted * 2**30)} and cuda:0 has \S+ [MG]iB free"):
         make(max_model_len=4096, block_size=1024, kv_cache_gib=wanted)
     gpu = make()
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
@@ -456,7 +457,7 @@ def test_memory_that_is_not_there_is_named(
     make: Callable[..., rm.Generator], library: Path, simt: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(8 << 20))
-    with pytest.raises(rm.CapacityError, match=r"the KV cache takes 0\.05 GiB and cuda:0 has 0\.0. GiB free"):
+    with pytest.raises(rm.CapacityError, match=r"the KV cache takes 51\.\d\d MiB and cuda:0 has [1-7]\.\d\d MiB free"):
         make(kv_cache_gib=0.05)
     state = helpers.numpy_state_dict(DENSE, seed=1)
     gpu = make()
@@ -483,6 +484,18 @@ def test_the_cache_takes_what_is_left(make: Callable[..., rm.Generator], simt: N
     for wrong in (0, -1, 1.5, True, "all"):
         with pytest.raises(rm.ConfigError, match="memory_fraction"):
             make(kv_cache_gib=None, memory_fraction=wrong)
+
+
+@pytest.mark.parametrize("memory", [1, 4096, 1 << 20, 4 << 20])
+def test_a_device_with_next_to_no_memory(
+    make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    """Whatever is the first that has no room, of one rank and where ranks exchange; the figures show how little there is."""
+    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(memory))
+    for changes in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=2, dp=2, ep=4)}, {"kv_cache_gib": None}):
+        with pytest.raises(rm.CapacityError, match=r"( takes |wanted more than)") as caught:
+            make(MOE, device="cuda:0", max_num_batched_tokens=2048, **changes)
+        assert not re.search(r"\b0\.00 ", str(caught.value))
 
 
 # ------------------------------------------------------------------------------------------------ faults

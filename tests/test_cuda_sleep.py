@@ -73,6 +73,48 @@ for mesh in (rm.Mesh(), rm.Mesh(tp=2, ep=2)):
 """
 
 
+APART = """
+import os, sys
+import helpers, rollmesh as rm
+rank, meminfo, name, needs = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
+config = helpers.tiny_config(moe=True)
+options = {"mesh": rm.Mesh(tp=2, ep=2), "comm": rm.comm.shm(name, rank, 2, 30.0), "max_model_len": 64, "kv_cache_gib": 0.002}
+with rm.Generator(rm.ModelSpec.from_hf(config), device="cuda:0", **options) as generator:
+    generator.sync_weights(helpers.numpy_state_dict(config, seed=1), cast=True)
+    open(meminfo, "w").write(f"MemAvailable: {int(needs * generator.metrics()['weight_bytes']) // 1024 + 1} kB\\n")
+    os.environ["OTHER_MEMINFO"] = meminfo
+    try:
+        generator.sleep(keep_weights=True)
+        print("asleep")
+    except rm.CapacityError as error:
+        print(error, generator.metrics()["asleep"], generator.version)
+    del os.environ["OTHER_MEMINFO"]
+"""
+
+
+@pytest.mark.parametrize("needs", [1.5, 2.5])
+def test_processes_of_a_host_ask_it_together(simt_library: Path, tmp_path: Path, needs: float) -> None:
+    """Each has room for its own part, and for both only where the host has more than twice as much."""
+    (tmp_path / "other.c").write_text(NO_ROOM)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.c", "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(tmp_path / "other.so"), "ROLLMESH_CUDA_LIBRARY": str(simt_library)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    name = f"asleep-{os.getpid()}-{needs}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", APART, str(rank), str(tmp_path / f"meminfo{rank}"), name, str(needs)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=120)
+        wanted = r"the weights of ranks 0, 1 take [1-9]\S+ KiB and their host has [1-9]\S+ KiB left to keep them in \[\] 0"
+        assert re.fullmatch("asleep" if needs > 2 else wanted, said.strip()), said
+
+
 def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(simt_library: Path, tmp_path: Path) -> None:
     """What one rank has room for: two take a little more together, each of them less."""
     (tmp_path / "other.c").write_text(NO_ROOM)
@@ -84,7 +126,7 @@ def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(simt_library: P
     assert done.returncode == 0, done.stderr
     one, two = done.stdout.splitlines()
     assert one == "asleep"
-    assert re.fullmatch(r"the weights of 2 ranks take [\d.]+ GiB and the host has [\d.]+ GiB left to keep them in 0", two)
+    assert re.fullmatch(r"the weights of 2 ranks take [1-9][\d.]+ KiB and the host has [1-9][\d.]+ KiB left to keep them in 0", two)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, TWO, {"device": "cpu"}, {"device": "cpu", **TWO}], ids=str)
@@ -255,7 +297,7 @@ def test_no_room_on_the_device(
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(used + room))
     what = "the KV cache" if left == "the weights" else "waking the weights"
     for _ in range(2):
-        with pytest.raises(rm.CapacityError, match=rf"{what} takes \d+\.\d\d GiB and cuda:\d has \d+\.\d\d GiB free"):
+        with pytest.raises(rm.CapacityError, match=rf"{what} takes \d+\.\d\d [KM]iB and cuda:\d has (\d+\.\d\d [KM]iB|\d+ B) free"):
             generator.wake()
         assert generator.metrics()["asleep"] == ["weights", "kv"]
         assert _core.memory_mapped() == mapped
@@ -298,8 +340,9 @@ def test_a_process_without_room_ends_it_on_all(shm: Server, library: Path, simt:
     job = {"of": "mesh_calls", "options": {"device": "cuda", "dtype": "float32"}, "victim": victim, "environment": environment}
     for rank, (first, errors, last) in enumerate(results(shm("kept_weights", (2, 1, 1), **job))):
         assert first == last
-        for call, own in (("sleep", "MemoryError"), ("wake", "CapacityError")):
+        calls = [("sleep", "MemoryError", []), ("wake", "CapacityError", ["weights", "kv"]), ("wake the cache", "CapacityError", ["kv"])]
+        for call, own, parts in calls:
             name, words, asleep = errors[call]
             assert name == (own if rank == victim else "SyncAbortedError")
             assert rank == victim or words.startswith(f"rank {victim}: {own}")
-            assert asleep == ([] if call == "sleep" else ["weights", "kv"])
+            assert asleep == parts

@@ -5,10 +5,11 @@ oracle is the same as in test_requests.py: nothing that can be observed has chan
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from test_requests import OTHER_STATE, PARAMS, PROMPT, STATE, VOCAB, fingerprint, make
 
 import rollmesh as rm
+from rollmesh import ops
 
 
 @pytest.fixture
@@ -206,6 +208,8 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "sleep nested": (rm.ConfigError, lambda gen: gen.sleep([["kv"]])),  # type: ignore[list-item]
     "poll text": (rm.ConfigError, lambda gen: gen.poll("x")),  # type: ignore[arg-type]
     "bytes": (rm.RequestError, lambda gen: gen.generate(b"abc", PARAMS, use_tqdm=False)),
+    "masked": (rm.RequestError, lambda gen: gen.generate(np.ma.masked_array([1, 2], [0, 1]), PARAMS, use_tqdm=False)),
+    "masked rows": (rm.RequestError, lambda gen: gen.score([np.ma.masked_array([1, 2])])),
     "bytearray": (rm.RequestError, lambda gen: gen.generate([bytearray(b"abc")], PARAMS, use_tqdm=False)),  # type: ignore[list-item]
     "top_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(top_p=1e-50)),
     "min_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(min_p=1e-50)),
@@ -220,6 +224,62 @@ def test_bad_arguments_have_typed_errors_and_change_nothing(gen: rm.Generator, n
     with pytest.raises(kind):
         call(gen)
     assert fingerprint(gen) == before
+
+
+class Long(Sequence[Any]):
+    """Of one item over and over; whoever asks for more than any list may have asks for all."""
+
+    def __init__(self, item: Any, length: int):
+        self.item, self.length = item, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index <= 2**24, "walked on"
+        return self.item
+
+
+def endless(item: Any, most: int) -> Iterator[Any]:
+    for _ in range(most + 1):
+        yield item
+    raise AssertionError("walked on")
+
+
+LISTS: dict[str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]] = {  # an item, how many there may be
+    "parts": (rm.ConfigError, "kv", 2, lambda gen, value: gen.sleep(value)),
+    "parts to wake": (rm.ConfigError, "kv", 2, lambda gen, value: gen.wake(value)),
+    "eos_token_ids": (rm.ConfigError, 7, VOCAB, lambda gen, value: make(eos_token_ids=value)),
+    "prompts": (rm.RequestError, [1, 2], 2**24, lambda gen, value: gen.generate(value, use_tqdm=False)),
+    "one of the prompts": (rm.RequestError, 5, 0, lambda gen, value: gen.submit([[1], value])),
+    "params": (rm.RequestError, PARAMS, 2, lambda gen, value: gen.generate([[1], [2]], value, use_tqdm=False)),
+    "ids": (rm.RequestError, 3, 2**24, lambda gen, value: gen.abort(value)),
+    "stop": (rm.RequestError, "a", 2**20, lambda gen, value: rm.SamplingParams(stop=value)),
+    "stop_token_ids": (rm.RequestError, 9, 2**20, lambda gen, value: rm.SamplingParams(stop_token_ids=value)),
+    "banned": (rm.RequestError, 9, 2**20, lambda gen, value: ops.SampleParams(banned=value)),
+    "params of rows": (
+        rm.ConfigError,
+        ops.SampleParams(),
+        2,
+        lambda gen, value: ops.sample(np.zeros((2, 8), np.float32), np.zeros((2, 2), np.float32), value),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_without_end_is_refused_before_it_is_walked(gen: rm.Generator, name: str) -> None:
+    before = fingerprint(gen)
+    kind, item, most, call = LISTS[name]
+    for values in (endless(item, most), Long(item, 10**9), Long(item, 10**30)):
+        with pytest.raises(kind):
+            call(gen, values)
+    assert fingerprint(gen) == before
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-310, np.float64(2e-308)])
+def test_a_share_that_the_engine_would_take_for_none(share: float) -> None:
+    with pytest.raises(rm.ConfigError, match=re.escape(f"memory_fraction = {share!r} is not 0, but below 2.2250738585072014e-308")):
+        make(kv_cache_gib=None, memory_fraction=share)
 
 
 def test_unusual_arguments_that_are_fine(gen: rm.Generator) -> None:

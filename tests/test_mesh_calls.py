@@ -5,6 +5,7 @@ same requests in the same call, and one rank, whose outputs are the same. Bound:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -225,3 +226,44 @@ def test_row_25_a_set_with_other_options_on_one_rank(ranks: Ask, serves_next: An
 def test_a_timeout_that_one_rank_has(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int], victim: int, way: str) -> None:
     for got in results(ranks("differs", mesh, how="timeout", way=way, victim=victim)):
         assert (got["told"][0], got["after"]) == (None, serves_next), got["told"]
+
+
+# -------------------------------------------------------------------------------------------------- ranks that sleep unlike
+BOTH = ["weights", "kv"]
+
+
+@pytest.mark.parametrize("mesh, victim", [((2, 1, 1), 1), ((1, 2, 1), 0), ((2, 2, 4), 3)])
+@pytest.mark.parametrize(
+    "sleep, wake, words",
+    [
+        ([["kv"], [BOTH]], [["kv"], [BOTH]], ["kv, keep_weights=False", "weights and kv, keep_weights=False", "kv", "weights and kv"]),
+        (
+            [["weights", True], ["weights"]],
+            [["weights"], ["kv"]],
+            ["weights, keep_weights=True", "weights, keep_weights=False", "weights", "kv"],
+        ),
+    ],
+)
+def test_ranks_that_sleep_or_wake_with_other_arguments(
+    ranks: Ask, mesh: tuple[int, int, int], victim: int, sleep: Any, wake: Any, words: list[str]
+) -> None:
+    """All refuse at once, and nothing sleeps or wakes: neither on the rank that had less of it to do, nor on the others."""
+    for (slept, woken), *served in results(ranks("rests", mesh, victim=victim, sleep=sleep, wake=wake)):
+        for what, (kind, text, _, asleep), (its, others), parts in (("sleep", slept, words[:2], []), ("wake", woken, words[2:], BOTH)):
+            first, second = (others, its) if victim else (its, others)
+            said = rf"rank \d begins a {what} with {re.escape(second)}, rank 0 with {re.escape(first)}"
+            assert (kind, asleep) == ("CollectiveMismatchError", parts), text
+            assert re.fullmatch(said, text), text
+        assert served == [True, True]
+
+
+def test_arguments_of_a_sleep_that_one_rank_refuses(ranks: Ask) -> None:
+    """Its own error there; the others do not wait for it."""
+    moments = []
+    for rank, (told, *served) in enumerate(results(ranks("rests", (2, 1, 1), victim=1, sleep=[["cache"], []], wake=[[[]], []]))):
+        for (kind, text, moment, asleep), parts in zip(told, ([], BOTH), strict=True):
+            assert (kind, asleep) == ("ConfigError" if rank else "SyncAbortedError", parts), text
+            assert text.endswith("wanted 'weights', 'kv' or both")
+            moments.append(moment)
+        assert served == [True, True]
+    assert max(moments) - min(moments) < 10, "known at the deadline of 30 s only"

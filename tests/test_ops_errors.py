@@ -281,6 +281,10 @@ def test_sample_params_that_no_column_holds() -> None:
             ops.SampleParams(banned=(1, token))  # type: ignore[arg-type]
 
 
+def masked(*shape: int) -> Array:
+    return np.ma.masked_array(np.ones(shape, np.float32), np.ones(shape, bool))
+
+
 LONG = "x" * 10**6
 STATS, LOGITS, CACHES = np.zeros((1, 2), np.float32), np.zeros((1, 8), np.float32), (words(1, 1, 512), words(1, 1, 512))
 WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
@@ -304,6 +308,15 @@ WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "rope_table None": (errors.UnsupportedTensorError, lambda: ops.rope_table(None, 3)),  # type: ignore[arg-type]
     "rope_table scale": (errors.ConfigError, lambda: ops.rope_table(np.ones(4, np.float32), 3, scale=LONG)),  # type: ignore[arg-type]
     "rms_norm list": (errors.UnsupportedTensorError, lambda: ops.rms_norm([[1.0]], words(1), eps=1e-6)),  # type: ignore[arg-type]
+    "rms_norm masked": (errors.UnsupportedTensorError, lambda: ops.rms_norm(masked(1, 8), np.ones(8, np.float32), eps=1e-6)),
+    "rms_norm weight masked": (errors.UnsupportedTensorError, lambda: ops.rms_norm(LOGITS, masked(8), eps=1e-6)),
+    "rms_norm out masked": (
+        errors.UnsupportedTensorError,
+        lambda: ops.rms_norm(LOGITS, np.ones(8, np.float32), eps=1e-6, out=masked(1, 8)),
+    ),
+    "pack masked": (errors.UnsupportedTensorError, lambda: ops.pack(masked(2, 32))),
+    "pack masked words": (errors.UnsupportedTensorError, lambda: ops.pack(masked(2, 32).astype(np.uint16))),
+    "gather masked rows": (errors.UnsupportedTensorError, lambda: ops.gather_rows(words(1, 1), masked(1).astype(np.int32))),
     "attention q": (
         errors.UnsupportedTensorError,
         lambda: ops.attention(None, *CACHES, ints(0), ints(0), ints(0)[None], page_size=16, scale=1.0),  # type: ignore[arg-type]

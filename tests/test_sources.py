@@ -174,6 +174,7 @@ def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWrite
     assert held() == before
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: str) -> None:
     torch = pytest.importorskip("torch")
     mixed = {name: torch.nn.Parameter(torch.from_numpy(x).bfloat16()) for name, x in STATE.items()}
@@ -186,8 +187,10 @@ def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: s
     for bad in (torch.zeros(3, dtype=torch.int8), np.zeros(3, np.int64), np.zeros(3, ">f4")):
         with pytest.raises(rm.DTypeError):
             writer.publish({"x": bad})
-    with pytest.raises(rm.UnsupportedTensorError):
-        writer.publish({"x": [1.0]})
+    values = np.arange(3, dtype=np.float32)
+    for bad in ([1.0], np.ma.masked_array(values, values > 1), torch.masked.masked_tensor(torch.from_numpy(values), torch.ones(3) > 0)):
+        with pytest.raises(rm.UnsupportedTensorError, match=r"^x: (list|a masked array|a masked tensor)"):
+            writer.publish({"x": bad})
     assert reader.refresh() == 0
 
 

@@ -208,6 +208,32 @@ def test_a_sender_that_gives_up(ranks: Ranks) -> None:
     assert versions_apart(ranks.stream(DENSE, 2, {})[1:]) == versions_apart([from_the_host(DENSE, state_of(DENSE, 2))] * 2)
 
 
+NAMES = [
+    ("model.norm.weight", "DuplicateKeyError: model.norm.weight comes twice"),
+    ("", "LimitError: a tensor's name is '', wanted a str of 1 to 1024 characters"),
+    (7, "LimitError: a tensor's name is 7, wanted a str of 1 to 1024 characters"),
+]
+
+
+def nameless(state: State) -> State:
+    return {**state, "": np.zeros(3, np.float32)}
+
+
+@pytest.mark.parametrize("name, error", NAMES)
+def test_a_name_that_cannot_be(ranks: Ranks, name: Any, error: str) -> None:
+    """Of pairs, in the first bucket and in a later one; of a mapping before the first is sent. The version before serves."""
+    ranks.make(DENSE)
+    first = ranks.stream(DENSE, 1, {})
+    aborted = ["SyncAbortedError: rank 0 gave up sending its weights"] * 2
+    for size in (1, 1 << 30):
+        told = ranks.stream(DENSE, 2, {"renamed": (len(state_of(DENSE, 2)) - 1, name), "bucket_bytes": size})
+        assert told == [error, *aborted]
+    if not name:
+        told = ranks(("send", DENSE, 2, {"change": nameless, "bucket_bytes": 1}), *[("take", 1, {})] * 2)
+        assert told == [error, *aborted]
+    assert ranks.serve() == [answer[1:] for answer in first[1:]]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_consumer_that_stops_early(ranks: Ranks, count: int) -> None:
     """The rest is taken all the same: the other ranks get all of it, and the group's next stream is whole."""
@@ -237,6 +263,8 @@ def test_a_set_that_is_refused(ranks: Ranks) -> None:
         ("shape", r"do not hold float32 \[7, "),
         ("dims", r"\[1, 1, 1, 1, |dims on a GPU|of 6 dims|of 5 dims"),
         ("dtype", "dtype 'float99' is not one of"),
+        ("twice", "comes twice"),
+        ("nameless", "a tensor's name is ''"),
         ("place", "bytes at 1099511627776 of"),
         ("sum", "the sum of its bytes is"),
     ],
@@ -249,7 +277,8 @@ def test_a_description_that_lies(ranks: Ranks, lie: str, message: str) -> None:
         assert told == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
         return
     for answer in told:
-        assert answer.startswith("ShapeError" if lie == "dims" and ranks.kind != "nccl" else "FormatError")
+        kinds = {"dims": "ShapeError" if ranks.kind != "nccl" else "FormatError", "twice": "DuplicateKeyError", "nameless": "LimitError"}
+        assert answer.startswith(kinds.get(lie, "FormatError"))
         assert re.search(message, answer)
     assert ranks.stream(DENSE, 2, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 2))] * 2
 
@@ -283,7 +312,7 @@ def test_ranks_that_mean_different_senders(ranks: Ranks, commands: tuple[Any, ..
     assert ranks.stream(DENSE, 2, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 2))] * 2
 
 
-@pytest.mark.parametrize("src", [3, -1, True, "0"])
+@pytest.mark.parametrize("src", [3, -1, True, "0", None])
 def test_a_sender_that_is_no_rank(ranks: Ranks, src: Any) -> None:
     told = ranks(("send", DENSE, 1, {}), ("take", 1, {"src": src}), ("take", 1, {}))
     assert told[1].startswith(f"ConfigError: src = {src!r}, wanted a rank of the group")
@@ -445,8 +474,13 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
         with pytest.raises(rm.ConfigError, match="a comm of one rank"):
             next(sources.receive_weights(comm, src=0))
     pytest.importorskip("torch")
-    for none in ("gloo", 3, rm.Mesh(tp=2)):
+    from torch import distributed
+
+    outside = distributed.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a process that is none of its ranks
+    for none in ("gloo", 3, rm.Mesh(tp=2), outside):
         message = rf"group is a {type(none).__name__}, wanted a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None"
+        if none is outside:
+            message = "group is torch's NON_GROUP_MEMBER: new_group made it without this process, wanted a group that it is in"
         for call in (
             lambda its: sources.send_weights({}, its),
             lambda its: next(sources.receive_weights(its, src=0)),

@@ -455,6 +455,8 @@ def test_row_8_no_tensors(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     for bad in (None, 1.0, [[1.0] * 64] * 64, "weights", b"\0" * 16384, memoryview(state[Q]), object(), np.float32):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
+    for bad in (np.ma.masked_array(state[Q]), np.ma.masked_array(state[Q], state[Q] > 0)):  # with nothing masked too
+        refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q, "a masked array")
     for source in (None, 3, "path", b"bytes", object()):
         with unchanged(served["dense"]), pytest.raises(rm.UnsupportedTensorError):
             served["dense"].sync_weights(source)
@@ -465,7 +467,7 @@ def test_row_8_no_tensors(served: dict[str, rm.Generator]) -> None:
         served["dense"].sync_weights(iter([(7, state[Q])]))
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:The PyTorch API of MaskedTensors")
 def test_row_8_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> None:
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -481,6 +483,7 @@ def test_row_8_torch_tensors_without_plain_memory(served: dict[str, rm.Generator
         "quantized": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "meta": x.to("meta"),
         "fake": fake,
+        "masked": torch.masked.masked_tensor(x, x > 0),
         "negated": torch.view_as_complex(torch.stack([x, x], -1)).conj().imag,
     }
     for what, tensor in bad.items():

@@ -129,8 +129,8 @@ rm_code rm_device_map(const rm_device *device, size_t bytes, const char *what, v
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   char why[160];
   snprintf(why, sizeof why, "%s", device->message(device->self));   // before it is asked anything else
-  return rm_fail(err, RM_E_CAPACITY, "%s takes %.2f GiB and %s has %.2f GiB free (%s)", what, (double)bytes / 0x1p30, device->name,
-                 (double)device->available(device->self) / 0x1p30, why);
+  return rm_fail(err, RM_E_CAPACITY, "%s takes %s and %s has %s free (%s)", what, rm_say_bytes((double)bytes).text, device->name,
+                 rm_say_bytes((double)device->available(device->self)).text, why);
 }
 
 void rm_device_unmap(const rm_device *device, void *block, size_t bytes) {

@@ -69,6 +69,15 @@ void rm_error_append(rm_error *err, const char *format, ...) {
   err->message = message;
 }
 
+rm_size_text rm_say_bytes(double bytes) {
+  static const char *const units[] = {"B", "KiB", "MiB", "GiB"};
+  int unit = 0;
+  for (; unit < 3 && (bytes >= 1024 || bytes <= -1024); unit++) bytes /= 1024;
+  rm_size_text size;
+  snprintf(size.text, sizeof size.text, unit ? "%.2f %s" : "%.0f %s", bytes, units[unit]);
+  return size;
+}
+
 const char *rm_error_message(const rm_error *err) {
   if (!err) return "";
   if (err->message) return err->message;

@@ -50,4 +50,9 @@ rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...) __attribut
 void rm_error_append(rm_error *err, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *rm_error_message(const rm_error *err);
 void rm_error_clear(rm_error *err);
+// A number of bytes as messages say it: "12 B", "1.50 GiB"; `.text` is good within the call that it is an argument of.
+typedef struct rm_size_text {
+  char text[32];
+} rm_size_text;
+rm_size_text rm_say_bytes(double bytes);
 const char *rm_code_name(rm_code code);   // "ConfigError", … : the names of the Python exceptions

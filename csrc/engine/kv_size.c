@@ -67,9 +67,10 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
   if (size > 1) snprintf(rank, sizeof rank, "rank %d: ", p->tightest);
   if (p->n > 1) snprintf(sharing, sizeof sharing, " for the %d ranks that share it", p->n);
   return rm_fail(err, RM_E_CAPACITY,
-                 "%smemory_fraction=%g of the %.2f GiB that %s has free is %.2f GiB, wanted more than two copies of the weights and what "
-                 "goes with them, %.2f GiB, and a page of KV cache, %.0f bytes%s",
-                 rank, c->fraction, (double)c->available / 0x1p30, c->device, p->share / 0x1p30, p->fixed / 0x1p30, p->page, sharing);
+                 "%smemory_fraction=%g of the %s that %s has free is %s, wanted more than two copies of the weights and what goes with "
+                 "them, %s, and a page of KV cache, %.0f bytes%s",
+                 rank, c->fraction, rm_say_bytes((double)c->available).text, c->device, rm_say_bytes(p->share).text,
+                 rm_say_bytes(p->fixed).text, p->page, sharing);
 }
 
 static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *err) {

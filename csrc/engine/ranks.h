@@ -66,6 +66,7 @@ void rm_ranks_sync_abort(rm_ranks *ranks);
 // All ranks or none. What was kept stays after wake, until forgotten or the next sync: other processes may have failed to wake.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
+size_t rm_ranks_bytes_to_keep(const rm_ranks *ranks);      // of the host, that keep_weights would take
 rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err);
 void rm_ranks_forget_kept(rm_ranks *ranks);
 

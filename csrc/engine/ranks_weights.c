@@ -95,14 +95,18 @@ void rm_ranks_forget_kept(rm_ranks *ranks) {
   for (int r = 0; r < ranks->n; r++) rm_engine_forget_kept(ranks->members[r].engine);
 }
 
-// The ranks of a process have one host; each asks for itself once more.
-static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
-  const size_t available = rm_memory_available();
+size_t rm_ranks_bytes_to_keep(const rm_ranks *ranks) {
   size_t wanted = 0;
   for (int r = 0; r < ranks->n; r++) wanted += rm_engine_bytes_to_keep(ranks->members[r].engine);
+  return wanted;
+}
+
+// The ranks of a process have one host; each asks for itself once more.
+static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
+  const size_t available = rm_memory_available(), wanted = rm_ranks_bytes_to_keep(ranks);
   if (wanted <= available) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %.2f GiB and the host has %.2f GiB left to keep them in", ranks->n,
-                 (double)wanted / 0x1p30, (double)available / 0x1p30);
+  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %s and the host has %s left to keep them in", ranks->n,
+                 rm_say_bytes((double)wanted).text, rm_say_bytes((double)available).text);
 }
 
 rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err) {

@@ -103,21 +103,20 @@ static void leave(void *self) {
 
 static void destroy(void *self) { rm_free(self); }
 
-static rm_device_status make_run(const rm_device *device, run *r, size_t bytes) {
+static rm_code make_run(const rm_device *device, run *r, size_t bytes, rm_error *err) {
   void *there = NULL, *here = NULL;
-  rm_device_status status = device->map(device->self, bytes, &there);
-  if (status == RM_DEVICE_OK) r->there = there, status = device->pin(device->self, bytes, &here);
-  if (status == RM_DEVICE_OK) r->here = here;
-  return status;
+  const rm_code code = rm_device_map(device, bytes, "half of what exchanges need", &there, err);
+  if (code) return code;
+  r->there = there;
+  const rm_device_status status = device->pin(device->self, bytes, &here);
+  if (status == RM_DEVICE_OK) return r->here = here, RM_OK;
+  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
+  return rm_fail(err, RM_E_MEMORY, "no memory of the host for %zu bytes, half of what exchanges need", bytes);
 }
 
 static rm_code make_runs(staged *s, rm_error *err) {
-  rm_device_status status = make_run(s->device, &s->out, s->capacity);
-  if (status == RM_DEVICE_OK) status = make_run(s->device, &s->in, s->capacity);
-  if (status == RM_DEVICE_OK) return RM_OK;
-  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(s->device, status, err);
-  return rm_fail(err, RM_E_MEMORY, "no memory for exchanges of %zu bytes: twice as much of %s and of the host's", s->capacity,
-                 s->device->name);
+  const rm_code code = make_run(s->device, &s->out, s->capacity, err);
+  return code ? code : make_run(s->device, &s->in, s->capacity, err);
 }
 
 rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t capacity, rm_comm **out, rm_error *err) {

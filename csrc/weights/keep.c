@@ -67,8 +67,8 @@ rm_code rm_keep_block(const rm_device *device, const char *block, size_t bytes, 
   const size_t available = rm_memory_available();   // mmap would promise what is not there
   *copy = NULL;
   if (bytes > available)
-    return rm_fail(err, RM_E_CAPACITY, "the weights take %.2f GiB and the host has %.2f GiB left to keep them in", (double)bytes / 0x1p30,
-                   (double)available / 0x1p30);
+    return rm_fail(err, RM_E_CAPACITY, "the weights take %s and the host has %s left to keep them in", rm_say_bytes((double)bytes).text,
+                   rm_say_bytes((double)available).text);
   char *host = rm_map(bytes);
   if (!host) return rm_fail(err, RM_E_MEMORY, "no memory of the host for the %zu bytes of the weights", bytes);
   passage p = {.device = device, .ctx = ctx, .host = host, .there = (char *)(uintptr_t)block, .bytes = bytes};

@@ -212,9 +212,9 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);   // it has no memory any more either
   const size_t bytes = store->params->bytes, available = device->available(device->self);
   if (bytes > available)
-    return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %.2f GiB and %.2f GiB are available%s",
-                   store->serving.block ? "a second copy" : "one copy", (double)bytes / 0x1p30, (double)available / 0x1p30,
-                   store->serving.block ? "; mode=\"inplace\" needs none" : "");
+    return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
+                   store->serving.block ? "a second copy" : "one copy", rm_say_bytes((double)bytes).text,
+                   rm_say_bytes((double)available).text, store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
   const rm_code code = rm_device_map(store->device, bytes, "the weights", &block, err);
   store->staging.block = block;

@@ -8,10 +8,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from rollmesh.bounded import MAX_ITEMS, items_of, says_more_than
 from rollmesh.comm import Comm
 from rollmesh.errors import CapacityError, ConfigError, Error, RequestError
 from rollmesh.mesh import Mesh
@@ -27,6 +29,7 @@ PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 KEEP = 4
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
+MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one: what is below it the engine takes for 0
 
 
 def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool) -> None:
@@ -68,6 +71,11 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def is_masked(array: Any) -> bool:
+    """An array of numpy.ma, or of another class with a mask, which np.asarray drops without a word."""
+    return isinstance(array, np.ndarray) and hasattr(type(array), "mask")
+
+
 def page_positions(name: str, value: Any) -> int:
     if integer(name, value, 16, 4096) % 16:
         raise ConfigError(f"{name} = {shown(value)}, wanted a multiple of 16")
@@ -84,6 +92,8 @@ def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
     """memory_fraction, 0 where the size of the KV cache is said."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
         raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
+    if float(fraction) < MIN_FLOAT64:
+        raise ConfigError(f"memory_fraction = {shown(fraction)} is not 0, but below {MIN_FLOAT64}, the smallest normal float64")
     return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
@@ -92,7 +102,7 @@ def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) 
     if given is None:
         from_tokenizer = getattr(tokenizer, "eos_token_id", None)
         given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
-    ids = list(given) if hasattr(given, "__iter__") else [given]
+    ids = items_of(ConfigError, "eos_token_ids", given, spec.vocab_size) if hasattr(given, "__iter__") else [given]
     return tuple(integer("eos_token_ids", token, 0, spec.vocab_size - 1) for token in ids)
 
 
@@ -124,8 +134,18 @@ def prompt_list(prompts: Any) -> list[Any]:
         raise RequestError(f"prompts is a {type(prompts).__name__}, wanted text, token ids, or a list of them")
     if getattr(prompts, "ndim", None) == 1:
         return [prompts]
-    items = list(prompts)
+    items = items_of(RequestError, "prompts", prompts)
     return [items] if items and isinstance(items[0], (int, np.integer)) else items
+
+
+def check_ids(prompt: Any) -> None:
+    """Nothing that NumPy would read in a way that nobody means, or for ever."""
+    if isinstance(prompt, BYTES):
+        raise RequestError(f"prompt is {type(prompt).__name__}, wanted text or token ids")
+    if is_masked(prompt):
+        raise RequestError("prompt is a masked array, wanted a plain one: .filled(value) makes it")
+    if says_more_than(prompt, MAX_ITEMS):
+        raise RequestError(f"prompt has more than {MAX_ITEMS} token ids, wanted at most {MAX_ITEMS}")
 
 
 def param_list(params: Any, count: int) -> list[SamplingParams]:
@@ -133,7 +153,7 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    chosen = list(params) if isinstance(params, Sequence) else []
+    chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
         raise RequestError(f"params is not a SamplingParams or a sequence of {count} of them")
     return chosen
@@ -150,7 +170,7 @@ def naming_prompt(index: int) -> Iterator[None]:
 
 def request_ids(ids: Any) -> list[int]:
     """One request id or several."""
-    items = [ids] if isinstance(ids, (int, np.integer)) else list(ids) if hasattr(ids, "__iter__") else [ids]
+    items = items_of(RequestError, "ids", ids) if hasattr(ids, "__iter__") else [ids]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
             raise RequestError(f"request id {shown(item)}, wanted an integer")
@@ -158,10 +178,14 @@ def request_ids(ids: Any) -> list[int]:
 
 
 def part_mask(parts: Any) -> int:
-    names = [parts] if isinstance(parts, str) else list(parts) if hasattr(parts, "__iter__") else []
-    if not names or not all(isinstance(name, str) and name in PARTS for name in names):
+    names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1)) if hasattr(parts, "__iter__") else []
+    if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):
         raise ConfigError(f"parts = {shown(parts)}, wanted 'weights', 'kv' or both")
     mask = 0
     for name in names:
         mask |= PARTS[name]
     return mask
+
+
+def part_names(mask: int) -> str:
+    return " and ".join(part for part, bit in PARTS.items() if mask & bit)

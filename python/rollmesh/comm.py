@@ -89,6 +89,10 @@ def check_group(group: Any) -> None:
         from torch import distributed
     except ImportError as error:
         raise ConfigError(f"group = {shown(group)} needs torch, which is missing: wanted rm.comm.nccl(…) or rm.comm.shm(…)") from error
+    outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer, that of no rank
+    if type(group) is type(outside) and group == outside:
+        text = "group is torch's NON_GROUP_MEMBER: new_group made it without this process"
+        raise ConfigError(f"{text}, wanted a group that it is in; on this rank the call is left out")
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise ConfigError(f"group is a {type(group).__name__}, wanted a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None")
     if not distributed.is_initialized():

@@ -34,6 +34,7 @@ from rollmesh.arguments import (
     page_positions,
     param_list,
     part_mask,
+    part_names,
     prompt_list,
     request_ids,
     share_of_memory,
@@ -53,7 +54,7 @@ from rollmesh.spec import ModelSpec
 from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
-from rollmesh.weights import BEGINNING, Sync, Weights
+from rollmesh.weights import BEGINNING, SLEEP, WAKE, Sync, Weights
 
 PAUSE_POLL_S = 0.02
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
@@ -373,8 +374,7 @@ class Generator:
             raise StateError("the generator is paused; resume() it first")
         asleep = self._engine.stats()["asleep"]
         if asleep:
-            parts = " and ".join(part for part, bit in PARTS.items() if asleep & bit)
-            raise StateError(f"{parts} asleep; wake() first")
+            raise StateError(f"{part_names(asleep)} asleep; wake() first")
 
     def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
         """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
@@ -538,7 +538,7 @@ class Generator:
 
     @contextmanager
     def _refusing(self, where: str) -> Iterator[None]:
-        """Other processes learn of a sync's arguments that this one refuses."""
+        """Other processes learn of arguments that this one refuses."""
         try:
             yield
         except Error as error:
@@ -618,19 +618,23 @@ class Generator:
         frees a GPU's memory and takes as much of the host's; on the CPU they stay where they are, and nothing is freed. A later
         sleep("weights") without it drops them. CapacityError or MemoryError where the host has no room: then nothing sleeps, on no rank.
         """
-        mask = part_mask(parts)
-        keep = boolean("keep_weights", keep_weights)
-        if keep and not mask & PARTS["weights"]:
-            raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
+        with self._refusing(SLEEP):
+            mask = part_mask(parts)
+            keep = boolean("keep_weights", keep_weights)
+            if keep and not mask & PARTS["weights"]:
+                raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
         with self._call():
+            self._weights.alike(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
             self._weights.reset("a part was put to sleep")
             self._weights.sleep(mask, keep)
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Takes the memory again. Weights that were not kept need a sync before they serve. CapacityError where a GPU has no room: then
         all parts sleep on, what was kept stays kept, and a later call may succeed."""
-        mask = part_mask(parts)
+        with self._refusing(WAKE):
+            mask = part_mask(parts)
         with self._call():
+            self._weights.alike(WAKE, part_names(mask))
             self._weights.wake(mask)
 
     def reset_prefix_cache(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa
-from rollmesh.arguments import REAL, choice, integer_of
+from rollmesh.arguments import REAL, choice, integer_of, is_masked
 from rollmesh.errors import ConfigError, DTypeError, ShapeError, UnsupportedTensorError
 from rollmesh.show import plain, shown
 
@@ -78,6 +78,8 @@ def matrix_of(name: str, array: Array) -> Array:
 
 
 def matrices_of(name: str, array: Array) -> Array:
+    if is_masked(array):
+        raise UnsupportedTensorError(f"{name} is a masked array, wanted a plain one: .filled(value) makes it")
     try:
         array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
     except (TypeError, ValueError) as error:  # rows of several lengths

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.arguments import integer_of
+from rollmesh.bounded import MAX_TOKENS, items_of
 from rollmesh.errors import RequestError
 from rollmesh.op_arguments import MAX_FLOAT32, is_real
 from rollmesh.show import shown
@@ -73,7 +74,7 @@ class SampleParams:
             if not is_real(value) or MAX_FLOAT32 < abs(value) < np.inf:
                 raise RequestError(f"{name} = {shown(value)}, wanted a float32 number")
         try:
-            object.__setattr__(self, "banned", tuple(self.banned))
+            object.__setattr__(self, "banned", tuple(items_of(RequestError, "banned", self.banned, MAX_TOKENS)))
         except TypeError as error:
             raise RequestError(f"banned = {shown(self.banned)}, wanted a sequence of tokens") from error
         for token in self.banned:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -412,11 +413,12 @@ def sample(
     """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
     op, logits, stats, row_flags = op_over(isa, threads, logits=logits, stats=stats, row_flags=row_flags)
     rows = matrix_of("logits", logits).shape[0]
-    each = [params] * rows if isinstance(params, SampleParams) else list(params) if isinstance(params, Sequence) else [params]
+    given = params if isinstance(params, Sequence) else [params]
+    each = [params] * rows if isinstance(params, SampleParams) else list(islice(given, rows + 1))
     if wrong := [p for p in each if not isinstance(p, SampleParams)]:
         raise ConfigError(f"params has a {type(wrong[0]).__name__}, wanted SampleParams, one or a sequence of them")
     if len(each) != rows:
-        raise ConfigError(f"{len(each)} params for {rows} rows")
+        raise ConfigError(f"{len(each)}{' or more' if len(each) > rows else ''} params for {rows} rows")
     starts = np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32)
     columns = (
         np.array([p.temperature for p in each], np.float32),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.arguments import BYTES
+from rollmesh.arguments import check_ids
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.outputs import CONTRACT_VERSION, CompletionOutput, Contract, RequestOutput, TopLogprobs
 from rollmesh.sampling import SamplingParams
@@ -317,8 +317,7 @@ def _routed(prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | Non
 
 def token_ids(prompt: Any) -> Ids:
     """A sequence of ints as the engine takes them. RequestError for anything else; the engine checks the range."""
-    if isinstance(prompt, BYTES):
-        raise RequestError(f"prompt is {type(prompt).__name__}, wanted text or token ids")
+    check_ids(prompt)
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:

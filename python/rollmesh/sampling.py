@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.bounded import MAX_TOKENS, items_of
 from rollmesh.errors import RequestError
 from rollmesh.show import shown
 
@@ -95,7 +96,9 @@ class SamplingParams:
 
     def _strings(self) -> tuple[str, ...]:
         strings: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
+        if isinstance(strings, Sequence):
+            strings = items_of(RequestError, "stop", strings, MAX_TOKENS)
+        if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
             raise RequestError(f"stop = {shown(self.stop)}, wanted a non-empty string or a sequence of them")
         return tuple(strings)
 
@@ -103,6 +106,7 @@ class SamplingParams:
         ids: Any = self.stop_token_ids
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             raise RequestError(f"stop_token_ids = {shown(ids)}, wanted a sequence of token ids")
+        ids = items_of(RequestError, "stop_token_ids", ids, MAX_TOKENS)
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) <= MAX_INT32:
                 raise RequestError(f"stop_token_ids has {shown(token)}, wanted token ids >= 0")

@@ -41,6 +41,15 @@ def listed(items: Iterable[tuple[Any, ...]]) -> str:
     return first if len(every) <= MOST_LISTED else f"{first} and {len(every) - MOST_LISTED} more"
 
 
+def byte_text(count: float) -> str:
+    """A number of bytes, in the unit that shows it; as rm_say_bytes (csrc/base/status.h)."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
 def _shown_key(key: Any) -> str:
     return key if isinstance(key, str) and len(key) <= 100 and key.isprintable() else shown(key)
 

@@ -19,15 +19,16 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rollmesh.arguments import KEEP, PARTS, deadline_of
-from rollmesh.errors import DeadlineError, StateError, VersionError
+from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.outputs import SyncReport
 from rollmesh.pieces import local_tensor
 from rollmesh.requests import Requests
-from rollmesh.show import reason
+from rollmesh.show import byte_text, reason
 from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
 from rollmesh.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
+SLEEP, WAKE = "a sleep", "a wake"
 TIMED = "commit in time"
 T = TypeVar("T")
 
@@ -41,7 +42,6 @@ class Weights:
         self.version: int | None = None
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
-        self._is_kept = False  # the weights sleep and serve again when they wake, on all ranks
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """A whole set from a mapping or an iterator."""
@@ -224,21 +224,32 @@ class Weights:
     def sleep(self, parts: int, keep: bool) -> None:
         """Memory of parts goes back; no set is open. keep: what serves waits in the host's memory, on all ranks or none sleeps."""
         if keep:
+            self._require_host_room()
             try:
                 self.together("sleep", self._engine.keep_weights, True)
             except BaseException:
                 self._engine.keep_weights(False)
                 raise
         self._engine.sleep(parts | KEEP if keep else parts)
-        if parts & PARTS["weights"]:
-            self._is_kept = keep and (self._is_kept or self.version is not None)
         self.refresh()
 
-    def wake(self, parts: int) -> None:
-        """Takes the memory again. Weights that were kept serve then, on all ranks or none."""
-        if not (self._is_kept and parts & PARTS["weights"]):
-            self._engine.wake(parts)
+    def _require_host_room(self) -> None:
+        """Processes of one host ask it for what all of them need, before the first takes any: CapacityError on all ranks of the mesh."""
+        if not isinstance(self._engine, SpmdEngine):
             return
+        hosts: dict[int, list[tuple[int, int, int]]] = {}
+        for rank, (host, wanted, available) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
+            hosts.setdefault(host, []).append((rank, wanted, available))
+        for ranks in hosts.values():
+            wanted, available = sum(its[1] for its in ranks), min(its[2] for its in ranks)
+            if wanted > available:
+                who = ", ".join(str(its[0]) for its in ranks)
+                raise CapacityError(
+                    f"the weights of ranks {who} take {byte_text(wanted)} and their host has {byte_text(available)} left to keep them in"
+                )
+
+    def wake(self, parts: int) -> None:
+        """Takes the memory again, on all ranks or none. Weights that were kept serve then."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
             self.together("wake", self._engine.wake, parts)
@@ -246,9 +257,25 @@ class Weights:
             if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
                 self._engine.sleep(woken | KEEP)
             raise
-        self._engine.keep_weights(False)
-        self._is_kept = False
+        if parts & PARTS["weights"]:
+            self._engine.keep_weights(False)
         self.refresh()
+
+    def _tell(self, where: str, value: Any) -> list[Any]:
+        """Every rank's value; of one process its own."""
+        if not isinstance(self._engine, SpmdEngine):
+            return [value]
+        try:
+            return self._engine.tell_of_sync(where, value, None)
+        except BaseException as error:
+            self._engine.leave(error)
+            raise
+
+    def alike(self, what: str, value: str) -> None:
+        """All ranks have come to it with the same value, or CollectiveMismatchError on all."""
+        told = self._tell(what, value)
+        if isinstance(self._engine, SpmdEngine):
+            self._engine.compare(what, told)
 
     def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with

@@ -63,7 +63,7 @@ static const fault faults[] = {
     {"the last way out is shut", "STANDIN_FINALIZE", "1", PARTING, RM_OK, "", 0},
     {"too much", NULL, "room", CALLING, RM_E_CAPACITY, "sends 2998 bytes with rows apart in one exchange, and there is room for 2000", 0},
     {"staged: too much", NULL, "room", CALLING, RM_E_CAPACITY, "sends 2998 bytes in one exchange, and there is room for 2000", 0},
-    {"staged: no room", NULL, "room", MAKING, RM_E_MEMORY, "no memory for exchanges of", 0},
+    {"staged: no room", NULL, "room", MAKING, RM_E_CAPACITY, "half of what exchanges need takes", 0},
     {"staged: a device fails", NULL, NULL, DEVICE, RM_E_DEVICE, "a planted fault", 0},
     {"staged: an abort", NULL, "own", ABORTING, RM_E_RANK_LOST, "rank 1 has given up: NumericsError", 1},
     {"staged: a late rank", NULL, "late", CALLING, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not come within", 1},

@@ -23,7 +23,7 @@ from rollmesh import cublas, nccl, vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.devices import LIBRARY_SWITCH, is_there, library_path
 from rollmesh.ops import isa_states
-from rollmesh.show import plain, shown
+from rollmesh.show import byte_text, plain, shown
 
 SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm.c)
 TINY = {
@@ -120,7 +120,7 @@ def _shared_memory(folder: Path) -> str:
         return f"no: {folder} is missing or may not be written, which rm.comm.shm needs"
     room = os.statvfs(folder)
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    text = f"{free / 2**30:.2f} of {whole / 2**30:.2f} GiB free in {folder}; a rank that is a process takes up to {SHM_BYTES >> 20} MiB"
+    text = f"{byte_text(free)} of {byte_text(whole)} free in {folder}; a rank that is a process takes up to {SHM_BYTES >> 20} MiB"
     fits = min(free // SHM_BYTES, rm.comm.Shm.MAX_WORLD)
     return f"works for up to {fits} ranks: {text}" if fits >= 2 else f"no: too little room for two ranks: {text}"
 

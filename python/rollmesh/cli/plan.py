@@ -17,7 +17,7 @@ from rollmesh.arguments import EP_BACKENDS, MAX_GIB, choice
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
 from rollmesh.devices import device_name
 from rollmesh.placement import Placement, placements
-from rollmesh.show import plain
+from rollmesh.show import byte_text, plain
 from rollmesh.sizes import count_parameters, kv_bytes_per_token, matrices, rank_bytes
 from rollmesh.traffic import step_traffic
 
@@ -51,18 +51,18 @@ def run(args: argparse.Namespace) -> int:
     for m in matrices(spec):
         shape = str(m.cols) if m.rows == 1 else f"{m.rows} x {m.cols}"
         most = max(rank_bytes(spec, m, rank, bytes_each) for rank in kinds)
-        print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{_size(most):>12}")
+        print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{byte_text(most):>12}")
     weights_of = {rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds}
     weights = max(weights_of.values())
     token = kv_bytes_per_token(spec, max(len(rank.kv_heads) for rank in kinds), bytes_each)
     print(f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep}), device {device}")
-    print(f"{'weights':<34}{_size(weights):>12}")
-    print(f'{"staging of the next version":<34}{_size(weights):>12}   none with mode="inplace"')
-    print(f"{'KV of a token':<34}{_size(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
-    print(f"{'weights + staging + KV cache':<34}{_size(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
+    print(f"{'weights':<34}{byte_text(weights):>12}")
+    print(f'{"staging of the next version":<34}{byte_text(weights):>12}   none with mode="inplace"')
+    print(f"{'KV of a token':<34}{byte_text(token):>12}   {args.kv_cache_gib:g} GiB hold {int(args.kv_cache_gib * GIB / token):,} tokens")
+    print(f"{'weights + staging + KV cache':<34}{byte_text(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace")
     if device.startswith("cuda:") and len(ranks) > 1:
         together = 2 * sum(weights_of[rank] for rank in ranks) + len(ranks) * args.kv_cache_gib * GIB
-        print(f"{f'of all {len(ranks)} ranks, on {device}':<34}{_size(together):>12}   and a workspace of each")
+        print(f"{f'of all {len(ranks)} ranks, on {device}':<34}{byte_text(together):>12}   and a workspace of each")
     if len(ranks) > 1:
         print_traffic(spec, rm.Mesh(tp=tp, dp=dp, ep=ep), args, dtype)
     if args.ranks:
@@ -76,9 +76,9 @@ def print_traffic(spec: rm.ModelSpec, mesh: rm.Mesh, args: argparse.Namespace, d
     backend = choice("--ep-backend", args.ep_backend or "alltoall", EP_BACKENDS)
     sent = step_traffic(spec, mesh, args.rows, dtype=dtype, ep_backend=backend, sequence_parallel=args.sequence_parallel)
     print(f"\nsent by a rank in a decode step of {args.rows} sequences a replica")
-    print(f"{'tp: activations, logits':<34}{_size(int(sent.tp / mesh.world)):>12}")
+    print(f"{'tp: activations, logits':<34}{byte_text(int(sent.tp / mesh.world)):>12}")
     how = backend if mesh.ep > 1 else "experts are cut over tp"
-    print(f"{'ep: tokens to experts and back':<34}{_size(int(sent.ep / mesh.world)):>12}   {how}")
+    print(f"{'ep: tokens to experts and back':<34}{byte_text(int(sent.ep / mesh.world)):>12}   {how}")
 
 
 def print_ranks(spec: rm.ModelSpec, ranks: list[Placement], tp: int, weights: list[int]) -> None:
@@ -94,16 +94,8 @@ def print_ranks(spec: rm.ModelSpec, ranks: list[Placement], tp: int, weights: li
     print("\n" + f"{'rank':>5}{'dp':>5}{'tp':>4}" + "".join(f"{name:>15}" for name in names) + f"{'weights':>12}")
     for number, (rank, size) in enumerate(zip(ranks, weights, strict=True)):
         held = "".join(f"{_span(getattr(rank, name)):>15}" for name in names)
-        print(f"{number:>5}{number // tp:>5}{number % tp:>4}{held}{_size(size):>12}")
+        print(f"{number:>5}{number // tp:>5}{number % tp:>4}{held}{byte_text(size):>12}")
 
 
 def _span(r: range) -> str:
     return f"{r.start}-{r.stop - 1}" if r else "-"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.errors import ConfigError, DTypeError, FormatError, LayoutError, LimitError, UnsupportedTensorError
+from rollmesh.arguments import is_masked
+from rollmesh.errors import (
+    ConfigError,
+    DTypeError,
+    DuplicateKeyError,
+    FormatError,
+    LayoutError,
+    LimitError,
+    UnsupportedTensorError,
+)
 from rollmesh.show import shown
 
 BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
@@ -40,6 +49,8 @@ _SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
     """A C-contiguous array in one of DTYPES; a view where the tensor is one already. Torch tensors may be on any device."""
     if isinstance(tensor, np.ndarray):
+        if is_masked(tensor):
+            raise UnsupportedTensorError(f"{name}: a masked array; send .filled(value); wanted a dense tensor")
         if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
             return np.asarray(tensor, order="C").view(BF16)
         array = np.asarray(tensor, order="C")  # ascontiguousarray would make [1] of a scalar
@@ -88,6 +99,8 @@ def _objection(tensor: Any) -> str | None:
     """Why a torch tensor has no plain memory to read, whatever its device; in the words of ext/tensor.c."""
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
         return "a fake tensor, which has no data"
+    if type(tensor).__name__ == "MaskedTensor":
+        return "a masked tensor; send .to_tensor(value)"
     if tensor.is_meta:
         return "a meta tensor, which has no data"
     if tensor.is_nested:
@@ -163,10 +176,20 @@ def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[lis
 
 
 def check_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise LimitError(f"a tensor's name is {name!r:.80}, wanted a str of at most {MAX_NAME} characters")
+    if not isinstance(name, str) or not name:
+        raise LimitError(f"a tensor's name is {shown(name)[:80]}, wanted a str of 1 to {MAX_NAME} characters")
     if len(name) > MAX_NAME:
         raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
+
+
+def check_new_name(name: Any, seen: set[str]) -> None:
+    """Of a set whose names so far are `seen`, this one among them afterwards."""
+    check_name(name)
+    if name in seen:
+        raise DuplicateKeyError(f"{name} comes twice")
+    if len(seen) == MAX_ENTRIES:
+        raise LimitError(f"more than {MAX_ENTRIES} weights in one set; the limit is {MAX_ENTRIES}")
+    seen.add(name)
 
 
 def describe(entries: Iterable[Entry], **more: Any) -> bytes:

@@ -43,7 +43,6 @@ from rollmesh.errors import (
     AuthError,
     CapacityError,
     DeadlineError,
-    DuplicateKeyError,
     Error,
     FormatError,
     LimitError,
@@ -53,7 +52,7 @@ from rollmesh.errors import (
     VersionError,
 )
 from rollmesh.show import shown
-from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_name, describe, lay_out, parse, take
+from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_new_name, describe, lay_out, parse, take
 from rollmesh.sources.loans import ALIVE, Borrowed, Lease, Lender, LentSource, Loan, is_free, is_on_gpu, parse_loan, this_process
 
 MAGIC = b"rollmesh"
@@ -85,7 +84,7 @@ class SharedWriter:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
         Takes NumPy arrays and torch tensors on any device. VersionError when the number does not increase or is no integer
-        below 2^63; DuplicateKeyError for a name that comes twice; LimitError for one that is no str or too long; CapacityError
+        below 2^63; DuplicateKeyError for a name that comes twice; LimitError for one that is no str, empty or too long; CapacityError
         when the memory is not there. On any error what was current stays so: the version before, or none where that was lent and is back.
 
         lend_to: by how many readers tensors on GPUs (of any library, by DLPack) will be read where they are. What writes them is waited
@@ -222,10 +221,9 @@ def _arrays(
     """What goes into the file, and with `lend` what stays on GPUs. A DTensor is gathered."""
     arrays: dict[str, NDArray[Any]] = {}
     lent: dict[str, Any] = {}
+    seen: set[str] = set()
     for name, tensor in source.items() if isinstance(source, Mapping) else source:
-        check_name(name)
-        if name in arrays or name in lent:
-            raise DuplicateKeyError(f"{name} comes twice")
+        check_new_name(name, seen)
         whole = tensor.full_tensor() if lend and callable(getattr(tensor, "full_tensor", None)) else tensor
         if lend and is_on_gpu(whole):
             lent[name] = whole

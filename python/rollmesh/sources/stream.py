@@ -33,7 +33,7 @@ import numpy as np
 from rollmesh.arguments import boolean
 from rollmesh.errors import CollectiveMismatchError, ConfigError, Error, FormatError, LimitError, SyncAbortedError
 from rollmesh.show import reason, shown
-from rollmesh.sources.arrays import MAX_HEADER, as_array, bucketed, describe, parse, place
+from rollmesh.sources.arrays import MAX_HEADER, as_array, bucketed, check_name, check_new_name, describe, parse, place
 from rollmesh.sources.carriers import Bucket, Carrier, Piece, carrier_of
 
 BUCKET, END, ABORT = 1, 2, 3
@@ -59,13 +59,16 @@ def send_weights(
     bucket_bytes  of data sent at once; a rank holds two buckets, three with rm.comm.nccl. The sender's alone is asked for
     device        with rm.comm.nccl this rank's GPU: "cuda" (the one of its number) or "cuda:N"
 
-    Raises CollectiveMismatchError on all ranks that do not agree about the sender, SyncAbortedError when another rank has no room,
+    Raises LimitError for a name that is empty, too long or no str (of a mapping before anything is sent) and DuplicateKeyError for one
+    that comes twice, before its bucket is sent: the others SyncAbortedError, as for all that fails here.
+    CollectiveMismatchError on all ranks that do not agree about the sender, SyncAbortedError when another rank has no room,
     RankLostError and CollectiveTimeoutError when one is lost: the group is dead then. Over torch's own NCCL nothing is raised for a lost
     rank: torch's watchdog ends the process. ConfigError or DeviceError for a device that this rank does not have, and SyncAbortedError on
     the others.
     """
     _check_source(source)
-    stream = _Stream(carrier_of(group), src, device)
+    carrier = carrier_of(group)
+    stream = _Stream(carrier, carrier.rank if src is None else src, device)
     stream.agree(sends=True)
     sent, last = 0, None
     try:
@@ -93,9 +96,9 @@ def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, 
     device  "cpu": NumPy arrays, whatever the group; with rm.comm.nccl also this rank's GPU, as in send_weights
 
     SyncAbortedError when the sender gives up or another rank has no room, CapacityError or MemoryError where that is this one,
-    FormatError for a description or a sum that is wrong; else as send_weights.
+    FormatError for a description or a sum that is wrong, DuplicateKeyError for a name that has come before; else as send_weights.
     """
-    stream = _Stream(carrier_of(group), src, device)
+    stream, seen = _Stream(carrier_of(group), src, device), set[str]()
     checks = stream.agree(sends=False, verify=verify)
     coming = None
     try:
@@ -105,6 +108,7 @@ def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, 
             stream.finish(bucket)
             entries, _ = parse(description, bucket.size)
             for i, entry in enumerate(entries):
+                check_new_name(entry.name, seen)
                 if i == 1:  # the consumer has let go of the bucket before
                     coming = stream.receive()
                 yield entry.name, _given(bucket.take(entry, checks), entry.name, device)
@@ -129,17 +133,27 @@ def _check_source(source: Any) -> None:
 
 
 def _buckets(carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[Piece]]:
-    items = source.items() if isinstance(source, Mapping) else source
+    items = _named(source.items() if isinstance(source, Mapping) else source)
+    if isinstance(source, Mapping):
+        for name in source:
+            check_name(name)
     pieces = (carrier.piece(name, tensor) for name, tensor in items)
     for bucket in bucketed(((piece.name, piece) for piece in pieces), bucket_bytes):
         yield [piece for _, piece in bucket]
+
+
+def _named(entries: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for name, tensor in entries:
+        check_new_name(name, seen)
+        yield name, tensor
 
 
 class _Stream:
     """This rank's part of one stream: what it has to say and to hear, so that all ranks stay at the same place of it."""
 
     def __init__(self, carrier: Carrier, src: Any, device: Any):
-        self.carrier, self.src, self.device = carrier, carrier.rank if src is None else src, device
+        self.carrier, self.src, self.device = carrier, src, device
         self.is_over = False
 
     @contextmanager
