@@ -18,7 +18,7 @@ from typing import Any
 import helpers
 import pytest
 from native_build import standin
-from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, everything, free, told, updated_in_mid_generation
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, everything, free, told, updated_in_mid_generation
 from test_cuda_graphs import PARAMS as GRAPH_PARAMS
 from test_cuda_graphs import PROMPTS as GRAPH_PROMPTS
 from test_mesh_processes import Server, check_lost, results
@@ -66,17 +66,12 @@ def simt(where: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def make(where: dict[str, str]) -> Iterator[Make]:
-    made: list[rm.Generator] = []
-
+def make(where: dict[str, str], make: Make) -> Make:
     def one(config: helpers.Config = DENSE, mesh: rm.Mesh | None = None, **changes: Any) -> rm.Generator:
         on_gpus = {"device": "cuda", "mesh": mesh, "comm": rm.comm.nccl(rm.comm.threads(), where["NCCL_LIBRARY"])} if mesh else {}
-        made.append(rm.Generator(rm.ModelSpec.from_hf(config), **{**SMALL, **on_gpus, **changes}))
-        return made[-1]
+        return make(config, **{"device": "cpu", **on_gpus, **changes})
 
-    yield one
-    for generator in made:
-        generator.close()
+    return one
 
 
 @pytest.fixture(scope="module")
