@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -268,6 +269,23 @@ def test_a_group_that_cannot_be_made(
         with pytest.raises(kind, match=words):
             make(DENSE, rm.Mesh(tp=2), **changes)
     make(DENSE, rm.Mesh(tp=2)).sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
+
+
+def test_a_thread_that_cannot_be_made(make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no code for its GPU. The other stands where groups of NCCL are made, and hears of it there."""
+    monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,70")
+    told: list[str] = []
+
+    def construct() -> None:
+        with pytest.raises(rm.ConfigError) as caught:
+            make(DENSE, rm.Mesh(tp=2))
+        told.append(str(caught.value))
+
+    maker = threading.Thread(target=construct, daemon=True)
+    maker.start()
+    maker.join(SOON)
+    assert len(told) == 1
+    assert "cuda:1 is an sm_70" in told[0]
 
 
 # ------------------------------------------------------------------------------------------------ faults: ranks that are threads
