@@ -133,6 +133,26 @@ def _factory() -> Iterator[Callable[..., Any]]:
 tiny_generator = pytest.fixture(_factory, name="tiny_generator")
 module_generator = pytest.fixture(_factory, name="module_generator", scope="module")
 
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """Generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a module that wants others wraps it."""
+    import helpers
+
+    import rollmesh
+
+    made: list[Any] = []
+
+    def one(config: Any = None, device: str = "cuda", **changes: Any) -> Any:
+        spec = rollmesh.ModelSpec.from_hf(config or helpers.tiny_config())
+        made.append(rollmesh.Generator(spec, device=device, **{**helpers.SMALL, **changes}))
+        return made[-1]
+
+    yield one
+    for generator in made:
+        generator.close()
+
+
 sys.path.insert(0, os.path.dirname(__file__))
 
 

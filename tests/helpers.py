@@ -51,6 +51,10 @@ _MOE: Config = {
 }
 
 
+# Limits of a generator that takes little of a machine.
+SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
+
+
 def tiny_config(moe: bool = False, **changes: Any) -> Config:
     """A config of about 50 thousand parameters with `changes` applied."""
     return {**(_MOE if moe else _DENSE), **changes}

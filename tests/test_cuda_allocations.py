@@ -13,7 +13,7 @@ from typing import Any
 
 import helpers
 import pytest
-from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, library, make, simt  # noqa: F401  (fixtures)
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, library, simt  # noqa: F401  (fixtures)
 
 import rollmesh as rm
 
@@ -54,7 +54,7 @@ def counted(library: Path, simt: None) -> Callable[[], dict[str, int]]:  # noqa:
 
 @pytest.mark.parametrize("config, changes", MESHES.values(), ids=MESHES)
 def test_steps_allocate_nothing(
-    make: Make,  # noqa: F811
+    make: Make,
     counted: Callable[[], dict[str, int]],
     config: helpers.Config,
     changes: dict[str, Any],

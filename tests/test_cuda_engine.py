@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from rollmesh import _core
 from rollmesh.devices import LIBRARY_SWITCH, library_path
 from rollmesh.show import byte_text
 
-SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 6, [5]]
 PARAMS = [
     rm.SamplingParams(n=3, max_tokens=6, seed=3, logprobs=3, top_p=0.9, min_tokens=2, prompt_logprobs=2),
@@ -55,19 +54,6 @@ def is_simt(library: Path) -> bool:
 def simt(library: Path) -> None:
     if not is_simt(library):
         pytest.skip("a stand-in's settings mean nothing to a GPU")
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., rm.Generator]]:
-    made: list[rm.Generator] = []
-
-    def one(config: helpers.Config = DENSE, device: str = "cuda", **changes: Any) -> rm.Generator:
-        made.append(rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**SMALL, **changes}))
-        return made[-1]
-
-    yield one
-    for generator in made:
-        generator.close()
 
 
 def bits(value: Any) -> Any:

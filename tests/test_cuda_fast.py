@@ -26,7 +26,7 @@ import numpy as np
 import products
 import pytest
 from native_build import ROOT, cublas_standin
-from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, free, told
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, free, told
 
 import rollmesh as rm
 from rollmesh import _core, cublas
@@ -85,19 +85,14 @@ def standin(where: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[rm.Generator] = []
-
+def make(make: Make) -> Make:
     def one(config: helpers.Config = DENSE, device: str = "cuda", seed: int | None = 1, **changes: Any) -> rm.Generator:
-        how = {"fast": device != "cpu"} | changes
-        made.append(rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**SMALL, **how}))
+        generator = make(config, device, **{"fast": device != "cpu", **changes})
         if seed is not None:
-            made[-1].sync_weights(helpers.numpy_state_dict(config, seed=seed), cast=True)
-        return made[-1]
+            generator.sync_weights(helpers.numpy_state_dict(config, seed=seed), cast=True)
+        return generator
 
-    yield one
-    for generator in made:
-        generator.close()
+    return one
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import helpers
 import pytest
-from test_cuda_engine import DENSE, MOE, library, make, simt, told  # noqa: F401  (fixtures)
+from test_cuda_engine import DENSE, MOE, library, simt, told  # noqa: F401  (fixtures)
 
 import rollmesh as rm
 
@@ -36,7 +36,7 @@ def steps_and_replays(generator: rm.Generator) -> tuple[int, int]:
 
 @pytest.mark.parametrize("isa", [None, "cuda_mma"])
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_replayed_step_gives_the_bits_of_one_enqueued(make: Make, config: helpers.Config, isa: str | None) -> None:  # noqa: F811
+def test_a_replayed_step_gives_the_bits_of_one_enqueued(make: Make, config: helpers.Config, isa: str | None) -> None:
     state = helpers.numpy_state_dict(config, seed=1)
     replayed, eager = make(config, isa=isa, **WIDE), make(config, isa=isa, enforce_eager=True, **WIDE)
     generators = [replayed, eager] if isa else [replayed, eager, make(config, "cpu", **WIDE)]
@@ -55,7 +55,7 @@ def test_a_replayed_step_gives_the_bits_of_one_enqueued(make: Make, config: help
     [{"max_num_batched_tokens": 5}, {"max_num_batched_tokens": 2}, {"max_num_seqs": 3}, {"pages": 6}, {"block_size": 32}],
     ids=str,
 )
-def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[str, Any]) -> None:  # noqa: F811
+def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[str, Any]) -> None:
     """Steps with prompts, top logprobs or banned tokens are not recorded, and stand between replays."""
     changes = {**WIDE, **changes}
     if pages := changes.pop("pages", 0):
@@ -76,7 +76,7 @@ def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[s
 
 
 @pytest.mark.parametrize("changes, replays", [({}, 18), ({"min_tokens": 12, "stop_token_ids": [5]}, 7), ({"logprobs": 2}, 0)], ids=str)
-def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: int) -> None:  # noqa: F811
+def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: int) -> None:
     """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Bans and top logprobs are not recorded."""
     gpu = make(DENSE)
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
@@ -85,7 +85,7 @@ def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: 
     assert gpu.metrics()["graph_replays"] == replays
 
 
-def test_a_sync_costs_no_recording(make: Make) -> None:  # noqa: F811
+def test_a_sync_costs_no_recording(make: Make) -> None:
     """A store's two blocks take turns: from the third version on every size that was seen is replayed at once."""
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     cpu, gpu = make(DENSE, "cpu"), make(DENSE)
@@ -102,7 +102,7 @@ def test_a_sync_costs_no_recording(make: Make) -> None:  # noqa: F811
     assert each == [7, 7, 8, 8, 8]  # of nine tokens the first is the prefill's; a new address's first step is enqueued
 
 
-def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:  # noqa: F811
+def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     state = helpers.numpy_state_dict(MOE, seed=1)
     gpu = make(MOE)
@@ -119,7 +119,7 @@ def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:  
         assert gpu.metrics()["graph_replays"] == before + 7
 
 
-def test_a_row_that_is_not_finite_ends_its_request_alone(make: Make) -> None:  # noqa: F811
+def test_a_row_that_is_not_finite_ends_its_request_alone(make: Make) -> None:
     """A token whose embedding is NaN, fed in a replayed step."""
     state = helpers.numpy_state_dict(DENSE, seed=1)
     found = []
@@ -191,6 +191,6 @@ def test_a_fault_in_a_replay_is_a_device_error(make: Make, simt: None, monkeypat
 
 
 @pytest.mark.parametrize("wrong", [1, None, "yes"])
-def test_enforce_eager_is_true_or_false(make: Make, wrong: Any) -> None:  # noqa: F811
+def test_enforce_eager_is_true_or_false(make: Make, wrong: Any) -> None:
     with pytest.raises(rm.ConfigError, match="enforce_eager"):
         make(enforce_eager=wrong)

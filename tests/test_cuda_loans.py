@@ -25,7 +25,7 @@ import gpu_trainer
 import helpers
 import numpy as np
 import pytest
-from test_cuda_sources import DENSE, MOE, SMALL, from_the_host, library, logits, make, spread
+from test_cuda_sources import DENSE, MOE, from_the_host, library, logits, spread
 
 import rollmesh as rm
 from rollmesh import _core, sources
@@ -97,7 +97,7 @@ def ranks(library: Path, tmp_path: Path) -> Iterator[Callable[..., Callable[...,
     def start(config: helpers.Config, addresses: list[str | None]) -> Callable[..., list[Any]]:
         for rank, address in enumerate(addresses):
             pipe, end = context.Pipe()
-            arguments = (end, tmp_path.name + str(os.getpid()), rank, config, {**SMALL, "dtype": "float32"}, address)
+            arguments = (end, tmp_path.name + str(os.getpid()), rank, config, {**helpers.SMALL, "dtype": "float32"}, address)
             processes.append(context.Process(target=gpu_trainer.rank_of_two, args=arguments, daemon=True))
             processes[-1].start()
             pipes.append(pipe)

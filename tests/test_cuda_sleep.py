@@ -17,7 +17,7 @@ from typing import Any
 
 import helpers
 import pytest
-from test_cuda_engine import DENSE, MOE, everything, free, library, make, simt, slack, told  # noqa: F401  (fixtures)
+from test_cuda_engine import DENSE, MOE, everything, free, library, simt, slack, told  # noqa: F401  (fixtures)
 from test_mesh_processes import Server, results
 
 import rollmesh as rm
@@ -33,7 +33,7 @@ def of_version(generator: rm.Generator) -> Any:
     return everything(generator), generator.version, generator._engine.sync_state()[1]
 
 
-def served(make: Make, **changes: Any) -> tuple[rm.Generator, Any]:  # noqa: F811
+def served(make: Make, **changes: Any) -> tuple[rm.Generator, Any]:
     """With its second version, of which the staging block is a block that was written before."""
     generator = make(MOE, **changes)
     for seed in (1, 2):
@@ -159,7 +159,7 @@ def test_what_is_kept_serves_again(make: Make, library: Path, changes: dict[str,
     assert report.version == before[1] + 1
 
 
-def test_requests_that_run_go_on(make: Make) -> None:  # noqa: F811
+def test_requests_that_run_go_on(make: Make) -> None:
     params = rm.SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
     generator, _ = served(make)
     whole = told(generator.generate([[1, 2], [3]], params, use_tqdm=False))
@@ -172,7 +172,7 @@ def test_requests_that_run_go_on(make: Make) -> None:  # noqa: F811
     assert [o[0] if not isinstance(o, tuple) else o[5] for o in again] == [o[0] if not isinstance(o, tuple) else o[5] for o in whole]
 
 
-def test_recordings_are_of_the_new_block(make: Make) -> None:  # noqa: F811
+def test_recordings_are_of_the_new_block(make: Make) -> None:
     """What was recorded knew addresses that are gone: a size's first step is enqueued, and then replayed again."""
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     gpu, _ = served(make)
@@ -204,7 +204,7 @@ def test_a_later_sleep_drops_what_was_kept(make: Make, library: Path, changes: d
     assert of_version(generator)[0][2:] == before[0][2:]  # but for the version's number
 
 
-def test_an_open_set_is_dropped(make: Make) -> None:  # noqa: F811
+def test_an_open_set_is_dropped(make: Make) -> None:
     """At its begin in place nothing was written yet: what served serves again."""
     generator, before = served(make)
     for mode in ("staged", "inplace"):
@@ -227,7 +227,7 @@ def test_close_gives_the_copy_back(make: Make, library: Path, changes: dict[str,
     assert abs(free(library) - before) <= slack(library)
 
 
-def test_unsynced_weights_are_not_kept(make: Make) -> None:  # noqa: F811
+def test_unsynced_weights_are_not_kept(make: Make) -> None:
     generator, mapped = make(), _core.memory_mapped()
     generator.sleep("weights", keep_weights=True)
     assert _core.memory_mapped() == mapped
@@ -243,7 +243,7 @@ def test_unsynced_weights_are_not_kept(make: Make) -> None:  # noqa: F811
         ("weights", 1, "keep_weights = 1, wanted a bool"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words: str) -> None:  # noqa: F811
+def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words: str) -> None:
     generator = make(device="cpu")
     with pytest.raises(rm.ConfigError, match=words):
         generator.sleep(parts, keep_weights=keep)
@@ -279,7 +279,7 @@ def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any])
 @pytest.mark.parametrize("changes", [{}, TWO], ids=str)
 @pytest.mark.parametrize("left", ["nothing", "less than the weights", "the weights"])
 def test_no_room_on_the_device(
-    make: Make,  # noqa: F811
+    make: Make,
     library: Path,  # noqa: F811
     simt: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -21,7 +21,6 @@ import rollmesh as rm
 from rollmesh import _core
 from rollmesh.devices import LIBRARY_SWITCH
 
-SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
 DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
 PROMPTS = [[3, 1, 2, 9], [4] * 40]
 
@@ -31,19 +30,6 @@ def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Several devices that hide from one another: the simulated ones, wherever this runs."""
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     return simt_library
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., rm.Generator]]:
-    made: list[rm.Generator] = []
-
-    def one(config: helpers.Config = DENSE, device: str = "cuda:0", **changes: Any) -> rm.Generator:
-        made.append(rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**SMALL, **changes}))
-        return made[-1]
-
-    yield one
-    for generator in made:
-        generator.close()
 
 
 @pytest.fixture

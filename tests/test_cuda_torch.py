@@ -15,7 +15,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
-from test_cuda_engine import DENSE, MOE, library, make  # noqa: F401  (fixtures)
+from test_cuda_engine import DENSE, MOE, library  # noqa: F401  (fixtures)
 from test_cuda_sources import from_the_host, logits
 
 import rollmesh as rm
@@ -36,13 +36,13 @@ def where() -> str:
 # ------------------------------------------------------------------------------------------------ of this process
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_state_dict(make: Callable[..., rm.Generator], where: str, config: helpers.Config, dtype: str) -> None:  # noqa: F811
+def test_a_state_dict(make: Callable[..., rm.Generator], where: str, config: helpers.Config, dtype: str) -> None:
     gpu = make(config)
     report = gpu.sync_weights(on(where, config, 1, dtype), cast=True)
     assert (report.digest, logits(gpu)) == from_the_host(make, config, helpers.numpy_state_dict(config, 1, dtype))
 
 
-def test_views(make: Callable[..., rm.Generator], where: str) -> None:  # noqa: F811
+def test_views(make: Callable[..., rm.Generator], where: str) -> None:
     """Transposed, one of a stack, a part of a wider one, and a parameter that a gradient is wanted of."""
 
     def view(tensor: Any, i: int) -> Any:
@@ -57,7 +57,7 @@ def test_views(make: Callable[..., rm.Generator], where: str) -> None:  # noqa: 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a stream of torch's: torch sees no GPU")
-def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> None:  # noqa: F811
+def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> None:
     """On a stream of its own, behind work that takes a while: the sync reads what is written in the end."""
     gpu, state, stream = make(DENSE), on("cuda", DENSE, 1), torch.cuda.Stream()
     final = {name: tensor.clone() for name, tensor in state.items()}
@@ -73,7 +73,7 @@ def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> Non
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
-def test_what_is_refused_leaves_what_serves(make: Callable[..., rm.Generator], where: str, spoilt: float) -> None:  # noqa: F811
+def test_what_is_refused_leaves_what_serves(make: Callable[..., rm.Generator], where: str, spoilt: float) -> None:
     gpu = make(DENSE)
     gpu.sync_weights(on(where, DENSE, 1), cast=True)
     before, state = logits(gpu), on(where, DENSE, 2)
@@ -111,7 +111,7 @@ def remote(tmp_path: Path, where: str) -> Iterator[Connection]:
     assert process.exitcode == 0
 
 
-def test_versions_of_another_process(make: Callable[..., rm.Generator], remote: Connection) -> None:  # noqa: F811
+def test_versions_of_another_process(make: Callable[..., rm.Generator], remote: Connection) -> None:
     assert remote.poll(120)
     gpu = make(MOE)
     with sources.SharedReader(remote.recv()) as reader:

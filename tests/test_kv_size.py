@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import helpers
 import pytest
-from test_cuda_engine import DENSE, MOE, SMALL, everything
+from test_cuda_engine import DENSE, MOE, everything
 from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
 
 import rollmesh as rm
@@ -39,19 +39,6 @@ def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(MEMORY))
     return simt_library
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[rm.Generator] = []
-
-    def one(config: helpers.Config = DENSE, device: str = "cuda", **changes: Any) -> rm.Generator:
-        made.append(rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**SMALL, **changes}))
-        return made[-1]
-
-    yield one
-    for generator in made:
-        generator.close()
 
 
 def free(library: Path, card: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import helpers
 import pytest
 from native_build import standin
-from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, SMALL, everything, free, told, updated_in_mid_generation
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, everything, free, told, updated_in_mid_generation
 from test_cuda_graphs import PARAMS as GRAPH_PARAMS
 from test_cuda_graphs import PROMPTS as GRAPH_PROMPTS
 from test_mesh_processes import Server, check_lost, results
@@ -66,17 +67,12 @@ def simt(where: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def make(where: dict[str, str]) -> Iterator[Make]:
-    made: list[rm.Generator] = []
-
+def make(where: dict[str, str], make: Make) -> Make:
     def one(config: helpers.Config = DENSE, mesh: rm.Mesh | None = None, **changes: Any) -> rm.Generator:
         on_gpus = {"device": "cuda", "mesh": mesh, "comm": rm.comm.nccl(rm.comm.threads(), where["NCCL_LIBRARY"])} if mesh else {}
-        made.append(rm.Generator(rm.ModelSpec.from_hf(config), **{**SMALL, **on_gpus, **changes}))
-        return made[-1]
+        return make(config, **{"device": "cpu", **on_gpus, **changes})
 
-    yield one
-    for generator in made:
-        generator.close()
+    return one
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +269,23 @@ def test_a_group_that_cannot_be_made(
         with pytest.raises(kind, match=words):
             make(DENSE, rm.Mesh(tp=2), **changes)
     make(DENSE, rm.Mesh(tp=2)).sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
+
+
+def test_a_thread_that_cannot_be_made(make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no code for its GPU. The other stands where groups of NCCL are made, and hears of it there."""
+    monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,70")
+    told: list[str] = []
+
+    def construct() -> None:
+        with pytest.raises(rm.ConfigError) as caught:
+            make(DENSE, rm.Mesh(tp=2))
+        told.append(str(caught.value))
+
+    maker = threading.Thread(target=construct, daemon=True)
+    maker.start()
+    maker.join(SOON)
+    assert len(told) == 1
+    assert "cuda:1 is an sm_70" in told[0]
 
 
 # ------------------------------------------------------------------------------------------------ faults: ranks that are threads

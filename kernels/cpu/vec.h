@@ -27,6 +27,21 @@ VEC const void *at(rm_dtype dtype, const void *p, int64_t i) { return (const cha
 VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (dtype == RM_BF16 ? 2 : 4); }
 
 // ------------------------------------------------------------------------------------------------ lanes of T
+// A row of bf16 pairs is 16 words of (k even, k odd): the two halves as floats.
+VEC vf vf_even(vi pairs) { return vi_floats(vi_sll(pairs, 16)); }
+VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
+// The first n of 16, 0 ≤ n ≤ 16; the others +0. (A masked load of 16-bit lanes would need AVX512BW.)
+VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
+  uint16_t lanes[RM_LANES] = {0}, *to = lanes;
+  if (n & 16) return vf_load_bf16(p);
+  for (int size = 8; size > 0; size /= 2)
+    if (n & size) {
+      memcpy(to, p, (size_t)size * sizeof *p);
+      to += size;
+      p += size;
+    }
+  return vf_load_bf16(lanes);
+}
 VEC vf vt_load(rm_dtype dtype, const void *p, int64_t i) {
   return dtype == RM_BF16 ? vf_load_bf16((const uint16_t *)p + i) : vf_load((const float *)p + i);
 }

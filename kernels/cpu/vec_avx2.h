@@ -125,9 +125,7 @@ VEC float vf_max16(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(s2, _mm_movehdup_ps(s2)));
 }
 
-// bf16. A row of pairs is 16 words of (k even, k odd): the two halves as floats.
-VEC vf vf_even(vi pairs) { return vi_floats(vi_sll(pairs, 16)); }
-VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
+// bf16.
 VEC vf vf_load_bf16(const uint16_t *p) {
   const __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
   const __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + 1));
@@ -136,18 +134,6 @@ VEC vf vf_load_bf16(const uint16_t *p) {
 VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
-}
-// The first n of 16, 0 ≤ n ≤ 16; the others +0.
-VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
-  uint16_t lanes[RM_LANES] = {0}, *to = lanes;
-  if (n & 16) return vf_load_bf16(p);
-  for (int size = 8; size > 0; size /= 2)
-    if (n & size) {
-      memcpy(to, p, (size_t)size * sizeof *p);
-      to += size;
-      p += size;
-    }
-  return vf_load_bf16(lanes);
 }
 // The bf16 nearest to each lane, as a float.
 VEC vf vf_to_bf16(vf x) {
