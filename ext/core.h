@@ -13,6 +13,7 @@
 typedef struct rm_module_state {
   PyObject *errors[RM_N_CODE];  // owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY
   PyObject *error_base;         // owned rollmesh.errors.Error
+  PyObject *deadline_error;     // owned rollmesh.errors.DeadlineError, which no rm_code has
   PyObject *engine_type;        // owned _core.Engine
   PyObject *comm_type;          // owned _core.Comm
   PyObject *dispatcher_type;    // owned _core.Dispatcher
@@ -22,6 +23,8 @@ typedef struct rm_module_state {
   PyObject *gpu_group_type;     // owned _core.GpuGroup
   PyObject *queue_type;         // owned _core.Queue
   PyObject *device_array_type;  // owned _core.DeviceArray
+  PyObject *turn_type;          // owned _core.Turn
+  PyObject *holding_type;       // owned _core.Holding
   unsigned long interrupted;    // thread whose call a Ctrl-C has cut short, until that call is over; 0: none
 } rm_module_state;
 
@@ -47,4 +50,5 @@ int rm_cuda_add(PyObject *module);         // cuda.c: _core.cuda_count, _core.cu
 int rm_mesh_add(PyObject *module);         // mesh.c: _core.placement
 int rm_comm_type_add(PyObject *module);    // comm.c: _core.Comm, _core.attach
 int rm_dispatch_types_add(PyObject *module);   // dispatch.c: _core.Dispatcher, _core.DispatchPlan, _core.dispatchers
+int rm_turn_types_add(PyObject *module);   // turn.c: _core.Turn, _core.Holding
 int rm_engine_type_add(PyObject *module);  // engine.c: _core.Engine

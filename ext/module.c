@@ -60,6 +60,7 @@ static int load_errors(rm_module_state *state) {
   PyObject *errors = PyImport_ImportModule("rollmesh.errors");
   if (!errors) return -1;
   int failed = !(state->error_base = PyObject_GetAttrString(errors, "Error"));
+  failed = failed || !(state->deadline_error = PyObject_GetAttrString(errors, "DeadlineError"));
   for (int code = RM_OK + 1; !failed && code < RM_N_CODE; code++) {
     if (code == RM_E_MEMORY) state->errors[code] = Py_NewRef(PyExc_MemoryError);
     else failed = !(state->errors[code] = PyObject_GetAttrString(errors, rm_code_name(code)));
@@ -73,7 +74,7 @@ static int module_exec(PyObject *module) {
   if (load_errors(rm_state(module))) return -1;
   if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_cuda_add(module) || rm_comm_type_add(module)) return -1;
   if (rm_dispatch_types_add(module) || rm_loan_types_add(module) || rm_gpu_group_types_add(module) || rm_queue_add(module)) return -1;
-  if (rm_device_arrays_add(module)) return -1;
+  if (rm_device_arrays_add(module) || rm_turn_types_add(module)) return -1;
   return rm_engine_type_add(module);
 }
 
@@ -82,6 +83,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   if (!state) return 0;
   for (int code = 0; code < RM_N_CODE; code++) Py_VISIT(state->errors[code]);
   Py_VISIT(state->error_base);
+  Py_VISIT(state->deadline_error);
   Py_VISIT(state->engine_type);
   Py_VISIT(state->comm_type);
   Py_VISIT(state->dispatcher_type);
@@ -91,6 +93,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   Py_VISIT(state->gpu_group_type);
   Py_VISIT(state->queue_type);
   Py_VISIT(state->device_array_type);
+  Py_VISIT(state->turn_type);
+  Py_VISIT(state->holding_type);
   return 0;
 }
 
@@ -99,6 +103,7 @@ static int module_clear(PyObject *module) {
   if (!state) return 0;
   for (int code = 0; code < RM_N_CODE; code++) Py_CLEAR(state->errors[code]);
   Py_CLEAR(state->error_base);
+  Py_CLEAR(state->deadline_error);
   Py_CLEAR(state->engine_type);
   Py_CLEAR(state->comm_type);
   Py_CLEAR(state->dispatcher_type);
@@ -108,6 +113,8 @@ static int module_clear(PyObject *module) {
   Py_CLEAR(state->gpu_group_type);
   Py_CLEAR(state->queue_type);
   Py_CLEAR(state->device_array_type);
+  Py_CLEAR(state->turn_type);
+  Py_CLEAR(state->holding_type);
   return 0;
 }
 

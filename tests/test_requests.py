@@ -22,7 +22,7 @@ import pytest
 from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
-from rollmesh.turn import Turn
+from rollmesh import _core
 
 VOCAB = tiny_config()["vocab_size"]
 PROMPT = [5, 9, 77, 3]
@@ -277,7 +277,7 @@ def test_row_20_many_threads_generate_and_sync(gen: rm.Generator) -> None:
 
 
 def test_row_20_turns_come_in_the_order_of_arrival() -> None:
-    turn, order = Turn(), []
+    turn, order = _core.Turn(), []
 
     def wait_for_turn(name: int) -> None:
         with turn.take():
@@ -287,7 +287,7 @@ def test_row_20_turns_come_in_the_order_of_arrival() -> None:
     with turn.take():
         for queued, thread in enumerate(threads, 1):
             thread.start()
-            while len(turn._waiting) < queued:
+            while turn.waiting < queued:
                 time.sleep(0.001)
         with pytest.raises(rm.StateError):
             turn.take().__enter__()
@@ -303,7 +303,7 @@ def test_row_20_turns_come_in_the_order_of_arrival() -> None:
         late = threading.Thread(target=give_up)
         late.start()
         late.join(10)
-        assert not turn._waiting
+        assert turn.waiting == 0
     wait_for_turn(5)
     assert order[-1] == 5
 

@@ -1,58 +1,18 @@
-// ranks.c: see ranks.h. Every call that may take time or talk to other ranks is a job that runs on all of them; the rest is done one
-// engine after the other. Replicas are told apart by asking who has a request: ids are unique in the process.
-#include "engine/ranks.h"
+// ranks.c: see ranks.h. The ranks themselves: how they are made and ended, what they do together, and their figures. Requests are in
+// ranks_requests.c, weights in ranks_weights.c.
+#include "engine/ranks_state.h"
 
 #include <string.h>
 
 #include "base/cuda.h"
 #include "base/memory.h"
-#include "base/readers.h"
-#include "mesh/region.h"
 
-enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
-enum {
-  BUFFER_BYTES = 1 << 20,
-  PREFIX_SLOTS = 4096,          // remembered beginnings of prompts
-  AHEAD = 4,                    // requests' worth of work that a replica may be ahead of the least busy one for a prefix
-};
-
-typedef struct rm_member {      // one rank
-  rm_device device;             // owned, as all that follows; zeros on the CPU
-  rm_engine *engine;
-  rm_comm *groups[N_GROUPS];
-  rm_code code;                 // of the job at hand
-  rm_error err;
-  int64_t n_work;
-  rm_sync_report report;
-} rm_member;
-
-typedef struct rm_beginning {
-  uint64_t hash;
-  int32_t replica;
-} rm_beginning;
-
-struct rm_ranks {
-  rm_mesh mesh;
-  int first, n;                 // ranks in this process: all, or one
-  int n_replicas, per_replica;  // of those: whole replicas, or one rank of one
-  int own;                      // the replica of members[0]
-  rm_team *team;                // owned, a thread for each member; NULL where there is one
-  rm_region *region;            // owned
-  rm_member *members;           // [n]
-  rm_readers readers;           // owned
-  int64_t *asked;               // [dp] tokens asked of each replica so far
-  rm_beginning *beginnings;     // [PREFIX_SLOTS]
-  int64_t page_size;
-  int hosted;
-  uint64_t next_id;
-};
+enum { BUFFER_BYTES = 1 << 20 };
 
 // ---------------------------------------------------------------------------------------------- jobs
-typedef rm_code (*member_call)(rm_member *member, void *arg);
-
 typedef struct member_job {
   rm_ranks *ranks;
-  member_call call;
+  rm_member_call call;
   void *arg;
 } member_job;
 
@@ -92,7 +52,7 @@ static rm_code verdict(rm_ranks *ranks, rm_error *err) {
   return code;
 }
 
-static rm_code on_all(rm_ranks *ranks, member_call call, void *arg, rm_error *err) {
+rm_code rm_ranks_run(rm_ranks *ranks, rm_member_call call, void *arg, rm_error *err) {
   member_job job = {ranks, call, arg};
   if (ranks->team) rm_team_run(ranks->team, member_task, &job);
   else member_task(&job, 0, 1);
@@ -205,7 +165,7 @@ static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks
     if (code) return code;
   }
   rm_code code = rm_readers_init(&ranks->readers, options->cuda_library, err);
-  if (!code) code = on_all(ranks, create_engine, &how, err);
+  if (!code) code = rm_ranks_run(ranks, create_engine, &how, err);
   if (!code) code = check_families(ranks, err);
   for (int r = ranks->n - 1; r >= 0 && !code; r--) {
     const rm_device *device = &ranks->members[r].device;
@@ -246,7 +206,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 
 void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
-  if (ranks->members) on_all(ranks, destroy_engine, NULL, NULL);
+  if (ranks->members) rm_ranks_run(ranks, destroy_engine, NULL, NULL);
   rm_readers_destroy(&ranks->readers);
   for (int r = 0; ranks->members && r < ranks->n; r++) {
     if (ranks->members[r].device.self) ranks->members[r].device.close(ranks->members[r].device.self);
@@ -272,313 +232,6 @@ rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[
 int rm_ranks_read_gpus(const rm_ranks *ranks) { return ranks->readers.library != NULL; }
 rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err) {
   return rm_readers_find(&ranks->readers, ordinal, out, err);
-}
-
-// ---------------------------------------------------------------------------------------------- replicas
-// Replicas are counted here among those of this process; `i` among the replica's ranks of this process, which are all alike.
-static rm_engine *engine_of(const rm_ranks *ranks, int replica, int i) { return ranks->members[replica * ranks->per_replica + i].engine; }
-static rm_engine *leader(const rm_ranks *ranks, int replica) { return engine_of(ranks, replica, 0); }
-
-static uint64_t hash_beginning(const rm_request *request, int64_t n) {
-  uint64_t hash = 0xCBF29CE484222325u;
-  for (int64_t i = 0; i < n; i++) hash = (hash ^ (uint64_t)(uint32_t)request->prompt[i]) * 0x9E3779B97F4A7C15u;
-  return hash ? hash : 1;
-}
-
-static int64_t work_of(const rm_request *request) {
-  const int64_t per_sample = request->kind == RM_GENERATE ? rm_min64(rm_max64(request->max_tokens, 0), 1 << 20) : 0;
-  return request->n_prompt + per_sample * (request->kind == RM_GENERATE ? request->n : 1);
-}
-
-// Of a request that was checked. *place: where its beginning is remembered, NULL: it is too short.
-static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginning **place) {
-  int least = 0;
-  *place = NULL;
-  for (int d = 1; d < ranks->mesh.dp; d++)
-    if (ranks->asked[d] < ranks->asked[least]) least = d;
-  if (ranks->hosted) return ranks->own;
-  if (ranks->mesh.dp == 1 || request->n_prompt < ranks->page_size) return least;
-  const uint64_t hash = hash_beginning(request, ranks->page_size);
-  *place = &ranks->beginnings[hash % PREFIX_SLOTS];
-  const int before = (*place)->hash == hash ? (*place)->replica : least;
-  return ranks->asked[before] - ranks->asked[least] <= AHEAD * work_of(request) ? before : least;
-}
-
-int rm_ranks_has(const rm_ranks *ranks, uint64_t id) {
-  int has = 0;
-  for (int d = 0; d < ranks->n_replicas && !has; d++) has = rm_engine_has(leader(ranks, d), id);
-  return has;
-}
-
-// Who has the request; replica 0 says that nobody does.
-static int replica_of(const rm_ranks *ranks, uint64_t id) {
-  int d = ranks->n_replicas - 1;
-  while (d > 0 && !rm_engine_has(leader(ranks, d), id)) d--;
-  return d;
-}
-
-// The same for every rank of the replica; the first's answer, since all are alike.
-typedef rm_code (*id_call)(rm_engine *, uint64_t, rm_error *);
-static rm_code on_replica(rm_ranks *ranks, uint64_t id, id_call call, rm_error *err) {
-  const int replica = replica_of(ranks, id);
-  const rm_code code = call(leader(ranks, replica), id, err);
-  for (int i = 1; i < ranks->per_replica && !code; i++) call(engine_of(ranks, replica, i), id, NULL);
-  return code;
-}
-
-// ---------------------------------------------------------------------------------------------- requests
-// On all ranks of a replica here, or on none.
-static rm_code add_to(rm_ranks *ranks, int replica, const rm_request *request, uint64_t *id, rm_error *err) {
-  rm_request mine = *request;
-  mine.wants_logits = request->wants_logits || request->logits_out;
-  for (int i = 0; i < ranks->per_replica; i++) {
-    const rm_code code = rm_engine_add(engine_of(ranks, replica, i), &mine, id, err);
-    while (code && i-- > 0) {   // no memory for it on a later rank
-      rm_engine_abort(engine_of(ranks, replica, i), mine.id, NULL);
-      rm_engine_release(engine_of(ranks, replica, i), mine.id, NULL);
-    }
-    if (code) return code;
-    mine.logits_out = NULL;
-  }
-  return RM_OK;
-}
-
-rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err) {
-  rm_request mine = *request;
-  rm_beginning *place;
-  mine.id = *id = ranks->next_id;
-  rm_code code = ranks->mesh.dp > 1 ? rm_engine_check(leader(ranks, 0), &mine, err) : RM_OK;   // the same verdict on every rank
-  if (code) return code;
-  const int chosen = choose_replica(ranks, &mine, &place), replica = chosen - ranks->own;   // own is 0 where all are here
-  if (replica >= 0 && replica < ranks->n_replicas && (code = add_to(ranks, replica, &mine, id, err))) return code;
-  if (place) *place = (rm_beginning){hash_beginning(&mine, ranks->page_size), chosen};
-  ranks->asked[chosen] += work_of(&mine);
-  ranks->next_id++;
-  return RM_OK;
-}
-
-static rm_code step_member(rm_member *member, void *arg) {
-  (void)arg;
-  return rm_engine_step(member->engine, &member->n_work, &member->err);
-}
-
-rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err) {
-  *n_work = *more = 0;
-  for (int r = 0; r < ranks->n; r++)   // one that went another way would be waited for until the deadline
-    if (rm_engine_unfinished(ranks->members[r].engine) != rm_engine_unfinished(leader(ranks, r / ranks->per_replica)))
-      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has %lld requests and the first of its replica %lld", ranks->first + r,
-                     (long long)rm_engine_unfinished(ranks->members[r].engine),
-                     (long long)rm_engine_unfinished(leader(ranks, r / ranks->per_replica)));
-  const rm_code code = on_all(ranks, step_member, NULL, err);
-  for (int d = 0; d < ranks->n_replicas; d++) {
-    *n_work += ranks->members[d * ranks->per_replica].n_work;
-    *more |= rm_engine_had_work(leader(ranks, d));
-  }
-  return code;
-}
-
-int64_t rm_ranks_unfinished(const rm_ranks *ranks) {
-  int64_t n = 0;
-  for (int d = 0; d < ranks->n_replicas; d++) n += rm_engine_unfinished(leader(ranks, d));
-  return n;
-}
-
-uint64_t rm_ranks_next_finished(const rm_ranks *ranks) {
-  uint64_t id = 0;
-  for (int d = 0; d < ranks->n_replicas && !id; d++) id = rm_engine_next_finished(leader(ranks, d));
-  return id;
-}
-
-int64_t rm_ranks_finished(rm_ranks *ranks, uint64_t *ids, int64_t capacity) {
-  int64_t n = 0;
-  for (int d = 0; d < ranks->n_replicas; d++) {
-    const int64_t got = rm_engine_finished(leader(ranks, d), ids + n, capacity - n);
-    for (int t = 1; t < ranks->per_replica; t++) {
-      uint64_t same;   // the other ranks of the replica finish the same requests in the same order
-      for (int64_t i = 0; i < got; i++) rm_engine_finished(engine_of(ranks, d, t), &same, 1);
-    }
-    n += got;
-  }
-  return n;
-}
-
-rm_code rm_ranks_view(const rm_ranks *ranks, uint64_t id, rm_request_view *out, rm_error *err) {
-  return rm_engine_view(leader(ranks, replica_of(ranks, id)), id, out, err);
-}
-
-rm_code rm_ranks_sample_view(const rm_ranks *ranks, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err) {
-  return rm_engine_sample_view(leader(ranks, replica_of(ranks, id)), id, sample, out, err);
-}
-
-rm_code rm_ranks_release(rm_ranks *ranks, uint64_t id, rm_error *err) { return on_replica(ranks, id, rm_engine_release, err); }
-rm_code rm_ranks_abort(rm_ranks *ranks, uint64_t id, rm_error *err) { return on_replica(ranks, id, rm_engine_abort, err); }
-
-rm_code rm_ranks_stop_sample(rm_ranks *ranks, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
-  const int replica = replica_of(ranks, id);
-  rm_code code = RM_OK;
-  for (int t = 0; t < ranks->per_replica && !code; t++)
-    code = rm_engine_stop_sample(engine_of(ranks, replica, t), id, sample, n_tokens, err);
-  return code;
-}
-
-void rm_ranks_pause(rm_ranks *ranks, int paused) {
-  for (int r = 0; r < ranks->n; r++) rm_engine_pause(ranks->members[r].engine, paused);
-}
-
-void rm_ranks_reset_prefix_cache(rm_ranks *ranks) {
-  for (int r = 0; r < ranks->n; r++) rm_engine_reset_prefix_cache(ranks->members[r].engine);
-}
-
-// ---------------------------------------------------------------------------------------------- a host's
-rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
-  return rm_engine_host_step(ranks->members[0].engine, step, results, n_work, err);
-}
-
-rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err) {
-  return rm_engine_host_draw(ranks->members[0].engine, draws, n, results, err);
-}
-
-void rm_ranks_host_forget(rm_ranks *ranks, const int32_t *pages, int64_t n) { rm_engine_host_forget(ranks->members[0].engine, pages, n); }
-
-rm_code rm_ranks_host_fail(rm_ranks *ranks, uint64_t id, rm_error *err) { return rm_engine_host_fail(ranks->members[0].engine, id, err); }
-
-rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err) {
-  return rm_engine_host_preempt(ranks->members[0].engine, id, err);
-}
-
-rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
-  return rm_engine_host_tokens(ranks->members[0].engine, id, tokens, n, err);
-}
-
-// ---------------------------------------------------------------------------------------------- weights
-static rm_code begin_member(rm_member *member, void *arg) { return rm_engine_sync_begin(member->engine, arg, &member->err); }
-
-rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err) {
-  rm_sync_options same = *options;
-  const rm_code code = on_all(ranks, begin_member, &same, err);
-  if (code && ranks->n > 1) rm_ranks_sync_abort(ranks);
-  return code;
-}
-
-rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
-  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor, err);   // nothing that it asks depends on the part
-}
-
-typedef struct pushed {
-  const rm_entry *entries;
-  int64_t n;
-} pushed;
-
-static rm_code push_member(rm_member *member, void *arg) {
-  const pushed *it = arg;
-  return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
-}
-
-// Producers of tensors on a GPU have made a stream of that GPU wait for them. Where it is the only member's own, what reads them is
-// enqueued behind; everybody else starts when they are there.
-static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
-  const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
-  uint64_t asked = 0;
-  rm_code code = RM_OK;
-  for (int64_t i = 0; i < n && !code; i++) {
-    const rm_tensor *tensor = &entries[i].tensor;
-    if (!tensor->on_device || !ranks->readers.library || (only && tensor->ordinal == only->ordinal)) continue;
-    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && asked >> tensor->ordinal & 1) continue;
-    code = rm_readers_wait(&ranks->readers, tensor->ordinal, err);
-    if (!code) asked |= (uint64_t)1 << tensor->ordinal;
-  }
-  return code;
-}
-
-rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
-  pushed it = {entries, n};
-  rm_code code = await_tensors(ranks, entries, n, err);
-  if (code) return code;
-  code = on_all(ranks, push_member, &it, err);
-  for (int r = 0; r < ranks->n && code; r++)
-    for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
-      rm_sync_forget(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);
-  return code;
-}
-
-rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
-  const rm_entry entry = {name, length, *tensor};
-  return rm_ranks_sync_push_all(ranks, &entry, 1, err);
-}
-
-static rm_code commit_member(rm_member *member, void *arg) {
-  return rm_engine_sync_commit(member->engine, *(const rm_inflight *)arg, &member->report, &member->err);
-}
-
-rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
-  // What would refuse on the ranks of one replica alone is asked first: it leaves the sync open, and must on all.
-  if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
-    return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
-                   (long long)rm_ranks_unfinished(ranks));
-  const rm_code code = on_all(ranks, commit_member, &inflight, err);
-  if (code || !report) return code;
-  *report = ranks->members[0].report;
-  for (int r = 1; r < ranks->n; r++) {
-    const rm_sync_report *its = &ranks->members[r].report;
-    report->bytes += its->bytes;
-    report->seconds = its->seconds > report->seconds ? its->seconds : report->seconds;
-    report->copy_seconds = its->copy_seconds > report->copy_seconds ? its->copy_seconds : report->copy_seconds;
-  }
-  return RM_OK;
-}
-
-void rm_ranks_sync_abort(rm_ranks *ranks) {
-  for (int r = 0; r < ranks->n; r++) rm_engine_sync_abort(ranks->members[r].engine);
-}
-
-static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
-static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err); }
-
-static rm_code keep_member(rm_member *member, void *arg) {
-  (void)arg;
-  return rm_engine_keep_weights(member->engine, &member->err);
-}
-
-void rm_ranks_forget_kept(rm_ranks *ranks) {
-  for (int r = 0; r < ranks->n; r++) rm_engine_forget_kept(ranks->members[r].engine);
-}
-
-// The ranks of a process have one host; each asks for itself once more.
-static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
-  const size_t available = rm_memory_available();
-  size_t wanted = 0;
-  for (int r = 0; r < ranks->n; r++) wanted += rm_engine_bytes_to_keep(ranks->members[r].engine);
-  if (wanted <= available) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %.2f GiB and the host has %.2f GiB left to keep them in", ranks->n,
-                 (double)wanted / 0x1p30, (double)available / 0x1p30);
-}
-
-rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err) {
-  rm_code code = check_host_room(ranks, err);
-  if (code) return code;
-  code = on_all(ranks, keep_member, NULL, err);
-  if (code) rm_ranks_forget_kept(ranks);
-  return code;
-}
-
-// What can fail comes first, on all.
-rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) {
-  const int keep = parts & RM_SLEEP_KEEP && parts & RM_PART_WEIGHTS;
-  const rm_code code = keep ? rm_ranks_keep_weights(ranks, err) : RM_OK;
-  return code ? code : on_all(ranks, sleep_member, &parts, err);
-}
-
-rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
-  unsigned asleep = 0;
-  for (int r = 0; r < ranks->n; r++) {
-    rm_engine_stats stats;
-    rm_engine_statistics(ranks->members[r].engine, &stats);
-    asleep |= stats.asleep;
-  }
-  const rm_code code = on_all(ranks, wake_member, &parts, err);
-  parts = (parts & asleep) | RM_SLEEP_KEEP;
-  if (code && parts & asleep) on_all(ranks, sleep_member, &parts, NULL);   // one could not: none does
-  return code;
 }
 
 // ---------------------------------------------------------------------------------------------- figures

@@ -79,7 +79,6 @@ rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens
 
 // Counts of requests and tokens are of all replicas, sizes of all ranks, times of the rank that took longest.
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
-int rm_ranks_world(const rm_ranks *ranks);
 // This process leaves the order of calls that the others make: they get RM_E_RANK_LOST where they wait.
 void rm_ranks_give_up(rm_ranks *ranks);
 // The device whose stream the producer of a tensor of that CUDA device makes wait (base/readers.h). A view.

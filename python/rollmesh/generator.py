@@ -1,7 +1,7 @@
 """The generator: rollouts from weights that a trainer pushes in. A token's way is generate → Requests.add → engine step …
 step → RequestOutput; a weight's way is sync_weights → check → push → commit.
 
-Threads: every method may be called from any thread. Calls take turns (turn.py): generate holds the turn for one engine step at
+Threads: every method may be called from any thread. Calls take turns (ext/turn.c): generate holds the turn for one engine step at
 a time, so another thread's sync_weights, submit or metrics comes in between two steps; a sync holds it whole. A call from
 inside another one (a weights iterator that generates) is a StateError, and so is every call in a forked child.
 """
@@ -9,10 +9,9 @@ inside another one (a weights iterator that generates) is a StateError, and so i
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -54,7 +53,6 @@ from rollmesh.spec import ModelSpec
 from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
-from rollmesh.turn import Turn
 from rollmesh.weights import BEGINNING, Sync, Weights
 
 PAUSE_POLL_S = 0.02
@@ -186,12 +184,11 @@ class Generator:
             self._engine = join(values, options, comm, self.mesh)
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
-        self._turn = Turn()
+        self._turn = _core.Turn()
         self._pid = os.getpid()
         self._submitted: set[int] = set()  # ids for poll
         self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
-        self._running = threading.Event()  # clear while paused
-        self._running.set()
+        self._is_paused = False  # not a threading.Event: a Ctrl-C in its set() can leave its lock taken for ever
         self._closed = False
 
     # ---------------------------------------------------------------------------------------- state
@@ -214,7 +211,7 @@ class Generator:
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        own = {"version": self._weights.version, "asleep": asleep, "paused": not self._running.is_set(), "kv_usage": usage}
+        own = {"version": self._weights.version, "asleep": asleep, "paused": self._is_paused, "kv_usage": usage}
         return {**stats, **own, "nccl": self._nccl, "cublas": self._cublas and str(self._cublas), "invariant": self._cublas is None}
 
     def _check_alive(self) -> None:
@@ -223,12 +220,10 @@ class Generator:
         if self._closed:
             raise StateError("the generator is closed")
 
-    @contextmanager
-    def _call(self, deadline: float | None = None) -> Iterator[None]:
-        self._check_alive()  # before the lock: after fork it may be held by a thread that does not exist here
-        with self._turn.take(deadline):
-            self._check_alive()
-            yield
+    def _call(self, deadline: float | None = None) -> AbstractContextManager[None]:
+        """The turn, for a block."""
+        self._check_alive()  # before the turn too: after fork it may be that of a thread that does not exist here
+        return self._turn.take(deadline, self._check_alive)
 
     # ---------------------------------------------------------------------------------------- generation
     def generate(
@@ -253,15 +248,19 @@ class Generator:
         chosen = param_list(params, len(items))
         ids: list[int | None] = []
         errors: dict[int, Error] = {}
+
+        def add() -> None:
+            for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
+                try:
+                    ids.append(self._add(prompt, param, index))
+                except (RequestError, CapacityError) as error:
+                    ids.append(None)
+                    errors[index] = error
+
         try:
-            with self._call(deadline), self._requests.adding():
+            with self._call(deadline):
                 self._before_step()
-                for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                    try:
-                        ids.append(self._add(prompt, param, index))
-                    except (RequestError, CapacityError) as error:
-                        ids.append(None)
-                        errors[index] = error
+                self._requests.all_or_none(add)
             added = [request for request in ids if request is not None]
             late = self._drive(added, deadline, Progress(len(added), use_tqdm))
             with self._call():
@@ -278,10 +277,10 @@ class Generator:
             if output.request_id in late and output.error is None:
                 late_error = DeadlineError(f"request {output.request_id} did not finish within {timeout} s")
                 outputs[index] = replace(output, error=late_error)
-        first = next((output.error for output in outputs if output.error is not None), None)
-        if first is not None and on_error == "raise":
-            first.outputs = outputs  # type: ignore[attr-defined]
-            raise first
+        raised = [output.error for output in outputs if output.error is not None]
+        if raised and on_error == "raise":
+            raised[0].outputs = outputs  # type: ignore[attr-defined]
+            raise raised[0]
         return outputs
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
@@ -290,12 +289,22 @@ class Generator:
         Where ranks are processes, all make the same calls of submit and poll in the same order; at any time, as in one process."""
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
-        with self._call():
-            self._weights.close_unscoped()
-            with self._requests.adding():
-                ids = [self._add(prompt, param, index) for index, (prompt, param) in enumerate(zip(items, chosen, strict=True))]
-                self._submitted.update(ids)
+        ids: list[int] = []
+
+        def add() -> None:
+            for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
+                ids.append(self._add(prompt, param, index))
+            self._submitted.update(ids)
+
+        try:
+            with self._call():
+                self._weights.close_unscoped()
+                self._requests.all_or_none(add)
             return ids
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a Ctrl-C, perhaps after all were added
+                self._forget(ids, error)
+            raise
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs one engine step, or as many as it takes to finish min_outputs submitted requests (fewer when no more are
@@ -332,7 +341,7 @@ class Generator:
         self._submitted.intersection_update(self._requests.live())
         waiting = self._submitted - self._requests.done_of(self._submitted)
         rows, late = 0, False
-        if waiting and (self._running.is_set() or isinstance(self._engine, SpmdEngine)):  # paused, one hears of what was aborted
+        if waiting and (not self._is_paused or isinstance(self._engine, SpmdEngine)):  # paused, one hears of what was aborted
             rows, late = self._requests.step_with_all(deadline)
         for request in sorted(self._requests.done_of(self._submitted)):
             outputs[request] = self._requests.output_or_error(request)
@@ -360,7 +369,7 @@ class Generator:
     def _before_step(self) -> None:
         """What a call that is about to run the engine to an end has to find."""
         self._weights.close_unscoped()
-        if not self._running.is_set():
+        if self._is_paused:
             raise StateError("the generator is paused; resume() it first")
         asleep = self._engine.stats()["asleep"]
         if asleep:
@@ -378,8 +387,8 @@ class Generator:
                     done = self._drive_step(open_ids)
                     open_ids -= done
                     progress.advance(len(done))
-                    if not done and not self._running.is_set():
-                        self._running.wait(PAUSE_POLL_S)  # not for longer: an abort or a close wants to be noticed too
+                    if not done and self._is_paused:
+                        time.sleep(PAUSE_POLL_S)
         except BaseException as error:
             self._leave(error)
             raise
@@ -389,7 +398,7 @@ class Generator:
         """Those of open_ids that are done, after a step unless some are already."""
         with self._call():
             done = self._requests.done_of(open_ids)
-            if not done and self._running.is_set():
+            if not done and not self._is_paused:
                 self._weights.close_unscoped()
                 rows = self._requests.step_for(open_ids)
                 done = self._requests.done_of(open_ids)
@@ -462,12 +471,16 @@ class Generator:
         self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], logits: Sequence[NDArray[np.float32]] | None
     ) -> list[NDArray[np.float32]]:
         ids: list[int] = []
+
+        def add() -> None:
+            for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
+                with naming_prompt(index):
+                    ids.append(self._requests.add_score(sequence, param, logits[index] if logits is not None else None))
+
         try:
-            with self._call(), self._requests.adding():
+            with self._call():
                 self._before_step()
-                for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
-                    with naming_prompt(index):
-                        ids.append(self._requests.add_score(sequence, param, logits[index] if logits is not None else None))
+                self._requests.all_or_none(add)
             self._drive(ids, None, Progress(len(ids), False))
             with self._call():
                 return [self._requests.take_scores(request) for request in ids]
@@ -550,10 +563,16 @@ class Generator:
         Where ranks are processes, each pushes what it has, all tensors of a set: they meet at every push."""
         with self._refusing(PUSHES):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
-        with self._call():
-            sync = Sync(self._weights, self._call, options)
-            self._weights.begin(sync)
+        sync = Sync(self._weights, self._call, options)
+        try:
+            with self._call():
+                self._weights.begin(sync)
             return sync
+        except BaseException as error:
+            if self._weights.is_open(sync):
+                with self._call():
+                    self._weights.abort(sync, error)
+            raise
 
     def self_test(
         self,
@@ -579,17 +598,17 @@ class Generator:
         with self._call():
             if mode == "abort":
                 self._requests.abort(self._requests.live())
-            while mode == "wait" and self._running.is_set() and self._engine.unfinished():
+            while mode == "wait" and not self._is_paused and self._engine.unfinished():
                 if self._requests.step() == 0 and (left := self._engine.unfinished()):
                     raise StateError(f"{left} requests cannot finish while a part is asleep")
+            self._is_paused = True
             self._engine.pause(True)
-            self._running.clear()
 
     def resume(self) -> None:
         """Schedules again."""
         with self._call():
+            self._is_paused = False
             self._engine.pause(False)
-            self._running.set()
 
     def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:
         """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(), unless they are kept; running
@@ -627,7 +646,6 @@ class Generator:
             self._closed = True
             self._weights.forget()
             self._engine.close()
-        self._running.set()  # a generate of another thread wakes up and finds it closed
 
     def __enter__(self) -> Generator:
         self._check_alive()

@@ -8,8 +8,7 @@ RequestOutput. Used under the generator's turn only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,12 +94,11 @@ class Requests:
         self._watched: set[int] = set()  # those with stop strings that still run
 
     # ---------------------------------------------------------------------------------------- in
-    @contextmanager
-    def adding(self) -> Iterator[None]:
-        """What is added in the block stays only if the block ends well; a Ctrl-C may fall between any two of its steps."""
-        before = self._engine.ids()
+    def all_or_none(self, add: Callable[[], None]) -> None:
+        """What `add` adds stays only if it ends well; a Ctrl-C may fall between any two of its steps."""
+        before = self.live()
         try:
-            yield
+            add()
         except BaseException:
             self.forget(set(self._engine.ids()).difference(before))
             raise
@@ -182,7 +180,7 @@ class Requests:
 
     def rewind(self) -> None:
         """After a sync with inflight="restart": requests that ran begin again, and so does the search for stop strings."""
-        for request in set(self._records) - self._engine.finished():
+        for request in set(self.live()) - self._engine.finished():
             record = self._records[request]
             if record.watchers:
                 record.watchers = [StopWatcher(w.codec, w.stops, w.min_tokens) for w in record.watchers]
@@ -192,7 +190,10 @@ class Requests:
     # ---------------------------------------------------------------------------------------- out
     def live(self) -> list[int]:
         """Ids that were added and not taken, oldest first."""
-        return self._engine.ids()
+        ids = self._engine.ids()
+        for request in self._records.keys() - set(ids):  # a Ctrl-C has cut their release short
+            self._drop(request)
+        return ids
 
     def done_of(self, requests: set[int]) -> set[int]:
         """Those that are finished and can be taken."""
@@ -200,7 +201,7 @@ class Requests:
 
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases, without results. The latest generations give their numbers back."""
-        known = set(self._engine.ids())
+        known = set(self.live())
         requests = sorted(known.intersection(requests), reverse=True)
         self.abort(requests)
         for request in requests:
@@ -212,8 +213,11 @@ class Requests:
     def release(self, request: int) -> None:
         """The records of a request that is done leave the engine."""
         self._engine.release(request)
-        self._records.pop(request, None)
+        self._drop(request)
+
+    def _drop(self, request: int) -> None:
         self._watched.discard(request)
+        self._records.pop(request, None)
 
     def output(self, request: int) -> RequestOutput:
         """The output of a request that is done. It stays until release: user code (a tokenizer) may raise in here."""

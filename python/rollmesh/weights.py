@@ -114,24 +114,35 @@ class Weights:
     def begin(self, sync: Sync) -> None:
         """Opens the set of a handle; another open one is reset."""
         if isinstance(self._engine, SpmdEngine):
-            self._begin_together(self._engine, sync.options)
-        else:
-            self._check_version(sync.options)
-            self.reset("a later sync began")
-            if sync.options.mode == "inplace":
-                self._finish_running(sync.options, None)
-            sync.options.begin(self._engine)
-        self.refresh()
-        self._open = sync
+            self._begin_together(self._engine, sync)
+            return
+        self._check_version(sync.options)
+        self.reset("a later sync began")
+        if sync.options.mode == "inplace":
+            self._finish_running(sync.options, None)
+        try:
+            self._begun(sync)
+        except BaseException:
+            self._abort()
+            raise
 
-    def _begin_together(self, engine: SpmdEngine, options: SyncOptions) -> None:
+    def _begun(self, sync: Sync) -> None:
+        self._open = sync
+        sync.options.begin(self._engine)
+        self.refresh()
+
+    def is_open(self, sync: Sync) -> bool:
+        return self._open is sync
+
+    def _begin_together(self, engine: SpmdEngine, sync: Sync) -> None:
+        options = sync.options
         # Ranks may differ in the version: which one it is, the vote finds out.
         told = self._open_together(engine, PUSHES, repr(replace(options, version=None)), options)
         try:
             engine.compare("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            engine.settle_sync(PUSHES, _fault_of(options.begin, engine))
+            engine.settle_sync(PUSHES, _fault_of(self._begun, sync))
         except BaseException as error:
             self._abort()
             engine.leave(error)
@@ -208,8 +219,7 @@ class Weights:
     def reset(self, why: str, only: Sync | None = None) -> None:
         """Drops the open set, if there is one (and it is that of `only`)."""
         if self._open is not None and only in (None, self._open):
-            self._open.closed, self._open = why, None
-            self._abort()
+            self._abort(why)
 
     def sleep(self, parts: int, keep: bool) -> None:
         """Memory of parts goes back; no set is open. keep: what serves waits in the host's memory, on all ranks or none sleeps."""
@@ -274,17 +284,30 @@ class Weights:
     def refresh(self) -> None:
         self.version = self._engine.sync_state()[0]
 
-    def _abort(self) -> None:
+    def _abort(self, why: str = "it failed") -> None:
+        if self._open is not None:
+            self._open.closed, self._open = why, None
         self._engine.sync_abort()
         self.refresh()
 
     def _commit(self, options: SyncOptions, deadline: float | None) -> SyncReport:
         self._finish_running(options, deadline)
-        report = report_of(self._engine.sync_commit(options.at_commit))
-        self.version = self._last = report.version
-        if options.inflight == "restart":
-            self._requests.rewind()
-        return report
+        before = self.version
+        try:
+            report = report_of(self._engine.sync_commit(options.at_commit))
+            self._follow(before, options)
+            return report
+        except BaseException:
+            self._follow(before, options)  # a Ctrl-C may have come when the new version served already
+            raise
+
+    def _follow(self, before: int | None, options: SyncOptions) -> None:
+        """What Python remembers follows the engine, if it serves another version than `before`. Twice is as good as once."""
+        self.refresh()
+        if self.version not in (None, before):
+            self._last = self.version
+            if options.inflight == "restart":
+                self._requests.rewind()
 
     def _check_version(self, options: SyncOptions) -> None:
         """The engine checks it too, but when an open set of another handle has been dropped for the new one."""
@@ -360,9 +383,13 @@ class Sync:
             raise StateError(f"this sync is closed: {self.closed}")
 
     def __enter__(self) -> Sync:
-        self.require_open()
-        self.scoped = True
-        return self
+        try:
+            self.require_open()
+            self.scoped = True
+            return self
+        except BaseException as error:  # a Ctrl-C: the block is not entered, and no step shall find the set open
+            self._abort(error)
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:

@@ -78,7 +78,7 @@ void simt_begin(), simt_end();                        // the thread's signal sta
 void simt_doing(const char *what);                    // for the message of a fault: what is done between begin and end but launches
 [[noreturn]] void simt_fault(const char *text);       // message and exit status 3
 void simt_watch();                                    // faults of this process from here on
-bool simt_open(const void *address);                  // simt_runtime.cpp, of a fault: memory that work may touch, from now on it does
+bool simt_open(const void *address);                  // simt_memory.cpp, of a fault: memory that work may touch, from now on it does
 const char *simt_whose(const void *address);          // of a fault of the host: NULL, or what it must not do there
 void simt_order(bool reverse);      // of the threads, from the next launch on
 inline void simt_finish() {}        // until all launches are done

@@ -1,0 +1,49 @@
+// ranks_state.h: the inside of the ranks of a process (ranks.h), shared by the three files of them and nobody else: ranks.c makes and
+// ends them, ranks_requests.c puts requests to them, ranks_weights.c weights. Every call that may take time or talk to other ranks is a
+// job that runs on all of them (rm_ranks_run); the rest is done one engine after the other.
+#pragma once
+
+#include "base/readers.h"
+#include "engine/ranks.h"
+#include "mesh/region.h"
+
+enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
+enum { PREFIX_SLOTS = 4096 };   // remembered beginnings of prompts
+
+typedef struct rm_member {      // one rank
+  rm_device device;             // owned, as all that follows; zeros on the CPU
+  rm_engine *engine;
+  rm_comm *groups[N_GROUPS];
+  rm_code code;                 // of the job at hand
+  rm_error err;
+  int64_t n_work;               // of its last step
+  rm_sync_report report;        // of its last commit
+} rm_member;
+
+typedef struct rm_beginning {
+  uint64_t hash;
+  int32_t replica;
+} rm_beginning;
+
+struct rm_ranks {
+  // ranks.c, set at creation
+  rm_mesh mesh;
+  int first, n;                 // ranks in this process: all, or one
+  int n_replicas, per_replica;  // of those: whole replicas, or one rank of one
+  int own;                      // the replica of members[0]
+  rm_team *team;                // owned, a thread for each member; NULL where there is one
+  rm_region *region;            // owned
+  rm_member *members;           // [n]
+  rm_readers readers;           // owned
+  int64_t page_size;
+  int hosted;
+  // ranks_requests.c; owned
+  int64_t *asked;               // [dp] tokens asked of each replica so far
+  rm_beginning *beginnings;     // [PREFIX_SLOTS]
+  uint64_t next_id;
+};
+
+// ranks.c: a call of one member, which leaves its error in the member; and it for all of them at once, each on its thread. The code is
+// that of the member whose error is told, and the members' codes stay until the next job.
+typedef rm_code (*rm_member_call)(rm_member *member, void *arg);
+rm_code rm_ranks_run(rm_ranks *ranks, rm_member_call call, void *arg, rm_error *err);

@@ -1,0 +1,134 @@
+// ranks_weights.c: a sync, sleep and wake of all ranks of this process at once. Each rank has its store, which knows how weights get in;
+// here is what makes it all of them or none.
+#include "base/memory.h"
+#include "engine/ranks_state.h"
+
+static rm_code begin_member(rm_member *member, void *arg) { return rm_engine_sync_begin(member->engine, arg, &member->err); }
+
+rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_error *err) {
+  rm_sync_options same = *options;
+  const rm_code code = rm_ranks_run(ranks, begin_member, &same, err);
+  if (code && ranks->n > 1) rm_ranks_sync_abort(ranks);
+  return code;
+}
+
+rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor, err);   // nothing that it asks depends on the part
+}
+
+typedef struct pushed {
+  const rm_entry *entries;
+  int64_t n;
+} pushed;
+
+static rm_code push_member(rm_member *member, void *arg) {
+  const pushed *it = arg;
+  return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
+}
+
+// Producers of tensors on a GPU have made a stream of that GPU wait for them. Where it is the only member's own, what reads them is
+// enqueued behind; everybody else starts when they are there.
+static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+  const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
+  uint64_t asked = 0;
+  rm_code code = RM_OK;
+  for (int64_t i = 0; i < n && !code; i++) {
+    const rm_tensor *tensor = &entries[i].tensor;
+    if (!tensor->on_device || !ranks->readers.library || (only && tensor->ordinal == only->ordinal)) continue;
+    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && asked >> tensor->ordinal & 1) continue;
+    code = rm_readers_wait(&ranks->readers, tensor->ordinal, err);
+    if (!code) asked |= (uint64_t)1 << tensor->ordinal;
+  }
+  return code;
+}
+
+rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
+  pushed it = {entries, n};
+  rm_code code = await_tensors(ranks, entries, n, err);
+  if (code) return code;
+  code = rm_ranks_run(ranks, push_member, &it, err);
+  for (int r = 0; r < ranks->n && code; r++)
+    for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
+      rm_sync_forget(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);
+  return code;
+}
+
+rm_code rm_ranks_sync_push(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
+  const rm_entry entry = {name, length, *tensor};
+  return rm_ranks_sync_push_all(ranks, &entry, 1, err);
+}
+
+static rm_code commit_member(rm_member *member, void *arg) {
+  return rm_engine_sync_commit(member->engine, *(const rm_inflight *)arg, &member->report, &member->err);
+}
+
+rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
+  // What would refuse on the ranks of one replica alone is asked first: it leaves the sync open, and must on all.
+  if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
+    return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
+                   (long long)rm_ranks_unfinished(ranks));
+  const rm_code code = rm_ranks_run(ranks, commit_member, &inflight, err);
+  if (code || !report) return code;
+  *report = ranks->members[0].report;
+  for (int r = 1; r < ranks->n; r++) {
+    const rm_sync_report *its = &ranks->members[r].report;
+    report->bytes += its->bytes;
+    report->seconds = its->seconds > report->seconds ? its->seconds : report->seconds;
+    report->copy_seconds = its->copy_seconds > report->copy_seconds ? its->copy_seconds : report->copy_seconds;
+  }
+  return RM_OK;
+}
+
+void rm_ranks_sync_abort(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->n; r++) rm_engine_sync_abort(ranks->members[r].engine);
+}
+
+static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
+static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err); }
+
+static rm_code keep_member(rm_member *member, void *arg) {
+  (void)arg;
+  return rm_engine_keep_weights(member->engine, &member->err);
+}
+
+void rm_ranks_forget_kept(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->n; r++) rm_engine_forget_kept(ranks->members[r].engine);
+}
+
+// The ranks of a process have one host; each asks for itself once more.
+static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
+  const size_t available = rm_memory_available();
+  size_t wanted = 0;
+  for (int r = 0; r < ranks->n; r++) wanted += rm_engine_bytes_to_keep(ranks->members[r].engine);
+  if (wanted <= available) return RM_OK;
+  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %.2f GiB and the host has %.2f GiB left to keep them in", ranks->n,
+                 (double)wanted / 0x1p30, (double)available / 0x1p30);
+}
+
+rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err) {
+  rm_code code = check_host_room(ranks, err);
+  if (code) return code;
+  code = rm_ranks_run(ranks, keep_member, NULL, err);
+  if (code) rm_ranks_forget_kept(ranks);
+  return code;
+}
+
+// What can fail comes first, on all.
+rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) {
+  const int keep = parts & RM_SLEEP_KEEP && parts & RM_PART_WEIGHTS;
+  const rm_code code = keep ? rm_ranks_keep_weights(ranks, err) : RM_OK;
+  return code ? code : rm_ranks_run(ranks, sleep_member, &parts, err);
+}
+
+rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
+  unsigned asleep = 0;
+  for (int r = 0; r < ranks->n; r++) {
+    rm_engine_stats stats;
+    rm_engine_statistics(ranks->members[r].engine, &stats);
+    asleep |= stats.asleep;
+  }
+  const rm_code code = rm_ranks_run(ranks, wake_member, &parts, err);
+  parts = (parts & asleep) | RM_SLEEP_KEEP;
+  if (code && parts & asleep) rm_ranks_run(ranks, sleep_member, &parts, NULL);   // one could not: none does
+  return code;
+}

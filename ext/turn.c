@@ -1,0 +1,195 @@
+// turn.c: _core.Turn, one caller at a time in the order of arrival, and _core.Holding, the context manager that takes it for a block.
+//
+// It is in C because CPython looks for signals when a Python function begins: a Ctrl-C at the first instruction of an __exit__ in
+// Python, or of contextlib's, leaves the turn taken, and the call's own clean-up is refused as re-entry. Between a C __enter__ and the
+// block, and between the block and a C __exit__, it looks for none. threading.Lock has both, but is not fair: a thread that steps the
+// engine in a loop would take it again before a waiting one wakes up, and a sync would wait for the whole rollout.
+//
+// Everything here happens under the GIL but the wait itself. (A CPython without one switches it on when this module is imported, since
+// the module does not say that it can do without.)
+#include "core.h"
+
+#include <time.h>
+
+// A caller in the queue; owned by its thread. On the heap: a daemon thread that the interpreter ends while it waits never comes back.
+typedef struct waiter {
+  struct waiter *next;       // view: who came later
+  unsigned long thread;
+  PyThread_type_lock gate;   // owned; closed until the turn is this one's
+} waiter;
+
+typedef struct turn_object {
+  PyObject_HEAD
+  unsigned long owner;       // thread; 0: nobody's
+  waiter *first;             // view: the queue, oldest first
+} turn_object;
+
+// No cycle can pass through it: nobody keeps one but the frame of its `with`.
+typedef struct holding_object {
+  PyObject_HEAD
+  turn_object *turn;         // owned
+  PyObject *check;           // owned callable, or NULL
+  double deadline;           // on time.monotonic()'s clock; infinity: none
+} holding_object;
+
+static waiter **last_of(turn_object *turn) {
+  waiter **link = &turn->first;
+  while (*link) link = &(*link)->next;
+  return link;
+}
+
+static int has_taken(const turn_object *turn, unsigned long thread) {
+  if (turn->owner == thread) return 1;
+  for (const waiter *other = turn->first; other; other = other->next)
+    if (other->thread == thread) return 1;
+  return 0;
+}
+
+static void pass_on(turn_object *turn) {
+  waiter *next = turn->first;
+  turn->owner = next ? next->thread : 0;
+  if (!next) return;
+  turn->first = next->next;
+  PyThread_release_lock(next->gate);
+}
+
+static double seconds_until(double deadline) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return deadline - ((double)now.tv_sec + 1e-9 * (double)now.tv_nsec);
+}
+
+// Waits at the gate until the turn is this thread's, the deadline or an exception of a signal handler. 1: it is; 0: too late; −1.
+static int wait_at(turn_object *turn, const waiter *mine, double deadline) {
+  static const double LONGEST_SECONDS = 3600;  // of one wait: PyThread's longest depends on the platform
+  while (turn->owner != mine->thread) {
+    const double left = seconds_until(deadline), wait = left < LONGEST_SECONDS ? left : LONGEST_SECONDS;
+    PyLockStatus status;
+    Py_BEGIN_ALLOW_THREADS
+      status = PyThread_acquire_lock_timed(mine->gate, wait > 0 ? (PY_TIMEOUT_T)(wait * 1e6) : 0, 1);
+    Py_END_ALLOW_THREADS
+    if (turn->owner == mine->thread) break;
+    if (status == PY_LOCK_INTR && PyErr_CheckSignals()) return -1;
+    if (status == PY_LOCK_FAILURE && left <= LONGEST_SECONDS) return 0;
+  }
+  return 1;
+}
+
+static int wait_in_queue(PyObject *module, turn_object *turn, unsigned long thread, double deadline) {
+  waiter *mine = PyMem_Calloc(1, sizeof *mine);
+  if (!mine || !(mine->gate = PyThread_allocate_lock())) {
+    PyMem_Free(mine);
+    PyErr_NoMemory();
+    return -1;
+  }
+  mine->thread = thread;
+  PyThread_acquire_lock(mine->gate, 0);
+  *last_of(turn) = mine;
+  const int came = wait_at(turn, mine, deadline);
+  if (came < 0 && turn->owner == thread) pass_on(turn);  // it came while a signal was handled
+  for (waiter **link = &turn->first; *link; link = &(*link)->next) {
+    if (*link != mine) continue;
+    *link = mine->next;
+    break;
+  }
+  PyThread_free_lock(mine->gate);
+  PyMem_Free(mine);
+  if (!came) PyErr_SetString(rm_state(module)->deadline_error, "the generator was busy in another thread until the deadline");
+  return came > 0 ? 0 : -1;
+}
+
+static PyObject *holding_enter(PyObject *object, PyObject *ignored) {
+  (void)ignored;
+  const holding_object *self = (holding_object *)object;
+  turn_object *turn = self->turn;
+  PyObject *module = rm_module_of(object);
+  const unsigned long thread = PyThread_get_thread_ident();
+  if (has_taken(turn, thread))
+    return rm_raise_code(module, RM_E_STATE,
+                         "the generator was called from inside one of its own calls (a callback, weights iterator or signal handler)");
+  if (!turn->owner) turn->owner = thread;
+  else if (wait_in_queue(module, turn, thread, self->deadline)) return NULL;
+  PyObject *checked = self->check ? PyObject_CallNoArgs(self->check) : Py_NewRef(Py_None);
+  if (!checked) pass_on(turn);
+  else Py_DECREF(checked);
+  return checked ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *holding_exit(PyObject *object, PyObject *error) {
+  (void)error;
+  turn_object *turn = ((holding_object *)object)->turn;
+  if (turn->owner != PyThread_get_thread_ident())
+    return rm_raise_code(rm_module_of(object), RM_E_STATE, "a turn was given back that this thread does not have");
+  pass_on(turn);
+  Py_RETURN_NONE;
+}
+
+static void holding_dealloc(PyObject *object) {
+  holding_object *self = (holding_object *)object;
+  Py_XDECREF((PyObject *)self->turn);
+  Py_XDECREF(self->check);
+  rm_object_free(object);
+}
+
+static PyObject *turn_take(PyObject *object, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"deadline", "check", NULL};
+  PyObject *deadline = Py_None, *check = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:take", names, &deadline, &check)) return NULL;
+  const double at = deadline == Py_None ? Py_HUGE_VAL : PyFloat_AsDouble(deadline);
+  if (at == -1.0 && PyErr_Occurred()) return NULL;
+  holding_object *holding = rm_object_new(rm_state(rm_module_of(object))->holding_type);
+  if (!holding) return NULL;
+  holding->turn = (turn_object *)Py_NewRef(object);
+  holding->check = check == Py_None ? NULL : Py_NewRef(check);
+  holding->deadline = at;
+  return (PyObject *)holding;
+}
+
+static PyObject *turn_waiting(PyObject *object, void *ignored) {
+  (void)ignored;
+  long count = 0;
+  for (const waiter *other = ((turn_object *)object)->first; other; other = other->next) count++;
+  return PyLong_FromLong(count);
+}
+
+static PyMethodDef holding_methods[] = {
+    {"__enter__", holding_enter, METH_NOARGS, PyDoc_STR("Waits for the turn.")},
+    {"__exit__", holding_exit, METH_VARARGS, PyDoc_STR("Passes the turn on.")},
+    {0},
+};
+
+static PyMethodDef turn_methods[] = {
+    {"take", (PyCFunction)(void (*)(void))turn_take, METH_VARARGS | METH_KEYWORDS,
+     PyDoc_STR("(deadline=None, check=None): a context manager that holds the turn for a block.\n\n"
+               "deadline: on time.monotonic()'s clock. check() is called when the turn has come; where it raises, the block is not\n"
+               "entered. StateError in a thread that has the turn or waits for it, DeadlineError when it has not come in time.")},
+    {0},
+};
+
+static PyGetSetDef turn_members[] = {
+    {"waiting", turn_waiting, NULL, PyDoc_STR("Threads in the queue."), NULL},
+    {0},
+};
+
+int rm_turn_types_add(PyObject *module) {
+  PyType_Slot holding_slots[] = {
+      {Py_tp_dealloc, holding_dealloc},
+      {Py_tp_methods, holding_methods},
+      {Py_tp_doc, "Of Turn.take, for one `with`."},
+      {0, NULL},
+  };
+  PyType_Slot turn_slots[] = {
+      {Py_tp_dealloc, rm_object_free},
+      {Py_tp_methods, turn_methods},
+      {Py_tp_getset, turn_members},
+      {Py_tp_doc, "A fair lock: one caller at a time, in the order of arrival; no Ctrl-C can leave it taken."},
+      {0, NULL},
+  };
+  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE };
+  PyType_Spec holding = {"rollmesh._core.Holding", sizeof(holding_object), 0, FLAGS | Py_TPFLAGS_DISALLOW_INSTANTIATION, holding_slots};
+  PyType_Spec turn = {"rollmesh._core.Turn", sizeof(turn_object), 0, FLAGS, turn_slots};
+  rm_module_state *state = rm_state(module);
+  if (!(state->holding_type = PyType_FromModuleAndSpec(module, &holding, NULL))) return -1;
+  if (!(state->turn_type = PyType_FromModuleAndSpec(module, &turn, NULL))) return -1;
+  return PyModule_AddType(module, (PyTypeObject *)state->turn_type);
+}

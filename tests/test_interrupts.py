@@ -1,0 +1,277 @@
+"""FAULTS.md row 20: a Ctrl-C at any moment of a call.
+
+CPython looks for signals where a Python function begins, after a call of a C function and at the end of a loop's body. A profile function
+is called at the first two of these, and what it raises comes out there: so each call is run again and again, interrupted at its first
+such place, its second and so on, until it ends. What real signals hit by chance (test_requests.py) is hit here for certain.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import numpy_state_dict, tiny_config, tiny_spec
+
+import rollmesh as rm
+from rollmesh import _core
+
+PROMPT = [5, 9, 77, 3]
+PARAMS = rm.SamplingParams(max_tokens=3, n=2, seed=7, stop=["never"])
+STATE = numpy_state_dict(tiny_config())
+OTHER_STATE = numpy_state_dict(tiny_config(), seed=1)
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % 64 for c in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(64 + i % 26) for i in ids)
+
+
+@pytest.fixture
+def gen() -> Iterator[rm.Generator]:
+    with rm.Generator(
+        tiny_spec(), tokenizer=Letters(), eos_token_ids=[], dtype="float32", threads=1, kv_cache_gib=0.004, max_model_len=128
+    ) as generator:
+        generator.sync_weights(STATE, version=3)
+        yield generator
+
+
+def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
+    """Runs `call` with a Ctrl-C at that place. False: it has ended before."""
+    left = place
+
+    def count(frame: FrameType, event: str, what: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(count)
+        call()
+        sys.setprofile(None)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left < 0
+
+
+def fingerprint(generator: rm.Generator) -> tuple[Any, ...]:
+    output = generator.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0]
+    return output.token_ids.tobytes(), output.logprobs.tobytes()
+
+
+def submit_and_poll(gen: rm.Generator) -> None:
+    ids = gen.submit([PROMPT, PROMPT[:2]], PARAMS)
+    assert sorted(output.request_id for output in gen.poll(min_outputs=2)) == ids
+
+
+def push(gen: rm.Generator) -> None:
+    with gen.begin_sync() as sync:
+        for name, tensor in STATE.items():
+            sync.push(name, tensor)
+
+
+def push_without_a_block(gen: rm.Generator) -> None:
+    sync = gen.begin_sync()
+    for name, tensor in STATE.items():
+        sync.push(name, tensor)
+    sync.commit()
+
+
+def restart(gen: rm.Generator) -> None:
+    gen.submit(PROMPT, PARAMS)
+    gen.poll()
+    gen.sync_weights(STATE, inflight="restart")
+    gen.poll(min_outputs=1)
+
+
+def rest(gen: rm.Generator) -> None:
+    gen.pause("keep")
+    gen.resume()
+    gen.sleep("kv")
+    gen.wake("kv")
+
+
+CALLS: dict[str, Callable[[rm.Generator], Any]] = {
+    "generate": lambda gen: gen.generate([PROMPT, "text", [1, -1]], PARAMS, use_tqdm=False, on_error="return"),
+    "submit": lambda gen: gen.submit([PROMPT, PROMPT[:2]], PARAMS),
+    "submit and poll": submit_and_poll,
+    "score": lambda gen: gen.score([PROMPT, PROMPT[:3]]),
+    "logits": lambda gen: gen.logits([PROMPT]),
+    "sync_weights": lambda gen: gen.sync_weights(STATE),
+    "sync_weights of pairs": lambda gen: gen.sync_weights(iter(STATE.items())),
+    "push": push,
+    "push without a block": push_without_a_block,
+    "restart": restart,
+    "rest": rest,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_row_20_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
+    """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a poll had taken, the next one brings."""
+    call = CALLS[name]
+    call(gen)
+    gen.abort()
+    gen.poll()
+    before = fingerprint(gen)
+    place = left_open = 0
+    while interrupted_at(place, lambda: call(gen)):
+        gen.resume()
+        gen.wake()
+        gen.abort()
+        try:
+            gen.poll()
+        except rm.IncompleteSyncError:  # the set was open and had no block yet
+            left_open += 1
+            gen.poll()
+        assert gen._engine.ids() == [], place
+        assert gen._requests._records == {}, place
+        assert gen._requests._watched == set(), place
+        assert gen.version == gen._engine.sync_state()[0], place
+        if place % 16 == 0:
+            assert fingerprint(gen) == before, place
+        place += 1
+    assert place > 20
+    if name != "push without a block":
+        assert left_open == (name == "push")  # between begin_sync and the block's __enter__
+    gen.abort()
+    gen.poll()
+    assert fingerprint(gen) == before
+    gen.sync_weights(STATE)
+    assert fingerprint(gen) == before
+
+
+def test_row_20_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
+    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts short."""
+    wanted: list[list[int]] = []
+
+    def poll_all() -> None:
+        taken.extend(gen.poll(min_outputs=3))
+
+    place = 0
+    while True:
+        taken: list[rm.RequestOutput] = []
+        ids = gen.submit([PROMPT, PROMPT[:2], PROMPT[:3]], PARAMS)
+        if place == 0:
+            wanted = [output.outputs[0].token_ids.tolist() for output in gen.poll(min_outputs=3)]
+            ids = gen.submit([PROMPT, PROMPT[:2], PROMPT[:3]], PARAMS)
+        hit = interrupted_at(place, poll_all)
+        while len(taken) < 3:
+            taken += gen.poll(min_outputs=3 - len(taken))
+        assert [output.request_id for output in taken] == ids, place
+        assert [output.outputs[0].token_ids.tolist() for output in taken] == wanted, place
+        assert gen.poll() == [], place
+        if not hit:
+            break
+        place += 1
+    assert place > 100
+
+
+def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
+    """Whichever version serves then, a request that ran gives what it gives alone, its stop string found where it is."""
+    states = [OTHER_STATE, STATE]  # by the version's lowest bit
+    free = rm.SamplingParams(max_tokens=12, seed=7)
+    texts = []
+    for version in (4, 5):
+        gen.sync_weights(states[version % 2], version)
+        texts.append(gen.generate(PROMPT, free, use_tqdm=False)[0].outputs[0].text)
+    letters = set("".join(texts)) - {letter for text in texts for letter in text[:5]}  # none ends the request before the sync
+    params = rm.SamplingParams(max_tokens=12, seed=7, stop=sorted(letters))
+    wanted = []
+    for version in (6, 7):
+        gen.sync_weights(states[version % 2], version)
+        wanted.append(gen.generate(PROMPT, params, use_tqdm=False)[0].outputs[0])
+    assert {output.finish_reason for output in wanted} == {"stop"}
+    assert wanted[0].text != wanted[1].text
+    place, hit = 0, True
+    while hit:
+        gen.submit(PROMPT, params)
+        for _ in range(3):
+            gen.poll()
+        assert gen.version is not None
+        version = gen.version + 1
+        hit = interrupted_at(place, lambda: gen.sync_weights(states[version % 2], version, inflight="restart"))  # noqa: B023
+        output, alone = gen.poll(min_outputs=1)[0].outputs[0], wanted[gen.version % 2]
+        assert (output.token_ids.tolist(), output.text) == (alone.token_ids.tolist(), alone.text), place
+        place += 1
+    assert place > 100
+
+
+@pytest.mark.parametrize("has_check", [False, True])
+def test_row_20_no_interrupt_leaves_a_turn_taken(has_check: bool) -> None:
+    turn = _core.Turn()
+
+    def check() -> None:
+        np.zeros(1).sum()
+
+    def hold() -> None:
+        with turn.take(check=check if has_check else None):
+            len([])
+
+    place = 0
+    while interrupted_at(place, hold):
+        with turn.take():
+            assert turn.waiting == 0
+        place += 1
+    assert place > 3
+
+
+def test_row_20_a_check_that_raises_passes_the_turn_on() -> None:
+    turn = _core.Turn()
+
+    def refuse() -> None:
+        raise rm.StateError("closed")
+
+    with pytest.raises(rm.StateError, match="closed"), turn.take(check=refuse):
+        pytest.fail("the block was entered")
+    with turn.take(), pytest.raises(rm.StateError, match="inside one of its own calls"), turn.take():
+        pytest.fail("the turn was taken twice")
+    with pytest.raises(TypeError):
+        turn.take("soon")  # type: ignore[arg-type]
+
+
+def test_row_20_a_signal_handler_that_raises_ends_the_wait() -> None:
+    """In the queue: the caller leaves it, and who came later gets the turn. A handler that returns does not end it."""
+    turn, has_it, done = _core.Turn(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn.take():
+            has_it.set()
+            done.wait(30)
+
+    handled = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: handled.append(1))
+    holder = threading.Thread(target=hold)
+    holder.start()
+    has_it.wait(30)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(rm.DeadlineError), turn.take(time.monotonic() + 0.2):
+            pytest.fail("the turn came")
+        assert handled == [1]
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt), turn.take():
+            pytest.fail("the turn came")
+        assert turn.waiting == 0
+        done.set()
+        with turn.take(time.monotonic() + 30):
+            pass
+    finally:
+        done.set()
+        signal.signal(signal.SIGALRM, previous)
+        holder.join(30)
