@@ -11,6 +11,7 @@ are compiled over functions that compute what their instructions do, so that any
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import subprocess
@@ -27,22 +28,31 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CC", "gcc"))
 
 
-def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> Path:
-    """Compiles the core and the driver NAME under `into`, a folder for each sanitizer and for emulation; returns the program.
-    Objects that are fresh are kept, so `into` may be used again."""
+@functools.cache
+def core(into: Path, sanitize: str, emulate: bool) -> Path:
+    """librollmesh.a, in the folder under `into` of its sanitizer and of emulation. Objects that are fresh are kept, so `into` may be
+    used again; within one process nothing is looked at twice."""
     at = into / "-".join(word for word in (sanitize.replace(",", "-") or "plain", "emulated" if emulate else "") if word)
     at.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"ROLLMESH_SANITIZE": sanitize, "ROLLMESH_ASSERT": "1", "ROLLMESH_EMULATE": "1" if emulate else ""}
     run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment)
-    program = at / name
+    return at / "librollmesh.a"
+
+
+@functools.cache
+def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> Path:
+    """Compiles the core and the driver NAME; returns the program, which stands beside the core."""
+    archive = core(into, sanitize, emulate)
+    program = archive.parent / name
     sources = sorted((FOLDER / name).glob("*.c")) or [FOLDER / f"{name}.c", *sorted((FOLDER / "common").glob("*.c"))]
     flags = [*FLAGS, "-UNDEBUG", "-Ikernels", "-Icsrc", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    run([*compiler(), *flags, *map(str, sources), str(at / "librollmesh.a"), "-lm", "-ldl", "-o", str(program)], environment)
+    run([*compiler(), *flags, *map(str, sources), str(archive), "-lm", "-ldl", "-o", str(program)], dict(os.environ))
     return program
 
 
+@functools.cache
 def standin(into: Path, sanitize: str = "", name: str = "nccl.c", file: str = "libnccl.so.2") -> Path:
     """The stand-in for libnccl.so.2, tests/native/standin/nccl.c, to be loaded by drivers with the same sanitizer; or another one."""
     at = into / (sanitize.replace(",", "-") or "plain")

@@ -231,7 +231,7 @@ def test_close_gives_everything_back(make: Make, simt: Path) -> None:
     assert free(simt) < before[0]
     gpu.close()
     assert ([_core.cuda_available(str(simt), device) for device in range(2)], _core.memory_blocks()) == (before, mapped)
-    assert [name for name in os.listdir("/dev/shm") if name.startswith("standin-nccl-")] == []
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"standin-nccl-{os.getpid()}-")] == []
 
 
 def test_which_nccl_is_said(make: Make, where: dict[str, str]) -> None:
