@@ -352,7 +352,14 @@ static PyObject *engine_host_room(rm_engine_object *self, PyObject *ignored) {
   if (rm_engine_enter(self)) return NULL;
   const unsigned long long wanted = rm_ranks_bytes_to_keep(self->engine);
   rm_engine_leave(self);
-  return Py_BuildValue("(KKK)", (unsigned long long)rm_memory_name(""), wanted, (unsigned long long)rm_memory_available());
+  rm_memory_pool pools[2];
+  const int n = rm_memory_pools(pools);
+  PyObject *list = PyList_New(n);
+  for (int i = 0; list && i < n; i++) {
+    PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name, (unsigned long long)pools[i].available);
+    if (!pool || PyList_SetItem(list, i, pool)) Py_CLEAR(list);
+  }
+  return list ? Py_BuildValue("(KN)", wanted, list) : NULL;
 }
 
 // ------------------------------------------------------------------------------------------------ type
@@ -389,7 +396,8 @@ static PyMethodDef methods[] = {
     METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV; with 4 the host keeps what serves."),
     METHOD("wake", engine_wake, METH_O, "Takes the memory of parts again. What the host has kept it keeps until it is told to forget it."),
     METHOD("keep_weights", engine_keep_weights, METH_O, "True: the host's copy of what serves, before a sleep with 4. False: forgets it."),
-    METHOD("host_room", engine_host_room, METH_NOARGS, "(the host's name, bytes that keep_weights would take of it, bytes that it has)."),
+    METHOD("host_room", engine_host_room, METH_NOARGS,
+           "(bytes that keep_weights would take of the host, [(name of a pool of its memory, bytes left of it), …])."),
     METHOD("request", rm_engine_py_request, METH_O, "State and prompt records of a request, as a dict."),
     METHOD("sample", rm_engine_py_sample, METH_VARARGS, "sample(id, i): tokens and records of one sample, as a dict."),
     METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),

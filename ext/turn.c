@@ -1,8 +1,9 @@
 // turn.c: _core.Turn, one caller at a time in the order of arrival, and _core.Holding, the context manager that takes it for a block.
 //
 // It is in C because CPython looks for signals when a Python function begins: a Ctrl-C at the first instruction of an __exit__ in
-// Python, or of contextlib's, leaves the turn taken, and the call's own clean-up is refused as re-entry. Between a C __enter__ and the
-// block, and between the block and a C __exit__, it looks for none. threading.Lock has both, but is not fair: a thread that steps the
+// Python, or of contextlib's, leaves the turn taken, and the call's own clean-up is refused as re-entry. Between the block and a C
+// __exit__ it looks for none, nor between a C __enter__ and the block, but from 3.14 on: there the Holding ends, which passes the turn on
+// as well. threading.Lock has both, but is not fair: a thread that steps the
 // engine in a loop would take it again before a waiting one wakes up, and a sync would wait for the whole rollout.
 //
 // Everything here happens under the GIL but the wait itself. (A CPython without one switches it on when this module is imported, since
@@ -30,6 +31,7 @@ typedef struct holding_object {
   turn_object *turn;         // owned
   PyObject *check;           // owned callable, or NULL
   double deadline;           // on time.monotonic()'s clock; infinity: none
+  int has_turn;              // from __enter__ to __exit__
 } holding_object;
 
 static waiter **last_of(turn_object *turn) {
@@ -100,7 +102,7 @@ static int wait_in_queue(PyObject *module, turn_object *turn, unsigned long thre
 
 static PyObject *holding_enter(PyObject *object, PyObject *ignored) {
   (void)ignored;
-  const holding_object *self = (holding_object *)object;
+  holding_object *self = (holding_object *)object;
   turn_object *turn = self->turn;
   PyObject *module = rm_module_of(object);
   const unsigned long thread = PyThread_get_thread_ident();
@@ -112,20 +114,23 @@ static PyObject *holding_enter(PyObject *object, PyObject *ignored) {
   PyObject *checked = self->check ? PyObject_CallNoArgs(self->check) : Py_NewRef(Py_None);
   if (!checked) pass_on(turn);
   else Py_DECREF(checked);
+  self->has_turn = checked != NULL;
   return checked ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *holding_exit(PyObject *object, PyObject *error) {
   (void)error;
-  turn_object *turn = ((holding_object *)object)->turn;
-  if (turn->owner != PyThread_get_thread_ident())
+  holding_object *self = (holding_object *)object;
+  if (self->turn->owner != PyThread_get_thread_ident())
     return rm_raise_code(rm_module_of(object), RM_E_STATE, "a turn was given back that this thread does not have");
-  pass_on(turn);
+  self->has_turn = 0;
+  pass_on(self->turn);
   Py_RETURN_NONE;
 }
 
 static void holding_dealloc(PyObject *object) {
   holding_object *self = (holding_object *)object;
+  if (self->has_turn) pass_on(self->turn);
   Py_XDECREF((PyObject *)self->turn);
   Py_XDECREF(self->check);
   rm_object_free(object);

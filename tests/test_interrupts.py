@@ -106,6 +106,8 @@ def rest(gen: rm.Generator) -> None:
     gen.resume()
     gen.sleep("kv")
     gen.wake("kv")
+    gen.sleep(keep_weights=True)
+    gen.wake()
 
 
 CALLS: dict[str, Callable[[rm.Generator], Any]] = {
@@ -133,6 +135,7 @@ def test_row_20_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, n
     before = fingerprint(gen)
     place = left_open = 0
     while interrupted_at(place, lambda: call(gen)):
+        assert gen.version == gen._engine.sync_state()[0], place
         gen.resume()
         gen.wake()
         gen.abort()
@@ -159,27 +162,27 @@ def test_row_20_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, n
 
 
 def test_row_20_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
-    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts short."""
-    wanted: list[list[int]] = []
+    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts short, up to their stop strings."""
+    prompts = [PROMPT, PROMPT[:2], PROMPT[:3]]
+    free = [output.outputs[0].text for output in gen.generate(prompts, rm.SamplingParams(max_tokens=9, seed=7), use_tqdm=False)]
+    stops = sorted(set("".join(free)) - {letter for text in free[1:] for letter in text[:4]})
+    params = rm.SamplingParams(max_tokens=9, seed=7, stop=[free[0][2:5], *stops[::4]])
 
-    def poll_all() -> None:
-        taken.extend(gen.poll(min_outputs=3))
+    def told(outputs: list[rm.RequestOutput]) -> list[Any]:
+        return [(o.outputs[0].token_ids.tolist(), o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs]
 
-    place = 0
-    while True:
+    wanted = told(gen.generate(prompts, params, use_tqdm=False))
+    assert any(reason for _, _, reason in wanted)
+    place, hit = 0, True
+    while hit:
         taken: list[rm.RequestOutput] = []
-        ids = gen.submit([PROMPT, PROMPT[:2], PROMPT[:3]], PARAMS)
-        if place == 0:
-            wanted = [output.outputs[0].token_ids.tolist() for output in gen.poll(min_outputs=3)]
-            ids = gen.submit([PROMPT, PROMPT[:2], PROMPT[:3]], PARAMS)
-        hit = interrupted_at(place, poll_all)
+        ids = gen.submit(prompts, params)
+        hit = interrupted_at(place, lambda: taken.extend(gen.poll(min_outputs=3)))  # noqa: B023
         while len(taken) < 3:
             taken += gen.poll(min_outputs=3 - len(taken))
         assert [output.request_id for output in taken] == ids, place
-        assert [output.outputs[0].token_ids.tolist() for output in taken] == wanted, place
+        assert told(taken) == wanted, place
         assert gen.poll() == [], place
-        if not hit:
-            break
         place += 1
     assert place > 100
 

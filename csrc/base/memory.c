@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/checked.h"
@@ -120,19 +121,34 @@ static size_t number_in(const char *path, const char *key) {
   return value;
 }
 
+// Of the machine; the inode of a control group's file is its number there.
+static rm_memory_pool control_group(void) {
+  static const char LIMIT[] = "/sys/fs/cgroup/memory.max";
+  struct stat status;
+  const size_t limit = number_in(LIMIT, ""), used = number_in("/sys/fs/cgroup/memory.current", "");
+  if (limit == SIZE_MAX || used == SIZE_MAX || stat(LIMIT, &status)) return (rm_memory_pool){0, SIZE_MAX};
+  const size_t cached = number_in("/sys/fs/cgroup/memory.stat", "inactive_file ");
+  const size_t held = cached != SIZE_MAX && cached < used ? used - cached : used;
+  char number[32];
+  snprintf(number, sizeof number, "control group %llu", (unsigned long long)status.st_ino);
+  return (rm_memory_pool){rm_memory_name(number), limit > held ? limit - held : 0};
+}
+
+int rm_memory_pools(rm_memory_pool pools[2]) {
+  size_t available = number_in("/proc/meminfo", "MemAvailable:");
+  if (available != SIZE_MAX && !rm_mul_size(available, 1024, &available)) available = SIZE_MAX;
+  pools[0] = (rm_memory_pool){rm_memory_name(""), available};
+  pools[1] = control_group();
+  return pools[1].available == SIZE_MAX ? 1 : 2;
+}
+
 // mmap promises memory that is not there, and the promise is called in by the out-of-memory killer; so whoever is about to
 // take a second copy of the weights asks first.
 size_t rm_memory_available(void) {
-  size_t available = number_in("/proc/meminfo", "MemAvailable:");
-  if (available != SIZE_MAX && !rm_mul_size(available, 1024, &available)) available = SIZE_MAX;
-  const size_t limit = number_in("/sys/fs/cgroup/memory.max", ""), used = number_in("/sys/fs/cgroup/memory.current", "");
-  if (limit != SIZE_MAX && used != SIZE_MAX) {
-    const size_t cached = number_in("/sys/fs/cgroup/memory.stat", "inactive_file ");
-    const size_t held = cached != SIZE_MAX && cached < used ? used - cached : used;
-    const size_t left = limit > held ? limit - held : 0;
-    if (left < available) available = left;
-  }
-  return available;
+  rm_memory_pool pools[2];
+  size_t least = SIZE_MAX;
+  for (int i = rm_memory_pools(pools); i-- > 0;) least = pools[i].available < least ? pools[i].available : least;
+  return least;
 }
 
 // Containers of a machine have host names of their own and one kernel, whose memory they share.

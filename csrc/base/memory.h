@@ -16,7 +16,14 @@ void *rm_map_file(int file, size_t bytes);           // the file's first bytes, 
 void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
 size_t rm_memory_blocks(void);                       // blocks, small and mapped, that were not given back yet
-size_t rm_memory_available(void);                    // bytes the system can still give (RAM, cgroup); SIZE_MAX: it does not say
+size_t rm_memory_available(void);                    // bytes the system can still give: the least of the pools; SIZE_MAX: it does not say
+// Whom this process takes memory from: the machine, and the control group (a container's) that limits it, if one does. Processes for which
+// a pool has the same name share it. Returns how many there are.
+typedef struct rm_memory_pool {
+  uint64_t name;
+  size_t available;
+} rm_memory_pool;
+int rm_memory_pools(rm_memory_pool pools[2]);
 // A name of this machine's memory, or with `card`, a PCI bus id, of that card's: the same in all processes and containers that have it.
 uint64_t rm_memory_name(const char *card);
 

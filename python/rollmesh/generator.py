@@ -624,9 +624,13 @@ class Generator:
             if keep and not mask & PARTS["weights"]:
                 raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
         with self._call():
-            self._weights.alike(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
-            self._weights.reset("a part was put to sleep")
-            self._weights.sleep(mask, keep)
+            try:
+                self._weights.alike(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
+                self._weights.reset("a part was put to sleep")
+                self._weights.sleep(mask, keep)
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Takes the memory again. Weights that were not kept need a sync before they serve. CapacityError where a GPU has no room: then
@@ -634,8 +638,12 @@ class Generator:
         with self._refusing(WAKE):
             mask = part_mask(parts)
         with self._call():
-            self._weights.alike(WAKE, part_names(mask))
-            self._weights.wake(mask)
+            try:
+                self._weights.alike(WAKE, part_names(mask))
+                self._weights.wake(mask)
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
@@ -647,9 +655,9 @@ class Generator:
         if self._closed or os.getpid() != self._pid:
             return
         with self._turn.take():
-            self._closed = True
+            self._engine.close()  # idempotent, for a second close after a Ctrl-C
             self._weights.forget()
-            self._engine.close()
+            self._closed = True
 
     def __enter__(self) -> Generator:
         self._check_alive()

@@ -92,6 +92,7 @@ class Requests:
         self._records: dict[int, _Request] = {}
         self._generations = 0  # that were accepted: what default seeds are made of, so neither scores nor refusals move them
         self._watched: set[int] = set()  # those with stop strings that still run
+        self._is_behind = False  # a step was made since they were looked at: a Ctrl-C came between
 
     # ---------------------------------------------------------------------------------------- in
     def all_or_none(self, add: Callable[[], None]) -> None:
@@ -129,6 +130,7 @@ class Requests:
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:
         """One engine step on the way to the end of all that is unfinished. Returns its rows: 0 means that there is nothing to do."""
+        self._is_behind = True
         rows, _ = self._engine.step()
         self._watch_all()
         return rows
@@ -150,6 +152,7 @@ class Requests:
     def _watch_all(self) -> None:
         for request in list(self._watched):
             self._watch(request)
+        self._is_behind = False
 
     def _watch(self, request: int) -> None:
         record = self._records[request]
@@ -159,15 +162,14 @@ class Requests:
                 continue
             finish, fresh = self._engine.tokens(request, sample, watcher.num_tokens)
             running |= finish is None
-            if finish not in (None, "length"):
-                continue  # eos and stop tokens come first, as in vLLM; an aborted or failed sample keeps its reason
-            for token in fresh.tolist():
-                stop = watcher.push(token)
-                if stop is not None:
-                    record.stopped[sample] = stop
-                    if finish is None:
-                        self._engine.stop_sample(request, sample, watcher.num_tokens)
-                    break
+            if watcher.found is None and finish in (None, "length"):  # else eos and stop tokens come first, as in vLLM
+                for token in fresh.tolist():
+                    if watcher.push(token) is not None:
+                        break
+            if watcher.found is not None:
+                if finish is None:
+                    self._engine.stop_sample(request, sample, watcher.num_tokens)
+                record.stopped[sample] = watcher.found
         if not running:
             self._watched.discard(request)
 
@@ -197,6 +199,8 @@ class Requests:
 
     def done_of(self, requests: set[int]) -> set[int]:
         """Those that are finished and can be taken."""
+        if self._is_behind:
+            self._watch_all()
         return self._engine.finished() & requests
 
     def forget(self, requests: Iterable[int]) -> None:
@@ -212,6 +216,7 @@ class Requests:
 
     def release(self, request: int) -> None:
         """The records of a request that is done leave the engine."""
+        self._watched.discard(request)
         self._engine.release(request)
         self._drop(request)
 

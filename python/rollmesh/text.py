@@ -50,34 +50,33 @@ class StopWatcher:
         self._tokens: list[int] = []
         self._context = self._taken = 0  # a, b
         self.text = ""
+        self.found: str | None = None  # the stop string; nothing is pushed after it
 
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
 
     def push(self, token: int) -> str | None:
-        """Takes the next token. Returns the stop string that it completed; `text` then ends before it."""
-        self._tokens.append(token)
+        """Takes the next token, or on an exception none. Returns the stop string that it completed; `text` then ends before it."""
         known = self.codec.decode(self._tokens[self._context : self._taken])
-        text = self.codec.decode(self._tokens[self._context :])
-        held_back = len(self._tokens) - self._taken
-        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and held_back <= MAX_HELD_BACK):
+        text = self.codec.decode([*self._tokens[self._context :], token])
+        count = len(self._tokens) + 1
+        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and count - self._taken <= MAX_HELD_BACK):
+            self._tokens.append(token)
             return None
         fresh = text[len(known) :]
-        self._context, self._taken = self._taken, len(self._tokens)
-        self.text += fresh
-        if len(self._tokens) <= self.min_tokens:
-            return None
-        return self._find(len(fresh))
+        text, found = self.text + fresh, None
+        if count > self.min_tokens:
+            text, found = self._cut(text, len(fresh))
+        self.text, self.found, self._context, self._taken = text, found, self._taken, count
+        self._tokens.append(token)  # a Ctrl-C comes before both lines or after both
+        return found
 
-    def _find(self, num_fresh: int) -> str | None:
-        """The stop string that begins first among those that end in the last num_fresh characters."""
-        found: tuple[int, str] | None = None
+    def _cut(self, text: str, num_fresh: int) -> tuple[str, str | None]:
+        """Text up to the stop string that begins first among those that end in its last num_fresh characters, and that."""
+        first: tuple[int, str] | None = None
         for stop in self.stops:
-            at = self.text.find(stop, max(0, len(self.text) - num_fresh - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
-        if found is None:
-            return None
-        self.text = self.text[: found[0]]
-        return found[1]
+            at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
+            if at >= 0 and (first is None or at < first[0]):
+                first = (at, stop)
+        return (text, None) if first is None else (text[: first[0]], first[1])

@@ -223,24 +223,31 @@ class Weights:
 
     def sleep(self, parts: int, keep: bool) -> None:
         """Memory of parts goes back; no set is open. keep: what serves waits in the host's memory, on all ranks or none sleeps."""
-        if keep:
-            self._require_host_room()
-            try:
+        try:
+            if keep:
+                self._require_host_room()
                 self.together("sleep", self._engine.keep_weights, True)
-            except BaseException:
-                self._engine.keep_weights(False)
-                raise
-        self._engine.sleep(parts | KEEP if keep else parts)
+            self._engine.sleep(parts | KEEP if keep else parts)
+            self.refresh()
+        except BaseException:
+            self._settle_kept()
+            raise
+
+    def _settle_kept(self) -> None:
+        """The host keeps no weights that are awake."""
+        if not self._engine.stats()["asleep"] & PARTS["weights"]:
+            self._engine.keep_weights(False)
         self.refresh()
 
     def _require_host_room(self) -> None:
         """Processes of one host ask it for what all of them need, before the first takes any: CapacityError on all ranks of the mesh."""
         if not isinstance(self._engine, SpmdEngine):
             return
-        hosts: dict[int, list[tuple[int, int, int]]] = {}
-        for rank, (host, wanted, available) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
-            hosts.setdefault(host, []).append((rank, wanted, available))
-        for ranks in hosts.values():
+        pools: dict[int, list[tuple[int, int, int]]] = {}  # of the machine's memory, and of a control group's share of it
+        for rank, (wanted, its_pools) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
+            for name, available in its_pools:
+                pools.setdefault(name, []).append((rank, wanted, available))
+        for ranks in pools.values():
             wanted, available = sum(its[1] for its in ranks), min(its[2] for its in ranks)
             if wanted > available:
                 who = ", ".join(str(its[0]) for its in ranks)
@@ -257,9 +264,11 @@ class Weights:
             if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
                 self._engine.sleep(woken | KEEP)
             raise
-        if parts & PARTS["weights"]:
-            self._engine.keep_weights(False)
-        self.refresh()
+        try:
+            self._settle_kept()
+        except BaseException:
+            self._settle_kept()
+            raise
 
     def _tell(self, where: str, value: Any) -> list[Any]:
         """Every rank's value; of one process its own."""

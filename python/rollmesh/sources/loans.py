@@ -126,12 +126,11 @@ class Lender:
     def __init__(self, folder: Path):
         self._folder = folder
         self._gpus = gpus()
-        self._alive = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.lockf(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(self._alive)
-            raise
+        # Not O_EXCL: a Ctrl-C may have left the file, in a folder that nobody else has.
+        alive = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._end = weakref.finalize(self, os.close, alive)
+        self._end.atexit = False  # the end of the process does it
+        fcntl.lockf(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._kept: list[Any] = []
 
     def lend(self, tensors: Iterable[tuple[str, Any]], readers: int) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class Lender:
 
     def close(self) -> None:
         self._kept = []
-        os.close(self._alive)
+        self._end()
 
 
 def is_free(path: Path) -> bool:

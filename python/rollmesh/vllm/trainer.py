@@ -214,7 +214,7 @@ class _Sending:
         """Of the size of the first one, when that is all; the second time the largest that is wanted as a rule. The one before is held
         until the workers have this one: it tells them that the sender lives."""
         if self._shared is None or self._shared.size < needed:
-            size = needed if self._shared is None else max(needed, self._block_bytes)
+            size = max(needed, self._block_bytes) if self._shared is not None and self._shared.size else needed
             self._before, self._shared = self._shared, None
             self._shared = SharedBlock(size)
         return self._shared
@@ -277,12 +277,15 @@ class WeightSender(_Sending):
 
     def _drive(self, calls: Calls, pool: ThreadPoolExecutor) -> None:
         returned = None
-        while (call := _next(calls, returned)) is not None:
-            try:
-                returned = self._make(call, pool)
-            except BaseException as error:
-                calls.throw(understood(error))
-                raise
+        try:
+            while (call := _next(calls, returned)) is not None:
+                try:
+                    returned = self._make(call, pool)
+                except BaseException as error:
+                    calls.throw(understood(error))
+                    raise
+        finally:
+            calls.close()  # it still waits where a Ctrl-C came between two calls
 
     def _make(self, call: Call, pool: ThreadPoolExecutor) -> Any:
         method = getattr(self._client, call.method)
@@ -327,12 +330,15 @@ class AsyncWeightSender(_Sending):
 
     async def _drive(self, calls: Calls) -> None:
         returned = None
-        while (call := _next(calls, returned)) is not None:
-            try:
-                returned = await self._make(call)
-            except BaseException as error:
-                calls.throw(understood(error))
-                raise
+        try:
+            while (call := _next(calls, returned)) is not None:
+                try:
+                    returned = await self._make(call)
+                except BaseException as error:
+                    calls.throw(understood(error))
+                    raise
+        finally:
+            calls.close()  # as above
 
     async def _make(self, call: Call) -> Any:
         made = asyncio.ensure_future(getattr(self._client, call.method)(*call.args))
