@@ -24,7 +24,7 @@ import torch
 from rollmesh.arguments import PARTS
 from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
 from rollmesh.show import reason, shown
-from rollmesh.spmd import AnyEngine, SpmdEngine
+from rollmesh.spmd import AnyEngine
 from rollmesh.sync import SyncOptions, lent, push_mapping
 from rollmesh.weights import Sync, Weights
 
@@ -148,9 +148,8 @@ class WeightUpdates:
         return self.weights.together(where, action, *args)
 
     def alike(self, what: str, value: Any) -> None:
-        """All ranks have come with the same value, or CollectiveMismatchError on all."""
-        if isinstance(self._engine, SpmdEngine):
-            self._engine.compare(what, self._engine.tell_of_sync(what, repr(value), None))
+        """As Weights.alike, of any value."""
+        self.weights.alike(what, repr(value))
 
     @property
     def device(self) -> str:
