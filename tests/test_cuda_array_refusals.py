@@ -175,7 +175,7 @@ def test_a_device_that_is_full(simulated: str, monkeypatch: pytest.MonkeyPatch, 
     x, w = matrices(rng)
     there = ops.to_device(x), ops.to_device(w)
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(1 << 20))
-    with pytest.raises(errors.CapacityError, match=r"an array takes .* GiB and cuda:0 has"):
+    with pytest.raises(errors.CapacityError, match=r"an array takes .* MiB and cuda:0 has"):
         ops.kv_cache(64, 1, 64, 128, device="cuda:0")
     logits, stats = ops.to_device(np.zeros((1, 100_000), np.float32)), ops.to_device(np.ones((1, 2), np.float32))
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str((1 << 20) - _core.cuda_available(simulated, 0) + 8192))
