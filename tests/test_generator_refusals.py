@@ -201,6 +201,9 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "strict None": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, strict=None)),  # type: ignore[arg-type]
     "keep_kv text": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, keep_kv="no", inflight="keep")),  # type: ignore[arg-type]
     "prefix caching text": (rm.ConfigError, lambda gen: make(enable_prefix_caching="no")),
+    "prompts without dims": (rm.RequestError, lambda gen: gen.generate(np.array(5), use_tqdm=False)),
+    "ids without dims": (rm.RequestError, lambda gen: gen.abort(np.array(5))),  # type: ignore[arg-type]
+    "stop tokens without dims": (rm.ConfigError, lambda gen: make(eos_token_ids=np.array(5))),
     "abort 1.5": (rm.RequestError, lambda gen: gen.abort(1.5)),  # type: ignore[arg-type]
     "abort text": (rm.RequestError, lambda gen: gen.abort("x")),  # type: ignore[arg-type]
     "sleep None": (rm.ConfigError, lambda gen: gen.sleep(None)),  # type: ignore[arg-type]

@@ -24,6 +24,8 @@ from helpers import numpy_state_dict, tiny_config, tiny_spec
 import rollmesh as rm
 from rollmesh import _core
 from rollmesh.sources import SharedReader, SharedWriter
+from rollmesh.vllm import blocks
+from rollmesh.vllm.trainer import WeightSender
 
 PROMPT = [5, 9, 77, 3]
 PARAMS = rm.SamplingParams(max_tokens=3, n=2, seed=7, stop=["never"])
@@ -39,6 +41,18 @@ class Letters:
         return "".join(chr(64 + i % 26) for i in ids)
 
 
+class Workers:
+    """vLLM's four calls, of workers that take everything."""
+
+    def init_weight_transfer_engine(self, info: Any) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, info: Any) -> None: ...
+
+    def finish_weight_update(self, version: Any = None) -> None: ...
+
+
 @pytest.fixture
 def gen() -> Iterator[rm.Generator]:
     with rm.Generator(
@@ -48,7 +62,11 @@ def gen() -> Iterator[rm.Generator]:
         yield generator
 
 
-def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
+class Alarm(Exception):
+    """What a signal's handler may raise as well."""
+
+
+def interrupted_at(place: int, call: Callable[[], Any], error: type[BaseException] = KeyboardInterrupt) -> bool:
     """Runs `call` with a Ctrl-C at that place. False: it has ended before."""
     left = place
 
@@ -58,13 +76,13 @@ def interrupted_at(place: int, call: Callable[[], Any]) -> bool:
             left -= 1
             if left < 0:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                raise error
 
     try:
         sys.setprofile(count)
         call()
         sys.setprofile(None)
-    except KeyboardInterrupt:
+    except error:
         pass
     finally:
         sys.setprofile(None)
@@ -161,6 +179,18 @@ def test_row_20_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, n
     assert fingerprint(gen) == before
 
 
+def test_row_20_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
+    place, hit = 0, True
+    while hit:
+        ids: list[int] = []
+        hit = interrupted_at(place, lambda: ids.extend(gen.submit([PROMPT, PROMPT[:2]], PARAMS)), Alarm)  # noqa: B023
+        assert gen._engine.ids() == ids, place
+        gen.abort()
+        gen.poll()
+        place += 1
+    assert place > 20
+
+
 def test_row_20_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
     """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts short, up to their stop strings."""
     prompts = [PROMPT, PROMPT[:2], PROMPT[:3]]
@@ -214,6 +244,23 @@ def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None
         assert (output.token_ids.tolist(), output.text) == (alone.token_ids.tolist(), alone.text), place
         place += 1
     assert place > 100
+
+
+# A folder that is being listed is closed as the listing goes, with a ResourceWarning.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
+def test_row_20_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To vLLM's workers, in blocks that grow. The sender sends on."""
+    monkeypatch.setattr(blocks, "FOLDER", tmp_path)
+    source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(6)}
+    sender, place, hit = WeightSender(Workers(), block_bytes=170), 0, True
+    cut_short = 0
+    while hit:
+        hit = interrupted_at(place, lambda: sender.send(source, 1))
+        cut_short += any(tmp_path.iterdir())  # in the midst of its own clean-up; the next send takes it away
+        sender.send(source, 2)
+        assert not any(path for path in tmp_path.iterdir()), place
+        place += 1
+    assert cut_short < place // 20
 
 
 # A file that open() has returned and no `with` has entered is closed as it goes, with a ResourceWarning.

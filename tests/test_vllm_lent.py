@@ -32,7 +32,7 @@ from rollmesh import _core
 from rollmesh.devices import LIBRARY_SWITCH
 from rollmesh.sources.loans import Borrowed, Loan
 from rollmesh.vllm import lent
-from rollmesh.vllm.blocks import SharedBlock
+from rollmesh.vllm.blocks import SharedBlock, SharedReader
 from rollmesh.vllm.chunks import UpdateInfo, loan_of
 from rollmesh.vllm.lent import Lending
 from rollmesh.vllm.trainer import WeightSender
@@ -411,6 +411,19 @@ def test_locks_of_readers(readers: Callable[..., tuple[Connection, Any]]) -> Non
     assert block.take_back(5)
     block.close()
     assert block.take_back(0)
+
+
+def test_a_lock_outlives_a_sweep() -> None:
+    """A sender of the same process opens and closes every block that there is."""
+    block, reader = SharedBlock(8), SharedReader()
+    try:
+        reader.block(block.name, block.nonce, 8)
+        with reader.reading(block.lend()):
+            SharedBlock(8).close()
+            assert not block.take_back(0.05)
+    finally:
+        reader.close()
+        block.close()
 
 
 def test_a_trainer_that_closes_its_block(readers: Callable[..., tuple[Connection, Any]]) -> None:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from rollmesh.errors import Error
+from rollmesh.show import reason
 
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
 MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
@@ -18,13 +19,17 @@ def says_more_than(values: Any, most: int) -> bool:
         return len(values) > most
     except OverflowError:  # beyond what Python counts with
         return True
-    except TypeError:
+    except (TypeError, ValueError):
         return False
 
 
 def items_of(error: type[Error], name: str, values: Iterable[Any], most: int = MAX_ITEMS) -> list[Any]:
     """All of them; no more than one is asked for beyond what may be."""
-    items = [] if (more := says_more_than(values, most)) else list(islice(values, most + 1))
+    try:
+        walk = iter(values)
+    except TypeError as wrong:  # an array without dims has __iter__ too
+        raise error(f"{name} is a {type(values).__name__} that cannot be walked: {reason(wrong)}") from wrong
+    items = [] if (more := says_more_than(values, most)) else list(islice(walk, most + 1))
     if more or len(items) > most:
         raise error(f"{name} has more than {most} items, wanted at most {most}")
     return items

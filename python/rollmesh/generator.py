@@ -303,8 +303,7 @@ class Generator:
                 self._requests.all_or_none(add)
             return ids
         except BaseException as error:
-            if not isinstance(error, Exception):  # a Ctrl-C, perhaps after all were added
-                self._forget(ids, error)
+            self._forget(ids, error)  # what a signal's handler has raised may have come after all were added
             raise
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:

@@ -101,7 +101,7 @@ class SharedWriter:
         last = -1 if self.version is None else self.version
         version = last + 1 if version is None else version
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or version > MAX_VERSION:
-            raise VersionError(f"version {version!r:.80} is not an integer in [0, {MAX_VERSION}]")
+            raise VersionError(f"version {shown(version)} is not an integer in [0, {MAX_VERSION}]")
         version = int(version)
         if version <= last:
             raise VersionError(f"version {version} does not exceed {last}")
@@ -272,7 +272,7 @@ class SharedReader(Mapping[str, Any], LentSource):
         finally:
             os.close(descriptor)
         entries, values = parse(header, block.size - start)
-        if not secrets.compare_digest(str(values.get("nonce")), self._nonce):
+        if not secrets.compare_digest(str(values.get("nonce")).encode(errors="replace"), self._nonce.encode(errors="replace")):
             raise AuthError(f"{self._path} was not written by the store of this address")
         version = values.get("version")
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:

@@ -20,6 +20,7 @@ import re
 import secrets
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ NONCE = re.compile(r"[0-9a-f]{32}")
 MAGIC = b"rollmesh weights"
 HEAD = 64  # bytes before the block: the magic, the nonce, the number of what is lent (0: nothing is)
 LENT = 48  # where that number is
-READERS = (1, 0)  # length and start of what a worker locks while it reads what is lent
+FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86-64: type, whence, start, length, process
 POLL_S = 0.0005
 TRAINER = "trainer"  # a key of the store: rank 0 is there
 HELD_S = 5.0
@@ -56,22 +57,24 @@ class SharedBlock:
     def __init__(self, size: int):
         _sweep()
         self.name, self.nonce, self.size = PREFIX + secrets.token_hex(16), secrets.token_hex(16), size
-        self._descriptor = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._linked = True
+        self._descriptor, self._linked = -1, True
         self.data: Bytes | None = None
         self._lent: NDArray[np.uint64] | None = None
         self._loans = 0
         try:
+            self._descriptor = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # another sender's sweep may hold it for a moment
             os.fchmod(self._descriptor, 0o600)  # whatever the umask took away
             os.posix_fallocate(self._descriptor, 0, HEAD + size)  # now, and not as a SIGBUS in the middle
             memory = mmap.mmap(self._descriptor, HEAD + size)
-        except OSError as error:
+            memory[: len(MAGIC) + len(self.nonce)] = MAGIC + self.nonce.encode()
+            self.data = np.frombuffer(memory, np.uint8)[HEAD:]
+            self._lent = np.frombuffer(memory, np.uint64, 1, LENT)
+        except BaseException as error:
             self.close()
-            raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
-        memory[: len(MAGIC) + len(self.nonce)] = MAGIC + self.nonce.encode()
-        self.data = np.frombuffer(memory, np.uint8)[HEAD:]
-        self._lent = np.frombuffer(memory, np.uint64, 1, LENT)
+            if isinstance(error, OSError):
+                raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
+            raise
 
     def lend(self) -> int:
         """Number of a loan, from now until `take_back`."""
@@ -88,9 +91,8 @@ class SharedBlock:
         self._lent[0] = 0
         deadline = time.monotonic() + seconds
         while True:
-            with suppress(BlockingIOError, PermissionError):  # some worker has its lock; that of one that has ended is gone
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, *READERS)
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, *READERS)
+            if _lock_reading(self._descriptor, fcntl.F_WRLCK):  # no worker has its lock; that of one that has ended is gone
+                _lock_reading(self._descriptor, fcntl.F_UNLCK)
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -98,15 +100,27 @@ class SharedBlock:
 
     def unlink(self) -> None:
         if self._linked:
-            self._linked = False
             (FOLDER / self.name).unlink(missing_ok=True)
+            self._linked = False
 
     def close(self) -> None:
         self.unlink()
         descriptor, self._descriptor, self.data, self._lent = self._descriptor, -1, None, None
         if descriptor >= 0:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it
-            os.close(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it
+            finally:
+                os.close(descriptor)
+
+
+def _lock_reading(descriptor: int, kind: int) -> bool:
+    """Of the byte that workers lock while they read what is lent: F_RDLCK, F_WRLCK or F_UNLCK. False: another has it. The lock is the open
+    file's and not the process's, which would lose it when it closes the same file elsewhere (a sender's sweep does)."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _sweep() -> None:
@@ -145,15 +159,13 @@ class SharedReader:
     def reading(self, number: int) -> Iterator[Callable[[], None]]:
         """What is lent by that number beside the block that is open may be looked at in here: its trainer waits. Gives what raises once
         it is lent no more: StateError when the trainer has taken it back, RankLostError when it has ended."""
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, *READERS)
-        except (BlockingIOError, PermissionError):
+        if not _lock_reading(self._descriptor, fcntl.F_RDLCK):
             self._refuse_taken_back(number)
         try:
             self._require_lent(number)
             yield lambda: self._require_lent(number)
         finally:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, *READERS)
+            _lock_reading(self._descriptor, fcntl.F_UNLCK)
 
     def _require_lent(self, number: int) -> None:
         if self._lent is None or self._lent[0] != number:

@@ -130,6 +130,7 @@ class _Sending:
             raise StateError(f"the sender {'is closed' if self._closed else 'sends a set already, wanted one after another'}")
         self._sends = True
         try:
+            self._leave_block()  # of a send whose end a Ctrl-C has cut short
             yield from self._begin()
             yield Call("start_weight_update")
             yield from self._blocks(entries, version)
@@ -144,8 +145,8 @@ class _Sending:
             self._leave_group()  # the two sides may not be at the same place: the next send begins anew
             raise
         finally:
-            self._leave_block()
             self._sends = False
+            self._leave_block()
 
     def _begin(self) -> Calls:
         """Before every set over shm: an update that a trainer has left open ends by it. A group is made once."""
