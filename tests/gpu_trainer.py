@@ -91,32 +91,16 @@ class OnGpu(dlpack.Producer):
 
 
 # ------------------------------------------------------------------------------------------------ in a process of its own
-class Lending:
-    """What a test makes its trainer's process do: each method is a command, and returns its answer."""
+class Lender:
+    """What a test makes its trainer's process do: each method is a command, and returns its answer. `held` is what it lends."""
 
-    def __init__(self, library: str, ordinal: int, folder: str) -> None:
+    def __init__(self, library: str, ordinal: int) -> None:
         self.trainer = Trainer(Path(library), ordinal)
-        self.writer = SharedWriter(folder)
         self.held: dict[str, Any] = {}
-
-    def address(self) -> str:
-        return self.writer.address
-
-    def publish(self, config: Any, seed: int, version: int, lend_to: int, *, packed: bool = True, on_host: tuple[str, ...] = ()) -> int:
-        state = helpers.numpy_state_dict(config, seed=seed, dtype="float32")
-        gpu = {name: array for name, array in state.items() if name not in on_host}
-        self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
-        return self.writer.publish({**state, **self.held}, version, lend_to=lend_to)
 
     def alive(self) -> int:
         """Capsules that are held."""
         return dlpack.alive
-
-    def wait(self, timeout: float) -> None:
-        self.writer.wait_until_read(timeout)
-
-    def take_back(self) -> None:
-        self.writer.take_back()
 
     def change(self) -> None:
         """Writes to every tensor, as an optimizer does."""
@@ -129,6 +113,29 @@ class Lending:
         """A fault of the simulated device when somebody has the memory open."""
         with self.trainer.current():
             self.trainer.device.give_back()
+
+
+class Lending(Lender):
+    """By a writer of its own."""
+
+    def __init__(self, library: str, ordinal: int, folder: str) -> None:
+        super().__init__(library, ordinal)
+        self.writer = SharedWriter(folder)
+
+    def address(self) -> str:
+        return self.writer.address
+
+    def publish(self, config: Any, seed: int, version: int, lend_to: int, *, packed: bool = True, on_host: tuple[str, ...] = ()) -> int:
+        state = helpers.numpy_state_dict(config, seed=seed, dtype="float32")
+        gpu = {name: array for name, array in state.items() if name not in on_host}
+        self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
+        return self.writer.publish({**state, **self.held}, version, lend_to=lend_to)
+
+    def wait(self, timeout: float) -> None:
+        self.writer.wait_until_read(timeout)
+
+    def take_back(self) -> None:
+        self.writer.take_back()
 
     def environment(self, **settings: str) -> None:
         os.environ.update(settings)

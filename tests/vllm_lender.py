@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cuda_device
 import dlpack
 import gpu_trainer
 import helpers
@@ -62,13 +61,12 @@ class _Forwarding:
         self._ask("finish_weight_update", weight_version)
 
 
-class _Trainer:
-    """What the process does: each method is a command."""
+class _Trainer(gpu_trainer.Lender):
+    """By a sender to vLLM's workers."""
 
     def __init__(self, pipe: Connection, library: str, ordinal: int, options: dict[str, Any]) -> None:
-        self.trainer = gpu_trainer.Trainer(Path(library), ordinal)
+        super().__init__(library, ordinal)
         self.sender = WeightSender(_Forwarding(pipe), lend=True, **options)
-        self.held: dict[str, Any] = {}
 
     def send(
         self,
@@ -91,22 +89,6 @@ class _Trainer:
         """(name, whether it is on the GPU)."""
         small = np.zeros((3, 4), np.float32)
         self.sender.send([(name, self.trainer.tensor(small) if on_gpu else small) for name, on_gpu in pairs], version)
-
-    def alive(self) -> int:
-        """Capsules that are held."""
-        return dlpack.alive
-
-    def change(self) -> None:
-        """Writes to every tensor, as an optimizer does."""
-        with self.trainer.current():
-            for tensor in self.held.values():
-                self.trainer.device.zero(tensor._managed.tensor.data, 4, 4, 1)
-            assert self.trainer.device.wait() == cuda_device.OK
-
-    def free(self) -> None:
-        """A fault of the simulated device when somebody has the memory open."""
-        with self.trainer.current():
-            self.trainer.device.give_back()
 
     def environment(self, **settings: str) -> None:
         os.environ.update(settings)
