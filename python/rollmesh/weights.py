@@ -69,7 +69,7 @@ class Weights:
         """As sync, one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
         the same place when they tell. A deadline is looked at when all are, too."""
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
-        told = self._open_together(engine, BEGINNING, [kind, deadline is not None], options)
+        told = self._open_together(BEGINNING, [kind, deadline is not None], options)
         kinds, timed = [its for its, _ in told], any(its for _, its in told)
         first = next((rank for rank, its in enumerate(kinds) if its is not None), None)
         voting = False
@@ -95,13 +95,9 @@ class Weights:
             engine.leave(error, voting)
             raise
 
-    def _open_together(self, engine: SpmdEngine, where: str, value: Any, options: SyncOptions) -> list[Any]:
+    def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
         """All ranks begin, unless one of them may not; an open set is reset then. Returns every rank's value."""
-        try:
-            everyone = engine.tell_of_sync(where, value, _fault_of(self._check_version, options))
-        except BaseException as error:
-            engine.leave(error)
-            raise
+        everyone = self._tell(where, value, _fault_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
@@ -137,7 +133,7 @@ class Weights:
     def _begin_together(self, engine: SpmdEngine, sync: Sync) -> None:
         options = sync.options
         # Ranks may differ in the version: which one it is, the vote finds out.
-        told = self._open_together(engine, PUSHES, repr(replace(options, version=None)), options)
+        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
         try:
             engine.compare("a set of weights", told)
             if options.mode == "inplace":
@@ -270,15 +266,17 @@ class Weights:
             self._settle_kept()
             raise
 
-    def _tell(self, where: str, value: Any) -> list[Any]:
-        """Every rank's value; of one process its own."""
-        if not isinstance(self._engine, SpmdEngine):
-            return [value]
-        try:
-            return self._engine.tell_of_sync(where, value, None)
-        except BaseException as error:
-            self._engine.leave(error)
-            raise
+    def _tell(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
+        """Every rank's value; of one process its own. fault: why this rank goes no further; raised, and SyncAbortedError elsewhere."""
+        if isinstance(self._engine, SpmdEngine):
+            try:
+                return self._engine.tell_of_sync(where, value, fault)
+            except BaseException as error:
+                self._engine.leave(error)
+                raise
+        if fault is not None:
+            raise fault
+        return [value]
 
     def alike(self, what: str, value: str) -> None:
         """All ranks have come to it with the same value, or CollectiveMismatchError on all."""
@@ -297,14 +295,7 @@ class Weights:
         except BaseException as error:
             self._leave(error)
             raise
-        if isinstance(self._engine, SpmdEngine):
-            try:
-                self._engine.settle_sync(where, fault)
-            except BaseException as error:
-                self._leave(error)
-                raise
-        elif fault is not None:
-            raise fault
+        self._tell(where, None, fault)
         return result
 
     def _leave(self, error: BaseException) -> None:
