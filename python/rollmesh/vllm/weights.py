@@ -1,5 +1,5 @@
-"""The worker's side of new weights: what vLLM calls on every worker, in front of rollmesh's own syncs (rollmesh/weights.py). A set is
-staged and committed by one swap on all ranks, so while it comes, and when any part of it is bad, the version before serves.
+"""The worker's side of new weights: what vLLM calls on every worker, in front of rollmesh's own syncs (rollmesh/weights/updates.py).
+A set is staged and committed by one swap on all ranks, so while it comes, and when any part of it is bad, the version before serves.
 
     init_weight_transfer_engine ─► start_weight_update ─► update_weights … ─► finish_weight_update
                                        ▲                        │ an error closes the update, on all ranks
