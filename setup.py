@@ -112,7 +112,7 @@ def core_units() -> list[Unit]:
 
 def extension_units() -> list[Unit]:
     python = python_flags()
-    return [Unit(source, source.with_suffix(".o"), python) for source in files("ext", "*.c")]
+    return [Unit(source, source.with_suffix(".o"), python) for source in files("ext", "**/*.c")]
 
 
 def files(folder: str, pattern: str) -> list[Path]:

@@ -44,11 +44,11 @@ PyObject *rm_raise(PyObject *module, rm_error *err);
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);
 
 // Parts of the module, each called once while it is executed; 0, or −1 with an exception set.
-int rm_ops_add(PyObject *module);          // ops.c: _core.Kernels and the functions over arrays
+int rm_ops_add(PyObject *module);          // ops/kernels.c: _core.Kernels and the functions over arrays
 int rm_isas_add(PyObject *module);         // isas.c: _core.available_isas, _core.best_isa, _core.isa_states
-int rm_cuda_add(PyObject *module);         // cuda.c: _core.cuda_count, _core.cuda_bus, _core.cuda_available
-int rm_mesh_add(PyObject *module);         // mesh.c: _core.placement
-int rm_comm_type_add(PyObject *module);    // comm.c: _core.Comm, _core.attach
-int rm_dispatch_types_add(PyObject *module);   // dispatch.c: _core.Dispatcher, _core.DispatchPlan, _core.dispatchers
-int rm_turn_types_add(PyObject *module);   // turn.c: _core.Turn, _core.Holding
-int rm_engine_type_add(PyObject *module);  // engine.c: _core.Engine
+int rm_cuda_add(PyObject *module);         // gpu/cuda.c: _core.cuda_count, _core.cuda_bus, _core.cuda_available
+int rm_mesh_add(PyObject *module);         // placement.c: _core.placement
+int rm_comm_type_add(PyObject *module);    // comm/comm.c: _core.Comm, _core.attach
+int rm_dispatch_types_add(PyObject *module);   // comm/token_dispatcher.c: _core.Dispatcher, _core.DispatchPlan, _core.dispatchers
+int rm_turn_types_add(PyObject *module);   // fair_lock.c: _core.Turn, _core.Holding
+int rm_engine_type_add(PyObject *module);  // engine/engine.c: _core.Engine

@@ -7,9 +7,9 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "device_arrays.h"
-#include "gpu_group.h"
-#include "loans.h"
+#include "gpu/gpu_array.h"
+#include "gpu/gpu_group.h"
+#include "gpu/loans.h"
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
 

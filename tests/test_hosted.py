@@ -26,7 +26,7 @@ NOTHING = (None, None)
 
 
 def asked(**changes: Any) -> Any:
-    """A request as ext/engine.c reads it."""
+    """A request as ext/engine/engine.c reads it."""
     plain = {
         "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "has_seed": True, "seed": 7,
         "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False, "score_sampling": False, "ranks": False,

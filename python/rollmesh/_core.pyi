@@ -1,4 +1,4 @@
-# The C extension: ext/*.c. Generator and rollmesh.ops are its public faces; every name here is private to the package.
+# The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private to the package.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol, final

@@ -9,7 +9,7 @@ from rollmesh.requests import Ids
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options as ext/engine_options.c reads them; the fields are rm_ranks_options'."""
+    """Options as ext/engine/options.c reads them; the fields are rm_ranks_options'."""
 
     dtype: str
     isa: str | None

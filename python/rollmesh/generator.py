@@ -1,7 +1,7 @@
 """The generator: rollouts from weights that a trainer pushes in. A token's way is generate → Requests.add → engine step …
 step → RequestOutput; a weight's way is sync_weights → check → push → commit.
 
-Threads: every method may be called from any thread. Calls take turns (ext/turn.c): generate holds the turn for one engine step at
+Threads: every method may be called from any thread. Calls take turns (ext/fair_lock.c): generate holds the turn for one engine step at
 a time, so another thread's sync_weights, submit or metrics comes in between two steps; a sync holds it whole. A call from
 inside another one (a weights iterator that generates) is a StateError, and so is every call in a forked child.
 """

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class EngineRequest:
-    """A request as ext/engine.c reads it; the fields are rm_request's."""
+    """A request as ext/engine/engine.c reads it; the fields are rm_request's."""
 
     n: int
     max_tokens: int

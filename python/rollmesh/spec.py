@@ -76,7 +76,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineValues:
-    """The spec as ext/engine.c reads it; the fields are rm_spec's."""
+    """The spec as ext/spec.c reads it; the fields are rm_spec's."""
 
     vocab_size: int
     hidden_size: int

@@ -25,7 +25,7 @@ from rollmesh.devices import LIBRARY_SWITCH, is_there, library_path
 from rollmesh.ops import isa_states
 from rollmesh.show import byte_text, plain, shown
 
-SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm.c)
+SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm/comm.c)
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 32,

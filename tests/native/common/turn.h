@@ -1,4 +1,4 @@
-// turn.h: the discipline under which ext/engine.c lets threads call one engine, and nothing more: an atomic flag that is taken
+// turn.h: the discipline under which ext/engine/engine.c lets threads call one engine, and nothing more: an atomic flag that is taken
 // by exchange and given back by a store, around each call, and a pointer that is NULL once the engine is closed. Where the
 // extension refuses a second thread, here it waits in a queue, so that no thread starves. The queue's numbers are relaxed: they
 // order nothing that TSan could take for the flag's order.

@@ -1,4 +1,4 @@
-// ops.c: _core.Kernels, and the function over arrays that needs none. See ops.h.
+// kernels.c: _core.Kernels, and the function over arrays that needs none. See ops.h.
 #include "ops.h"
 
 #include <string.h>

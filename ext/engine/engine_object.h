@@ -1,6 +1,6 @@
-// engine.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps),
-// engine_options.c (what one is made of), engine_views.c (results, copied out as arrays), engine_hosted.c (steps that a host schedules) and
-// engine_sync.c (weights).
+// engine_object.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps),
+// options.c (what one is made of), views.c (results, copied out as arrays), external_scheduler.c (steps that a host schedules) and
+// sync.c (weights).
 //
 // One writer: every method that touches them stands between rm_engine_enter and rm_engine_leave. A second thread
 // inside, a closed engine, and an engine of the parent process after fork are refused with StateError. The lock that makes
@@ -30,17 +30,17 @@ void rm_engine_leave(rm_engine_object *self);
 typedef rm_code (*rm_id_call)(rm_ranks *, uint64_t, rm_error *);
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id, rm_id_call call); // None, or NULL with its error set
 
-// engine_options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL with the exception set.
+// options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL with the exception set.
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out);
 
 // Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.
-// engine_views.c
+// views.c
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *id);
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
-// engine_hosted.c
+// external_scheduler.c
 PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args);
@@ -49,9 +49,9 @@ PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id);
 PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id);
 PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages);
 PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args);
-// engine_weights.c
+// weights.c
 PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);
-// engine_sync.c
+// sync.c
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name);
 PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name);

@@ -1,7 +1,7 @@
 // comm.c: groups of ranks in other processes. `_core.attach` joins a shared-memory region and gives this rank's ends;
 // `_core.Comm(exchange, …)` is a group whose bytes a Python function moves (torch.distributed). What Python itself sends (a
 // handshake, outputs of other replicas) goes by Comm.all_gather.
-#include "comm.h"
+#include "comm_object.h"
 
 #include <string.h>
 #include <time.h>

@@ -1,4 +1,4 @@
-// ops_call.c: see ops.h.
+// call.c: see ops.h.
 #include "ops.h"
 
 #include <string.h>

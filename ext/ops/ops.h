@@ -1,6 +1,6 @@
 // ops.h: what the files of the op table over arrays share. `_core.Kernels(isa, threads)` holds one variant, a thread team and a workspace
-// that grows on demand (ops.c); its methods are the ops of kernels.h, in ops_dense.c, ops_attention.c, ops_moe.c and ops_logits.c.
-// Outputs are arrays that the caller brings. Everything the kernels take on trust is checked (ops_call.c): dtypes, sizes, ranges of
+// that grows on demand (kernels.c); its methods are the ops of kernels.h, in dense.c, attention.c, moe.c and logits.c.
+// Outputs are arrays that the caller brings. Everything the kernels take on trust is checked (call.c): dtypes, sizes, ranges of
 // indices; rollmesh.ops gives the methods names and defaults.
 //
 // A method is one rm_op_call: views of its arguments, checks, begin, the op, finish. The first fault sets the exception, later checks
@@ -8,7 +8,7 @@
 // threads may share one. Indices are copied before they are checked: another thread may write to the array meanwhile, and an output may
 // lie over it.
 //
-// `_core.Kernels(family, 1, queue, stream)` is a table of a CUDA device over DeviceArrays (device_arrays.h), enqueued on the queue's
+// `_core.Kernels(family, 1, queue, stream)` is a table of a CUDA device over DeviceArrays (gpu_array.h), enqueued on the queue's
 // stream. With a stream of the caller's the op comes after what that stream has, and what it gets later comes after the op; without one
 // (0) the call returns when the op is done. An index array, of the host or of the device, is copied to pinned memory, checked there, and
 // followed from a copy of that, so a call waits for indices that lie on the device and for nothing else.
@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 #include "base/team.h"
-#include "device_arrays.h"
+#include "gpu/gpu_array.h"
 #include "kernels.h"
 
 typedef struct rm_kernels_object {
@@ -87,7 +87,7 @@ void rm_op_fail(rm_op_call *c, rm_error *err);
 #define OBJECTS(n) PyObject *o[n] = {0}
 #define CALL rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)}
 
-// The methods; what they take is in the table of ops.c.
+// The methods; what they take is in the table of kernels.c.
 #define RM_KERNELS_METHOD(name) PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *args)
 RM_KERNELS_METHOD(embed);
 RM_KERNELS_METHOD(gather_rows);

@@ -1,6 +1,6 @@
-// engine_sync.c: weights in. A tensor is held (DLPack's capsule or the array) while the engine reads it without the GIL, and
+// sync.c: weights in. A tensor is held (DLPack's capsule or the array) while the engine reads it without the GIL, and
 // let go afterwards whatever happened.
-#include "engine.h"
+#include "engine_object.h"
 
 #include "base/memory.h"
 #include "tensor.h"

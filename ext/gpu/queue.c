@@ -1,5 +1,5 @@
-// queue.c: _core.Queue. See device_arrays.h.
-#include "device_arrays.h"
+// queue.c: _core.Queue. See gpu_array.h.
+#include "gpu_array.h"
 
 #include <string.h>
 

@@ -1,4 +1,4 @@
-// turn.c: _core.Turn, one caller at a time in the order of arrival, and _core.Holding, the context manager that takes it for a block.
+// fair_lock.c: _core.Turn, one caller at a time in the order of arrival, and _core.Holding, the context manager that takes it for a block.
 //
 // It is in C because CPython looks for signals when a Python function begins: a Ctrl-C at the first instruction of an __exit__ in
 // Python, or of contextlib's, leaves the turn taken, and the call's own clean-up is refused as re-entry. Between the block and a C

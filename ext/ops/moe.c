@@ -1,4 +1,4 @@
-// ops_moe.c: the mixture of experts. See ops.h.
+// moe.c: the mixture of experts. See ops.h.
 #include "ops.h"
 
 static void check_top_k(rm_op_call *c, int64_t top_k, int64_t n_experts) {

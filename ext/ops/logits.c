@@ -1,4 +1,4 @@
-// ops_logits.c: logits and the tokens that are drawn from them. See ops.h.
+// logits.c: logits and the tokens that are drawn from them. See ops.h.
 #include "ops.h"
 
 #include <string.h>

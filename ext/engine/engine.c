@@ -1,12 +1,12 @@
 // engine.c: _core.Engine's life, requests and steps. A method converts its arguments, enters, releases the GIL where the
 // engine computes, and turns a failing rm_code into its exception. Policy (defaults, queues, stop strings) is Python's.
-#include "engine.h"
+#include "engine_object.h"
 
 #include <unistd.h>
 
 #include "attributes.h"
 #include "base/memory.h"
-#include "comm.h"
+#include "comm/comm_object.h"
 #include "spec.h"
 
 PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObject *)self); }

@@ -8,7 +8,7 @@
 
 #include "base/devices.h"
 #include "base/memory.h"
-#include "comm.h"
+#include "comm/comm_object.h"
 #include "loans.h"
 #include "mesh/nccl.h"
 

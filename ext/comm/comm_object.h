@@ -1,4 +1,4 @@
-// comm.h: _core.Comm, a Python object over this rank's end of a group; engine.c takes the ends out of it.
+// comm_object.h: _core.Comm, a Python object over this rank's end of a group; engine.c takes the ends out of it.
 #pragma once
 
 #include "core.h"

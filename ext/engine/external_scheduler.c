@@ -1,6 +1,6 @@
-// engine_hosted.c: csrc/engine/hosted.h over arrays. A step of n requests is columns of n numbers in and columns out, so that a
+// external_scheduler.c: csrc/engine/hosted.h over arrays. A step of n requests is columns of n numbers in and columns out, so that a
 // Python layer above does nothing for each request but look into them.
-#include "engine.h"
+#include "engine_object.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
-// engine_views.c: what the engine knows, copied out. The engine's views die with the next step; the arrays made here are
+// views.c: what the engine knows, copied out. The engine's views die with the next step; the arrays made here are
 // the caller's.
-#include "engine.h"
+#include "engine_object.h"
 
 #include "weights/names.h"
 

@@ -1,5 +1,5 @@
-// engine_options.c: what an engine is made of, read from the attributes of a Python object (python/rollmesh/engine_options.py).
-#include "engine.h"
+// options.c: what an engine is made of, read from the attributes of a Python object (python/rollmesh/engine_options.py).
+#include "engine_object.h"
 
 #include <string.h>
 

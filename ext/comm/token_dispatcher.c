@@ -1,9 +1,9 @@
-// dispatch.c: _core.Dispatcher, token rows between ranks (model/moe/dispatch.h) over arrays of bytes, [rows][bytes of a row] in uint8,
+// token_dispatcher.c: _core.Dispatcher, token rows between ranks (model/moe/dispatch.h) over arrays of bytes, [rows][bytes of a row] in uint8,
 // so that a row may be of any dtype. A Dispatcher has its group's end for itself: one of a _core.Comm, or of a region that
 // `_core.dispatchers` makes for ranks that are threads of this process. Calls release the GIL: the other ranks may be threads that
 // wait for it.
 #include "arrays.h"
-#include "comm.h"
+#include "comm_object.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -15,20 +15,20 @@
 
 typedef struct dispatcher_object {
   PyObject_HEAD
-  rm_comm *comm;                // owned; NULL: one rank
-  rm_dispatch *dispatch;        // owned; NULL: closed
-  rm_range here;                // experts
+  rm_comm *comm; // owned; NULL: one rank
+  rm_dispatch *dispatch; // owned; NULL: closed
+  rm_range here; // experts
   int64_t n_experts, top_k, max_rows;
-  int64_t n_plans;              // made so far
+  int64_t n_plans; // made so far
   int size, rank;
-  int busy;                     // a thread is in a call; written with the GIL held
+  int busy; // a thread is in a call; written with the GIL held
 } dispatcher_object;
 
 typedef struct plan_object {
   PyObject_HEAD
-  PyObject *owner;              // owned: the Dispatcher that it is of
-  rm_dispatch_plan *plan;       // owned
-  int64_t number;               // of the owner's plans, from 1
+  PyObject *owner; // owned: the Dispatcher that it is of
+  rm_dispatch_plan *plan; // owned
+  int64_t number; // of the owner's plans, from 1
 } plan_object;
 
 // ------------------------------------------------------------------------------------------------ creation

@@ -1,4 +1,4 @@
-// device_arrays.h: arrays on a CUDA device for the op table. `_core.Queue(library, ordinal)` is a device opened for ops: its stream, what
+// gpu_array.h: arrays on a CUDA device for the op table. `_core.Queue(library, ordinal)` is a device opened for ops: its stream, what
 // they work in, and the host memory that small arrays travel through. `_core.DeviceArray` is an array in its memory, or a view of one
 // that another library has (a DLPack producer); whoever wants it takes it by DLPack too.
 //

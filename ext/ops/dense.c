@@ -1,4 +1,4 @@
-// ops_dense.c: rows, norms, matrix products, and the packing of weights. See ops.h.
+// dense.c: rows, norms, matrix products, and the packing of weights. See ops.h.
 #include "ops.h"
 
 static const int64_t MAX_INDEX = INT64_MAX / 16;  // of an element in a parameter: bytes and sums of two stay below 2^63

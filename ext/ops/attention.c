@@ -1,4 +1,4 @@
-// ops_attention.c: q, k and v of rows, and attention over pages. See ops.h.
+// attention.c: q, k and v of rows, and attention over pages. See ops.h.
 #include "ops.h"
 
 typedef struct cache_shape {

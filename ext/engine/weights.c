@@ -1,7 +1,7 @@
-// engine_weights.c: the serving weights as the ops of rollmesh.ops take them, for a model that somebody else's runner drives op by
+// weights.c: the serving weights as the ops of rollmesh.ops take them, for a model that somebody else's runner drives op by
 // op. The arrays are read-only views into the store's block, in the packed layouts of params.h. They hold the engine, and they are
 // valid until its next commit, sleep or close: whoever asks for them asks again after each, and copies nothing.
-#include "engine.h"
+#include "engine_object.h"
 
 typedef struct serving {
   rm_engine_object *self;

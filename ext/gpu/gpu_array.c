@@ -1,6 +1,6 @@
-// device_arrays.c: see device_arrays.h. An array has its memory for itself, from the driver, and gives it back to the driver, which waits
+// gpu_array.c: see gpu_array.h. An array has its memory for itself, from the driver, and gives it back to the driver, which waits
 // for all work of the device first, a consumer's too. A pool of blocks lost: what another library's stream still reads would be written.
-#include "device_arrays.h"
+#include "gpu_array.h"
 
 #include <string.h>
 
