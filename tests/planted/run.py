@@ -1,14 +1,24 @@
-"""Plants known faults, one at a time, and says which test caught which.
+"""Plants known faults in the product, one at a time, and says which test caught which.
 
-Each tests/planted/NN-name.patch changes one thing that a user would suffer from. Its header says what, why it hurts, and on a
-`Tests:` line which tests should see it, narrowest first (arguments of pytest, split like a shell's). This script copies the tree
-to a scratch folder and builds it there; then, for every patch, to a copy of that: applies it, builds, runs those tests until the
-first failure.
+The faults are in tests/planted/*.toml, a file per area. Each is one change that a user would suffer from:
 
-A test counts only if it passes without any patch, so all named tests run once on the clean tree first. A fault is caught when a
-test fails (pytest's exit status 1) or kills the process by a signal, or the simulated device ends it (tests/simt). One whose patch
-does not apply or does not build is not caught, nor is one that pytest could not collect, or that no test ended in time. Exit
-status 1: some fault was not caught.
+    [name]
+    what = "What is wrong."
+    why = "What a user would suffer from it."
+    file = "the file that is changed"
+    old = 'text that stands exactly once in it'
+    new = 'what it is replaced by'
+    tests = 'arguments of pytest, narrowest first: the tests that should see the fault'
+
+A fault that needs more than one change has `[[name.also]]` tables with file, old and new, applied in order. Prefer one changed line.
+tests/test_planted.py checks that every text can be found. Whoever moves or rewords such a line updates its fault.
+
+This script copies the tree to a scratch folder and builds it there. Then, in a copy of that for each fault, it makes the change,
+builds, and runs the fault's tests until the first failure.
+
+A test counts only if it passes without any fault, so all named tests run once on the clean tree first. A fault is caught when a
+test fails (pytest's exit status 1) or kills the process by a signal, or the simulated device ends it (tests/simt). It is not caught
+when it does not build, when pytest cannot collect the tests, or when none ends in time. Exit status 1: some fault was not caught.
 
     python tests/planted/run.py [NAME …] [--list] [--wide] [--into DIR]
 """
@@ -25,8 +35,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
@@ -39,32 +51,35 @@ WIDE = [
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A patch and what its header says."""
+class Change:
+    file: str
+    old: str
+    new: str
 
-    path: Path
-    title: str
+    def apply(self, text: str) -> str:
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file}: expected one place with {self.old!r}, got {found}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Fault:
+    area: str
+    name: str
+    what: str
+    why: str
+    changes: tuple[Change, ...]
     tests: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        return self.path.stem
 
-
-def read_fault(path: Path) -> Fault:
-    header = path.read_text().partition("\n--- ")[0].splitlines()
-    tests = [line.removeprefix("Tests:") for line in header if line.startswith("Tests:")]
-    if len(tests) != 1 or len(header) < 3:
-        raise ValueError(f"{path.name}: the header needs what, why and one line of Tests:")
-    return Fault(path, header[0], tuple(shlex.split(tests[0])))
+def read_fault(area: str, name: str, entry: dict[str, Any]) -> Fault:
+    changes = tuple(Change(*(each[key] for key in ("file", "old", "new"))) for each in (entry, *entry.get("also", ())))
+    return Fault(area, name, entry["what"], entry["why"], changes, tuple(shlex.split(entry["tests"])))
 
 
 def all_faults() -> list[Fault]:
-    return [read_fault(path) for path in sorted(FOLDER.glob("*.patch"))]
-
-
-def touched(fault: Fault) -> list[str]:
-    return re.findall(r"^\+\+\+ b/(\S+)", fault.path.read_text(), re.MULTILINE)
+    tables = {path.stem: tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("*.toml"))}
+    return [read_fault(area, name, entry) for area, table in tables.items() for name, entry in table.items()]
 
 
 def copy_tree(to: Path) -> None:
@@ -79,11 +94,6 @@ def copy_tree(to: Path) -> None:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-
-
-def apply(tree: Path, fault: Fault, *options: str) -> bool:
-    command = ["patch", "-p1", "--fuzz=0", "--batch", "--silent", "--no-backup-if-mismatch", *options, "-i", str(fault.path)]
-    return subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 class Scratch:
@@ -144,8 +154,12 @@ class Scratch:
 def plant(scratch: Scratch, fault: Fault, wide: bool) -> tuple[bool, str]:
     """(caught, by what or why not)."""
     scratch.restore()
-    if not apply(scratch.tree, fault):
-        return False, "the patch does not apply"
+    try:
+        for change in fault.changes:
+            path = scratch.tree / change.file
+            path.write_text(change.apply(path.read_text()))
+    except (OSError, ValueError) as error:
+        return False, str(error)
     if said := scratch.build():
         return False, f"does not build: {said.strip()[-300:]}"
     status, said = scratch.test([*fault.tests])
@@ -182,20 +196,19 @@ def run(faults: list[Fault], folder: Path, wide: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="plants known faults and says which test caught which")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="patches, by their file name or its beginning; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults, by their name or its beginning, or areas; all by default")
     parser.add_argument("--list", action="store_true", help="show the faults and do nothing")
     parser.add_argument("--wide", action="store_true", help="try more test files when the named tests pass")
     parser.add_argument("--into", type=Path, metavar="DIR", help="scratch folder to keep, so that the next run builds less")
     options = parser.parse_args()
-    faults = [fault for fault in all_faults() if not options.names or fault.name.startswith(tuple(options.names))]
+    names = options.names
+    faults = [fault for fault in all_faults() if not names or fault.area in names or fault.name.startswith(tuple(names))]
     if not faults:
         parser.error("no fault of that name")
     if options.list:
         for fault in faults:
-            print(f"{fault.name:36} {fault.title}")
+            print(f"{fault.area:8} {fault.name:36} {fault.what}")
         return 0
-    if shutil.which("patch") is None:
-        parser.error("patch is not installed")
     if options.into:
         return run(faults, options.into.resolve(), options.wide)
     with tempfile.TemporaryDirectory() as folder:
