@@ -10,7 +10,7 @@ once of the trainer's own tensors, one after the other. Rounds alternate between
 since other work on the machine can only slow one down. Fractions are of the first; the median over the rounds says what they are
 while something else runs.
 
-Then a trainer in another process publishes its weights through shared memory (rollmesh.sources.shared), and the generator syncs
+Then a trainer in another process publishes its weights through shared memory (rollmesh.weights.transport.store), and the generator syncs
 from there: the sum of each tensor's bytes is compared besides. Those peaks have the mapped store in them, which both share.
 """
 
@@ -36,7 +36,7 @@ import rollmesh as rm
 from benchmarks.generate import make_trainer
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import SHAPES
-from rollmesh.sources.shared import SharedReader, SharedWriter
+from rollmesh.weights.transport.store import SharedReader, SharedWriter
 
 Part = tuple[int, int]  # address, bytes
 HUGE_PAGE = 2 << 20

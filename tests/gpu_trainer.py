@@ -22,7 +22,7 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh.sources import SharedReader, SharedWriter
-from rollmesh.sources.loans import ALIVE, is_free
+from rollmesh.weights.transport.loans import ALIVE, is_free
 
 
 class Trainer:

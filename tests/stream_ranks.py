@@ -1,4 +1,4 @@
-"""Ranks of a stream of weights (rollmesh.sources.stream), each a process that tests/test_stream.py drives: one sends what it makes from a
+"""Ranks of a stream of weights (weights/transport/stream.py), each a process that test_stream.py drives: one sends what it makes from a
 seed, the others receive into generators.
 
     nccl    rm.comm.nccl over shared memory: tensors on simulated GPUs, or on one GPU with torch where there is one
@@ -26,7 +26,8 @@ import rollmesh as rm
 from rollmesh import sources
 from rollmesh.devices import LIBRARY_SWITCH
 from rollmesh.errors import Error
-from rollmesh.sources import arrays, carriers, stream
+from rollmesh.weights.transport import carriers, stream
+from rollmesh.weights.transport import tensors as arrays
 
 SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
 PROMPTS = [[3, 1, 2, 9], [4] * 40]

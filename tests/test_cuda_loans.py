@@ -30,9 +30,9 @@ from test_cuda_sources import DENSE, MOE, from_the_host, library, logits, spread
 import rollmesh as rm
 from rollmesh import _core, sources
 from rollmesh.devices import LIBRARY_SWITCH
-from rollmesh.sources import loans
-from rollmesh.sources.arrays import as_array
-from rollmesh.sources.loans import parse_loan
+from rollmesh.weights.transport import loans
+from rollmesh.weights.transport.loans import parse_loan
+from rollmesh.weights.transport.tensors import as_array
 
 NAME = "model.norm.weight"
 

@@ -24,8 +24,8 @@ from helpers import numpy_state_dict, tiny_config, tiny_spec
 import rollmesh as rm
 from rollmesh import _core
 from rollmesh.sources import SharedReader, SharedWriter
-from rollmesh.vllm import blocks
 from rollmesh.vllm.trainer import WeightSender
+from rollmesh.weights.transport import segment as blocks
 
 PROMPT = [5, 9, 77, 3]
 PARAMS = rm.SamplingParams(max_tokens=3, n=2, seed=7, stop=["never"])

@@ -19,7 +19,9 @@ from helpers import numpy_state_dict, tiny_config
 
 import rollmesh as rm
 from rollmesh import sources
-from rollmesh.sources import arrays, shared
+from rollmesh.weights import safetensors_folder
+from rollmesh.weights.transport import store as shared
+from rollmesh.weights.transport import tensors as arrays
 
 CONFIG = tiny_config(True)
 STATE = numpy_state_dict(CONFIG, dtype="float32")
@@ -75,7 +77,7 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
     with generator() as gen:
         assert gen.sync_weights(sources.SafetensorsFolder(folder)).digest == want
         assert gen.sync_weights(iter(sources.SafetensorsFolder(str(folder)).items())).digest == want
-        (folder / sources.folder.INDEX).unlink()
+        (folder / safetensors_folder.INDEX).unlink()
         assert gen.sync_weights(sources.SafetensorsFolder(folder)).digest == want
     one = sources.SafetensorsFolder(folder / "model-0.safetensors")
     assert len(one) == (len(STATE) + 1) // 2
@@ -84,8 +86,8 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
 
 def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ml_dtypes")
-    real = sources.folder.importlib.util.find_spec
-    monkeypatch.setattr(sources.folder.importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    real = safetensors_folder.importlib.util.find_spec
+    monkeypatch.setattr(safetensors_folder.importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
     source = sources.SafetensorsFolder(folder)
     assert isinstance(source["model.norm.weight"], np.ndarray)
     with generator() as gen:
@@ -94,7 +96,7 @@ def test_a_folder_read_without_torch(folder: Path, want: str, monkeypatch: pytes
 
 def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    index, file = folder / sources.folder.INDEX, folder / "model-0.safetensors"
+    index, file = folder / safetensors_folder.INDEX, folder / "model-0.safetensors"
     good_index, good = index.read_text(), file.read_bytes()
 
     def malformed(path: Path = folder) -> None:

@@ -25,7 +25,7 @@ from stream_ranks import SMALL, State, seen
 import rollmesh as rm
 from rollmesh import sources
 from rollmesh.devices import LIBRARY_SWITCH
-from rollmesh.sources import arrays
+from rollmesh.weights.transport import tensors as arrays
 
 KINDS = ("nccl", "shm", "gloo", "torch")
 LOSING = KINDS[:3]  # torch's groups alike

@@ -30,12 +30,12 @@ from vllm_lender import Asked, Remote, read
 import rollmesh as rm
 from rollmesh import _core
 from rollmesh.devices import LIBRARY_SWITCH
-from rollmesh.sources.loans import Borrowed, Loan
 from rollmesh.vllm import lent
-from rollmesh.vllm.blocks import SharedBlock, SharedReader
-from rollmesh.vllm.chunks import UpdateInfo, loan_of
 from rollmesh.vllm.lent import Lending
 from rollmesh.vllm.trainer import WeightSender
+from rollmesh.vllm.update_info import UpdateInfo, loan_of
+from rollmesh.weights.transport.loans import Borrowed, Loan
+from rollmesh.weights.transport.segment import SharedBlock, SharedReader
 
 pytest.importorskip("torch", reason="the worker's side is a module of torch")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -177,8 +177,8 @@ def test_what_is_lent_is_not_copied(workers: Callable[..., Workers], monkeypatch
         def __getattr__(self, name: str) -> Any:
             return getattr(self._made, name)
 
-    opened, give_back, make = list[tuple[int, int]](), _core.Gpus.give_back, rm.sources.loans.gpus
-    monkeypatch.setattr(rm.sources.loans, "gpus", lambda: Gpus(make()))
+    opened, give_back, make = list[tuple[int, int]](), _core.Gpus.give_back, rm.weights.transport.loans.gpus
+    monkeypatch.setattr(rm.weights.transport.loans, "gpus", lambda: Gpus(make()))
     remote.begin("send", CONFIG, 1, 1, on_host=(NORM,))
     lent_names: set[str] = set()
     while (asked := remote.next()) is not None:

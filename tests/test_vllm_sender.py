@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 import vllm_ranks as ranks  # noqa: E402
 from vllm_served import SHM, SPOILED, Served, alone, served, state, two  # noqa: E402, F401
 
-from rollmesh.vllm import blocks  # noqa: E402
 from rollmesh.vllm.trainer import AsyncWeightSender, Call, WeightSender  # noqa: E402
+from rollmesh.weights.transport import segment as blocks  # noqa: E402
 
 
 # -------------------------------------------------------------------------------------------------- blocks and sources
@@ -93,7 +93,7 @@ def test_no_memory_for_a_block(served: Served, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_block_whose_sender_was_killed() -> None:
     """Its name stays until the next sender makes one; a block in use is left alone."""
-    program = "import os\nfrom rollmesh.vllm import blocks\nprint(blocks.SharedBlock(64).name, flush=True)\nos.kill(os.getpid(), 9)"
+    program = "import os\nfrom rollmesh.weights.transport.segment import *\nprint(SharedBlock(64).name, flush=1)\nos.kill(os.getpid(), 9)"
     made = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert made.returncode == -9
     left = SHM / made.stdout.strip()

@@ -20,7 +20,7 @@ from helpers import numpy_state_dict
 
 import rollmesh as rm
 from rollmesh.errors import Error
-from rollmesh.vllm.chunks import InitInfo, UpdateInfo, put
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo, put
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 import vllm_ranks as ranks  # noqa: E402
 from vllm_served import CONFIG, DTYPE, LATE, SHM, SPOILED, Served, alone, bits, nan, served, state, two  # noqa: E402, F401
 
-from rollmesh.vllm import blocks  # noqa: E402
 from rollmesh.vllm.trainer import WeightSender  # noqa: E402
+from rollmesh.weights.transport import segment as blocks  # noqa: E402
 
 
 # -------------------------------------------------------------------------------------------------- sets by the four calls
@@ -402,7 +402,7 @@ def test_infos_are_plain() -> None:
 def test_registering_again_does_nothing() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from rollmesh.vllm.weights import register_engine
+    from rollmesh.vllm.weight_updates import register_engine
 
     register_engine()
     register_engine()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import rollmesh as rm
 from rollmesh.errors import FormatError
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
-from rollmesh.sources.arrays import BF16
+from rollmesh.weights.transport.tensors import BF16
 from rollmesh.wire import decode, encode
 
 DTYPES = [np.dtype(name) for name in ("i1", "u1", "i2", "<i4", ">i4", "i8", "u8", "?", "f2", "<f4", ">f4", "f8")] + [BF16]

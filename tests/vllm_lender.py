@@ -22,10 +22,10 @@ import helpers
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.vllm import blocks
 from rollmesh.vllm import trainer as trainers
-from rollmesh.vllm.blocks import SharedReader
 from rollmesh.vllm.trainer import WeightSender
+from rollmesh.weights.transport import segment as blocks
+from rollmesh.weights.transport.segment import SharedReader
 
 WAIT_S = 240
 ENDS = "ends"

@@ -1,4 +1,4 @@
-"""Workers of a vLLM engine without vLLM round them: for tests of what vLLM calls on a worker (rollmesh/vllm/weights.py).
+"""Workers of a vLLM engine without vLLM round them: for tests of what vLLM calls on a worker (rollmesh/vllm/weight_updates.py).
 
     Alone       one worker in this process: an exception is raised to the caller, as by vLLM's executor of one process
     Processes   ranks that are processes, called as vLLM's multiprocess executor does: the call goes to all, then replies are read rank
@@ -23,8 +23,8 @@ os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 
 import rollmesh as rm
 import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
-from rollmesh.sources.loans import Borrowed
-from rollmesh.vllm.weights import WeightUpdates
+from rollmesh.vllm.weight_updates import WeightUpdates
+from rollmesh.weights.transport.loans import Borrowed
 
 PROMPTS = [[1, 2, 3, 4, 5], [140, 7]]
 WAIT_S = 240  # a process begins by importing vLLM, on a machine that may be busy

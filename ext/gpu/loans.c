@@ -1,4 +1,4 @@
-// loans.c: see loans.h. Which process may open what, and for how long, is decided in Python (rollmesh.sources.loans).
+// loans.c: see loans.h. Which process may open what, and for how long, is decided in Python (rollmesh.weights.transport.loans).
 #include "loans.h"
 
 #include <string.h>

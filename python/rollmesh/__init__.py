@@ -52,7 +52,7 @@ from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, SelfTest
 from rollmesh.pieces import Piece
 from rollmesh.sampling import SamplingParams
 from rollmesh.spec import ModelSpec
-from rollmesh.weights import Sync
+from rollmesh.weights.updates import Sync
 
 if TYPE_CHECKING:
     import rollmesh.ops

@@ -125,7 +125,7 @@ class Comm:
             raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = self._closed = False
-        self.stream: Any = None  # what carries weights over it (rollmesh.sources.carriers), from the first stream on
+        self.stream: Any = None  # what carries weights over it (rollmesh.weights.transport.carriers), from the first stream on
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""

@@ -54,7 +54,7 @@ from rollmesh.spec import ModelSpec
 from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
 from rollmesh.sync import SyncOptions, check_source
 from rollmesh.text import TextCodec
-from rollmesh.weights import BEGINNING, SLEEP, WAKE, Sync, Weights
+from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
 PAUSE_POLL_S = 0.02
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]

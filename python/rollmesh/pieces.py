@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollmesh.errors import DTypeError, LayoutError, ShapeError, UnexpectedKeyError, UnsupportedTensorError
 from rollmesh.show import shown
-from rollmesh.sources.arrays import DTYPES, as_array, dtype_name
+from rollmesh.weights.transport.tensors import DTYPES, as_array, dtype_name
 
 Dims = tuple[int, ...]
 MAX_DIMS = 4

@@ -22,7 +22,7 @@ from rollmesh import _core
 from rollmesh.errors import Error, MeshMismatchError, UnsupportedTensorError
 from rollmesh.pieces import Dims, Part, is_sharded, part_of
 from rollmesh.show import reason
-from rollmesh.sources.arrays import DTYPES, bytes_of
+from rollmesh.weights.transport.tensors import DTYPES, bytes_of
 
 Array = NDArray[Any]
 Told = list[Any]  # name, dtype, shape, offsets, sizes; or why the source goes no further

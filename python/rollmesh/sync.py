@@ -2,7 +2,7 @@
 
 mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
 iterator     checked and copied entry by entry; what is missing shows at the end
-begin_sync   the same, tensor by tensor (weights.py)
+begin_sync   the same, tensor by tensor (weights/updates.py)
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rollmesh.errors import (
 from rollmesh.outputs import SyncReport
 from rollmesh.pieces import is_sharded, local_tensor
 from rollmesh.show import shown
-from rollmesh.sources.loans import LentSource
 from rollmesh.views import ManifestEntry, SyncValues
+from rollmesh.weights.transport.loans import LentSource
 
 if TYPE_CHECKING:
     from rollmesh.spmd import AnyEngine
@@ -209,7 +209,7 @@ def push_all(engine: AnyEngine, entries: Iterable[tuple[str, Any]], listing: boo
 
 
 def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
-    """How long a source's tensors are wanted: `rollmesh.sources.loans`."""
+    """How long a source's tensors are wanted: `rollmesh.weights.transport.loans`."""
     return source.lent() if isinstance(source, LentSource) else nullcontext(lambda: None)
 
 

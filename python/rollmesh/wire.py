@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollmesh import errors
 from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
-from rollmesh.sources.arrays import BF16
+from rollmesh.weights.transport.tensors import BF16
 
 Array = NDArray[Any]
 RECORDS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (Contract, TopLogprobs, CompletionOutput, RequestOutput)}

@@ -79,7 +79,7 @@ def register() -> None:
             "VLLM_TARGET_DEVICE='cpu' makes vLLM take its own CPU platform, whatever VLLM_PLUGINS names: unset it, "
             f"or ask for VLLM_PLUGINS={MODEL_NAME}, which runs rollmesh's model classes there"
         )
-    from rollmesh.vllm.weights import register_engine  # vLLM is being imported when the entry points are found
+    from rollmesh.vllm.weight_updates import register_engine  # vLLM is being imported when the entry points are found
 
     register_engine()
 

@@ -1,5 +1,5 @@
-"""Weights that stay on the trainer's GPUs while vLLM's workers read them (CUDA IPC, rollmesh/sources/loans.py): a loan for each block of
-an update, that lasts for one call of update_weights.
+"""Weights that stay on the trainer's GPUs while vLLM's workers read them (CUDA IPC, transport/loans.py): a loan for each block of an
+update, that lasts for one call of update_weights.
 
     trainer   waits for what writes the tensors, keeps them, numbers the loan in the block's file, and makes the call
     worker    locks its byte of the file, opens the allocations, stages what it needs of the tensors, looks whether they are lent still,
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError, DuplicateKeyError, Error, StateError
-from rollmesh.sources.arrays import as_array
-from rollmesh.sources.loans import Borrowed, Held, LentSource, Loan, describe_loan, gpus, hold, is_on_gpu, this_process
-from rollmesh.vllm.blocks import SharedBlock, SharedReader
+from rollmesh.weights.transport.loans import Borrowed, Held, LentSource, Loan, describe_loan, gpus, hold, is_on_gpu, this_process
+from rollmesh.weights.transport.segment import SharedBlock, SharedReader
+from rollmesh.weights.transport.tensors import as_array
 
 REMEDY = "the sender's lend=False copies by way of the host"
 

@@ -5,7 +5,7 @@ are rm.Generator's, bit for bit. It shows rollmesh's numbers in a vLLM of which 
 
 Weights: nothing is allocated for them when the class is made, on whatever device torch is told to (vLLM makes models on the meta
 device too); RoPE's table is a buffer that no load brings, and it is right from the beginning. A Generator that generates nothing is
-the store: `load_weights` stages, checks and packs as every sync does (weights.py), and the ops read the serving block where it lies.
+the store: `load_weights` stages, checks and packs as every sync does (weight_updates.py), and the ops read the serving block where it lies.
 
     load_weights(pairs), any number of times ─► the set is committed at the next forward pass, or when a name comes again
 
@@ -38,7 +38,7 @@ from rollmesh.vllm import config
 from rollmesh.vllm.attention import HEAD_DIMS, RollmeshAttentionBackend, Rope, tensor_of, words_of
 from rollmesh.vllm.columns import Columns
 from rollmesh.vllm.logits import logits_with
-from rollmesh.vllm.weights import WeightUpdates
+from rollmesh.vllm.weight_updates import WeightUpdates
 
 Array = NDArray[Any]
 STORE_PAGE = 16  # positions of KV that the store has to have

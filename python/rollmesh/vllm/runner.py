@@ -29,7 +29,7 @@ from rollmesh.spmd import ALONE, AnyEngine, SpmdEngine
 from rollmesh.vllm import sampling
 from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
 from rollmesh.vllm.scheduler import FAILED
-from rollmesh.vllm.weights import WeightUpdates
+from rollmesh.vllm.weight_updates import WeightUpdates
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/engine/hosted.h
 NO_STEP = (NotSyncedError, StateError)  # none can be made, on no rank, and nothing has been done

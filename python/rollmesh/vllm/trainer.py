@@ -1,4 +1,4 @@
-"""The trainer's side of vLLM's weight updates, for workers that run on rollmesh (weights.py). It needs no vLLM in its process.
+"""The trainer's side of vLLM's weight updates, for workers that run on rollmesh (weight_updates.py). It needs no vLLM in its process.
 
     sender = WeightSender(client)               client: vllm.LLM, the URL of a vLLM server, or any object with vLLM's four calls
     sender.send(model, version=7)               whole or not at all; an error of any worker is raised here, by its class where it is ours
@@ -27,12 +27,12 @@ from rollmesh.arguments import boolean, choice, integer
 from rollmesh.errors import ConfigError, DeadlineError, StateError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.pieces import is_sharded
 from rollmesh.show import reason, shown
-from rollmesh.sources.arrays import ALIGN, as_array, bucketed
-from rollmesh.sources.loans import Held
-from rollmesh.vllm.blocks import Bytes, Group, SharedBlock
-from rollmesh.vllm.chunks import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
 from rollmesh.vllm.clients import client_of, is_awaited, understood
 from rollmesh.vllm.lent import Lending
+from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
+from rollmesh.weights.transport.loans import Held
+from rollmesh.weights.transport.segment import Bytes, Group, SharedBlock
+from rollmesh.weights.transport.tensors import ALIGN, as_array, bucketed
 
 BLOCK_BYTES = 128 << 20
 LENT_S = 10.0  # that a send which has failed waits for workers that read what is lent

@@ -1,6 +1,6 @@
 """The weight transfer engine that vLLM knows as backend "rollmesh": it takes the blocks of a trainer, over shared memory of the machine or
-a Gloo group, or lent from its GPUs, and stages what is in them. weights.py has the order of the calls, and the commit; this is made by
-vLLM's factory.
+a Gloo group, or lent from its GPUs, and stages what is in them. weight_updates.py has the order of the calls,
+and the commit; this is made by vLLM's factory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from rollmesh.errors import ConfigError, FormatError, StateError
 from rollmesh.show import shown
-from rollmesh.vllm.blocks import Bytes, Group, SharedReader
-from rollmesh.vllm.chunks import InitInfo, UpdateInfo, entries_of, info_of, loan_of
 from rollmesh.vllm.lent import LentBlock
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo, entries_of, info_of, loan_of
+from rollmesh.weights.transport.segment import Bytes, Group, SharedReader
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc]

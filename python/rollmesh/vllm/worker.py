@@ -2,7 +2,7 @@
 
     __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─► initialize_from_config ─► steps …
 
-Nothing is loaded: weights come from a trainer, by any of the ways in weights.py. The engine is made when the number of KV pages is
+Nothing is loaded: weights come from a trainer, by any of the ways in weight_updates.py. The engine is made when the number of KV pages is
 known, in initialize_from_config. Ranks meet over shared memory where all are on one machine, else over vLLM's own Gloo group; NCCL goes
 over either where additional_config["rollmesh"] says so.
 """
@@ -34,14 +34,14 @@ from rollmesh.spmd import AnyEngine, join
 from rollmesh.vllm import config
 from rollmesh.vllm.host import HostLogits
 from rollmesh.vllm.runner import Runner
-from rollmesh.vllm.weights import WeightUpdates, answers
+from rollmesh.vllm.weight_updates import WeightUpdates, answers
 
 LAYOUT = "LBNHC"  # a name for vLLM's books; the pages lie as csrc/model wants them
 NAME_BYTES = 32
 
 
 def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For calls that fail on all workers alike, arguments of another form included: see weights.py on executors."""
+    """For calls that fail on all workers alike, arguments of another form included: see weight_updates.py on executors."""
 
     @wraps(method)
     def call(self: Worker, *args: Any, **options: Any) -> Any:
@@ -280,7 +280,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Of a request that ended with an error, by the name that a server gave it; None where nothing is known."""
         return self.made.runner.why_failed(name)
 
-    # ---------------------------------------------------------------------------------------- weights, see weights.py
+    # ---------------------------------------------------------------------------------------- weights, see weight_updates.py
     @property
     def updates(self) -> WeightUpdates:
         return self.made.updates

@@ -1,5 +1,6 @@
 """What a trainer says to vLLM's workers, through vLLM's own calls: how weights will come (`InitInfo`), and what is in one block of them
-(`UpdateInfo`). Plain values in dataclasses, as msgpack and JSON carry them, never tensors; the bytes come beside them (blocks.py).
+(`UpdateInfo`). Plain values in dataclasses, as msgpack and JSON carry them, never tensors; the bytes come beside them
+(transport/segment.py).
 
 Both ends are this file. What does not fit is refused here, before anything is opened, received or read.
 """
@@ -15,9 +16,9 @@ from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError, DuplicateKeyError, Error, FormatError, VersionError
 from rollmesh.show import listed, shown
-from rollmesh.sources.arrays import bytes_of, describe, lay_out, parse, take
-from rollmesh.sources.loans import Loan, parse_loan
-from rollmesh.vllm.blocks import Bytes
+from rollmesh.weights.transport.loans import Loan, parse_loan
+from rollmesh.weights.transport.segment import Bytes
+from rollmesh.weights.transport.tensors import bytes_of, describe, lay_out, parse, take
 
 TRANSPORTS = ("shm", "distributed")
 MAX_BLOCK = 1 << 40  # bytes
@@ -90,7 +91,7 @@ class UpdateInfo:
     version         number of the set; every block of a set says the same. None: the next
     abort           instead of a block: why the trainer gives the set up
     loan            transport="shm", JSON: more tensors of the block, which stay on the trainer's GPUs until the call returns: the number
-                    under which the file in /dev/shm has them as lent, and what rollmesh.sources.loans says of where they are
+                    under which the file in /dev/shm has them as lent, and what rollmesh.weights.transport.loans says of where they are
     """
 
     description: str = ""

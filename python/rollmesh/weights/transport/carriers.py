@@ -25,8 +25,19 @@ from rollmesh.devices import device_of
 from rollmesh.errors import CapacityError, CollectiveTimeoutError, ConfigError, FormatError, RankLostError
 from rollmesh.mesh import Mesh
 from rollmesh.show import shown
-from rollmesh.sources.arrays import DTYPES, Entry, as_array, bytes_of, checksum, checksum_of_torch, dense, dtype_name, is_torch, take
-from rollmesh.sources.loans import gpus, is_on_gpu
+from rollmesh.weights.transport.loans import gpus, is_on_gpu
+from rollmesh.weights.transport.tensors import (
+    DTYPES,
+    Entry,
+    as_array,
+    bytes_of,
+    checksum,
+    checksum_of_torch,
+    dense,
+    dtype_name,
+    is_torch,
+    take,
+)
 
 MAX_TOLD = 2048  # bytes that a rank tells all others at once
 GPU_DIMS = 4  # of what a generator reads

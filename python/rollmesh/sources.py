@@ -12,9 +12,9 @@ Nothing here unpickles, listens on a port, or imports torch before it is needed.
 
 from __future__ import annotations
 
-from rollmesh.sources.arrays import BF16, bucketed
-from rollmesh.sources.folder import SafetensorsFolder
-from rollmesh.sources.shared import SharedReader, SharedWriter
-from rollmesh.sources.stream import receive_weights, send_weights
+from rollmesh.weights.safetensors_folder import SafetensorsFolder
+from rollmesh.weights.transport.store import SharedReader, SharedWriter
+from rollmesh.weights.transport.stream import receive_weights, send_weights
+from rollmesh.weights.transport.tensors import BF16, bucketed
 
 __all__ = ["BF16", "SafetensorsFolder", "SharedReader", "SharedWriter", "bucketed", "receive_weights", "send_weights"]

@@ -52,8 +52,8 @@ from rollmesh.errors import (
     VersionError,
 )
 from rollmesh.show import shown
-from rollmesh.sources.arrays import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_new_name, describe, lay_out, parse, take
-from rollmesh.sources.loans import ALIVE, Borrowed, Lease, Lender, LentSource, Loan, is_free, is_on_gpu, parse_loan, this_process
+from rollmesh.weights.transport.loans import ALIVE, Borrowed, Lease, Lender, LentSource, Loan, is_free, is_on_gpu, parse_loan, this_process
+from rollmesh.weights.transport.tensors import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_new_name, describe, lay_out, parse, take
 
 MAGIC = b"rollmesh"
 MAX_VERSION = 2**63 - 1

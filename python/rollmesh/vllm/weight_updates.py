@@ -26,7 +26,7 @@ from rollmesh.errors import ConfigError, Error, FormatError, StateError, Unsuppo
 from rollmesh.show import reason, shown
 from rollmesh.spmd import AnyEngine
 from rollmesh.sync import SyncOptions, lent, push_mapping
-from rollmesh.weights import Sync, Weights
+from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
 # What is above 2 is 2 to vLLM's own workers: to refuse it here would leave generation paused, which vLLM has done by then.

@@ -33,8 +33,8 @@ import numpy as np
 from rollmesh.arguments import boolean
 from rollmesh.errors import CollectiveMismatchError, ConfigError, Error, FormatError, LimitError, SyncAbortedError
 from rollmesh.show import reason, shown
-from rollmesh.sources.arrays import MAX_HEADER, as_array, bucketed, check_name, check_new_name, describe, parse, place
-from rollmesh.sources.carriers import Bucket, Carrier, Piece, carrier_of
+from rollmesh.weights.transport.carriers import Bucket, Carrier, Piece, carrier_of
+from rollmesh.weights.transport.tensors import MAX_HEADER, as_array, bucketed, check_name, check_new_name, describe, parse, place
 
 BUCKET, END, ABORT = 1, 2, 3
 MAX_BUCKET = 1 << 40
