@@ -550,7 +550,7 @@ def test_ranks_on_gpus_of_two_architectures(make: Callable[..., rm.Generator], s
 
 # ------------------------------------------------------------------------------------------------ a host that schedules
 def test_a_host_schedules_on_a_device(library: Path) -> None:
-    """As vLLM does (csrc/engine/hosted.h): pages shared and taken again, chunks, preemptions, a version in between."""
+    """As vLLM does (csrc/scheduler/external_scheduler.h): pages shared and taken again, chunks, preemptions, a version in between."""
     found = []
     for where in ({}, {"cuda_library": str(library), "cuda_ordinal": 0}):
         engine = test_hosted.make_engine(**where)

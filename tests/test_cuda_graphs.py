@@ -1,4 +1,4 @@
-"""Decode steps that are recorded and replayed (csrc/engine/decode.h), on the fibres of tests/simt, or on a GPU where there is one.
+"""Decode steps that are recorded and replayed (csrc/step/graph_replay.h), on the fibres of tests/simt, or on a GPU where there is one.
 
 Oracle: the CPU, and the same engine with enforce_eager=True. Bound: equality. That steps are replayed at all is seen in
 metrics()["graph_replays"], so that no test passes by never meeting its case.

@@ -1,4 +1,4 @@
-"""An engine that a host schedules (csrc/engine/hosted.h), without vLLM: the host here decides by dice.
+"""An engine that a host schedules (csrc/scheduler/external_scheduler.h), without vLLM: the host here decides by dice.
 
 Oracle: rm.Generator with the same weights, one for each version. A token is what it draws after the same tokens, and its logprob
 what its score gives, bit for bit: whatever the chunks, the pages (shared, replaced, taken again), the preemptions, the tokens that

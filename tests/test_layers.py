@@ -19,14 +19,19 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "csrc", "ext", "python", "tests", "benchmarks", "data")
 
 # What each folder's quoted includes may point at. A name without a folder (kernels.h) lies in kernels/ or beside the file.
+BELOW = {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights"}
+ROOMS = {"csrc/scheduler", "csrc/step", "csrc/engine"}
 C_LAYERS = {
     "kernels": {"kernels"},
     "csrc/base": {"kernels", "csrc/base"},
     "csrc/mesh": {"kernels", "csrc/base", "csrc/mesh"},
     "csrc/model": {"kernels", "csrc/base", "csrc/mesh", "csrc/model"},
     "csrc/weights": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights"},
-    "csrc/engine": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights", "csrc/engine"},
-    "ext": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights", "csrc/engine", "ext"},
+    "csrc/scheduler": BELOW | ROOMS,
+    "csrc/step": BELOW | ROOMS,
+    "csrc/engine": BELOW | ROOMS,
+    "csrc/local_mesh": BELOW | ROOMS | {"csrc/local_mesh"},
+    "ext": BELOW | ROOMS | {"csrc/local_mesh", "ext"},
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 

@@ -1,5 +1,5 @@
-"""Recorded decode steps where experts span replicas (ep = dp·tp, csrc/engine/decode.h): each replica has a batch of its own, or none, and
-all record and replay one size together. On the stand-ins of tests/test_nccl_engine.py, or on GPUs.
+"""Recorded decode steps where experts span replicas (ep = dp·tp, csrc/step/graph_replay.h): each replica has a batch of its own, or none,
+and all record and replay one size together. On the stand-ins of tests/test_nccl_engine.py, or on GPUs.
 
 Input: replicas with as many rows, with other numbers of them, one without any, one that ends before the other, one that is fed a prompt
 in chunks while the other decodes. Oracle: one rank of the CPU, and the same mesh with enforce_eager=True. Bound: equality. How many steps

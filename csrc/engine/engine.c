@@ -1,5 +1,5 @@
 // engine.c: making and ending an engine, and the three calls of a step. The rest of engine.h is in requests.c (add, views,
-// abort) and lifecycle.c (sync, sleep, wake).
+// abort) and sync_policy.c (sync, sleep, wake).
 #define _GNU_SOURCE
 #include <assert.h>
 #include <sched.h>
@@ -165,7 +165,7 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
   rm_decode_plan(engine);
   if ((code = create_plan(engine, err)) || (code = create_cache(engine, err))) return code;   // which may take what is left
-  if (rm_is_hosted(engine)) rm_host_renew(engine, 1);
+  if (rm_is_external(engine)) rm_external_renew(engine, 1);
   return RM_OK;
 }
 
@@ -333,7 +333,7 @@ static rm_code step(rm_engine *engine, int64_t *n_work, rm_error *err) {
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   *n_work = 0;
   engine->had_work = 0;
-  if (rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a step of its own in an engine that a host schedules");
+  if (rm_is_external(engine)) return rm_fail(err, RM_E_STATE, "a step of its own in an engine that a host schedules");
   rm_code code = rm_engine_ready(engine, err);
   if (code) return code;
   const rm_entered saved = rm_enter(engine);

@@ -33,8 +33,8 @@ typedef struct rm_engine_options {
   uint64_t memory;              // a name of that memory, alike on ranks that have the same (rm_memory_name)
   uint64_t seed;                // seeds of requests that bring none
   int prefix_caching;
-  int enforce_eager;            // record nothing (decode.h)
-  int64_t host_pages;           // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (hosted.h)
+  int enforce_eager;            // record nothing (graph_replay.h)
+  int64_t host_pages;           // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (external_scheduler.h)
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
   rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
@@ -67,7 +67,7 @@ typedef struct rm_request {     // all pointers are views during add, except log
   uint64_t id;                  // 0: the engine numbers it; else its number, above that of every request before
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
   int ranks;                    // also how many tokens are as likely as each sampled one, and as each of the prompt if that has logprobs
-  int host_draws;               // its tokens are drawn by rm_engine_host_draw; hosted engines only
+  int host_draws;               // its tokens are drawn by rm_engine_external_draw; hosted engines only
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;
@@ -161,7 +161,7 @@ void rm_engine_forget_kept(rm_engine *engine);    // the copy of weights that ar
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
-  int64_t replays;              // of steps, as recordings (decode.h)
+  int64_t replays;              // of steps, as recordings (graph_replay.h)
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;

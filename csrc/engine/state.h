@@ -1,7 +1,7 @@
 // state.h: the inside of an engine, shared by the files of this folder and nobody else. A step is three calls:
 //
 //   rm_schedule   (scheduler.c)   which rows of which sequences; fills the plan's inputs, hands out pages
-//                 (hosted.c)      the same where a host decides
+//                 (external_scheduler.c)      the same where a host decides
 //   rm_forward    (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c); fills the plan's results
 //                                 Only here does a step touch the device: inputs are put, ops enqueued, results waited for once.
 //   rm_commit     (commit.c)      results into the records; pages indexed, prompts shared, the finished put away
@@ -10,10 +10,10 @@
 #pragma once
 
 #include "base/fields.h"
-#include "engine/decode.h"
-#include "engine/kv_cache.h"
-#include "engine/results.h"
-#include "engine/sequence.h"
+#include "scheduler/kv_cache.h"
+#include "scheduler/sequence.h"
+#include "step/graph_replay.h"
+#include "step/results.h"
 
 // A row of logits that is wanted: the last row of a sequence, from which tokens are drawn, or a row of a prompt.
 typedef struct rm_out_row {
@@ -38,7 +38,7 @@ typedef struct rm_drawn {
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
   int64_t most_rows;            // n_rows of the rank that has most, of those that step together
-  int is_recorded, with_ranks;  // it goes by decode.h; of some draw the rank is wanted. The same on all that step together
+  int is_recorded, with_ranks;  // it goes by graph_replay.h; of some draw the rank is wanted. The same on all that step together
   // the host's alone
   rm_out_row *outs;             // [max_rows]
   rm_sequence **scheduled;      // [max_num_seqs]
@@ -80,7 +80,7 @@ struct rm_engine {
   size_t kv_bytes;
   int64_t max_out_rows, ld_logits;
   int64_t max_draws;            // tokens of one call of the sample op
-  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU. May be one (peers.c)
+  rm_comm *tp_there, *ep_there; // owned, as all below: of blocks in the device's memory; NULL on the CPU. May be one (device_comms.c)
   rm_team *team;
   rm_params *params;
   rm_model *model;
@@ -154,7 +154,7 @@ rm_code rm_engine_run(rm_engine *engine, double scheduled, rm_error *err);      
 // or the same error.
 rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err);
 
-// peers.c
+// device_comms.c
 rm_code rm_join_peers(rm_engine *engine, rm_error *err);           // makes tp_there and ep_there
 void rm_leave_peers(rm_engine *engine);
 rm_code rm_engine_wait(rm_engine *engine, rm_error *err);          // for all that is enqueued: a step waits in no other way
@@ -167,10 +167,10 @@ void rm_abandon_peers(rm_engine *engine, rm_code why);             // all groups
 void rm_settle_peers(rm_engine *engine);   // after it: until the device is through, or, where ranks are, the deadline of a group
 void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out);
 
-// hosted.c
-int rm_is_hosted(const rm_engine *engine);
-void rm_host_distrust(rm_engine *engine, const rm_sequence *seq);  // what its pages hold is not to be used
-void rm_host_renew(rm_engine *engine, int pages);                  // records of prompts begin again; with `pages` no page's KV counts
+// external_scheduler.c
+int rm_is_external(const rm_engine *engine);
+void rm_external_distrust(rm_engine *engine, const rm_sequence *seq);  // what its pages hold is not to be used
+void rm_external_renew(rm_engine *engine, int pages);                  // records of prompts begin again; with `pages` no page's KV counts
 
 // forward.c
 rm_code rm_forward(rm_engine *engine, rm_error *err);

@@ -11,7 +11,7 @@
 
 #include <stdatomic.h>
 
-#include "engine/ranks.h"
+#include "local_mesh/ranks.h"
 
 typedef struct rm_engine_object {
   PyObject_HEAD

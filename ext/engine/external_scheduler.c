@@ -1,4 +1,4 @@
-// external_scheduler.c: csrc/engine/hosted.h over arrays. A step of n requests is columns of n numbers in and columns out, so that a
+// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays. A step of n requests is columns of n numbers in and columns out, so that a
 // Python layer above does nothing for each request but look into them.
 #include "engine_object.h"
 
@@ -6,7 +6,7 @@
 
 #include "base/memory.h"
 
-typedef struct columns {        // of a step, views of the caller's arrays
+typedef struct columns { // of a step, views of the caller's arrays
   int64_t n;
   const uint64_t *ids;
   const int64_t *computed, *rows, *page_counts;
@@ -35,21 +35,21 @@ static int read_columns(PyObject *module, PyObject *const objects[6], columns *c
   return -1;
 }
 
-static void make_parts(const columns *c, rm_host_part *parts) {
+static void make_parts(const columns *c, rm_external_part *parts) {
   const int32_t *pages = c->pages;
   for (int64_t i = 0; i < c->n; i++) {
-    parts[i] = (rm_host_part){c->ids[i], c->computed[i], c->rows[i], pages, c->page_counts[i], c->replace[i]};
+    parts[i] = (rm_external_part){c->ids[i], c->computed[i], c->rows[i], pages, c->page_counts[i], c->replace[i]};
     pages += c->page_counts[i];
   }
 }
 
 // (tokens, logprobs, sampling_logprobs, ranks) of the results.
-static PyObject *result_columns(const rm_host_result *results, int64_t n) {
+static PyObject *result_columns(const rm_external_result *results, int64_t n) {
   PyObject *tokens = rm_array_new(NPY_INT32, 1, &n, NULL), *logprobs = rm_array_new(NPY_FLOAT32, 1, &n, NULL);
   PyObject *sampling = rm_array_new(NPY_FLOAT32, 1, &n, NULL), *ranks = rm_array_new(NPY_INT32, 1, &n, NULL), *all = NULL;
   if (tokens && logprobs && sampling && ranks) {
     for (int64_t i = 0; i < n; i++) {
-      const int32_t given = results[i].token == RM_HOST_DRAWS ? results[i].row : results[i].rank;
+      const int32_t given = results[i].token == RM_EXTERNAL_DRAWS ? results[i].row : results[i].rank;
       ((int32_t *)PyArray_DATA((PyArrayObject *)tokens))[i] = results[i].token;
       ((float *)PyArray_DATA((PyArrayObject *)logprobs))[i] = results[i].logprob;
       ((float *)PyArray_DATA((PyArrayObject *)sampling))[i] = results[i].sampling_logprob;
@@ -64,12 +64,12 @@ static PyObject *result_columns(const rm_host_result *results, int64_t n) {
   return all;
 }
 
-static PyObject *run_step(rm_engine_object *self, rm_host_step *step, rm_host_result *results) {
+static PyObject *run_step(rm_engine_object *self, rm_external_step *step, rm_external_result *results) {
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   int64_t n_work = 0;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_host_step(self->engine, step, results, &n_work, &err);
+    code = rm_ranks_external_step(self->engine, step, results, &n_work, &err);
   Py_END_ALLOW_THREADS
   if (code) return rm_raise(rm_engine_module(self), &err);
   PyObject *all = result_columns(results, step->n_parts);
@@ -87,9 +87,9 @@ PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args) {
     return NULL;
   columns c = {0};
   if (read_columns(module, objects, &c) || rm_engine_enter(self)) return NULL;
-  rm_host_part *parts = rm_alloc((size_t)c.n + 1, sizeof *parts);
-  rm_host_result *results = rm_alloc((size_t)c.n + 1, sizeof *results);
-  rm_host_step step = {.parts = parts, .n_parts = c.n};
+  rm_external_part *parts = rm_alloc((size_t)c.n + 1, sizeof *parts);
+  rm_external_result *results = rm_alloc((size_t)c.n + 1, sizeof *results);
+  rm_external_step step = {.parts = parts, .n_parts = c.n};
   rm_array_want want_logits = {"logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {-1, self->spec->vocab_size}};
   rm_array_want want_stats = {"stats", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {-1, 2}};
   void *data[2];
@@ -120,17 +120,17 @@ PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args) {
   const int64_t n = ids.shape[0], vocab = self->spec->vocab_size;
   rm_array_want wants[] = {
       {"raw", NPY_FLOAT32, 0, 2, {n, vocab}}, {"stats", NPY_FLOAT32, 0, 2, {n, 2}}, {"edited", NPY_FLOAT32, 0, 2, {n, vocab}}};
-  rm_host_draw *draws = rm_alloc((size_t)n + 1, sizeof *draws);
-  rm_host_result *results = rm_alloc((size_t)n + 1, sizeof *results);
+  rm_external_draw *draws = rm_alloc((size_t)n + 1, sizeof *draws);
+  rm_external_result *results = rm_alloc((size_t)n + 1, sizeof *results);
   rm_error err = RM_ERROR_INIT;
   int failed = !draws || !results;
   if (failed) PyErr_NoMemory();
   for (int i = 0; i < 3 && !failed; i++) failed = rm_array_data(module, objects[i + 1], &wants[i], &data[i + 1]);
   for (int64_t i = 0; i < n && !failed; i++)
-    draws[i] = (rm_host_draw){((const uint64_t *)data[0])[i], (const float *)data[1] + i * vocab, (const float *)data[2] + 2 * i,
-                              (const float *)data[3] + i * vocab};
+    draws[i] = (rm_external_draw){((const uint64_t *)data[0])[i], (const float *)data[1] + i * vocab, (const float *)data[2] + 2 * i,
+                                  (const float *)data[3] + i * vocab};
   if (!failed) {
-    if (rm_ranks_host_draw(self->engine, draws, n, results, &err)) rm_raise(module, &err);
+    if (rm_ranks_external_draw(self->engine, draws, n, results, &err)) rm_raise(module, &err);
     else result = result_columns(results, n);
   }
   rm_free(draws);
@@ -200,15 +200,15 @@ out:
 }
 
 PyObject *rm_engine_py_host_preempt(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_ranks_host_preempt);
+  return rm_engine_call_with_id(self, id, rm_ranks_external_preempt);
 }
-PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_host_fail); }
+PyObject *rm_engine_py_host_fail(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_external_fail); }
 
 PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages) {
   const int32_t *numbers;
   int64_t n;
   if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n) || rm_engine_enter(self)) return NULL;
-  rm_ranks_host_forget(self->engine, numbers, n);
+  rm_ranks_external_forget(self->engine, numbers, n);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
@@ -221,7 +221,7 @@ PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "KO:host_tokens", &id, &object)) return NULL;
   if (rm_array_ids(rm_engine_module(self), object, "tokens", &tokens, &n) || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = rm_ranks_host_tokens(self->engine, id, tokens, n, &err);
+  const rm_code code = rm_ranks_external_tokens(self->engine, id, tokens, n, &err);
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
   Py_RETURN_NONE;

@@ -3,7 +3,7 @@
 Everything is of the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts
 once for each receiver. Tokens are taken to choose experts evenly; everything else is exact, and held to the engine's own count. With
 `static` it is of the form that steps of few rows have on a GPU, whose sizes do not depend on what is chosen (csrc/model/moe/slots.c);
-with `recorded` of a step that goes by a graph over NCCL (csrc/engine/decode.c), of the recorded size that its rows are made up to.
+with `recorded` of a step that goes by a graph over NCCL (csrc/step/graph_replay.c), of the recorded size that its rows are made up to.
 """
 
 from __future__ import annotations

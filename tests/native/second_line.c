@@ -9,7 +9,7 @@
 #include "base/team.h"
 #include "common/option.h"
 #include "common/tiny.h"
-#include "engine/kv_cache.h"
+#include "scheduler/kv_cache.h"
 
 enum { PAGE = 16, N_PAGES = 4 };
 

@@ -1,4 +1,4 @@
-"""From a SchedulerOutput of vLLM to a ModelRunnerOutput: one step of a hosted engine (csrc/engine/hosted.h) between.
+"""From a SchedulerOutput of vLLM to a ModelRunnerOutput: one step of a hosted engine (csrc/scheduler/external_scheduler.h) between.
 
 vLLM sends what has changed: new requests whole, of the others the pages that they got, of those that ended the names. The engine
 keeps tokens, draws, records and block tables, and so everything that a request needs again; what is kept here of one is its number
@@ -31,7 +31,7 @@ from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
 from rollmesh.vllm.scheduler import FAILED
 from rollmesh.vllm.weight_updates import WeightUpdates
 
-HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/engine/hosted.h
+HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
 NO_STEP = (NotSyncedError, StateError)  # none can be made, on no rank, and nothing has been done
 MOST_FAILED = 4096  # requests whose reason is kept for who asks
 

@@ -1,4 +1,4 @@
-// peers.c: the groups by which this engine's rank exchanges what lies in its device's memory, and all that a step waits for there.
+// device_comms.c: the groups by which this engine's rank exchanges what lies in its device's memory, and all that a step waits for there.
 //
 // On a device each group of the host has a second one beside it, of the same ranks: staged by way of the host's, or NCCL over it. What
 // is no activation (batches, draws, flags, votes) goes by the host's, whose headers compare what the ranks are doing; NCCL's calls have

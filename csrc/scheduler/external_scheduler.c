@@ -1,28 +1,28 @@
-// hosted.c: see hosted.h. A step of the host becomes one plan, or several where more rows have to be fed than a batch has: positions
+// external_scheduler.c: see external_scheduler.h. A step of the host becomes one plan, or several where more rows have to be fed than a batch has: positions
 // whose KV is of another version come before the rows that were asked for.
 //
 // A page counts as of the serving version from the moment its rows are in a plan, since within a forward, layer by layer, all rows are
 // written before any is read. So of two requests that share a stale page the first feeds it and the second reads it, in one
 // batch; that the first comes to its end in an earlier batch, or in this one before the second, follows from their order.
-#include "engine/hosted.h"
+#include "scheduler/external_scheduler.h"
 
 #include <math.h>
 
 #include "engine/state.h"
 
-enum { NO_WORK, LAST_BATCH, MORE_BATCHES };   // what the ranks that step together tell one another
+enum { NO_WORK, LAST_BATCH, MORE_BATCHES }; // what the ranks that step together tell one another
 
-int rm_is_hosted(const rm_engine *engine) { return engine->options.host_pages > 0; }
+int rm_is_external(const rm_engine *engine) { return engine->options.host_pages > 0; }
 
-void rm_host_distrust(rm_engine *engine, const rm_sequence *seq) {
+void rm_external_distrust(rm_engine *engine, const rm_sequence *seq) {
   for (int64_t i = 0; i < seq->n_pages; i++) engine->page_versions[rm_block_table(engine, seq)[i]] = -1;
 }
 
-void rm_host_renew(rm_engine *engine, int pages) {
+void rm_external_renew(rm_engine *engine, int pages) {
   for (int64_t i = 0; i < engine->n_pages && pages; i++) engine->page_versions[i] = -1;
   for (rm_link *at = engine->live.next; at != &engine->live; at = at->next) {
     rm_group *group = (rm_group *)at;
-    if (!group->sequences->n_tokens) group->n_scored = group->n_prompt_routed = 0;   // a prompt's records are of one version
+    if (!group->sequences->n_tokens) group->n_scored = group->n_prompt_routed = 0; // a prompt's records are of one version
   }
 }
 
@@ -32,7 +32,7 @@ static rm_sequence *sequence_of(const rm_engine *engine, uint64_t id, rm_error *
   return group ? group->sequences : NULL;
 }
 
-static rm_code check_part(const rm_engine *engine, const rm_sequence *seq, const rm_host_part *part, rm_error *err) {
+static rm_code check_part(const rm_engine *engine, const rm_sequence *seq, const rm_external_part *part, rm_error *err) {
   const long long id = (long long)part->id, size = engine->options.page_size, end = part->n_computed + part->n_rows;
   const long long held = part->replace || seq->status != RM_ACTIVE ? 0 : seq->n_pages, pages = held + part->n_pages;
   const rm_group *group = seq->group;
@@ -51,7 +51,7 @@ static rm_code check_part(const rm_engine *engine, const rm_sequence *seq, const
   return RM_OK;
 }
 
-static void leave_step(const rm_engine *engine, const rm_host_step *step) {
+static void leave_step(const rm_engine *engine, const rm_external_step *step) {
   for (int64_t i = 0; i < step->n_parts; i++) {
     rm_sequence *seq = sequence_of(engine, step->parts[i].id, NULL);
     if (seq) seq->host_end = seq->host_begun = 0;
@@ -59,11 +59,11 @@ static void leave_step(const rm_engine *engine, const rm_host_step *step) {
 }
 
 // Every part is good, or nothing is done. Those of requests that have ended pass.
-static rm_code enter_step(rm_engine *engine, const rm_host_step *step, rm_error *err) {
+static rm_code enter_step(rm_engine *engine, const rm_external_step *step, rm_error *err) {
   int64_t n_started = 0, n_drawn = 0;
   rm_code code = RM_OK;
   for (int64_t i = 0; i < step->n_parts && !code; i++) {
-    const rm_host_part *part = &step->parts[i];
+    const rm_external_part *part = &step->parts[i];
     rm_sequence *seq = sequence_of(engine, part->id, err);
     if (!seq) code = RM_E_REQUEST;
     else if (seq->status != RM_DONE && !(code = check_part(engine, seq, part, err))) {
@@ -86,7 +86,7 @@ static rm_code enter_step(rm_engine *engine, const rm_host_step *step, rm_error 
 }
 
 // A page that begins behind what is computed is newly given, whatever it held before.
-static void take_pages(rm_engine *engine, rm_sequence *seq, const rm_host_part *part) {
+static void take_pages(rm_engine *engine, rm_sequence *seq, const rm_external_part *part) {
   const int fresh = seq->status != RM_ACTIVE;
   if (fresh) {
     rm_list_remove(&seq->link);
@@ -144,7 +144,7 @@ static void plan_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows) {
   rm_plan_rows(engine, seq, n_rows);
 }
 
-static int plan_batch(rm_engine *engine, const rm_host_step *step) {
+static int plan_batch(rm_engine *engine, const rm_external_step *step) {
   rm_plan *plan = &engine->plan;
   const int64_t max_rows = engine->options.max_num_batched_tokens;
   int more = 0;
@@ -160,12 +160,12 @@ static int plan_batch(rm_engine *engine, const rm_host_step *step) {
   return more ? MORE_BATCHES : plan->n_rows ? LAST_BATCH : NO_WORK;
 }
 
-static rm_host_result result_of(const rm_sequence *seq) {
-  rm_host_result result = {.token = RM_HOST_NO_TOKEN, .row = -1};
+static rm_external_result result_of(const rm_sequence *seq) {
+  rm_external_result result = {.token = RM_EXTERNAL_NO_TOKEN, .row = -1};
   if (seq->status == RM_DONE) {
-    result.token = RM_HOST_FAILED;
+    result.token = RM_EXTERNAL_FAILED;
   } else if (seq->host_row >= 0) {
-    result.token = RM_HOST_DRAWS;
+    result.token = RM_EXTERNAL_DRAWS;
     result.row = seq->host_row;
   } else if (seq->host_last) {
     const int64_t last = seq->n_tokens - 1;
@@ -178,12 +178,12 @@ static rm_host_result result_of(const rm_sequence *seq) {
 }
 
 // A step that was found to be in order.
-static rm_code run_step(rm_engine *engine, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
+static rm_code run_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work, rm_error *err) {
   rm_code code = RM_OK;
   for (int64_t i = 0; i < step->n_parts; i++) {
     rm_sequence *seq = sequence_of(engine, step->parts[i].id, NULL);
     if (seq->status != RM_DONE) take_pages(engine, seq, &step->parts[i]);
-    else rm_engine_host_forget(engine, step->parts[i].pages, step->parts[i].n_pages);
+    else rm_engine_external_forget(engine, step->parts[i].pages, step->parts[i].n_pages);
   }
   engine->plan.n_host = 0;
   engine->plan.host_logits = step->logits;
@@ -203,9 +203,10 @@ static rm_code run_step(rm_engine *engine, const rm_host_step *step, rm_host_res
   return code;
 }
 
-rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
+rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,
+                                rm_error *err) {
   *n_work = 0;
-  if (!rm_is_hosted(engine)) return rm_fail(err, RM_E_STATE, "a host's step in an engine that schedules for itself");
+  if (!rm_is_external(engine)) return rm_fail(err, RM_E_STATE, "a host's step in an engine that schedules for itself");
   rm_code code = rm_engine_ready(engine, err);
   if (code || (code = enter_step(engine, step, err))) return code;
   const rm_entered saved = rm_enter(engine);
@@ -217,7 +218,7 @@ rm_code rm_engine_host_step(rm_engine *engine, const rm_host_step *step, rm_host
 
 // ---------------------------------------------------------------------------------------------- rows that the host edits
 // The draw from a row that the host has.
-static rm_code run_sample(rm_engine *engine, const float *logits, const float *stats, rm_sample_params params, rm_host_result *out,
+static rm_code run_sample(rm_engine *engine, const float *logits, const float *stats, rm_sample_params params, rm_external_result *out,
                           float *logprob, float *sampling_logprob, rm_error *err) {
   static const uint8_t flags = 0;
   rm_results *results = &engine->results;
@@ -250,17 +251,18 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
 
 // A banned token that there is not: without one, and at temperature 1, the op takes the model's logprob for that of the draw, and here
 // the two are of different logits.
-static rm_code draw_row(rm_engine *engine, const rm_sequence *seq, const rm_host_draw *draw, rm_host_result *result, rm_error *err) {
+static rm_code draw_row(rm_engine *engine, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *result,
+                        rm_error *err) {
   static const int32_t nobody = -1;
   float unused;
-  *result = (rm_host_result){.token = -1, .row = -1};
+  *result = (rm_external_result){.token = -1, .row = -1};
   for (int64_t v = 0; v < engine->spec->vocab_size; v++)
-    if (isnan(draw->edited[v])) return RM_OK;   // the sampler would pass over it
+    if (isnan(draw->edited[v])) return RM_OK; // the sampler would pass over it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
   rm_code code = run_sample(engine, draw->edited, draw->stats, params, result, &unused, &result->sampling_logprob, err);
   if (code) return code;
-  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1;   // the largest of a row of nothing
+  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1; // the largest of a row of nothing
   if (result->token < 0) return RM_OK;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
   code = run_sample(engine, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);
@@ -268,7 +270,7 @@ static rm_code draw_row(rm_engine *engine, const rm_sequence *seq, const rm_host
   return code;
 }
 
-rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err) {
+rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err) {
   if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
   for (int64_t i = 0; i < n; i++) {
     const rm_sequence *seq = sequence_of(engine, draws[i].id, err);
@@ -281,12 +283,12 @@ rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_
   for (int64_t i = 0; i < n && !code; i++) {
     rm_sequence *seq = sequence_of(engine, draws[i].id, NULL);
     seq->host_row = -1;
-    if ((code = draw_row(engine, seq, &draws[i], &results[i], err))) break;   // the device is dead, and the next step says so too
+    if ((code = draw_row(engine, seq, &draws[i], &results[i], err))) break; // the device is dead, and the next step says so too
     if (results[i].token >= 0) {
       rm_append(engine, seq, &(rm_drawn){results[i].token, results[i].rank, results[i].logprob, results[i].sampling_logprob});
     } else {
       rm_fail_group(engine, seq, rm_sequence_length(seq) - 1, "logits that the host has edited leave nothing to draw; they are");
-      results[i].token = RM_HOST_FAILED;
+      results[i].token = RM_EXTERNAL_FAILED;
     }
   }
   rm_leave(engine, saved);
@@ -294,20 +296,20 @@ rm_code rm_engine_host_draw(rm_engine *engine, const rm_host_draw *draws, int64_
 }
 
 // ---------------------------------------------------------------------------------------------- between steps
-void rm_engine_host_forget(rm_engine *engine, const int32_t *pages, int64_t n) {
-  for (int64_t i = 0; i < n && rm_is_hosted(engine); i++)
+void rm_engine_external_forget(rm_engine *engine, const int32_t *pages, int64_t n) {
+  for (int64_t i = 0; i < n && rm_is_external(engine); i++)
     if (pages[i] >= 0 && pages[i] < engine->n_pages) engine->page_versions[pages[i]] = -1;
 }
 
-rm_code rm_engine_host_fail(rm_engine *engine, uint64_t id, rm_error *err) {
+rm_code rm_engine_external_fail(rm_engine *engine, uint64_t id, rm_error *err) {
   rm_sequence *seq = sequence_of(engine, id, err);
   if (!seq) return RM_E_REQUEST;
-  if (seq->status == RM_ACTIVE) rm_host_distrust(engine, seq);
+  if (seq->status == RM_ACTIVE) rm_external_distrust(engine, seq);
   rm_finish_group(engine, seq->group, RM_FINISH_ABORT);
   return RM_OK;
 }
 
-rm_code rm_engine_host_preempt(rm_engine *engine, uint64_t id, rm_error *err) {
+rm_code rm_engine_external_preempt(rm_engine *engine, uint64_t id, rm_error *err) {
   rm_sequence *seq = sequence_of(engine, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status != RM_ACTIVE) return RM_OK;
@@ -316,7 +318,7 @@ rm_code rm_engine_host_preempt(rm_engine *engine, uint64_t id, rm_error *err) {
   return RM_OK;
 }
 
-rm_code rm_engine_host_tokens(rm_engine *engine, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
+rm_code rm_engine_external_tokens(rm_engine *engine, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
   rm_sequence *seq = sequence_of(engine, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_DONE) return RM_OK;
@@ -328,7 +330,7 @@ rm_code rm_engine_host_tokens(rm_engine *engine, uint64_t id, const int32_t *tok
     if (tokens[i] != mine[i])
       return rm_fail(err, RM_E_REQUEST, "request %llu: token %lld is %d to the host, wanted %d, which was drawn", (unsigned long long)id,
                      (long long)i, tokens[i], mine[i]);
-  if (!n && seq->n_tokens) seq->group->n_scored = seq->group->n_prompt_routed = 0;   // given out again, of the version that then serves
+  if (!n && seq->n_tokens) seq->group->n_scored = seq->group->n_prompt_routed = 0; // given out again, of the version that then serves
   seq->n_tokens = n;
   seq->n_routed = rm_min64(seq->n_routed, n);
   return RM_OK;

@@ -1,6 +1,6 @@
 // forward.c: the part of a step that touches the device: from the batch to results. First everything is enqueued, the forward and then what
 // sampler.c does with the wanted rows; then the device is waited for, once but for rows of logits that a caller wants; then results go
-// into the records. Steps that the device has recorded go by decode.c.
+// into the records. Steps that the device has recorded go by graph_replay.c.
 #include "engine/state.h"
 
 static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }

@@ -7,11 +7,11 @@
 //                  │  └────────┤ preempt          JOINING: within a step only; will share the pages of the sequence that is
 //                  └► JOINING ─┘                           computing the prompt, and draws from the same row of logits
 //
-// Fields below stand under the file that writes them. group.c writes all of them once, at add.
+// Fields below stand under the file that writes them. sequence_group.c writes all of them once, at add.
 #pragma once
 
 #include "engine/engine.h"
-#include "engine/list.h"
+#include "scheduler/list.h"
 
 typedef enum rm_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_status;
 
@@ -39,7 +39,7 @@ typedef struct rm_sequence {
   uint8_t *no_contract;         // [capacity]
   int16_t *routed;              // [capacity][routed_per_token]
   int32_t *ranks;               // [capacity] with ranks
-  // hosted.c
+  // external_scheduler.c
   int64_t host_computed, host_end;   // of the step at hand: positions before it, and where it ends; host_end 0: not in it
   int host_last;                // it ends with the last token known, so that another follows
   int32_t host_row;             // of its logits on their way to the host, −1: none
@@ -47,7 +47,7 @@ typedef struct rm_sequence {
   // sampler.c
   int32_t *top_ids;             // [capacity][logprobs]
   float *top_logprobs;
-  // group.c only
+  // sequence_group.c only
   rm_group *group;
   int32_t index;                // which sample
   uint64_t order;               // of arrival, over all sequences: the priority
@@ -56,7 +56,7 @@ typedef struct rm_sequence {
 
 struct rm_group {
   rm_link link;                 // first member; in `live` while unfinished, then in `finished` until reported
-  // group.c only
+  // sequence_group.c only
   uint64_t id;
   rm_group *next_in_bucket;
   rm_request_kind kind;
@@ -105,7 +105,7 @@ typedef struct rm_request_rules {
   uint64_t engine_seed;
 } rm_request_rules;
 
-// group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
+// sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
 rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
                         rm_error *err);
 rm_code rm_group_check(const rm_request *request, const rm_request_rules *rules, rm_error *err);   // create's refusals

@@ -38,7 +38,7 @@ void rm_fail_group(rm_engine *engine, const rm_sequence *seq, long long position
   group->error = RM_E_NUMERICS;
   snprintf(group->message, sizeof group->message, "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
            seq->index, position, what);
-  if (rm_is_hosted(engine)) rm_host_distrust(engine, seq);
+  if (rm_is_external(engine)) rm_external_distrust(engine, seq);
   rm_finish_group(engine, group, RM_FINISH_ERROR);
 }
 
@@ -119,7 +119,7 @@ void rm_append(rm_engine *engine, rm_sequence *seq, const rm_drawn *drawn) {
   seq->versions[at] = rm_store_version(engine->store);
   seq->no_contract[at] = seq->stale != 0;
   engine->stats.generated_tokens++;
-  if (rm_is_hosted(engine)) return;   // which says when it has enough
+  if (rm_is_external(engine)) return;   // which says when it has enough
   if (rm_group_stops_at(group, token)) {
     seq->stop_token = token;
     rm_finish_sequence(engine, seq, RM_FINISH_STOP);

@@ -1,4 +1,4 @@
-// decode.h: steps in which each row draws one token, on a device that can record what is enqueued (CUDA graphs). Such a step is the same
+// graph_replay.h: steps in which each row draws one token, on a device that can record what is enqueued (CUDA graphs). Such a step is the same
 // ops at the same addresses as another of as many rows, so it is enqueued once, kept, and replayed: one launch in the place of hundreds.
 //
 // What ops read and write there lies in one run of the engine's mirror, inputs before results, so that a step is one put, the forward,
@@ -23,26 +23,26 @@ typedef struct rm_engine rm_engine;
 enum { RM_DECODE_SETS = 2, RM_DECODE_SIZES = 32 };
 
 typedef struct rm_recording {
-  void *kept;                   // the device's; NULL: none yet
-  uint64_t comm_bytes;          // that its exchanges send to other ranks, as was counted when it was recorded
+  void *kept; // the device's; NULL: none yet
+  uint64_t comm_bytes; // that its exchanges send to other ranks, as was counted when it was recorded
   int64_t comm_calls;
-  int was_run;                  // so that the next may be recorded
-  int is_refused;               // the device had no memory for it
+  int was_run; // so that the next may be recorded
+  int is_refused; // the device had no memory for it
 } rm_recording;
 
 typedef struct rm_recordings {
-  uint64_t block;               // of the store, by its number; 0: none
-  rm_recording list[RM_DECODE_SIZES][2];   // without ranks, with
+  uint64_t block; // of the store, by its number; 0: none
+  rm_recording list[RM_DECODE_SIZES][2]; // without ranks, with
 } rm_recordings;
 
 typedef struct rm_decode {
-  int64_t sizes[RM_DECODE_SIZES];   // ascending
-  int64_t n_sizes;              // 0: no step is recorded
-  char *block;                  // view: in the engine's mirror
+  int64_t sizes[RM_DECODE_SIZES]; // ascending
+  int64_t n_sizes; // 0: no step is recorded
+  char *block; // view: in the engine's mirror
   size_t block_bytes;
   rm_recordings sets[RM_DECODE_SETS];
-  int last;                     // the set that was used last
-  int has_forgotten;            // since ranks that step together heard of it
+  int last; // the set that was used last
+  int has_forgotten; // since ranks that step together heard of it
 } rm_decode;
 
 // Sizes, up to 512 rows, and bytes for them. None where the device records nothing, the options say so, or exchanges wait for the host

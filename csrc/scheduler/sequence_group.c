@@ -1,10 +1,10 @@
-// group.c: what a request may ask for, and the one block that will hold its answer. The block is sized for the longest
+// sequence_group.c: what a request may ask for, and the one block that will hold its answer. The block is sized for the longest
 // answer; it comes zeroed from the system, so what is not generated is never touched and costs address space only.
 #include <math.h>
 #include <stdlib.h>
 
 #include "base/fields.h"
-#include "engine/sequence.h"
+#include "scheduler/sequence.h"
 
 enum { MAX_SAMPLES = 16384 };
 

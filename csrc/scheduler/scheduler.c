@@ -44,7 +44,7 @@ void rm_release_places(rm_engine *engine, rm_sequence *seq) {
   if (seq->status == RM_JOINING) engine->n_joining--;
   if (seq->status == RM_ACTIVE) {
     const int32_t *table = rm_block_table(engine, seq);
-    while (!rm_is_hosted(engine) && seq->n_pages > 0) rm_kv_release(engine->cache, table[--seq->n_pages]);
+    while (!rm_is_external(engine) && seq->n_pages > 0) rm_kv_release(engine->cache, table[--seq->n_pages]);
     seq->n_pages = 0;
     engine->places[engine->n_places++] = seq->place;
     engine->n_active--;

@@ -1,4 +1,4 @@
-// lifecycle.c: what a new version, or the loss of a part, means for requests in flight. The store knows how weights get in;
+// sync_policy.c: what a new version, or the loss of a part, means for requests in flight. The store knows how weights get in;
 // here is only what the engine adds: when that is allowed, and what becomes of KV and records made under the old version.
 #include "engine/state.h"
 #include "weights/agree.h"
@@ -31,8 +31,8 @@ static void keep(rm_engine *engine, rm_group *group, int keep_kv) {
 
 // Newest first: each is then older than those already put back, and finds its place in the queue at once.
 static void apply(rm_engine *engine, rm_inflight inflight) {
-  if (rm_is_hosted(engine)) {   // what becomes of requests is the host's; KV of the old version is found by its number
-    rm_host_renew(engine, 0);
+  if (rm_is_external(engine)) {   // what becomes of requests is the host's; KV of the old version is found by its number
+    rm_external_renew(engine, 0);
     return;
   }
   for (rm_link *at = engine->live.prev, *before; at != &engine->live; at = before) {
@@ -149,7 +149,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   if (parts & RM_PART_WEIGHTS && (code = keep ? rm_engine_keep_weights(engine, err) : check_no_sync(engine, err))) return code;
   if (!parts) return RM_OK;
   const rm_entered saved = rm_enter(engine);
-  if (rm_is_hosted(engine)) rm_host_renew(engine, 1);   // the host's requests keep their pages
+  if (rm_is_external(engine)) rm_external_renew(engine, 1);   // the host's requests keep their pages
   else preempt_all(engine);   // without the weights the KV is of no version, without the pages there is none
   rm_kv_reset(engine->cache);
   rm_decode_forget(engine);

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "base/readers.h"
-#include "engine/ranks.h"
+#include "local_mesh/ranks.h"
 #include "mesh/region.h"
 
 enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };

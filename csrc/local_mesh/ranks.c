@@ -1,6 +1,6 @@
 // ranks.c: see ranks.h. The ranks themselves: how they are made and ended, what they do together, and their figures. Requests are in
 // ranks_requests.c, weights in ranks_weights.c.
-#include "engine/ranks_state.h"
+#include "local_mesh/ranks_state.h"
 
 #include <string.h>
 

@@ -12,7 +12,7 @@
 // When ranks fail differently the error is that of the first rank that did not merely hear of another's.
 #pragma once
 
-#include "engine/hosted.h"
+#include "scheduler/external_scheduler.h"
 
 typedef struct rm_ranks rm_ranks;
 
@@ -70,13 +70,13 @@ size_t rm_ranks_bytes_to_keep(const rm_ranks *ranks);      // of the host, that 
 rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err);
 void rm_ranks_forget_kept(rm_ranks *ranks);
 
-// hosted.h's calls, of the one rank that a hosted process has. Requests that are added are its own, whatever the mesh.
-rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err);
-rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err);
-void rm_ranks_host_forget(rm_ranks *ranks, const int32_t *pages, int64_t n);
-rm_code rm_ranks_host_fail(rm_ranks *ranks, uint64_t id, rm_error *err);
-rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err);
-rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);
+// external_scheduler.h's calls, of the one rank that a hosted process has. Requests that are added are its own, whatever the mesh.
+rm_code rm_ranks_external_step(rm_ranks *ranks, const rm_external_step *step, rm_external_result *results, int64_t *n_work, rm_error *err);
+rm_code rm_ranks_external_draw(rm_ranks *ranks, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err);
+void rm_ranks_external_forget(rm_ranks *ranks, const int32_t *pages, int64_t n);
+rm_code rm_ranks_external_fail(rm_ranks *ranks, uint64_t id, rm_error *err);
+rm_code rm_ranks_external_preempt(rm_ranks *ranks, uint64_t id, rm_error *err);
+rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);
 
 // Counts of requests and tokens are of all replicas, sizes of all ranks, times of the rank that took longest.
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);

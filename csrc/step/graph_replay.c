@@ -1,5 +1,5 @@
-// decode.c: see decode.h.
-#include "engine/decode.h"
+// graph_replay.c: see graph_replay.h.
+#include "step/graph_replay.h"
 
 #include <assert.h>
 

@@ -1,6 +1,6 @@
 // ranks_requests.c: which replica has a request, and the calls of requests, on all ranks of that replica that are here. What is no step is
 // done one engine after the other. Replicas are told apart by asking who has a request: ids are unique in the process.
-#include "engine/ranks_state.h"
+#include "local_mesh/ranks_state.h"
 
 // Requests' worth of work that a replica may be ahead of the least busy one for a prefix.
 enum { AHEAD = 4 };
@@ -161,22 +161,26 @@ void rm_ranks_reset_prefix_cache(rm_ranks *ranks) {
 }
 
 // ---------------------------------------------------------------------------------------------- a host's
-rm_code rm_ranks_host_step(rm_ranks *ranks, const rm_host_step *step, rm_host_result *results, int64_t *n_work, rm_error *err) {
-  return rm_engine_host_step(ranks->members[0].engine, step, results, n_work, err);
+rm_code rm_ranks_external_step(rm_ranks *ranks, const rm_external_step *step, rm_external_result *results, int64_t *n_work, rm_error *err) {
+  return rm_engine_external_step(ranks->members[0].engine, step, results, n_work, err);
 }
 
-rm_code rm_ranks_host_draw(rm_ranks *ranks, const rm_host_draw *draws, int64_t n, rm_host_result *results, rm_error *err) {
-  return rm_engine_host_draw(ranks->members[0].engine, draws, n, results, err);
+rm_code rm_ranks_external_draw(rm_ranks *ranks, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err) {
+  return rm_engine_external_draw(ranks->members[0].engine, draws, n, results, err);
 }
 
-void rm_ranks_host_forget(rm_ranks *ranks, const int32_t *pages, int64_t n) { rm_engine_host_forget(ranks->members[0].engine, pages, n); }
-
-rm_code rm_ranks_host_fail(rm_ranks *ranks, uint64_t id, rm_error *err) { return rm_engine_host_fail(ranks->members[0].engine, id, err); }
-
-rm_code rm_ranks_host_preempt(rm_ranks *ranks, uint64_t id, rm_error *err) {
-  return rm_engine_host_preempt(ranks->members[0].engine, id, err);
+void rm_ranks_external_forget(rm_ranks *ranks, const int32_t *pages, int64_t n) {
+  rm_engine_external_forget(ranks->members[0].engine, pages, n);
 }
 
-rm_code rm_ranks_host_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
-  return rm_engine_host_tokens(ranks->members[0].engine, id, tokens, n, err);
+rm_code rm_ranks_external_fail(rm_ranks *ranks, uint64_t id, rm_error *err) {
+  return rm_engine_external_fail(ranks->members[0].engine, id, err);
+}
+
+rm_code rm_ranks_external_preempt(rm_ranks *ranks, uint64_t id, rm_error *err) {
+  return rm_engine_external_preempt(ranks->members[0].engine, id, err);
+}
+
+rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
+  return rm_engine_external_tokens(ranks->members[0].engine, id, tokens, n, err);
 }

@@ -1,4 +1,4 @@
-// requests.c: requests from outside, by number: add, look at, end, release. (group.c says what one may ask for.)
+// requests.c: requests from outside, by number: add, look at, end, release. (sequence_group.c says what one may ask for.)
 #include "engine/state.h"
 
 // ---------------------------------------------------------------------------------------------- groups by id
@@ -45,7 +45,7 @@ static rm_request_rules rules_of(const rm_engine *engine) {
       .page_size = engine->options.page_size,
       .n_pages = engine->n_pages,
       .routed_per_token = engine->routed_per_token,
-      .hosted = rm_is_hosted(engine),
+      .hosted = rm_is_external(engine),
       .eos_ids = engine->options.eos_ids,
       .n_eos = engine->options.n_eos,
       .engine_seed = engine->options.seed,

@@ -5,7 +5,7 @@
 //
 // Free pages come from a stack, then from the pages that were never used, then from the cached page released longest ago.
 // Sequences release their pages last first, so a prefix outlives what followed it.
-#include "engine/kv_cache.h"
+#include "scheduler/kv_cache.h"
 
 #include <assert.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 // ranks_weights.c: a sync, sleep and wake of all ranks of this process at once. Each rank has its store, which knows how weights get in;
 // here is what makes it all of them or none.
 #include "base/memory.h"
-#include "engine/ranks_state.h"
+#include "local_mesh/ranks_state.h"
 
 static rm_code begin_member(rm_member *member, void *arg) { return rm_engine_sync_begin(member->engine, arg, &member->err); }
 

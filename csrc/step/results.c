@@ -1,5 +1,5 @@
 // results.c: see results.h.
-#include "engine/results.h"
+#include "step/results.h"
 
 #include <string.h>
 
