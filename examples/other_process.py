@@ -1,0 +1,59 @@
+"""Trainer and generator are two processes of one machine; weights go through shared memory.
+
+    python examples/other_process.py
+
+The trainer writes each version to a file under /dev/shm; the generator maps the file and reads it in place. The address carries a
+nonce: a file of another writer is refused (AuthError).
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from multiprocessing.connection import Connection
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import rollmesh as rm
+from rollmesh.sources import SharedReader, SharedWriter
+
+CONFIG = Qwen3Config(
+    vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+)  # fmt: skip
+VERSIONS = 3
+
+
+def train(pipe: Connection) -> None:
+    """The trainer's process. A real one sends tensors of its GPU without a copy: publish(…, lend_to=1), see docs/gpu.md."""
+    model = Qwen3ForCausalLM(CONFIG)
+    with SharedWriter() as writer:
+        pipe.send(writer.address)
+        for version in range(VERSIONS):
+            writer.publish(model.state_dict(), version)
+            pipe.send(version)  # tells the generator that there is a new version
+            print(f"trainer: the generator answered {pipe.recv()}", flush=True)
+            for parameter in model.parameters():
+                parameter.data.mul_(1.01)  # a stand-in for an optimizer step
+        pipe.recv()  # the writer stays open until the generator has read the last version
+
+
+def main() -> None:
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    trainer = context.Process(target=train, args=(there,))
+    trainer.start()
+    with (
+        rm.Generator(rm.ModelSpec.from_hf(CONFIG), max_model_len=256, kv_cache_gib=0.1) as generator,
+        SharedReader(here.recv()) as reader,
+    ):
+        for _ in range(VERSIONS):
+            here.recv()
+            report = generator.sync_weights(reader, version=reader.refresh(), cast=True)
+            output = generator.generate([[1, 2, 3]], rm.SamplingParams(max_tokens=8, seed=7), use_tqdm=False)[0]
+            print(f"generator: version {report.version}, {report.bytes:,} bytes, digest {report.digest}", flush=True)
+            here.send(output.outputs[0].token_ids.tolist())
+    here.send("done")
+    trainer.join()
+
+
+if __name__ == "__main__":
+    main()
