@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import ROOT, describe
-from rollmesh.devices import library_path
+from rollmesh.runtime.devices import library_path
 
 sys.path.insert(0, str(ROOT / "tests"))
 

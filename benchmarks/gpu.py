@@ -43,7 +43,7 @@ from benchmarks.card import BUILT, Card, DeviceWeights, Limits, host_weights, op
 from benchmarks.machine import ROOT
 from benchmarks.options import real, whole
 from benchmarks.shapes import BF16_BYTES, CARD_SHAPES, SMOKE_SHAPES, Shape
-from rollmesh import cublas
+from rollmesh.runtime import cublas
 
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")

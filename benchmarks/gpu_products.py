@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.card import Card, bfloat16, cuda_device
 from benchmarks.shapes import BF16_BYTES, Shape
-from rollmesh import cublas
-from rollmesh.devices import library_path
+from rollmesh.runtime import cublas
+from rollmesh.runtime.devices import library_path
 
 import products  # isort: skip  # of tests, which benchmarks.card has put on the path
 

@@ -1,5 +1,5 @@
-// placement.c: where a model's parts lie on a mesh, as numbers; rollmesh.placement gives them names. And what goes from where to where when a
-// trainer has other parts (rollmesh.resharding).
+// placement.c: where a model's parts lie on a mesh, as numbers; rollmesh.model.placement gives them names. And what goes from where to where when a
+// trainer has other parts (rollmesh.weights.resharding).
 #include "arrays.h"
 
 #include <string.h>

@@ -35,7 +35,7 @@ import helpers
 import numpy as np
 
 import rollmesh
-from rollmesh.sync import SyncOptions
+from rollmesh.weights.sync import SyncOptions
 
 Config = dict[Any, Any]
 SECONDS = 5.0  # a case takes a millisecond; a machine may be loaded

@@ -9,8 +9,9 @@ from typing import Any
 import mesh_ranks
 
 import rollmesh as rm
-from rollmesh import _core, spmd
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh import _core
+from rollmesh.distributed import spmd
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 
 def sized(rank: Any) -> Any:

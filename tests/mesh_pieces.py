@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import rollmesh as rm
-from rollmesh.resharding import Resharding
+from rollmesh.weights.resharding import Resharding
 
 Named = dict[str, Any]
 for name in CASES:

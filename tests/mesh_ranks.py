@@ -30,7 +30,7 @@ import helpers
 import numpy as np
 
 import rollmesh as rm
-from rollmesh.arguments import PARTS
+from rollmesh.runtime.arguments import PARTS
 
 LIMIT = 120.0
 Job = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh import ops
-from rollmesh.devices import CUDA_FAMILIES
+from rollmesh.runtime.devices import CUDA_FAMILIES
 
 WRITTEN = ("out", "residual", "k_cache", "v_cache", "row_flags")
 

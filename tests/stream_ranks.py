@@ -24,8 +24,8 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh import sources
-from rollmesh.devices import LIBRARY_SWITCH
 from rollmesh.errors import Error
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 from rollmesh.weights.transport import carriers, stream
 from rollmesh.weights.transport import tensors as arrays
 

@@ -108,7 +108,7 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np, rollmesh as rm
 from helpers import numpy_state_dict, tiny_config
 from rollmesh import _core
-from rollmesh.requests import EngineRequest
+from rollmesh.request.requests import EngineRequest
 
 def refuse_each(name, call, state):
     for n in range(1000):

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 import rollmesh as rm
-from rollmesh import cublas
 from rollmesh.cli import doctor
+from rollmesh.runtime import cublas
 
 ROOT = Path(__file__).resolve().parent.parent
 MOE = ROOT / "configs/qwen3_moe_debug.toml"
@@ -152,9 +152,9 @@ def test_plan_of_the_full_size_config() -> None:
 
 def test_plan_counts_what_the_engine_stores() -> None:
     """The weights line against the engine's own count for the same shape: within the packing of vectors (1 %)."""
-    from rollmesh import sizes
     from rollmesh.cli import options
-    from rollmesh.placement import placements
+    from rollmesh.model import sizes
+    from rollmesh.model.placement import placements
 
     for name in ("qwen3_debug", "qwen3_moe_debug"):
         spec = rm.ModelSpec.from_hf(options.read_model_config(ROOT / f"configs/{name}.toml"))
@@ -386,7 +386,7 @@ def test_commands_take_the_runs_device(
 ) -> None:
     """A run on a GPU is planned and measured for one, unless an option says otherwise; on the simulated device."""
     from rollmesh.cli import main
-    from rollmesh.devices import LIBRARY_SWITCH
+    from rollmesh.runtime.devices import LIBRARY_SWITCH
 
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     run = a_run(tmp_path, 'device = "cuda:1"\ntp = 2\nthreads = 4\nkv_cache_gib = 0.015625\n[sync]\ncast = true')

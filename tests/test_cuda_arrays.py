@@ -27,7 +27,7 @@ import test_ops
 from gpu_trainer import OnGpu, Trainer
 
 from rollmesh import _core, errors, ops
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 pytestmark = [pytest.mark.usefixtures("simulated")]
 DL_INT32, DL_INT64, DL_BFLOAT16 = (dlpack.INT, 32, 1), (dlpack.INT, 64, 1), (dlpack.BFLOAT, 16, 1)

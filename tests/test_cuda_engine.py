@@ -22,8 +22,8 @@ import test_hosted
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.devices import LIBRARY_SWITCH, library_path
-from rollmesh.show import byte_text
+from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
+from rollmesh.runtime.messages import byte_text
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 6, [5]]
 PARAMS = [

@@ -29,8 +29,9 @@ from native_build import ROOT, cublas_standin
 from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, free, told
 
 import rollmesh as rm
-from rollmesh import _core, cublas
-from rollmesh.devices import LIBRARY_SWITCH, library_path
+from rollmesh import _core
+from rollmesh.runtime import cublas
+from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 sys.path.insert(0, str(ROOT))
 
@@ -485,7 +486,7 @@ for fast in (False, True):
 
 def test_one_that_is_loaded_comes_first(where: dict[str, str], standin: None) -> None:
     path = where[cublas.LIBRARY_SWITCH]
-    body = f"import ctypes; from rollmesh import cublas; kept = ctypes.CDLL({path!r}); print(cublas.find())"
+    body = f"import ctypes; from rollmesh.runtime import cublas; kept = ctypes.CDLL({path!r}); print(cublas.find())"
     done = scripted(body, **{cublas.LIBRARY_SWITCH: ""})
     assert done.stdout == f"13.10.0, which this process has loaded already ({path})\n", done.stderr
 
@@ -494,7 +495,7 @@ def test_the_wheels_library_is_found(tmp_path: Path, where: dict[str, str], stan
     folder = tmp_path / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True)
     shutil.copy(where[cublas.LIBRARY_SWITCH], folder / "libcublasLt.so.13")
-    body = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from rollmesh import cublas; print(cublas.find())"
+    body = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from rollmesh.runtime import cublas; print(cublas.find())"
     done = scripted(body, **{cublas.LIBRARY_SWITCH: ""})
     assert done.stdout == f"13.10.0, of the wheel nvidia-cublas ({folder / 'libcublasLt.so.13'})\n", done.stderr
 

@@ -14,10 +14,10 @@ from test_grpo import DENSE, MOE, TIMES, run, weights_of
 from transformers import AutoConfig
 
 import rollmesh as rm
-from rollmesh import nccl
 from rollmesh.grpo import config, metrics
 from rollmesh.grpo.generator import make_generator
 from rollmesh.grpo.trainer import check_devices, torch_device
+from rollmesh.runtime import nccl
 
 
 def lines(folder: Path) -> list[dict[str, float]]:

@@ -29,7 +29,7 @@ from test_cuda_sources import DENSE, MOE, from_the_host, library, logits, spread
 
 import rollmesh as rm
 from rollmesh import _core, sources
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 from rollmesh.weights.transport import loans
 from rollmesh.weights.transport.loans import parse_loan
 from rollmesh.weights.transport.tensors import as_array

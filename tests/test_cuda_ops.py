@@ -21,7 +21,7 @@ from test_ops import *  # noqa: F403 (its tests, collected here once more)
 from test_ops_parts import test_attention_of_all_ranks_is_that_of_one, test_the_head_of_all_ranks_is_that_of_one  # noqa: F401
 
 from rollmesh import _core, ops
-from rollmesh.devices import LIBRARY_SWITCH, library_path
+from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 FMA, MMA = [("cuda_fma", 1)], [("cuda_mma", 1)]
 

@@ -19,7 +19,7 @@ from gpu_trainer import Trainer
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
 PROMPTS = [[3, 1, 2, 9], [4] * 40]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import rollmesh as rm
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 SMALL = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_gib": 0.002, "threads": 1}
 CONFIG = helpers.tiny_config()

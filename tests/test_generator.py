@@ -349,7 +349,7 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
     """Characters of up to four bytes, each byte a token: the watcher's text is the text decoded at once."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from rollmesh.text import StopWatcher, TextCodec
+    from rollmesh.request.text import StopWatcher, TextCodec
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
@@ -376,7 +376,7 @@ def test_incremental_text_of_a_decoder_that_looks_left() -> None:
     """Metaspace drops the space of the first token only: a token's text depends on the one before it."""
     from tokenizers import Tokenizer, decoders, models
 
-    from rollmesh.text import StopWatcher, TextCodec
+    from rollmesh.request.text import StopWatcher, TextCodec
 
     words = ["▁one", "▁two", "▁three", "s", "▁"]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="s"))

@@ -21,9 +21,9 @@ from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixtur
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.devices import LIBRARY_SWITCH
-from rollmesh.placement import placements
-from rollmesh.sizes import matrices, rank_bytes
+from rollmesh.model.placement import placements
+from rollmesh.model.sizes import matrices, rank_bytes
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 MIB = 1 << 20
 MEMORY = 24 * MIB  # of each card

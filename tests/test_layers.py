@@ -7,6 +7,7 @@ exception. Each rule is shown to work by planting one violation of it in a copy 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import shutil
 import sys
@@ -35,16 +36,27 @@ C_LAYERS = {
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
-# Packages of python/rollmesh that stand above the generator, and which of them each may import. "" is everything else.
+# Packages and modules of python/rollmesh, and which of them each may import, lowest first. "" is rollmesh itself: what __init__ exports.
+_BASE = ("errors", "runtime", "model", "distributed", "request", "weights")
 PYTHON_LAYERS = {
-    "": set(),
-    "torch": {""},
-    "vllm": {"", "torch"},
-    "grpo": {"", "torch", "vllm"},
-    "cli": {"", "torch", "vllm", "grpo"},
+    "errors": set(),
+    "runtime": {"errors"},
+    "model": {"errors", "runtime"},
+    "distributed": {"errors", "runtime", "model"},
+    "request": {"errors", "runtime", "model", "distributed"},
+    "weights": {"errors", "runtime", "model", "distributed", "request"},
+    "ops": {"errors", "runtime"},
+    "comm": {"distributed"},
+    "sources": {"weights"},
+    "generator": {*_BASE},
+    "": {*_BASE, "generator", "comm", "ops", "sources"},
+    "torch": {*_BASE, "", "ops"},
+    "vllm": {*_BASE, "", "generator", "ops", "torch"},
+    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
+    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "grpo"},
 }
 # The generator's only run-time dependency; anything else is imported inside the function that needs it.
-PYTHON_THIRD_PARTY = {"": {"numpy"}, "cli": {"numpy"}}
+PYTHON_THIRD_PARTY = {name: {"numpy"} for name in PYTHON_LAYERS.keys() - {"torch", "vllm", "grpo"}}
 
 C_BANNED = re.compile(
     r"(?<![\w.>])(abort|_?exit|_Exit|quick_exit|v?f?printf|f?puts|putchar|perror|system|popen|gets|strcpy|strcat|v?sprintf)\s*\("
@@ -123,7 +135,7 @@ def group_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:] == ["__main__"]:
         return "cli"
-    return parts[1] if len(parts) > 1 and parts[1] in PYTHON_LAYERS else ""
+    return parts[1] if len(parts) > 1 and parts[1] in {*PYTHON_LAYERS, "_core"} else ""
 
 
 def python_violations(root: Path) -> Iterator[str]:
@@ -142,7 +154,7 @@ def python_violations(root: Path) -> Iterator[str]:
                 yield f"{where}: imports {top}"
             if not in_package:
                 continue
-            if top == "rollmesh" and group_of(module) not in PYTHON_LAYERS[group] | {group}:
+            if top == "rollmesh" and group_of(module) not in PYTHON_LAYERS[group] | {group, "_core"}:
                 yield f"{where}: must not import {module}"
             allowed = PYTHON_THIRD_PARTY.get(group)
             if at_import and allowed is not None and top != "rollmesh" and top not in sys.stdlib_module_names | allowed:
@@ -180,6 +192,10 @@ def violations(root: Path) -> list[str]:
     return [*c_violations(root), *python_violations(root), *long_files(root)]
 
 
+def test_packages_import_each_other_in_one_direction() -> None:
+    graphlib.TopologicalSorter(PYTHON_LAYERS).prepare()  # CycleError
+
+
 def test_the_tree_keeps_its_layers() -> None:
     assert violations(ROOT) == []
 
@@ -203,6 +219,9 @@ def test_the_tree_keeps_its_layers() -> None:
         ("python/rollmesh/planted.py", "from . import grpo\n", "must not import rollmesh.grpo"),
         ("python/rollmesh/planted.py", "def f():\n    from .torch import ops\n", "must not import rollmesh.torch.ops"),
         ("python/rollmesh/planted.py", "import torch\n", "imports torch at module level"),
+        ("python/rollmesh/model/planted.py", "import rollmesh\n", "must not import rollmesh"),
+        ("python/rollmesh/request/planted.py", "from ..weights import sync\n", "must not import rollmesh.weights.sync"),
+        ("python/rollmesh/distributed/planted.py", "from rollmesh.request.text import x\n", "must not import rollmesh.request.text.x"),
         ("python/rollmesh/torch/planted.py", "from ..vllm import worker\n", "must not import rollmesh.vllm.worker"),
         ("python/rollmesh/grpo/planted.py", "from rollmesh import cli\n", "must not import rollmesh.cli"),
         ("python/rollmesh/grpo/planted.py", "import pickle\n", "imports pickle"),

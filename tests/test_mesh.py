@@ -12,8 +12,8 @@ import pytest
 from conftest import SUMMARY
 
 import rollmesh as rm
-from rollmesh import sizes
-from rollmesh.placement import placements
+from rollmesh.model import sizes
+from rollmesh.model.placement import placements
 
 
 def spec_of(**changes: Any) -> rm.ModelSpec:

@@ -16,8 +16,8 @@ import pytest
 from conftest import SUMMARY
 
 import rollmesh as rm
-from rollmesh.placement import Placement, placements
-from rollmesh.traffic import step_traffic
+from rollmesh.distributed.traffic import step_traffic
+from rollmesh.model.placement import Placement, placements
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 160, "head_dim": 8}
 SHAPES = {
@@ -158,7 +158,7 @@ def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
 @pytest.fixture(scope="module")
 def even() -> Model:
     """Every token chooses every twelfth expert, by a bias that no score reaches: of its choices each of up to four ranks has as many,
-    as rollmesh.traffic takes it."""
+    as rollmesh.distributed.traffic takes it."""
     model = Model("moe", "bfloat16", num_experts_per_tok=12)
     for name, bias in model.weights.items():
         if name.endswith("e_score_correction_bias"):
@@ -175,7 +175,7 @@ def even() -> Model:
     ids=str,
 )
 def test_traffic_is_what_plan_says(even: Model, mesh: rm.Mesh, backend: str, sequence_parallel: bool) -> None:
-    """Bytes that the engine counted over decode steps of five rows a replica, against rollmesh.traffic: exact. An axis of size 1
+    """Bytes that the engine counted over decode steps of five rows a replica, against distributed/traffic.py: exact. An axis of size 1
     moves nothing, so that the other one's bytes are the sum."""
     if backend == "local_allreduce" and mesh.ep not in (1, mesh.tp):
         pytest.skip("local_allreduce works where ep = tp")

@@ -2,7 +2,7 @@
 dispatcher, longer ones do not, and both give the bits of one rank of the CPU.
 
 Input: steps of one row and more a replica, ranks without rows and with none of the experts that are chosen, rows that no word of four
-bytes divides. Oracle: bits of one rank of the CPU; bytes of rollmesh.traffic, and of the CPU's mesh where the form is the old one.
+bytes divides. Oracle: bits of one rank of the CPU; bytes of distributed/traffic.py, and of the CPU's mesh where the form is the old one.
 Bound: equality.
 """
 
@@ -18,7 +18,7 @@ import pytest
 from test_cuda_engine import bits, library  # noqa: F401  (a fixture)
 
 import rollmesh as rm
-from rollmesh.traffic import step_traffic
+from rollmesh.distributed.traffic import step_traffic
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")
 BACKENDS = (*TRAVELLING, "local_allreduce")

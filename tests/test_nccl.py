@@ -23,9 +23,9 @@ from test_native import passes
 
 import rollmesh as rm
 from rollmesh import comm as comms
-from rollmesh import nccl
 from rollmesh.cli import doctor
-from rollmesh.devices import Device
+from rollmesh.runtime import nccl
+from rollmesh.runtime.devices import Device
 
 Build = Callable[..., Path]
 BLOCKS = "NCCL_MAX_CTAS"
@@ -103,7 +103,7 @@ def stand_in(tmp_path: Path) -> str:
 def test_a_library_that_is_loaded_comes_first(stand_in: str) -> None:
     script = f"""
 import ctypes
-from rollmesh import nccl
+from rollmesh.runtime import nccl
 kept = ctypes.CDLL({stand_in!r})
 print(nccl.find())
 """

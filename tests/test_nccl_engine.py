@@ -25,8 +25,9 @@ from test_cuda_graphs import PROMPTS as GRAPH_PROMPTS
 from test_mesh_processes import Server, check_lost, results
 
 import rollmesh as rm
-from rollmesh import _core, nccl
-from rollmesh.devices import LIBRARY_SWITCH, library_path
+from rollmesh import _core
+from rollmesh.runtime import nccl
+from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]

@@ -21,7 +21,7 @@ from test_mesh_processes import results
 from test_nccl_engine import Make, Run, make, ranks, shares, simt, where  # noqa: F401  (fixtures)
 
 import rollmesh as rm
-from rollmesh.traffic import step_traffic
+from rollmesh.distributed.traffic import step_traffic
 
 TWO, FOUR = rm.Mesh(dp=2, ep=2), rm.Mesh(dp=2, tp=2, ep=4)
 WIDE = {"max_num_seqs": 7, "kv_cache_gib": 0.004}
@@ -208,7 +208,7 @@ def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:  # 
 )
 def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:  # noqa: F811
     """Of eight steps of four rows a replica the first is enqueued, the second recorded, and all move as much, the bytes of
-    rollmesh.traffic. That there is memory for a graph each rank tells its group in a byte."""
+    rollmesh.distributed.traffic. That there is memory for a graph each rank tells its group in a byte."""
     gpu = make(MOE, mesh, **WIDE, **changes)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
     moved = []

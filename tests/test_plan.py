@@ -21,7 +21,7 @@ from test_native import note, passes, run
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.placement import placements
+from rollmesh.model.placement import placements
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 Parts = NDArray[np.int64]
@@ -225,7 +225,7 @@ EXPERT = "model.layers.0.mlp.experts"
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6), (4, 2, 1), (6, 1, 6)], ids=str)
 def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
-    """Against rollmesh.placement, row by row: fused and single names, experts packed or each by itself, vectors."""
+    """Against rollmesh.model.placement, row by row: fused and single names, experts packed or each by itself, vectors."""
     config = helpers.tiny_config(True, **SIZES, num_experts=12, attention_bias=True, moe_intermediate_size=80)
     spec = rm.ModelSpec.from_hf(config)
     where = placements(spec, *mesh)

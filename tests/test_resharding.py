@@ -19,7 +19,7 @@ from test_mesh_processes import KILL, Server, results
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.pieces import part_of
+from rollmesh.weights.pieces import part_of
 
 pytest.importorskip("torch")
 

@@ -24,7 +24,7 @@ from stream_ranks import SMALL, State, seen
 
 import rollmesh as rm
 from rollmesh import sources
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 from rollmesh.weights.transport import tensors as arrays
 
 KINDS = ("nccl", "shm", "gloo", "torch")

@@ -30,7 +30,7 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
     from vllm.v1.sample.sampler import Sampler
 
     import rollmesh as rm
-    from rollmesh.vllm.host import HostLogits, HostRow, bitmask_rows
+    from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
 VOCAB = 77  # not a multiple of 32
 MAX_SEQS = 16

@@ -29,7 +29,7 @@ from vllm_lender import Asked, Remote, read
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.devices import LIBRARY_SWITCH
+from rollmesh.runtime.devices import LIBRARY_SWITCH
 from rollmesh.vllm import lent
 from rollmesh.vllm.lent import Lending
 from rollmesh.vllm.trainer import WeightSender

@@ -28,7 +28,7 @@ from native_build import standin
 import rollmesh as rm
 import rollmesh.vllm as plugin
 from rollmesh.cli import doctor
-from rollmesh.vllm import config
+from rollmesh.vllm.platforms import config
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -212,7 +212,7 @@ def test_what_a_configuration_becomes(configure: Configure) -> None:
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
     from vllm.platforms import current_platform
 
-    from rollmesh.vllm import config
+    from rollmesh.vllm.platforms import config
 
     assert current_platform.is_out_of_tree()
     assert not current_platform.is_cpu()
@@ -238,7 +238,7 @@ def test_what_a_configuration_becomes(configure: Configure) -> None:
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_the_model_is_the_files(configure: Configure, models: dict[str, str], model: str) -> None:
     """Through vLLM's own reading of config.json."""
-    from rollmesh.vllm import config
+    from rollmesh.vllm.platforms import config
 
     assert config.model_spec(configure(model)) == rm.ModelSpec.from_hf(models[model])
     changed = config.model_spec(configure(model, hf_overrides={"rms_norm_eps": 1e-5}))
@@ -247,7 +247,7 @@ def test_the_model_is_the_files(configure: Configure, models: dict[str, str], mo
 
 @needs_vllm
 def test_degrees_and_shares(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmesh.vllm import config
+    from rollmesh.vllm.platforms import config
 
     def mesh(model: str, **options: Any) -> rm.Mesh:
         made = configure(model, **options)
@@ -346,7 +346,7 @@ def test_every_rule_names_an_option_of_vllms(configure: Configure) -> None:
     """Each is put to a value that is not wanted, past vLLM's own checks; a path that vLLM lacks is an AttributeError."""
     from vllm.config import WeightTransferConfig
 
-    from rollmesh.vllm import config
+    from rollmesh.vllm.platforms import config
 
     made = configure("moe", weight_transfer_config=WeightTransferConfig(backend="rollmesh"))
     config.check(made)
@@ -416,7 +416,7 @@ def test_vllms_workers_exchange_by_nccl(simt_library: Path, tmp_path: Path) -> N
 def test_an_exchange_of_one_worker_is_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    from rollmesh.vllm import config
+    from rollmesh.vllm.platforms import config
 
     made = configure(additional_config={"rollmesh": {"exchange": "host"}})
     monkeypatch.setattr(type(current_platform), "engine_device", "cuda")
@@ -428,7 +428,7 @@ def test_an_exchange_of_one_worker_is_refused(configure: Configure, monkeypatch:
 
 @needs_vllm
 def test_a_device_that_is_not_here_is_said_in_the_users_own_call(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmesh.vllm.cuda import RollmeshCudaPlatform
+    from rollmesh.vllm.platforms.cuda import RollmeshCudaPlatform
 
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", "/nowhere/none.so")
     with pytest.raises(rm.ConfigError, match=r"ROLLMESH_CUDA_LIBRARY=/nowhere/none\.so: there is no such file"):
@@ -453,7 +453,7 @@ def test_a_platform_of_a_gpu_has_processes_spawned(monkeypatch: pytest.MonkeyPat
 
 @needs_vllm
 def test_a_fork_is_refused_on_a_gpu(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmesh.vllm.cuda import RollmeshCudaPlatform
+    from rollmesh.vllm.platforms.cuda import RollmeshCudaPlatform
 
     monkeypatch.setenv(plugin.START_METHOD, "fork")
     with pytest.raises(rm.ConfigError, match="VLLM_WORKER_MULTIPROC_METHOD = 'fork', wanted 'spawn'"):
@@ -482,7 +482,7 @@ def test_each_worker_has_a_device_of_its_own(
     ordinal: int,
 ) -> None:
     """Two workers an engine; what vLLM has assigned is physical, what a process counts is what it sees."""
-    from rollmesh.vllm import config
+    from rollmesh.vllm.platforms import config
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     parallel = types.SimpleNamespace(assigned_physical_gpu_ids=assigned, data_parallel_rank_local=replica, local_world_size=2)

@@ -14,7 +14,7 @@ import pytest
 import vllm_support as support
 
 import rollmesh as rm
-from rollmesh.requests import EngineRequest
+from rollmesh.request.requests import EngineRequest
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -28,7 +28,7 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
     from vllm.platforms import current_platform
     from vllm.sampling_params import StructuredOutputsParams
 
-    from rollmesh.vllm import sampling
+    from rollmesh.vllm.worker import sampling
 
 
 def test_every_field_of_sampling_params_has_somebody() -> None:

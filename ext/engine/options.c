@@ -1,4 +1,4 @@
-// options.c: what an engine is made of, read from the attributes of a Python object (python/rollmesh/engine_options.py).
+// options.c: what an engine is made of, read from the attributes of a Python object (python/rollmesh/runtime/engine_options.py).
 #include "engine_object.h"
 
 #include <string.h>

@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rollmesh import comm, errors
+from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import (
     AuthError,
     CapacityError,
@@ -47,11 +48,10 @@ from rollmesh.errors import (
     VersionError,
 )
 from rollmesh.generator import Generator, ParameterInfo
-from rollmesh.mesh import Mesh
-from rollmesh.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
-from rollmesh.pieces import Piece
-from rollmesh.sampling import SamplingParams
-from rollmesh.spec import ModelSpec
+from rollmesh.model.spec import ModelSpec
+from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
+from rollmesh.request.sampling import SamplingParams
+from rollmesh.weights.pieces import Piece
 from rollmesh.weights.updates import Sync
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Any, NoReturn, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.spec import EngineValues
-from rollmesh.views import Finish, ManifestEntry, RequestView, SampleView, Stats, SyncValues
+from rollmesh.model.spec import EngineValues
+from rollmesh.runtime.engine_views import Finish, ManifestEntry, RequestView, SampleView, Stats, SyncValues
 
 class _Options(Protocol):
     @property

@@ -19,41 +19,37 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import _core, cublas
-from rollmesh.arguments import (
+from rollmesh import _core
+from rollmesh.distributed.comm import Comm, Nccl, check_surroundings
+from rollmesh.distributed.mesh import Mesh
+from rollmesh.distributed.spmd import PUSHES, AnyEngine, SpmdEngine, join
+from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
+from rollmesh.model.spec import ModelSpec
+from rollmesh.request.arguments import check_vocabulary, eos_ids, naming_prompt, param_list, prompt_list, request_ids
+from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
+from rollmesh.request.requests import Requests, token_ids
+from rollmesh.request.sampling import SamplingParams
+from rollmesh.request.text import TextCodec
+from rollmesh.runtime import cublas
+from rollmesh.runtime.arguments import (
     PARTS,
     boolean,
-    check_surroundings,
-    check_vocabulary,
     choice,
     deadline_of,
-    eos_ids,
     gib_bytes,
     integer,
-    naming_prompt,
     page_positions,
-    param_list,
     part_mask,
     part_names,
-    prompt_list,
-    request_ids,
     share_of_memory,
 )
-from rollmesh.comm import Comm, Nccl
-from rollmesh.devices import device_of
-from rollmesh.engine_options import EngineOptions
-from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
-from rollmesh.mesh import Mesh
-from rollmesh.outputs import RequestOutput, SelfTestReport, SyncReport
-from rollmesh.progress import Progress
-from rollmesh.requests import Ids, Requests, token_ids
-from rollmesh.sampling import SamplingParams
-from rollmesh.selftest import Scorer, run_self_test
-from rollmesh.show import shown
-from rollmesh.spec import ModelSpec
-from rollmesh.spmd import PUSHES, AnyEngine, SpmdEngine, join
-from rollmesh.sync import SyncOptions, check_source
-from rollmesh.text import TextCodec
+from rollmesh.runtime.devices import device_of
+from rollmesh.runtime.engine_options import EngineOptions
+from rollmesh.runtime.engine_views import Ids
+from rollmesh.runtime.messages import shown
+from rollmesh.runtime.progress import Progress
+from rollmesh.weights.self_test import Scorer, run_self_test
+from rollmesh.weights.sync import SyncOptions, check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
 PAUSE_POLL_S = 0.02

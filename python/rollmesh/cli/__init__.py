@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import rollmesh as rm
 from rollmesh.cli import bench, doctor, generate, grpo, plan
-from rollmesh.show import plain
+from rollmesh.runtime.messages import plain
 
 COMMANDS = {
     "grpo": (grpo, "train by GRPO as a TOML file describes it"),

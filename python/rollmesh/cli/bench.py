@@ -17,7 +17,7 @@ import numpy as np
 import rollmesh as rm
 from rollmesh.cli.options import add_engine, checkpoint_of, make_generator, read_model_config, take_run_settings
 from rollmesh.cli.weights import random_weights
-from rollmesh.sizes import Parameters, count_parameters
+from rollmesh.model.sizes import Parameters, count_parameters
 
 DECODE_TOKENS = 32
 

@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 
 import rollmesh as rm
-from rollmesh import cublas, nccl, vllm
+from rollmesh import vllm
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
-from rollmesh.devices import LIBRARY_SWITCH, is_there, library_path
 from rollmesh.ops import isa_states
-from rollmesh.show import byte_text, plain, shown
+from rollmesh.runtime import cublas, nccl
+from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path
+from rollmesh.runtime.messages import byte_text, plain, shown
 
 SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm/comm.c)
 TINY = {
@@ -104,7 +105,7 @@ def _isa_of(isa: str | None) -> str:
 
 
 def _mesh() -> list[tuple[str, str]]:
-    """How ranks can reach one another here; see rollmesh.comm."""
+    """How ranks can reach one another here; see rollmesh.distributed.comm."""
     return [
         ("threads", "works: all ranks in this process, the default"),
         ("shm", _shared_memory(Path("/dev/shm"))),

@@ -25,7 +25,7 @@ from rollmesh.cli.options import (
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
-from rollmesh.show import shown
+from rollmesh.runtime.messages import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

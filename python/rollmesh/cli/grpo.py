@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import rollmesh as rm
 from rollmesh.cli.options import GENERATOR_KEYS, INSTALL_TRAIN, TRAIN, add_mesh
-from rollmesh.show import plain
+from rollmesh.runtime.messages import plain
 
 if TYPE_CHECKING:
     from rollmesh.grpo.config import Config, GeneratorTable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.show import plain
+from rollmesh.runtime.messages import plain
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "matplotlib", "tensorboard")  # of the extra `train`
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"

@@ -13,13 +13,14 @@ import argparse
 from pathlib import Path
 
 import rollmesh as rm
-from rollmesh.arguments import EP_BACKENDS, MAX_GIB, choice
 from rollmesh.cli.options import add_mesh, checkpoint_of, read_model_config, take_run_settings
-from rollmesh.devices import device_name
-from rollmesh.placement import Placement, placements
-from rollmesh.show import byte_text, plain
-from rollmesh.sizes import count_parameters, kv_bytes_per_token, matrices, rank_bytes
-from rollmesh.traffic import step_traffic
+from rollmesh.distributed.mesh import EP_BACKENDS
+from rollmesh.distributed.traffic import step_traffic
+from rollmesh.model.placement import Placement, placements
+from rollmesh.model.sizes import count_parameters, kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.runtime.arguments import MAX_GIB, choice
+from rollmesh.runtime.devices import device_name
+from rollmesh.runtime.messages import byte_text, plain
 
 GIB = 2**30
 

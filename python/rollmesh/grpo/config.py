@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.devices import CUDA_FAMILIES, device_name
 from rollmesh.grpo.tables import number, override, read_table, read_value
-from rollmesh.show import plain
+from rollmesh.runtime.devices import CUDA_FAMILIES, device_name
+from rollmesh.runtime.messages import plain
 
 
 @dataclass(frozen=True)

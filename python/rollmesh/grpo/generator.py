@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import rollmesh as rm
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import eos_ids
-from rollmesh.selftest import Generates
+from rollmesh.weights.self_test import Generates
 
 
 class Pushed(Protocol):

@@ -39,7 +39,7 @@ from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
 from rollmesh.grpo.trainer import Trainer, model_config
-from rollmesh.selftest import generate_for_test, run_self_test
+from rollmesh.weights.self_test import generate_for_test, run_self_test
 
 SELF_TEST_SEED = 0
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import rollmesh as rm
-from rollmesh.show import plain, shown
+from rollmesh.runtime.messages import plain, shown
 
 INT64 = 2**63  # what TOML promises of an integer; Python reads any
 

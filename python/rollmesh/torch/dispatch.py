@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollmesh import _core
-from rollmesh.arguments import REAL, check_backend, integer
-from rollmesh.comm import MAX_TIMEOUT_S
+from rollmesh.distributed.comm import MAX_TIMEOUT_S
+from rollmesh.distributed.mesh import check_backend
 from rollmesh.errors import ConfigError, DTypeError, LayoutError, ShapeError, StateError, UnsupportedTensorError
-from rollmesh.show import shown
+from rollmesh.runtime.arguments import REAL, integer
+from rollmesh.runtime.messages import shown
 from rollmesh.torch.arrays import combine
 
 MAX_RANKS = 64  # that are threads

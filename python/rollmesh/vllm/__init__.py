@@ -18,7 +18,7 @@ from rollmesh.errors import PluginError
 
 TRIED = ("0.32.0",)
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
-CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.cpu.RollmeshCpuPlatform", "rollmesh.vllm.cuda.RollmeshCudaPlatform"
+CPU_PLATFORM, CUDA_PLATFORM = "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform", "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # what stock configs name
 DEVICE_SWITCH = "ROLLMESH_VLLM_DEVICE"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's, of engine cores and workers
@@ -94,7 +94,7 @@ def register_model() -> None:
     from vllm import ModelRegistry
 
     for name in ARCHITECTURES:  # by name: nothing is imported before one is used
-        ModelRegistry.register_model(name, f"{__name__}.model:{name}")
+        ModelRegistry.register_model(name, f"{__name__}.model.causal_lm:{name}")
 
 
 def _device() -> str:

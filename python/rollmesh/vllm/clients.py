@@ -21,7 +21,7 @@ from typing import Any
 
 from rollmesh import errors
 from rollmesh.errors import ConfigError, Error, SyncAbortedError
-from rollmesh.show import reason, shown
+from rollmesh.runtime.messages import reason, shown
 
 CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.arguments import boolean, choice, integer
 from rollmesh.errors import ConfigError, DeadlineError, StateError, SyncAbortedError, UnsupportedTensorError
-from rollmesh.pieces import is_sharded
-from rollmesh.show import reason, shown
+from rollmesh.runtime.arguments import boolean, choice, integer
+from rollmesh.runtime.messages import reason, shown
 from rollmesh.vllm.clients import client_of, is_awaited, understood
 from rollmesh.vllm.lent import Lending
 from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
+from rollmesh.weights.pieces import is_sharded
 from rollmesh.weights.transport.loans import Held
 from rollmesh.weights.transport.segment import Bytes, Group, SharedBlock
 from rollmesh.weights.transport.tensors import ALIGN, as_array, bucketed

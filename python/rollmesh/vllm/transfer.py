@@ -12,7 +12,7 @@ import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from rollmesh.errors import ConfigError, FormatError, StateError
-from rollmesh.show import shown
+from rollmesh.runtime.messages import shown
 from rollmesh.vllm.lent import LentBlock
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, entries_of, info_of, loan_of
 from rollmesh.weights.transport.segment import Bytes, Group, SharedReader

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError, DuplicateKeyError, Error, FormatError, VersionError
-from rollmesh.show import listed, shown
+from rollmesh.runtime.messages import listed, shown
 from rollmesh.weights.transport.loans import Loan, parse_loan
 from rollmesh.weights.transport.segment import Bytes
 from rollmesh.weights.transport.tensors import bytes_of, describe, lay_out, parse, take

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollmesh.arguments import PARTS
+from rollmesh.distributed.spmd import AnyEngine
 from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
-from rollmesh.show import reason, shown
-from rollmesh.spmd import AnyEngine
-from rollmesh.sync import SyncOptions, lent, push_mapping
+from rollmesh.runtime.arguments import PARTS
+from rollmesh.runtime.messages import reason, shown
+from rollmesh.weights.sync import SyncOptions, lent, push_mapping
 from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"

@@ -18,14 +18,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rollmesh.arguments import KEEP, PARTS, deadline_of
+from rollmesh.distributed.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
-from rollmesh.outputs import SyncReport
-from rollmesh.pieces import local_tensor
-from rollmesh.requests import Requests
-from rollmesh.show import byte_text, reason
-from rollmesh.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
-from rollmesh.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
+from rollmesh.request.outputs import SyncReport
+from rollmesh.request.requests import Requests
+from rollmesh.runtime.arguments import KEEP, PARTS, deadline_of
+from rollmesh.runtime.messages import byte_text, reason
+from rollmesh.weights.pieces import local_tensor
+from rollmesh.weights.resharding import spread
+from rollmesh.weights.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
 
 BEGINNING = "the beginning of a sync"
 SLEEP, WAKE = "a sleep", "a wake"
@@ -83,7 +84,7 @@ class Weights:
                     fault = _fault_of(check_mapping, engine, self.manifest, source, options)
                 engine.settle_sync("a sync before its entries", fault)
                 listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
-                fault = push_all(engine, engine.spread(source, options), listing, deadline)
+                fault = push_all(engine, spread(engine, source, options), listing, deadline)
                 engine.settle_sync("a sync after its entries", fault or _fault_of(still[0]))
                 self._await_turn_to_commit(engine, options, timed, deadline)
                 voting = True

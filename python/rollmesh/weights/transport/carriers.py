@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.comm import Comm, Nccl, check_group
-from rollmesh.devices import device_of
+from rollmesh.distributed.comm import Comm, Nccl, check_group
+from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import CapacityError, CollectiveTimeoutError, ConfigError, FormatError, RankLostError
-from rollmesh.mesh import Mesh
-from rollmesh.show import shown
+from rollmesh.runtime.devices import device_of
+from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import gpus, is_on_gpu
 from rollmesh.weights.transport.tensors import (
     DTYPES,

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmesh import _core
-from rollmesh.devices import library_path
 from rollmesh.errors import ConfigError, Error, FormatError, LimitError, RankLostError, UnsupportedTensorError
+from rollmesh.runtime.devices import library_path
 from rollmesh.weights.transport.tensors import DTYPES, MAX_ENTRIES, check_name
 
 CUDA = (2, 13)  # DLPack's numbers of memory on a GPU

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import AuthError, CapacityError, ConfigError, FormatError, RankLostError, StateError, SyncAbortedError
-from rollmesh.show import shown
+from rollmesh.runtime.messages import shown
 
 Bytes = NDArray[np.uint8]
 

@@ -38,7 +38,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.arguments import deadline_of, integer
 from rollmesh.errors import (
     AuthError,
     CapacityError,
@@ -51,7 +50,8 @@ from rollmesh.errors import (
     StateError,
     VersionError,
 )
-from rollmesh.show import shown
+from rollmesh.runtime.arguments import deadline_of, integer
+from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import ALIVE, Borrowed, Lease, Lender, LentSource, Loan, is_free, is_on_gpu, parse_loan, this_process
 from rollmesh.weights.transport.tensors import ALIGN, MAX_HEADER, Entry, as_array, bytes_of, check_new_name, describe, lay_out, parse, take
 

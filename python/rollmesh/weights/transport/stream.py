@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.arguments import boolean
 from rollmesh.errors import CollectiveMismatchError, ConfigError, Error, FormatError, LimitError, SyncAbortedError
-from rollmesh.show import reason, shown
+from rollmesh.runtime.arguments import boolean
+from rollmesh.runtime.messages import reason, shown
 from rollmesh.weights.transport.carriers import Bucket, Carrier, Piece, carrier_of
 from rollmesh.weights.transport.tensors import MAX_HEADER, as_array, bucketed, check_name, check_new_name, describe, parse, place
 

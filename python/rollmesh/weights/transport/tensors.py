@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.arguments import is_masked
 from rollmesh.errors import (
     ConfigError,
     DTypeError,
@@ -27,9 +26,10 @@ from rollmesh.errors import (
     LimitError,
     UnsupportedTensorError,
 )
-from rollmesh.show import shown
+from rollmesh.runtime.arguments import is_masked
+from rollmesh.runtime.dtypes import BF16
+from rollmesh.runtime.messages import shown
 
-BF16 = np.dtype(np.uint16, metadata={"rollmesh": "bfloat16"})
 DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": BF16,
     "float32": np.dtype(np.float32),

@@ -1,0 +1,482 @@
+"""How the ranks of a mesh reach one another. The program is SPMD: every process makes the same calls in the same order.
+
+    Generator(spec, mesh=rm.Mesh(tp=2, dp=2))                     all ranks are threads of this process: the default
+    Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: a process is a rank, shared memory between (one machine)
+    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
+    Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
+    Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, and NCCL between the memories of GPUs; without
+                                                                  a comm within, ranks are threads
+
+A comm is used by one generator, or by streams of weights (rollmesh.sources.send_weights). Bytes are moved and never added: what comes out
+does not depend on which it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import numbers
+import os
+import re
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from rollmesh import _core
+from rollmesh.distributed.mesh import Mesh, check_backend
+from rollmesh.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    MeshMismatchError,
+    RankLostError,
+    StateError,
+)
+from rollmesh.runtime import nccl as _nccl
+from rollmesh.runtime.devices import Device
+from rollmesh.runtime.messages import shown
+
+OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/mesh/comm.h
+MAX_TIMEOUT_S = 10**6
+SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
+BOARD_S = 2.0  # for a word in torch's store
+ASK_S = 1.0  # between two questions to it, while nothing else says whether a rank has given up
+GAVE_UP = "rollmesh: the rank that gave up"
+NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _machine() -> str:
+    """Where a pid means the same process."""
+    return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}" if os.path.exists("/proc/self/ns/pid") else ""
+
+
+def _number(variable: str, text: str | None) -> int:
+    if text is None or not text.isdecimal():
+        raise ConfigError(f"{variable} = {shown(text)} in the environment, wanted a number")
+    return int(text)
+
+
+def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises MeshMismatchError that lists which ranks differ from rank 0, and in what."""
+    wrong = [
+        f"rank {rank} has {name} = {its.get(name)}, rank 0 {everyone[0].get(name)}"
+        for rank, its in enumerate(everyone)
+        for name in sorted({*its, *everyone[0]})
+        if its.get(name) != everyone[0].get(name)
+    ]
+    if wrong:
+        raise MeshMismatchError(f"the ranks of this mesh were not made alike: {'; '.join(wrong)[:2000]}")
+
+
+def check_group(group: Any) -> None:
+    """That it is torch.distributed's, or None; torch itself meets anything else with an assertion of its own."""
+    try:
+        from torch import distributed
+    except ImportError as error:
+        raise ConfigError(f"group = {shown(group)} needs torch, which is missing: wanted rm.comm.nccl(…) or rm.comm.shm(…)") from error
+    outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer, that of no rank
+    if type(group) is type(outside) and group == outside:
+        text = "group is torch's NON_GROUP_MEMBER: new_group made it without this process"
+        raise ConfigError(f"{text}, wanted a group that it is in; on this rank the call is left out")
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        raise ConfigError(f"group is a {type(group).__name__}, wanted a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None")
+    if not distributed.is_initialized():
+        raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    if group is not None and group not in distributed.distributed_c10d._world.pg_map:
+        raise StateError("group is a ProcessGroup that torch.distributed does not know: it was destroyed, or made past new_group")
+
+
+class Ends(NamedTuple):
+    """This rank's ends of its groups; None where a group has one rank."""
+
+    tp: _core.Comm | None
+    ep: _core.Comm | None
+    world: _core.Comm | None
+    control: _core.Comm | None  # of the world, for what Python sends
+    lockstep: _core.Comm | None  # the ranks that step together, for what Python asks them
+
+
+class Comm:
+    """One rank's way to the others. Subclasses say how the ends are made."""
+
+    MAX_WORLD = 4096
+
+    def __init__(self, rank: int, world: int, timeout: float):
+        if not _is_int(world) or not 1 <= world <= self.MAX_WORLD:
+            raise ConfigError(f"world = {shown(world)}, wanted a number of ranks in [1, {self.MAX_WORLD}]")
+        if not _is_int(rank) or not 0 <= rank < world:
+            raise ConfigError(f"rank = {shown(rank)}, wanted one of {world} ranks, counted from 0")
+        if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+        self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
+        self._used = self._closed = False
+        self.stream: Any = None  # what carries weights over it (rollmesh.weights.transport.carriers), from the first stream on
+
+    def connect(self, mesh: Mesh) -> Ends:
+        """The ends for a mesh, once."""
+        if mesh.world != self.world:
+            raise ConfigError(f"comm has {self.world} ranks and the mesh {mesh.world} (dp={mesh.dp}, tp={mesh.tp}), wanted as many")
+        if self._closed:
+            raise StateError("this comm is closed, wanted another one")
+        if self._used:
+            raise StateError("this comm belongs to another generator or to a stream of weights, wanted one of its own")
+        self._used = True
+        try:
+            return self._connect(mesh)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        raise NotImplementedError
+
+    def tells(self) -> dict[str, str]:
+        """What the ranks have to know of one another before they make their engines."""
+        return {"NCCL": "none"}
+
+    def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
+        """What all ranks tell. Raises MeshMismatchError that lists which differ in their NCCL."""
+        check_alike([{"NCCL": its["NCCL"]} for its in everyone])
+
+    def look(self, control: _core.Comm) -> None:
+        """Raises RankLostError, or what ended the mesh, if that is known without meeting the others."""
+        control.look()
+
+    def abort(self) -> None:
+        """The rank gives up, and its ends have been told: what else there is to do for the others to hear of it."""
+
+    def close(self) -> None:
+        """The ends are closed: a generator's by it, a stream's here, by all ranks."""
+        self._closed = True
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
+
+class Shm(Comm):
+    """Shared memory between processes of one machine."""
+
+    MAX_WORLD = 64
+
+    def __init__(self, name: str, rank: int, world: int, timeout: float):
+        super().__init__(rank, world, timeout)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ConfigError(f"name = {shown(name)}, wanted 1 to 200 letters, digits, '.', '_' or '-'")
+        self.name = name
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        nonce = int.from_bytes(hashlib.sha256(f"{os.getuid()} {self.name}".encode()).digest()[:8], "little")
+        return Ends(*_core.attach(self.name, self.rank, nonce, mesh.tp, mesh.dp, mesh.ep, self.timeout))
+
+
+class Torch(Comm):
+    """Any torch.distributed process group that can move tensors of the CPU."""
+
+    def __init__(self, group: Any, timeout: float):
+        check_group(group)
+        from torch import distributed
+
+        self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
+        self._store: Any = None  # of the control group: what all ranks can read while one of them ends its connections
+        self.heard = False  # a connection has broken: what this rank gives up for is another's reason
+        self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
+        self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        """Every rank makes all groups in the same order, as torch wants it: so the degrees are compared before there are more."""
+        world = list(range(self.world))
+        control = self._group(world)
+        if control is not None:
+            self._store = self._exchanges[0].store()
+            mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
+            everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
+            check_alike([its["mesh"] for its in everyone])
+            self._watch({rank: its["process"] for rank, its in enumerate(everyone) if its["machine"] == mine["machine"]})
+        runs = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
+        ends: dict[str, _core.Comm | None] = {}
+        for axis, size in runs.items():
+            for first in range(0, self.world, size):
+                end = self._group(world[first : first + size])
+                if first <= self.rank < first + size:
+                    ends[axis] = end
+        return Ends(ends["tp"], ends["ep"], self._group(world), control, ends["lockstep"])
+
+    def _group(self, members: Sequence[int]) -> _core.Comm | None:
+        from torch import distributed
+
+        if len(members) == 1:
+            return None
+        group = distributed.new_group([self._ranks[r] for r in members], timeout=timedelta(seconds=self.timeout))
+        if self.rank not in members:
+            return None
+        me = members.index(self.rank)
+        self._exchanges.append(_Exchange(self, group, me, len(members)))
+        end = _core.Comm(self._exchanges[-1], me, len(members), "torch")
+        end.set_timeout(self.timeout)  # the group has it; what stands on this end asks here
+        return end
+
+    def _watch(self, processes: Mapping[int, int]) -> None:
+        for rank, process in processes.items():
+            if rank != self.rank and hasattr(os, "pidfd_open"):
+                with suppress(OSError):  # not of this pid namespace, or none left
+                    self._watched[rank] = os.pidfd_open(process)
+
+    def ended(self, wait_s: float = 0.0) -> list[int]:
+        """Ranks of this machine whose process has ended; others' cannot be seen."""
+        poll = select.poll()
+        ranks = {fd: rank for rank, fd in self._watched.items()}
+        for fd in ranks:
+            poll.register(fd, select.POLLIN)
+        return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
+
+    def leave_word(self) -> None:
+        """That this rank gives up, unless another has before. The store may be gone too, and nothing waits for it."""
+        if self._store is not None and not self.heard:
+            with suppress(RuntimeError):
+                self._board().compare_set(GAVE_UP, "", str(self.rank))
+
+    def who_gave_up(self) -> int | None:
+        with suppress(RuntimeError):
+            if self._store is not None and (board := self._board()).check([GAVE_UP]):
+                return int(board.get(GAVE_UP))
+        return None
+
+    def _board(self) -> Any:
+        """The store by a connection of its own, whose short deadline is not that of others."""
+        board = self._store.clone()
+        board.set_timeout(timedelta(seconds=BOARD_S))
+        return board
+
+    def look(self, control: _core.Comm) -> None:
+        del control
+        if ended := self.ended():
+            raise RankLostError(f"lost rank {', '.join(map(str, ended))}: the process has ended")
+
+    def abort(self) -> None:
+        for exchange in self._exchanges:
+            exchange.abort()
+        self.close()
+
+    def close(self) -> None:
+        super().close()
+        for fd in self._watched.values():
+            os.close(fd)
+        self._watched = {}
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            exchange.close()
+
+
+class _Exchange:
+    """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
+
+    def __init__(self, comm: Torch, group: Any, rank: int, size: int):
+        self._comm, self._group, self._rank, self._size, self._process = comm, group, rank, size, os.getpid()
+        self._asked = time.monotonic()  # of the store, when
+
+    def store(self) -> Any:
+        """Of the group; None where torch is too old to tell."""
+        return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
+
+    def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
+        import torch
+        from torch import distributed
+
+        del timeout  # the group's own
+        if self._group is None:
+            raise RankLostError(f"rank {self._rank} has given up or left the group")
+        mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
+        headers = [torch.empty_like(mine) for _ in range(self._size)]
+        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, send))]
+        try:
+            distributed.all_gather(headers, mine, group=self._group)
+            self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
+            distributed.all_to_all_single(out, data, sizes, [len(part) for part in send], group=self._group)
+        except RuntimeError as error:
+            raise self._named(error, op, sequence) from error
+        view, parts, at = memoryview(out.numpy().data), [], 0
+        for size in sizes:
+            parts.append(view[at : at + size])
+            at += size
+        return parts
+
+    def _check(self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]) -> None:
+        for rank, (its_op, its_sequence, its_epoch, *given) in enumerate(headers):
+            if (its_op, its_sequence, its_epoch) != (op, sequence, epoch):
+                theirs = f"call {its_sequence}, {OPS[its_op]}, of version {its_epoch}"
+                ours = f"call {sequence}, {OPS[op]}, of version {epoch}"
+                raise CollectiveMismatchError(f"rank {rank} is in {theirs}, rank {self._rank} in {ours}")
+            if rank != self._rank and given[self._rank] != sizes[rank]:
+                raise CollectiveMismatchError(
+                    f"rank {rank} gives {given[self._rank]} bytes to rank {self._rank} in call {sequence}, {OPS[op]}, wanted {sizes[rank]}"
+                )
+
+    def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
+        """Of a connection that broke Gloo says to which address; the process that ended, or the rank that gave up, says which rank."""
+        self._comm.heard = True
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        where = f"{OPS[op]}, call {sequence}: {text[:300]}"
+        if "imed out" in text or "imeout" in text:
+            return CollectiveTimeoutError(where)
+        if ended := ", ".join(map(str, self._comm.ended(SEEN_ENDING_S))):
+            return RankLostError(f"lost rank {ended}: the process has ended ({where})")
+        who = self._comm.who_gave_up()
+        return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has given up ({where})")
+
+    def look(self) -> None:
+        """For a rank that waits for its GPU, and for the others there: raises RankLostError where it is known that one will not come."""
+        if self._group is None:
+            raise RankLostError(f"rank {self._rank} has given up or left the group")
+        if ended := ", ".join(map(str, self._comm.ended())):
+            self._comm.heard = True
+            raise RankLostError(f"lost rank {ended}: the process has ended")
+        if time.monotonic() - self._asked > ASK_S:
+            self._asked = time.monotonic()
+            if (who := self._comm.who_gave_up()) is not None:
+                self._comm.heard = True
+                raise RankLostError(f"lost rank {who}: it has given up")
+
+    def abort(self) -> None:
+        """The others lose the connection, which they notice where they wait, and find out why."""
+        if self._group is not None and os.getpid() == self._process:
+            self._comm.leave_word()
+            self.close()
+
+    def close(self) -> None:
+        from torch import distributed
+
+        group, self._group = self._group, None  # its connections end with the last that refers to it
+        if group is not None and os.getpid() == self._process and distributed.is_initialized():  # not the parent's, in a fork
+            distributed.destroy_process_group(group)
+
+
+class Nccl(Comm):
+    """NCCL between the memories of GPUs, over a comm of the host: what ranks say to one another besides activations (plans, requests,
+    votes, outputs) goes by the host's, and so does word of a rank that is lost. `group` is None where ranks are threads."""
+
+    def __init__(self, group: Comm | None, library: str | os.PathLike[str] | None):
+        if group is not None and (not isinstance(group, Comm) or isinstance(group, Nccl)):
+            raise ConfigError(
+                f"group = {shown(group)}, wanted a comm of the host: rm.comm.shm(…), rm.comm.torch(…), or None where ranks are threads"
+            )
+        self.library = _nccl.find(library)
+        self.group = group
+        self.gpu: str | None = None  # this rank's, alike on ranks that have the same one; threads know theirs by its number
+        super().__init__(*((0, 1, MAX_TIMEOUT_S) if group is None else (group.rank, group.world, group.timeout)))
+
+    def place(self, where: Device, mesh: Mesh) -> Device:
+        """The generator's device, as it is for this rank. ConfigError: it is the CPU."""
+        if where.cuda_library is None:
+            raise ConfigError(
+                "device = 'cpu' with rm.comm.nccl(…), wanted device = 'cuda', or of the host alone rm.comm.shm(…) or rm.comm.torch(…)"
+            )
+        count = _core.cuda_count(where.cuda_library)
+        if self.group is None:
+            if mesh.world > (1 if where.cuda_ordinal >= 0 else count):
+                self._share()
+            return where
+        ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
+        self.gpu = f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"  # as NCCL tells them apart
+        return where._replace(cuda_ordinal=ordinal)
+
+    def _share(self) -> None:
+        if self.library.version >= _nccl.SHARES_GPU:  # else the engine says what is wanted
+            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads both when the first group of the process is made
+            os.environ.setdefault(*_nccl.FEWER_BLOCKS)
+
+    def _connect(self, mesh: Mesh) -> Ends:
+        assert self.group is not None
+        return self.group.connect(mesh)
+
+    def tells(self) -> dict[str, str]:
+        return {"NCCL": ".".join(map(str, self.library.version)), "GPU": str(self.gpu)}
+
+    def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
+        super().hears(everyone)
+        gpus = [its["GPU"] for its in everyone]
+        if len(set(gpus)) < len(gpus):
+            self._share()
+
+    def look(self, control: _core.Comm) -> None:
+        if self.group is not None:
+            self.group.look(control)
+
+    def abort(self) -> None:
+        if self.group is not None:
+            self.group.abort()
+
+    def close(self) -> None:
+        super().close()
+        if self.group is not None:
+            self.group.close()
+
+
+def threads() -> None:
+    """All ranks in this process: what Generator does without a comm."""
+
+
+def shm(name: str | None = None, rank: int | None = None, world: int | None = None, timeout: float = 600.0) -> Shm:
+    """This process as one rank of a machine. Under torchrun all three are known: name from its run, rank and world from its
+    variables. The name stands in /dev/shm until all ranks have come, and no other mesh may use it meanwhile: a random
+    one. timeout: seconds that a rank waits for another, in any call, until CollectiveTimeoutError."""
+    given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    if rank is None or world is None:
+        if None in given:
+            raise ConfigError(
+                "comm.shm without rank and world, wanted both, or RANK and WORLD_SIZE in the environment (torchrun sets them)"
+            )
+        rank = _number("RANK", given[0]) if rank is None else rank
+        world = _number("WORLD_SIZE", given[1]) if world is None else world
+    if name is None:
+        parts = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+        if not parts[2]:
+            raise ConfigError("comm.shm without a name, wanted one, or MASTER_PORT in the environment (torchrun sets it)")
+        name = "rollmesh-" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
+    return Shm(name, rank, world, timeout)
+
+
+def torch(group: Any = None, timeout: float = 600.0) -> Torch:
+    """This process as one rank of a torch.distributed group (the default one), which the caller has initialised. timeout: as in shm."""
+    return Torch(group, timeout)
+
+
+def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = None) -> Nccl:
+    """Ranks on GPUs, of a Generator(device="cuda"): `group` (rm.comm.shm or rm.comm.torch; None or rm.comm.threads(): all ranks are
+    threads of this process) is how they find one another, and NCCL moves what lies in their GPUs' memories. library: the path of a
+    libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says which would be, and
+    metrics()["nccl"] which was). Deadlines are the group's. Two ranks may have one GPU with NCCL 2.30.3 and later;
+    NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then, and NCCL_MAX_CTAS=4, where they are not there; with
+    CUDA_DEVICE_MAX_CONNECTIONS=32 from the start of the process no rank's queue stands behind another's in the hardware's.
+
+    ConfigError: no NCCL, or too old a one; when the generator is made: it is on the CPU, or ranks share a GPU and NCCL does not allow it.
+    MeshMismatchError then: ranks have NCCL of different versions, or some have none. Then and in any call RankLostError,
+    CollectiveTimeoutError and CollectiveMismatchError as with any comm, and DeviceError where CUDA fails."""
+    return Nccl(group, library)
+
+
+def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool) -> None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
+    if comm is not None and not isinstance(comm, Comm):
+        raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…)")
+    check_backend(ep_backend)
+    if not isinstance(sequence_parallel, bool):
+        raise ConfigError(f"sequence_parallel = {shown(sequence_parallel)}, wanted a bool")
+
+
+__all__ = ["Comm", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

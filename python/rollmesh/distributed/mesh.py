@@ -1,0 +1,60 @@
+"""The mesh of ranks: data, tensor and expert parallel degrees. World = dp x tp; ep says how many
+ranks the experts span: 1 (each expert sharded over tp like a dense MLP), tp, or dp*tp.
+"""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.errors import ConfigError
+from rollmesh.model.placement import MAX_RANKS
+from rollmesh.runtime.arguments import choice
+from rollmesh.runtime.messages import shown
+
+EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
+DEEPEP_LACKS = "an adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Degrees of parallelism, of world = dp * tp ranks. What is computed has the same bits on every mesh.
+
+    tp       ranks that share the matrices of one replica, each with columns of them; divides the attention heads
+    dp       replicas; each runs requests of its own
+    ep       ranks that share the experts: 1 (each expert is cut over tp like a dense layer), tp, or dp * tp; divides the experts
+    cp, pp   context and pipeline parallelism: 1, they are not offered
+
+    Raises ConfigError for a combination that breaks a rule; whether a model fits is said where a generator is made.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "ep", "cp", "pp"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= MAX_RANKS:
+                raise ConfigError(f"mesh {name} = {shown(value)}, wanted an integer in [1, {MAX_RANKS}]")
+            object.__setattr__(self, name, int(value))
+        for name in ("cp", "pp"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"mesh {name} = {getattr(self, name)}, wanted 1: context and pipeline parallelism are not offered")
+        if self.ep not in (1, self.tp, self.dp * self.tp):
+            raise ConfigError(f"mesh ep = {self.ep}, wanted 1, tp = {self.tp} or dp*tp = {self.dp * self.tp}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp
+
+
+def check_backend(name: Any) -> str:
+    """A token dispatcher of this build. DeepEP's place is here: what it takes and gives is what the others do."""
+    if isinstance(name, str) and name == "deepep":
+        raise ConfigError(f"ep_backend = 'deepep' is not built in: it lacks {DEEPEP_LACKS}; wanted one of {', '.join(EP_BACKENDS)}")
+    return choice("ep_backend", name, EP_BACKENDS)

@@ -1,0 +1,35 @@
+"""Which part of a model each rank of a mesh holds. The rules are csrc/model/placement.h's; this gives its numbers names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rollmesh import _core
+from rollmesh.errors import ConfigError
+from rollmesh.model.spec import ModelSpec
+from rollmesh.runtime.messages import shown
+
+MAX_RANKS = 2**16
+
+
+class Placement(NamedTuple):
+    """Of one rank. Each is a run of heads, of experts, or of rows (output features) of the matrices named."""
+
+    heads: range
+    kv_heads: range
+    hidden: range  # o_proj, a dense layer's down_proj
+    inner: range  # a dense layer's gate_proj and up_proj
+    vocab: range  # embed_tokens, lm_head
+    experts: range  # those it holds a part of
+    expert_inner: range  # of each: gate_proj and up_proj
+    expert_hidden: range  # of each: down_proj
+
+
+def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[Placement]:
+    """Of every rank of a world of dp x tp, rank = dp index * tp + tp index. Raises rm.ConfigError naming the rule that is broken:
+    at most 4096 ranks; ep is 1, tp or dp*tp; tp divides the query heads, ep the experts."""
+    for name, degree in (("tp", tp), ("dp", dp), ("ep", ep)):
+        if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
+            raise ConfigError(f"{name} = {shown(degree)}, wanted an integer in [1, {MAX_RANKS}]")
+    table = _core.placement(spec.engine_values(1), tp, dp, ep)
+    return [Placement(*(range(first, first + n) for first, n in ranges)) for ranges in table.tolist()]

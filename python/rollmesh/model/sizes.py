@@ -1,0 +1,106 @@
+"""What a model is made of, and the bytes of it that a rank keeps: arithmetic from the configuration, nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollmesh.model.placement import Placement
+from rollmesh.model.spec import ModelSpec
+
+TILE_ROWS, TILE_COLS = 16, 32
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`count` parameters of this shape; a vector has rows = 1."""
+
+    name: str
+    count: int
+    rows: int
+    cols: int
+    shard: str  # the part that a rank keeps: "whole", or the name of a range of Placement
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Parameters:
+    total: int
+    active_body: int  # used by one token, without embedding and lm_head
+    lm_head: int
+    dense_body: int  # of active_body, what is no expert
+    experts: int  # all experts' elements
+    num_experts: int
+    top_k: int
+
+    @property
+    def active(self) -> int:
+        return self.active_body + self.lm_head
+
+    def read_by(self, tokens: int) -> float:
+        """Elements that a step of so many tokens reads: experts counted as touched under even routing."""
+        share = 1.0 - (1.0 - self.top_k / self.num_experts) ** tokens if self.num_experts else 0.0
+        return self.dense_body + self.lm_head + share * self.experts
+
+
+def matrices(spec: ModelSpec) -> Iterator[Matrix]:
+    """Every parameter of the model, equal ones together."""
+    hidden, dim, layers = spec.hidden_size, spec.head_dim, spec.num_hidden_layers
+    moe = sum(spec.is_moe_layer)
+    query, kv = spec.num_attention_heads * dim, spec.num_key_value_heads * dim
+    yield Matrix("embed_tokens", 1, spec.vocab_size, hidden, "vocab")
+    if not spec.tie_word_embeddings:
+        yield Matrix("lm_head", 1, spec.vocab_size, hidden, "vocab")
+    yield Matrix("layernorms", 2 * layers + 1, 1, hidden, "whole")
+    yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
+    yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
+    yield Matrix("self_attn.o_proj", layers, hidden, query, "hidden")
+    if spec.attention_bias:
+        yield Matrix("self_attn.q_proj.bias", layers, 1, query, "heads")
+        yield Matrix("self_attn.k_proj.bias, v_proj.bias", 2 * layers, 1, kv, "kv_heads")
+        yield Matrix("self_attn.o_proj.bias", layers, 1, hidden, "hidden")
+    yield Matrix("self_attn.q_norm, k_norm", 2 * layers, 1, dim, "whole")
+    if layers > moe:
+        yield Matrix("mlp.gate_proj, up_proj", 2 * (layers - moe), spec.intermediate_size, hidden, "inner")
+        yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "hidden")
+    if moe:
+        yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")
+        yield Matrix("mlp.experts.gate_proj, up_proj", 2 * moe * spec.num_experts, spec.moe_intermediate_size, hidden, "expert_inner")
+        yield Matrix("mlp.experts.down_proj", moe * spec.num_experts, hidden, spec.moe_intermediate_size, "expert_hidden")
+
+
+def count_parameters(spec: ModelSpec) -> Parameters:
+    items = list(matrices(spec))
+    total = sum(m.elements for m in items)
+    experts = sum(m.elements for m in items if m.shard.startswith("expert"))
+    dense = total - experts - sum(m.elements for m in items if m.shard == "vocab")
+    active = experts * spec.num_experts_per_tok // spec.num_experts if spec.num_experts else 0
+    return Parameters(total, dense + active, spec.vocab_size * spec.hidden_size, dense, experts, spec.num_experts, spec.num_experts_per_tok)
+
+
+def rank_bytes(spec: ModelSpec, m: Matrix, rank: Placement, bytes_each: int) -> int:
+    """Of one kind of parameter on one rank."""
+    count, rows, cols = m.count, m.rows, m.cols
+    if m.shard != "whole":
+        held = len(getattr(rank, m.shard))
+        held *= spec.head_dim if m.shard in ("heads", "kv_heads") else 1
+        rows, cols = (1, held) if m.rows == 1 else (held, m.cols)
+    if m.shard.startswith("expert"):
+        count = count // spec.num_experts * len(rank.experts)
+    if m.rows == 1 or (m.name == "embed_tokens" and not spec.tie_word_embeddings):
+        return count * rows * cols * bytes_each
+    return count * _up(rows, TILE_ROWS) * _up(cols, TILE_COLS) * bytes_each
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv_heads: int, bytes_each: int) -> int:
+    """K rows are padded to 32 dims, V rows to 16."""
+    row = _up(spec.head_dim, TILE_COLS) + _up(spec.head_dim, TILE_ROWS)
+    layers: int = spec.num_hidden_layers
+    return layers * kv_heads * row * bytes_each
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to

@@ -1,0 +1,456 @@
+"""The generator's own forward ops over arrays, NumPy's or a CUDA device's: for tests, and for a trainer that wants the same function.
+
+Every op of the numeric contract (docs/numerics.md) is here, in every variant that this machine runs: `isa="ref"` is the
+specification, `isa=None` the fastest; all give the same bits, with any number of `threads`. A bf16 array is an array of
+uint16 words, or an ml_dtypes.bfloat16 array (seen as words, not copied); bf16 results are uint16 words. Float32 works in
+the same order of summation. Arrays must be C-contiguous; sizes, dtypes and ranges of indices are checked
+(ShapeError, DTypeError, LayoutError, RequestError) and nothing is ever cast.
+
+Weights of a matrix product are packed once by `pack` (or `pack_gate_up` for SwiGLU).
+
+Arrays on a CUDA device (torch's tensors, CuPy's, any that speaks DLPack, and DeviceArrays, which are what ops give there) are worked on
+where they are: no element is copied to the host. All arrays of a call are on one device, but for indices, which may be NumPy's.
+`isa="cuda_fma"`, the default, gives the CPU's bits; "cuda_mma" has bf16 on tensor cores, with weights that were packed and caches that
+were filled by it. An output goes on without a copy (`torch.from_dlpack(out)`), or to the host by `.numpy()`; its memory is freed when the
+last holder lets go. Indices on the device are copied to the host, checked there and followed from that copy, so a call waits for them;
+whether it waits for more is on_stream's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import _core
+from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
+from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
+from rollmesh.ops.arguments import (
+    Array,
+    array_of,
+    host_array,
+    matrices_of,
+    matrix_of,
+    new_array,
+    numpy_dtype,
+    packed_size,
+    part_of,
+    real_of,
+    round_up,
+    size_of,
+)
+from rollmesh.ops.arguments import (
+    kernels as kernels,
+)
+from rollmesh.ops.devices import Op, new_in, on_stream, op_over, queue_on, release_devices, to_device
+from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
+from rollmesh.runtime.messages import shown
+
+__all__ = [
+    "DeviceArray",
+    "LmHead",
+    "LmHeadPairs",
+    "Routing",
+    "SampleParams",
+    "Sampled",
+    "attention",
+    "available_isas",
+    "best_isa",
+    "combine",
+    "embed",
+    "gather_rows",
+    "gemm",
+    "gemm_swiglu",
+    "isa_states",
+    "kv_cache",
+    "lm_head",
+    "lm_head_pairs",
+    "merge_pairs",
+    "on_stream",
+    "pack",
+    "pack_gate_up",
+    "permute",
+    "qk_rope_kv",
+    "ranks",
+    "release_devices",
+    "rms_norm",
+    "rope_table",
+    "router",
+    "sample",
+    "to_device",
+    "top_logprobs",
+]
+
+_LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
+
+
+# ---------------------------------------------------------------------------------------------- weights
+def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
+    """[n, k], or [groups, n, k] for the matrices of a grouped gemm, in the packed layout: one dim. Converts like torch's .to()."""
+    op, weight = op_over(isa, threads, weight=weight)
+    matrices = matrices_of("weight", weight)
+    return _packed(op, [(matrices, _LAYOUT_PACKED)], matrices.shape[1], dtype)
+
+
+def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
+    """gate and up, both [n, k] or [groups, n, k], interleaved by 16 columns as gemm_swiglu takes them."""
+    op, gate, up = op_over(isa, threads, gate=gate, up=up)
+    gates, ups = matrices_of("gate", gate), matrices_of("up", up)
+    if gates.shape != ups.shape:
+        raise ShapeError(f"gate has shape {gates.shape} and up {ups.shape}, wanted the same ([groups, n, k])")
+    return _packed(op, [(gates, _LAYOUT_GATE), (ups, _LAYOUT_UP)], 2 * round_up(gates.shape[1], 16), dtype)
+
+
+def _packed(op: Op, sources: list[tuple[Array, int]], rows: int, dtype: str) -> Array:
+    """Each group's matrices, [groups, n, k] of every source, into one of `rows` rows. Of nothing there may be 2^31 groups; one is looked
+    at."""
+    groups, n, k = sources[0][0].shape
+    size = packed_size(rows, k)
+    out = op.new((groups * size,), numpy_dtype(dtype), zeros=True)
+    for group in range(groups if size else min(groups, 1)):
+        for matrices, layout in sources:
+            op.core.pack(part_of(out, group * size, (size,)), part_of(matrices, group * n * k, (n, k)), layout, 0)
+    return out
+
+
+def embed(
+    ids: Array, table: Array, *, packed: tuple[int, int] | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
+) -> Array:
+    """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden) is given."""
+    op, ids, table, out = op_over(isa, threads, ids=ids, table=table, out=out)
+    ids, table = array_of("ids", ids, 1), matrix_of("table", table) if packed is None else array_of("table", table)
+    if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
+        raise ShapeError(f"packed = {shown(packed)}, wanted (vocab, hidden)")
+    vocab, hidden = table.shape if packed is None else packed
+    vocab, hidden = size_of("vocab", vocab), size_of("hidden", hidden)
+    out = op.new((ids.shape[0], hidden), table.dtype) if out is None else out
+    op.core.embed(out, ids, table, packed is not None, vocab, hidden)
+    return out
+
+
+def gather_rows(x: Array, rows: NDArray[np.int32], *, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
+    """[len(rows), n] of x [m, n]: the rows that are named, bits as they are. out must not overlap x."""
+    op, x, rows, out = op_over(isa, threads, x=x, rows=rows, out=out)
+    x, rows = matrix_of("x", x), array_of("rows", rows, 1)
+    out = op.new((rows.shape[0], x.shape[1]), x.dtype) if out is None else out
+    op.core.gather_rows(out, x, rows)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- dense ops
+def rms_norm(
+    residual: Array,
+    weight: Array,
+    *,
+    eps: float,
+    x: Array | None = None,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
+    op, residual, weight, x, out = op_over(isa, threads, residual=residual, weight=weight, x=x, out=out)
+    residual, eps = array_of("residual", residual), real_of("eps", eps, 0.0)
+    out = op.new(residual.shape, residual.dtype) if out is None else out
+    op.core.rms_norm(out, residual, x, weight, eps)
+    return out
+
+
+def gemm(
+    x: Array,
+    w: Array,
+    n: int,
+    *,
+    bias: Array | None = None,
+    group_rows: Array | None = None,
+    float32_out: bool = False,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g; they
+    begin with 0 and end with m."""
+    op, x, w, bias, group_rows, out = op_over(isa, threads, x=x, w=w, bias=bias, group_rows=group_rows, out=out)
+    x, n = matrix_of("x", x), size_of("n", n)
+    out = op.new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else out
+    op.core.gemm(out, x, w, bias, group_rows, n, False)
+    return out
+
+
+def gemm_swiglu(
+    x: Array, w: Array, n: int, *, group_rows: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
+) -> Array:
+    """silu(gate) · up with w of pack_gate_up; n is the width of one of them."""
+    op, x, w, group_rows, out = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out)
+    x, n = matrix_of("x", x), size_of("n", n)
+    out = op.new((x.shape[0], n), x.dtype) if out is None else out
+    op.core.gemm(out, x, w, None, group_rows, n, True)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- attention
+def kv_cache(
+    num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16", device: str = "cpu"
+) -> tuple[Array, Array]:
+    """Zeroed (k, v) pages of one layer."""
+    queue = queue_on(device)
+    pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
+    positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
+    of_k = (pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32)))
+    k = new_in(queue, of_k, numpy_dtype(dtype), zeros=True)
+    return k, new_in(queue, (pages, heads, positions * round_up(dim, 16)), k.dtype, zeros=True)
+
+
+def rope_table(
+    inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16", device: str = "cpu"
+) -> tuple[Array, Array]:
+    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype. They are computed on the CPU, where inv_freq is."""
+    queue = queue_on(device)
+    shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
+    cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
+    _core.rope_table(cos, sin, inv_freq, real_of("scale", scale), numpy_dtype(dtype) is np.uint16)
+    return (cos, sin) if queue is None else (queue.put(cos), queue.put(sin))
+
+
+def qk_rope_kv(
+    qkv: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    slots: Array,
+    k_cache: Array,
+    v_cache: Array,
+    *,
+    num_heads: int,
+    page_size: int,
+    eps: float,
+    row_flags: NDArray[np.uint8] | None = None,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim], writes k and v to their slots; returns q
+    [rows, num_heads, head_dim].
+
+    A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
+    """
+    op, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, out = op_over(
+        isa, threads, qkv=qkv, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, positions=positions, slots=slots, k_cache=k_cache,
+        v_cache=v_cache, row_flags=row_flags, out=out,
+    )  # fmt: skip
+    qkv, num_heads, page_size = matrix_of("qkv", qkv), size_of("num_heads", num_heads), size_of("page_size", page_size)
+    rows, q_weight, eps = qkv.shape[0], array_of("q_weight", q_weight, 1), real_of("eps", eps, 0.0)
+    out = op.new((rows, num_heads, q_weight.shape[0]), qkv.dtype) if out is None else out
+    flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
+    op.core.qk_rope_kv(out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, flags, num_heads, page_size, eps)
+    return out
+
+
+def attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    positions: Array,
+    seq_of_row: Array,
+    block_tables: Array,
+    *,
+    page_size: int,
+    scale: float,
+    window: int = 0,
+    group: int = 0,
+    head0: int = 0,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence, through its block table.
+
+    Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. A run of a model's heads, with
+    the kv heads that it reads, has the model's group, and as head0 the place of its first head within that head's group.
+    """
+    op, q, k_cache, v_cache, positions, seq_of_row, block_tables, out = op_over(
+        isa, threads, q=q, k_cache=k_cache, v_cache=v_cache, positions=positions, seq_of_row=seq_of_row, block_tables=block_tables, out=out
+    )
+    q, scale, page_size, window = array_of("q", q), real_of("scale", scale), size_of("page_size", page_size), size_of("window", window)
+    group, head0 = size_of("group", group), size_of("head0", head0)
+    out = op.new(q.shape, q.dtype) if out is None else out
+    op.core.attention(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- mixture of experts
+def router(
+    x: Array,
+    w: Array,
+    num_experts: int,
+    top_k: int,
+    *,
+    bias: Array | None = None,
+    renormalize: bool = True,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Routing:
+    """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
+    op, x, w, bias = op_over(isa, threads, x=x, w=w, bias=bias)
+    x, num_experts, top_k = matrix_of("x", x), size_of("num_experts", num_experts), size_of("top_k", top_k)
+    routing = Routing(op.new((x.shape[0], top_k), np.int32), op.new((x.shape[0], top_k), np.float32))
+    op.core.router(*routing, x, w, bias, num_experts, renormalize)
+    return routing
+
+
+def permute(x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1) -> tuple[Array, Array, Array]:
+    """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows, top_k])."""
+    op, x, ids = op_over(isa, threads, x=x, ids=ids)
+    x, ids, num_experts = matrix_of("x", x), matrix_of("ids", ids), size_of("num_experts", num_experts)
+    x_out = op.new((math.prod(ids.shape), x.shape[1]), x.dtype)
+    group_rows, place = op.new((num_experts + 1,), np.int32), op.new(ids.shape, np.int32)
+    op.core.permute(x_out, group_rows, place, x, ids, num_experts)
+    return x_out, group_rows, place
+
+
+def combine(
+    y: Array,
+    place: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    gates: NDArray[np.float32],
+    num_experts: int,
+    *,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """Each row's sum of gate · y[place] over its experts, distinct in a row, by the contract's tree: [rows, hidden]."""
+    op, y, place, ids, gates, out = op_over(isa, threads, y=y, place=place, ids=ids, gates=gates, out=out)
+    y, ids, num_experts = matrix_of("y", y), matrix_of("ids", ids), size_of("num_experts", num_experts)
+    out = op.new((ids.shape[0], y.shape[1]), y.dtype) if out is None else out
+    op.core.combine(out, y, place, ids, gates, num_experts)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- logits and tokens
+def lm_head(
+    x: Array,
+    w: Array,
+    vocab: int,
+    *,
+    targets: NDArray[np.int32] | None = None,
+    keep_logits: bool = True,
+    isa: str | None = None,
+    threads: int = 1,
+) -> LmHead:
+    """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1: none)."""
+    op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
+    x, vocab = matrix_of("x", x), size_of("vocab", vocab)
+    rows = x.shape[0]
+    logits = op.new((rows, vocab), np.float32) if keep_logits else None
+    logprobs = None if targets is None else op.new((rows,), np.float32)
+    head = LmHead(logits, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True))
+    op.core.lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, w, vocab)
+    return head
+
+
+def lm_head_pairs(
+    x: Array,
+    w: Array,
+    vocab: int,
+    *,
+    targets: NDArray[np.int32] | None = None,
+    keep_logits: bool = True,
+    isa: str | None = None,
+    threads: int = 1,
+) -> LmHeadPairs:
+    """lm_head over a part of the vocabulary, of whole blocks of 128 entries but for the vocabulary's last; 0 entries are a part.
+
+    targets are counted from the part's first entry, −1 where it lies elsewhere. The pairs of all parts, concatenated in the
+    order of the vocabulary, are what merge_pairs takes.
+    """
+    op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
+    x, vocab = matrix_of("x", x), size_of("vocab", vocab)
+    rows = x.shape[0]
+    logits = op.new((rows, vocab), np.float32) if keep_logits else None
+    target_logits = None if targets is None else op.new((rows,), np.float32)
+    pairs, flags = op.new((-(-vocab // 128), rows, 2), np.float32), op.new((rows,), np.uint8, zeros=True)
+    head = LmHeadPairs(logits, pairs, target_logits, flags)
+    op.core.lm_head(logits, None, None, targets, flags, x, w, vocab, pairs, target_logits)
+    return head
+
+
+def merge_pairs(
+    pairs: NDArray[np.float32],
+    *,
+    targets: NDArray[np.int32] | None = None,
+    target_logits: NDArray[np.float32] | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> LmHead:
+    """What lm_head over the whole vocabulary gives, logits aside, from the pairs [blocks, rows, 2] of all its blocks in ascending
+    order. targets: −1, or a token whose logit stands in target_logits; its logprob is of (max, Σ) of all blocks."""
+    if (targets is None) != (target_logits is None):
+        absent, given = ("target_logits", "targets") if target_logits is None else ("targets", "target_logits")
+        raise UnsupportedTensorError(f"{absent} is None and {given} is given, wanted both, or neither")
+    op, pairs, targets, target_logits = op_over(isa, threads, pairs=pairs, targets=targets, target_logits=target_logits)
+    rows = array_of("pairs", pairs, 3).shape[1]
+    logprobs = None if targets is None else op.new((rows,), np.float32)
+    head = LmHead(None, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True))
+    op.core.merge_pairs(head.stats, logprobs, targets, head.row_flags, pairs, target_logits)
+    return head
+
+
+def sample(
+    logits: NDArray[np.float32],
+    stats: NDArray[np.float32],
+    params: SampleParams | Sequence[SampleParams],
+    *,
+    row_flags: NDArray[np.uint8] | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Sampled:
+    """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
+    op, logits, stats, row_flags = op_over(isa, threads, logits=logits, stats=stats, row_flags=row_flags)
+    rows = matrix_of("logits", logits).shape[0]
+    given = params if isinstance(params, Sequence) else [params]
+    each = [params] * rows if isinstance(params, SampleParams) else list(islice(given, rows + 1))
+    if wrong := [p for p in each if not isinstance(p, SampleParams)]:
+        raise ConfigError(f"params has a {type(wrong[0]).__name__}, wanted SampleParams, one or a sequence of them")
+    if len(each) != rows:
+        raise ConfigError(f"{len(each)}{' or more' if len(each) > rows else ''} params for {rows} rows")
+    starts = np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32)
+    columns = (
+        np.array([p.temperature for p in each], np.float32),
+        np.array([p.top_p for p in each], np.float32),
+        np.array([p.min_p for p in each], np.float32),
+        np.array([p.top_k for p in each], np.int32),
+        np.array([p.seed for p in each], np.uint64),
+        np.array([p.counter for p in each], np.uint64),
+        np.array([p.forced for p in each], np.int32),
+        starts,
+        np.array([token for p in each for token in p.banned], np.int32),
+    )
+    sampled = Sampled(op.new((rows,), np.int32), op.new((rows,), np.float32), op.new((rows,), np.float32))
+    flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
+    op.core.sample(*sampled, logits, stats, flags, *columns)
+    return sampled
+
+
+def top_logprobs(
+    logits: NDArray[np.float32], stats: NDArray[np.float32], k: int, *, isa: str | None = None, threads: int = 1
+) -> tuple[Array, Array]:
+    """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest id."""
+    op, logits, stats = op_over(isa, threads, logits=logits, stats=stats)
+    shape = (matrix_of("logits", logits).shape[0], size_of("k", k))
+    ids, logprobs = op.new(shape, np.int32), op.new(shape, np.float32)
+    op.core.top_logprobs(ids, logprobs, logits, stats)
+    return ids, logprobs
+
+
+def ranks(logits: NDArray[np.float32], tokens: NDArray[np.int32], *, isa: str | None = None, threads: int = 1) -> Array:
+    """[rows]: how many of a row of logits [rows, vocab] are at least its token's, the token's own among them; 0 for token −1."""
+    op, logits, tokens = op_over(isa, threads, logits=logits, tokens=tokens)
+    out = op.new((matrix_of("logits", logits).shape[0],), np.int32)
+    op.core.ranks(out, logits, tokens)
+    return out

@@ -1,0 +1,119 @@
+"""The arguments of rollmesh.ops: checked where the C side does not look, or where an output takes its size from them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rollmesh import _core
+from rollmesh._core import available_isas, best_isa
+from rollmesh.errors import ConfigError, DTypeError, ShapeError, UnsupportedTensorError
+from rollmesh.runtime.arguments import REAL, choice, integer_of, is_masked
+from rollmesh.runtime.messages import plain, shown
+
+Array = Any  # of NumPy; where the arguments are on a CUDA device a _core.DeviceArray
+MAX_SIZE, MAX_THREADS = 2**31 - 1, 256
+USER_DTYPES = 256  # NumPy's NPY_USERDEF; a dtype's name takes a microsecond to make
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
+    """The op table of a variant with a thread team and workspace of its own, kept for the next call of this process: those that
+    a forked child inherits have lost their threads, and may be locked for ever."""
+    name = best_isa() if isa is None else isa
+    if not isinstance(name, str):
+        raise ConfigError(f"isa = {shown(isa)}, wanted one of {', '.join(available_isas())}")
+    return _kernels(name, integer_of(ConfigError, "threads", threads, 1, MAX_THREADS), os.getpid())
+
+
+@lru_cache(maxsize=16)
+def _kernels(isa: str, threads: int, process: int) -> _core.Kernels:
+    return _core.Kernels(choice("isa", isa, available_isas()), threads)
+
+
+def is_real(value: Any) -> bool:
+    return isinstance(value, REAL) and not isinstance(value, bool)
+
+
+def real_of(name: str, value: Any, low: float = -MAX_FLOAT32) -> float:
+    if not is_real(value) or not low <= value <= MAX_FLOAT32:
+        raise ConfigError(f"{name} = {shown(value)}, wanted a finite float32" + (" >= 0" if low == 0 else ""))
+    return float(value)
+
+
+def size_of(name: str, value: Any) -> int:
+    return integer_of(ShapeError, name, value, 0, MAX_SIZE)
+
+
+def words_of(array: Array) -> Array:
+    """bf16 as the C side takes it; ml_dtypes has a dtype number of its own, of those behind NumPy's, but the name is stable."""
+    if not isinstance(array, np.ndarray) or array.dtype.num < USER_DTYPES:
+        return array
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def array_of(name: str, array: Array, dims: int | None = None) -> Array:
+    """For what a default output takes its size or dtype from; the C side looks at the rest."""
+    array = words_of(array)
+    if not isinstance(array, np.ndarray | _core.DeviceArray):
+        raise UnsupportedTensorError(f"{name} is a {type(array).__name__}, wanted a numpy array")
+    if dims is not None and array.ndim != dims:
+        raise ShapeError(f"{name} has {array.ndim} dims, wanted {dims}")
+    return array
+
+
+def host_array(name: str, array: Array, dims: int) -> Array:
+    if isinstance(array, _core.DeviceArray):
+        raise UnsupportedTensorError(f"{name} is on {array.device}, wanted a numpy array")
+    return array_of(name, array, dims)
+
+
+def matrix_of(name: str, array: Array) -> Array:
+    return array_of(name, array, 2)
+
+
+def matrices_of(name: str, array: Array) -> Array:
+    if is_masked(array):
+        raise UnsupportedTensorError(f"{name} is a masked array, wanted a plain one: .filled(value) makes it")
+    try:
+        array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
+    except (TypeError, ValueError) as error:  # rows of several lengths
+        raise UnsupportedTensorError(f"{name} is no matrix: {plain(error)}") from error
+    if array.ndim not in (2, 3):
+        raise ShapeError(f"{name} has {array.ndim} dims, wanted 2, or 3 with groups")
+    return array if array.ndim == 3 else part_of(array, 0, (1, *array.shape))
+
+
+def part_of(array: Array, first: int, shape: tuple[int, ...]) -> Array:
+    """Elements first … in C order, as an array of that shape; no copy of a device's, nor of a contiguous one."""
+    if isinstance(array, _core.DeviceArray):
+        return array.part(first, shape)
+    return array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+
+
+def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
+    """An output. MemoryError where memory is short; a size that no array can have is one of the arguments' making."""
+    try:
+        return make(shape, dtype)
+    except ValueError as error:
+        raise ShapeError(f"an output of shape {shown(shape)}, wanted one that can be addressed") from error
+
+
+def numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:
+    if not isinstance(dtype, str) or dtype not in ("bfloat16", "float32"):
+        raise DTypeError(f"dtype={shown(dtype)}, wanted 'bfloat16' or 'float32'")
+    return np.uint16 if dtype == "bfloat16" else np.float32
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def packed_size(n: int, k: int) -> int:
+    """Elements of a packed matrix of n rows (outputs) and k columns."""
+    return round_up(n, 16) * round_up(k, 32)

@@ -1,0 +1,172 @@
+"""Where an op of rollmesh.ops runs: on the CPU over NumPy arrays, or on the CUDA device that its arrays are on.
+
+A device is opened for ops when the first array of it comes, with a stream and a workspace that are kept (`release_devices` gives them
+back). Another library's array is taken by DLPack, without a copy: its stream is waited for. What happens to the memory afterwards DLPack
+does not say, so there are two ways. A call returns when its op is done; or, `with on_stream(handle, device)`, ops take their turn on that
+stream, as if they had been enqueued there, and a call returns at once. Then the arrays must be used on that stream alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollmesh import _core
+from rollmesh._core import available_isas
+from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
+from rollmesh.ops.arguments import MAX_SIZE, MAX_THREADS, Array, kernels, new_array, words_of
+from rollmesh.runtime.arguments import integer_of
+from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
+from rollmesh.runtime.messages import shown
+
+HOST = -1
+CUDA_TYPES = (2, 13)  # DLPack's: a device's memory, and managed memory
+INDICES = frozenset({"ids", "rows", "group_rows", "positions", "slots", "seq_of_row", "block_tables", "targets", "place", "tokens"})
+"""What may be the host's where the rest is a device's: small, and looked at by the host in any case."""
+
+_streams: ContextVar[dict[int, int]] = ContextVar("streams", default={})  # noqa: B039 (never changed)
+
+
+# ---------------------------------------------------------------------------------------------- what is kept
+def _process() -> tuple[int, str]:
+    """What a device was opened by, and from: CUDA does not survive a fork."""
+    return os.getpid(), os.environ.get(LIBRARY_SWITCH, "")
+
+
+def queue_at(ordinal: int) -> _core.Queue:
+    return _queue(ordinal, *_process())
+
+
+@lru_cache(maxsize=64)
+def _queue(ordinal: int, process: int, switch: str) -> _core.Queue:
+    device = device_of(f"cuda:{ordinal}")
+    assert device.cuda_library is not None
+    return _core.Queue(device.cuda_library, device.cuda_ordinal)
+
+
+@lru_cache(maxsize=64)
+def _device_kernels(family: str, ordinal: int, stream: int, process: int, switch: str) -> _core.Kernels:
+    return _core.Kernels(family, 1, _queue(ordinal, process, switch), stream)
+
+
+def release_devices() -> None:
+    """What is kept between ops on devices goes back, once no array of ops is left there; the next op opens its device again."""
+    _device_kernels.cache_clear()
+    _queue.cache_clear()
+
+
+@contextmanager
+def on_stream(stream: int, device: str) -> Iterator[None]:
+    """Inside, ops of this thread on `device` ("cuda:0") take their turn on a CUDA stream: torch.cuda.Stream.cuda_stream, cupy's .ptr; 0
+    is the default stream. A call waits for nothing but indices on the device; what a kernel does wrong is told by a later call. An output
+    that is let go waits for the device. ConfigError from an op: the stream is another device's, or is being captured."""
+    ordinal = _ordinal(device)
+    handle = integer_of(ConfigError, "stream", stream, 0, 2**64 - 1)
+    token = _streams.set({**_streams.get(), ordinal: handle or 1})  # 1 is how the default stream is written where 0 is none
+    try:
+        yield
+    finally:
+        _streams.reset(token)
+
+
+def to_device(array: Array, device: str = "cuda") -> _core.DeviceArray:
+    """A copy of a NumPy array on a device; uint16 words are bfloat16 there."""
+    if not isinstance(array, np.ndarray):
+        raise UnsupportedTensorError(f"array is a {type(array).__name__}, wanted a numpy array")
+    return queue_at(_ordinal(device)).put(words_of(array))
+
+
+def _ordinal(device: Any) -> int:
+    """ "cuda" is the first of them."""
+    if device == "cpu":
+        raise ConfigError("device = 'cpu', wanted 'cuda' or 'cuda:N'")
+    return max(device_of(device).cuda_ordinal, 0)
+
+
+# ---------------------------------------------------------------------------------------------- one op
+class Op(NamedTuple):
+    """The table of an op, and where its outputs lie."""
+
+    core: _core.Kernels
+    queue: _core.Queue | None = None  # None: the host
+
+    def new(self, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
+        return new_in(self.queue, shape, dtype, zeros=zeros)
+
+
+def new_in(queue: _core.Queue | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
+    """An output; on a device zeros in any case. MemoryError or CapacityError where memory is short."""
+    if queue is None:
+        return new_array(shape, dtype, np.zeros if zeros else np.empty)
+    if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
+        raise ShapeError(f"an output of shape {shown(shape)}, wanted one that can be addressed")
+    return queue.zeros(shape, dtype_name(dtype))
+
+
+def dtype_name(dtype: Any) -> str:
+    """A device array's, of NumPy's or its own: uint16 words are bfloat16."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    return "bfloat16" if name == "uint16" else name
+
+
+def queue_on(device: str) -> _core.Queue | None:
+    """For what takes no array of the device; None is the CPU."""
+    return None if device == "cpu" else queue_at(_ordinal(device))
+
+
+def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
+    """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes' bfloat16 as words.
+
+    ConfigError: an isa of the other kind. UnsupportedTensorError: arrays of several places."""
+    if isa not in CUDA_FAMILIES and all(array is None or isinstance(array, np.ndarray) for array in arrays.values()):
+        return Op(kernels(isa, threads)), *map(words_of, arrays.values())
+    places = {name: _place(array) for name, array in arrays.items() if array is not None}
+    first = next((name for name, place in places.items() if place > HOST), None)
+    if first is None:
+        if isa in CUDA_FAMILIES:
+            some = next(iter(places), next(iter(arrays)))
+            raise ConfigError(f"isa = {isa!r} and {some} is on the CPU, wanted a CUDA device's, or one of {', '.join(available_isas())}")
+        return Op(kernels(isa, threads)), *map(words_of, arrays.values())
+    ordinal = places[first]
+    op = _op_at(isa, threads, first, ordinal)
+    assert op.queue is not None
+    return op, *(_taken(op.queue, name, array, places.get(name), first, ordinal) for name, array in arrays.items())
+
+
+def _place(array: Any) -> int:
+    """A CUDA device's number, or HOST: whatever is no array at all is refused there."""
+    if isinstance(array, np.ndarray):
+        return HOST
+    where = getattr(type(array), "__dlpack_device__", None)
+    try:
+        kind, number = where(array) if where is not None else (1, 0)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # torch's meta device, which DLPack does not know; or a producer that lies
+        return HOST
+    return number if kind in CUDA_TYPES and isinstance(number, int) and number >= 0 else HOST
+
+
+def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
+    family = CUDA_FAMILIES[0] if isa is None else isa
+    if family not in CUDA_FAMILIES:
+        raise ConfigError(f"isa = {shown(isa)} and {first} is on cuda:{ordinal}, wanted {' or '.join(CUDA_FAMILIES)}")
+    if integer_of(ConfigError, "threads", threads, 1, MAX_THREADS) != 1:
+        raise ConfigError(f"threads = {threads} and {first} is on cuda:{ordinal}, wanted 1: they are the CPU's")
+    queue, stream = queue_at(ordinal), _streams.get().get(ordinal, 0)
+    if stream:
+        queue.check_stream(stream)  # before anything is allocated
+    return Op(_device_kernels(family, ordinal, stream, *_process()), queue)
+
+
+def _taken(queue: _core.Queue, name: str, array: Any, place: int | None, first: str, ordinal: int) -> Any:
+    if place is None or (place == HOST and name in INDICES and isinstance(array, np.ndarray)):
+        return array
+    if place != ordinal:
+        where = "the CPU" if place == HOST else f"cuda:{place}"
+        raise UnsupportedTensorError(f"{name} is on {where} and {first} on cuda:{ordinal}, wanted all arrays of a call on one device")
+    return array if isinstance(array, _core.DeviceArray) and array.queue is queue else queue.take(name, array)

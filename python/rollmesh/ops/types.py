@@ -1,0 +1,80 @@
+"""What ops of rollmesh.ops give and take beside arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import RequestError
+from rollmesh.ops.arguments import MAX_FLOAT32, is_real
+from rollmesh.runtime.arguments import MAX_TOKENS, integer_of, items_of
+from rollmesh.runtime.messages import shown
+
+
+class LmHead(NamedTuple):
+    """Of each row: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)), the target's logprob, flags."""
+
+    logits: NDArray[np.float32] | None
+    stats: NDArray[np.float32]
+    target_logprobs: NDArray[np.float32] | None
+    row_flags: NDArray[np.uint8]
+
+
+class LmHeadPairs(NamedTuple):
+    """Of a part of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)) of each block of 128
+    entries [blocks, rows, 2], the target's logit (0 where it is not of this part), flags."""
+
+    logits: NDArray[np.float32] | None
+    pairs: NDArray[np.float32]
+    target_logits: NDArray[np.float32] | None
+    row_flags: NDArray[np.uint8]
+
+
+class Routing(NamedTuple):
+    """Experts [rows, top_k], best first, and their gate values."""
+
+    ids: NDArray[np.int32]
+    gates: NDArray[np.float32]
+
+
+class Sampled(NamedTuple):
+    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it was drawn from."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    sampling_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SampleParams:
+    """How one row is drawn. `forced` ≥ 0 draws nothing and asks for that token's logprobs. A number that its column of the op
+    cannot hold raises RequestError here, one that makes no sense when it is drawn with."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = -1
+    seed: int = 0
+    counter: int = 0
+    banned: Sequence[int] = ()
+    forced: int = -1
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "counter"):
+            integer_of(RequestError, name, getattr(self, name), 0, 2**64 - 1)
+        for name in ("top_k", "forced"):
+            integer_of(RequestError, name, getattr(self, name), -(2**31), 2**31 - 1)
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not is_real(value) or MAX_FLOAT32 < abs(value) < np.inf:
+                raise RequestError(f"{name} = {shown(value)}, wanted a float32 number")
+        try:
+            object.__setattr__(self, "banned", tuple(items_of(RequestError, "banned", self.banned, MAX_TOKENS)))
+        except TypeError as error:
+            raise RequestError(f"banned = {shown(self.banned)}, wanted a sequence of tokens") from error
+        for token in self.banned:
+            integer_of(RequestError, "a token of banned", token, -(2**31), 2**31 - 1)

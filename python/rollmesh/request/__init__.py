@@ -1,0 +1,8 @@
+"""A request's way in and out: sampling parameters, token ids, the engine's results as RequestOutput.
+
+    arguments    checks of prompts, parameters, ids
+    sampling     SamplingParams
+    requests     all requests of one engine: add, step, take
+    text         tokenizers and stop strings
+    outputs      RequestOutput and what is in it
+"""

@@ -1,0 +1,86 @@
+"""Checks of what generate, score and submit are given: prompts, sampling parameters, request ids, eos ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import CapacityError, ConfigError, RequestError
+from rollmesh.model.spec import ModelSpec
+from rollmesh.request.sampling import SamplingParams
+from rollmesh.runtime.arguments import MAX_ITEMS, integer, is_masked, items_of, says_more_than
+from rollmesh.runtime.messages import shown
+
+BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no prompt
+
+
+def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) -> tuple[int, ...]:
+    """The ids given; else the tokenizer's and the model config's together."""
+    if given is None:
+        from_tokenizer = getattr(tokenizer, "eos_token_id", None)
+        given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
+    ids = items_of(ConfigError, "eos_token_ids", given, spec.vocab_size) if hasattr(given, "__iter__") else [given]
+    return tuple(integer("eos_token_ids", token, 0, spec.vocab_size - 1) for token in ids)
+
+
+def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
+    """A model may have more ids than its tokenizer (padding), never fewer."""
+    count = getattr(tokenizer, "get_vocab_size", None)
+    size = count() if callable(count) else len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    if size > spec.vocab_size:
+        raise ConfigError(f"the tokenizer has {size} tokens, wanted at most vocab_size = {spec.vocab_size}")
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """One prompt or several. One: a text, a list of ints, or an integer array of one dim."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
+        raise RequestError(f"prompts is a {type(prompts).__name__}, wanted text, token ids, or a list of them")
+    if getattr(prompts, "ndim", None) == 1:
+        return [prompts]
+    items = items_of(RequestError, "prompts", prompts)
+    return [items] if items and isinstance(items[0], (int, np.integer)) else items
+
+
+def check_ids(prompt: Any) -> None:
+    """Nothing that NumPy would read in a way that nobody means, or for ever."""
+    if isinstance(prompt, BYTES):
+        raise RequestError(f"prompt is {type(prompt).__name__}, wanted text or token ids")
+    if is_masked(prompt):
+        raise RequestError("prompt is a masked array, wanted a plain one: .filled(value) makes it")
+    if says_more_than(prompt, MAX_ITEMS):
+        raise RequestError(f"prompt has more than {MAX_ITEMS} token ids, wanted at most {MAX_ITEMS}")
+
+
+def param_list(params: Any, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
+    if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
+        raise RequestError(f"params is not a SamplingParams or a sequence of {count} of them")
+    return chosen
+
+
+@contextmanager
+def naming_prompt(index: int) -> Iterator[None]:
+    """Says which prompt of the call was refused."""
+    try:
+        yield
+    except (RequestError, CapacityError) as error:
+        raise type(error)(f"prompt {index}: {error}") from error
+
+
+def request_ids(ids: Any) -> list[int]:
+    """One request id or several."""
+    items = items_of(RequestError, "ids", ids) if hasattr(ids, "__iter__") else [ids]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise RequestError(f"request id {shown(item)}, wanted an integer")
+    return [int(item) for item in items]

@@ -1,0 +1,105 @@
+"""What comes back: records of generated tokens and of weight syncs. Names are vLLM's where it has one, but the values are
+arrays, not lists of dicts. All arrays are the caller's own copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What the numbers of a sample are a function of: equal contracts and equal tokens mean equal bits.
+
+    family          instruction family whose members give the same bits ("x86")
+    version         of the numeric contract, docs/numerics.md
+    dtype           "bfloat16" or "float32"
+    weight_versions ascending versions of the weights that the tokens belong to; one unless a sync came in between
+    """
+
+    family: str
+    version: int
+    dtype: str
+    weight_versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The k likeliest tokens of each position under the model, descending, ties to the lowest id."""
+
+    ids: NDArray[np.int32]  # [n, k]
+    logprobs: NDArray[np.float32]  # [n, k]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a request.
+
+    finish_reason   "stop", "length", "abort" or "error"; None while it runs
+    stop_reason     the stop string or stop token id that ended it; None for eos
+    contract        None when any of its tokens was computed from stale KV (sync_weights(keep_kv=True)), or there is none, or the
+                    generator is Generator(fast=True)
+    """
+
+    index: int
+    text: str  # "" without a tokenizer; without the stop string or stop token
+    token_ids: NDArray[np.int32]  # [n] up to and with the token that ended it
+    finish_reason: str | None
+    stop_reason: int | str | None
+    cumulative_logprob: float  # float64 sum of logprobs
+    logprobs: NDArray[np.float32]  # [n] the model's own logprob of each token: temperature 1, no filter
+    sampling_logprobs: NDArray[np.float32]  # [n] under the distribution it was drawn from; 0.0 at temperature 0
+    versions: NDArray[np.int64]  # [n] weight version of each token
+    contract: Contract | None
+    top_logprobs: TopLogprobs | None = None  # with SamplingParams.logprobs > 0
+    routed_experts: NDArray[np.int16] | None = None  # [prompt + n - 1, moe_layers, k]; None in a dense model
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt and its samples, in the order of their index. Prompt logprobs that an abort left uncomputed are nan (ids: -1)."""
+
+    request_id: int
+    prompt: str | None  # when it was given as text
+    prompt_token_ids: NDArray[np.int32]  # [p]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
+    prompt_logprobs: NDArray[np.float32] | None = None  # [p - 1] of token i+1 given 0..i, with SamplingParams.prompt_logprobs
+    prompt_top_logprobs: TopLogprobs | None = None  # [p - 1, k]
+    error: Exception | None = None  # what ended it, with on_error="return"; from poll also what the tokenizer raised
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One committed sync."""
+
+    version: int
+    num_tensors: int  # tensors that came
+    num_parameters: int  # of the model, that they filled
+    num_skipped: int  # unexpected names, with strict=False
+    bytes: int  # of tensor data read
+    seconds: float  # begin to commit
+    copy_seconds: float  # of these, inside the copies
+    digest: str  # 16 hex digits over names and stored values; the same for every spelling of the same weights
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes of tensor data per second of copying."""
+        return self.bytes / self.copy_seconds / 1e9 if self.copy_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestReport:
+    """How far the trainer's logprobs are from the generator's on the same tokens."""
+
+    max_abs_diff: float
+    mean_abs_diff: float
+    num_tokens: int
+    threshold: float
+    worst: tuple[int, int]  # sequence, position in it (of the token that was scored)
+    version: int
+    diffs: list[NDArray[np.float32]] = field(repr=False, default_factory=list)  # trainer - generator, [len - 1] each

@@ -1,0 +1,336 @@
+"""Requests in flight: what Python remembers of each while the C engine works on it, and how its records become a
+RequestOutput. Used under the generator's turn only.
+
+    add ──► step … step ──► done ──► output (copies out) ──► release
+                  └─ stop strings are looked for after every step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.distributed.spmd import AnyEngine, SpmdEngine
+from rollmesh.errors import NumericsError, RequestError, StateError
+from rollmesh.request.arguments import check_ids
+from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
+from rollmesh.request.sampling import SamplingParams
+from rollmesh.request.text import StopWatcher, TextCodec
+from rollmesh.runtime.engine_views import CONTRACT_VERSION, Ids, RequestView
+from rollmesh.runtime.messages import shown
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A request as ext/engine/engine.c reads it; the fields are rm_request's."""
+
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    min_p: float
+    top_k: int
+    has_seed: bool
+    seed: int
+    ignore_eos: bool
+    logprobs: int
+    prompt_logprobs: int
+    score: bool
+    score_sampling: bool
+    ranks: bool = False
+    host_draws: bool = False
+    stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
+
+    @classmethod
+    def of(cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False) -> EngineRequest:
+        return cls(
+            n=1 if score else params.n,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            top_k=params.top_k,
+            has_seed=params.seed is not None,
+            seed=number if params.seed is None else params.seed,
+            ignore_eos=params.ignore_eos,
+            logprobs=0 if score else params.logprobs or 0,
+            prompt_logprobs=0 if score else -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            score=score,
+            score_sampling=score_sampling,
+            stop=() if score else tuple(params.stop),
+        )
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt_ids: Ids
+    prompt: str | None
+    params: SamplingParams
+    number: int  # of the generation, see Requests._generations; 0: a score
+    watchers: list[StopWatcher] = field(default_factory=list)  # one a sample, when there are stop strings
+    stopped: dict[int, str] = field(default_factory=dict)  # sample → the stop string that ended it
+
+
+class Requests:
+    """All requests of one engine."""
+
+    def __init__(
+        self, engine: AnyEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True
+    ):
+        self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
+        self._family, self._is_invariant = engine.stats()["family"], is_invariant
+        self._records: dict[int, _Request] = {}
+        self._generations = 0  # that were accepted: what default seeds are made of, so neither scores nor refusals move them
+        self._watched: set[int] = set()  # those with stop strings that still run
+        self._is_behind = False  # a step was made since they were looked at: a Ctrl-C came between
+
+    # ---------------------------------------------------------------------------------------- in
+    def all_or_none(self, add: Callable[[], None]) -> None:
+        """What `add` adds stays only if it ends well; a Ctrl-C may fall between any two of its steps."""
+        before = self.live()
+        try:
+            add()
+        except BaseException:
+            self.forget(set(self._engine.ids()).difference(before))
+            raise
+
+    def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
+        """Queues a generation. RequestError or CapacityError when the engine refuses it."""
+        watchers: list[StopWatcher] = []
+        if params.stop:
+            if self._codec is None:
+                raise RequestError(f"stop = {shown(params.stop)} needs text, and the generator has no tokenizer")
+            watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
+        stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
+        number = self._generations + 1
+        request = self._engine.add(prompt_ids, stop_ids, EngineRequest.of(params, number), None)
+        self._records[request] = _Request(prompt_ids, prompt, params, number, watchers)
+        self._generations = number
+        if watchers:
+            self._watched.add(request)
+        return request
+
+    def add_score(self, ids: Ids, params: SamplingParams | None, logits: NDArray[np.float32] | None = None) -> int:
+        """Queues a scoring pass over `ids`; `logits` [len, vocab] is filled when given."""
+        chosen = params or GREEDY
+        request = self._engine.add(ids, np.zeros(0, np.int32), EngineRequest.of(chosen, 0, True, params is not None), logits)
+        self._records[request] = _Request(ids, None, chosen, 0)
+        return request
+
+    # ---------------------------------------------------------------------------------------- work
+    def step(self) -> int:
+        """One engine step on the way to the end of all that is unfinished. Returns its rows: 0 means that there is nothing to do."""
+        self._is_behind = True
+        rows, _ = self._engine.step()
+        self._watch_all()
+        return rows
+
+    def step_for(self, requests: set[int]) -> int:
+        """One engine step on the way to the end of these."""
+        if isinstance(self._engine, SpmdEngine) and self._engine.runs_besides(requests):
+            return self.step_with_all(None)[0]
+        return self.step()
+
+    def step_with_all(self, deadline: float | None) -> tuple[int, bool]:
+        """One engine step, after which all ranks see the same requests finished. Returns its rows, and whether the deadline has passed."""
+        if not isinstance(self._engine, SpmdEngine):
+            return self.step(), deadline is not None and time.monotonic() >= deadline
+        together = self._engine.step_with_all(self._watch_all, deadline)
+        self._watch_all()  # what other ranks have finished
+        return together
+
+    def _watch_all(self) -> None:
+        for request in list(self._watched):
+            self._watch(request)
+        self._is_behind = False
+
+    def _watch(self, request: int) -> None:
+        record = self._records[request]
+        running = False
+        for sample, watcher in enumerate(record.watchers):
+            if sample in record.stopped:
+                continue
+            finish, fresh = self._engine.tokens(request, sample, watcher.num_tokens)
+            running |= finish is None
+            if watcher.found is None and finish in (None, "length"):  # else eos and stop tokens come first, as in vLLM
+                for token in fresh.tolist():
+                    if watcher.push(token) is not None:
+                        break
+            if watcher.found is not None:
+                if finish is None:
+                    self._engine.stop_sample(request, sample, watcher.num_tokens)
+                record.stopped[sample] = watcher.found
+        if not running:
+            self._watched.discard(request)
+
+    def abort(self, requests: Iterable[int]) -> None:
+        """Ends those that still run; they are done afterwards, with finish_reason "abort"."""
+        running = set(self._engine.ids()) - self._engine.finished()
+        for request in requests:
+            if request in running:
+                self._engine.abort(request)
+
+    def rewind(self) -> None:
+        """After a sync with inflight="restart": requests that ran begin again, and so does the search for stop strings."""
+        for request in set(self.live()) - self._engine.finished():
+            record = self._records[request]
+            if record.watchers:
+                record.watchers = [StopWatcher(w.codec, w.stops, w.min_tokens) for w in record.watchers]
+                record.stopped.clear()
+                self._watched.add(request)
+
+    # ---------------------------------------------------------------------------------------- out
+    def live(self) -> list[int]:
+        """Ids that were added and not taken, oldest first."""
+        ids = self._engine.ids()
+        for request in self._records.keys() - set(ids):  # a Ctrl-C has cut their release short
+            self._drop(request)
+        return ids
+
+    def done_of(self, requests: set[int]) -> set[int]:
+        """Those that are finished and can be taken."""
+        if self._is_behind:
+            self._watch_all()
+        return self._engine.finished() & requests
+
+    def forget(self, requests: Iterable[int]) -> None:
+        """Aborts and releases, without results. The latest generations give their numbers back."""
+        known = set(self.live())
+        requests = sorted(known.intersection(requests), reverse=True)
+        self.abort(requests)
+        for request in requests:
+            record = self._records.get(request)
+            self.release(request)
+            if record is not None and record.number == self._generations > 0:
+                self._generations -= 1
+
+    def release(self, request: int) -> None:
+        """The records of a request that is done leave the engine."""
+        self._watched.discard(request)
+        self._engine.release(request)
+        self._drop(request)
+
+    def _drop(self, request: int) -> None:
+        self._watched.discard(request)
+        self._records.pop(request, None)
+
+    def output(self, request: int) -> RequestOutput:
+        """The output of a request that is done. It stays until release: user code (a tokenizer) may raise in here."""
+        return self._output(request, self._codec)
+
+    def output_or_error(self, request: int) -> RequestOutput:
+        """As output, but a tokenizer that raises leaves its exception in `error`, and the texts empty."""
+        try:
+            return self.output(request)
+        except Exception as error:  # noqa: BLE001 (whatever user code raises)
+            return replace(self._output(request, None), error=error)
+
+    def _output(self, request: int, codec: TextCodec | None) -> RequestOutput:
+        record, view = self._records[request], self._engine.request(request)
+        top, scored = _top(view["prompt_top_ids"], view["prompt_top_logprobs"]), view["num_scored"]
+        if view["prompt_logprobs"] is not None:
+            view["prompt_logprobs"][scored:] = np.nan
+        if top is not None:
+            top.ids[scored:], top.logprobs[scored:] = -1, np.nan
+        return RequestOutput(
+            request_id=request,
+            prompt=record.prompt,
+            prompt_token_ids=record.prompt_ids,
+            outputs=[self._completion(request, record, index, view, codec) for index in range(view["n"])],
+            finished=True,
+            num_cached_tokens=view["num_cached_tokens"],
+            prompt_logprobs=view["prompt_logprobs"],
+            prompt_top_logprobs=top,
+            error=view["error"],
+        )
+
+    def take_scores(self, request: int) -> NDArray[np.float32]:
+        """float32 [len − 1] of a scoring pass, which is released; raises what ended it."""
+        record, view = self._records[request], self._engine.request(request)
+        finish = self._engine.tokens(request, 0, 0)[0]
+        self.release(request)
+        if view["error"] is not None:
+            raise view["error"]
+        if finish == "abort":
+            raise StateError(f"scoring pass {request} was aborted (abort, pause or sync of another thread) before it ended")
+        name = "prompt_logprobs" if view["prompt_sampling_logprobs"] is None else "prompt_sampling_logprobs"
+        scores: NDArray[np.float32] | None = view[name]  # type: ignore[literal-required]
+        if scores is None:
+            if len(record.prompt_ids) > 1:
+                raise NumericsError(f"request {request} ended without scores")
+            return np.zeros(0, np.float32)
+        return scores
+
+    def _completion(self, request: int, record: _Request, index: int, view: RequestView, codec: TextCodec | None) -> CompletionOutput:
+        sample = self._engine.sample(request, index)
+        tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
+        finish = sample["finish"]
+        reason: int | str | None = None
+        num_text = len(tokens)
+        if index in record.stopped:
+            finish, reason = "stop", record.stopped[index]
+        elif finish == "stop":
+            num_text -= 1
+            if sample["stop_token"] not in self._eos or record.params.ignore_eos:
+                reason = sample["stop_token"]
+        text = ""
+        if index in record.stopped:
+            text = record.watchers[index].text
+        elif codec is not None and num_text:
+            text = codec.decode(tokens[:num_text].tolist())
+        contract = None
+        if self._is_invariant and len(tokens) and not sample["no_contract"].any():
+            first, last = int(versions[0]), int(versions[-1])  # versions only grow
+            used = (first,) if first == last else tuple(np.unique(versions).tolist())
+            contract = Contract(self._family, CONTRACT_VERSION, self._dtype, used)
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=tokens,
+            finish_reason=finish,
+            stop_reason=reason,
+            cumulative_logprob=float(np.sum(logprobs, dtype=np.float64)),
+            logprobs=logprobs,
+            sampling_logprobs=sample["sampling_logprobs"],
+            versions=versions,
+            contract=contract,
+            top_logprobs=_top(sample["top_ids"], sample["top_logprobs"]),
+            routed_experts=_routed(view["prompt_routed"], sample["routed"], len(tokens)),
+        )
+
+
+def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None) -> TopLogprobs | None:
+    return None if ids is None or logprobs is None else TopLogprobs(ids, logprobs)
+
+
+def _routed(prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | None, num_tokens: int) -> NDArray[np.int16] | None:
+    """[prompt + n − 1, moe_layers, k]: the last token was never fed back. None in a dense model or when nothing was generated."""
+    if prompt is None or generated is None or num_tokens == 0:
+        return None
+    return np.concatenate([prompt, generated])
+
+
+def token_ids(prompt: Any) -> Ids:
+    """A sequence of ints as the engine takes them. RequestError for anything else; the engine checks the range."""
+    check_ids(prompt)
+    try:
+        array = np.asarray(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"prompt is not a sequence of token ids: {error}") from error
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RequestError(f"prompt has dtype {array.dtype} and shape {array.shape}, wanted integer token ids of one dim")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > 2**31 - 1:
+        raise RequestError(f"prompt has token id {low if low < 0 else high}, wanted ids in [0, vocab_size)")
+    return np.array(array, dtype=np.int32)

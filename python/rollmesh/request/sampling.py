@@ -1,0 +1,113 @@
+"""How tokens are chosen and when a sample ends. Names and meanings are vLLM's; the order of the filters is the contract's
+(docs/numerics.md): temperature, min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import RequestError
+from rollmesh.runtime.arguments import MAX_TOKENS, items_of
+from rollmesh.runtime.messages import shown
+
+MAX_SEED = 2**64
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = 3.4028234663852886e38
+MIN_FLOAT32 = 1.1754943508222875e-38  # the smallest normal one: below it numbers lose digits, then are 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The settings of one request. Immutable; `dataclasses.replace` makes a changed copy. A wrong value raises RequestError.
+
+    n                samples of the prompt; sample i draws from seed + i (mod 2^64)
+    temperature      0: greedy, ties to the lowest id
+    top_p            in (0, 1]: the smallest set of likeliest tokens whose probability reaches it
+    top_k            the k likeliest tokens; -1 (or 0): all
+    min_p            in [0, 1]: tokens below min_p times the likeliest one's probability are dropped
+    max_tokens       tokens generated at most, per sample
+    min_tokens       before that many neither eos, stop_token_ids nor stop strings end a sample
+    stop             strings that end a sample; the text is cut before them (needs the generator's tokenizer)
+    stop_token_ids   ids that end a sample, besides the generator's eos_token_ids
+    ignore_eos       the generator's eos_token_ids do not end a sample
+    seed             0 <= seed < 2^64; None: the generator gives one
+    logprobs         None or 0: of the sampled token only (always recorded); k > 0: also the k largest, `.top_logprobs`
+    prompt_logprobs  None: none; 0: of each prompt token; k > 0: also the k largest
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._integer("n", 1, MAX_INT32)
+        self._real("temperature", 0.0, MAX_FLOAT32, "a finite float32 >= 0")
+        self._real("top_p", 0.0, 1.0, "a number in (0, 1]")
+        if not self.top_p > 0.0:
+            raise RequestError(f"top_p = {shown(self.top_p)}, wanted a number in (0, 1]")
+        self._real("min_p", 0.0, 1.0, "a number in [0, 1]")
+        self._integer("top_k", -1, MAX_INT32)
+        if self.top_k == 0:  # vLLM takes 0 as "all" too
+            object.__setattr__(self, "top_k", -1)
+        self._integer("max_tokens", 1, 2**62)
+        self._integer("min_tokens", 0, 2**62)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
+        if self.seed is not None:
+            self._integer("seed", 0, MAX_SEED - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0, MAX_INT32)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos = {shown(self.ignore_eos)}, wanted a bool")
+        object.__setattr__(self, "stop", self._strings())
+        object.__setattr__(self, "stop_token_ids", self._ids())
+
+    def _integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise RequestError(f"{name} = {shown(value)}, wanted an integer")
+        if not low <= int(value) <= high:
+            raise RequestError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
+        object.__setattr__(self, name, int(value))
+
+    def _real(self, name: str, low: float, high: float, wanted: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)) or not low <= value <= high:
+            raise RequestError(f"{name} = {shown(value)}, wanted {wanted}")
+        if 0.0 < value < MIN_FLOAT32:
+            raise RequestError(f"{name} = {shown(value)} is not 0, but below {MIN_FLOAT32}, the smallest normal float32")
+        object.__setattr__(self, name, float(value))
+
+    def _strings(self) -> tuple[str, ...]:
+        strings: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if isinstance(strings, Sequence):
+            strings = items_of(RequestError, "stop", strings, MAX_TOKENS)
+        if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
+            raise RequestError(f"stop = {shown(self.stop)}, wanted a non-empty string or a sequence of them")
+        return tuple(strings)
+
+    def _ids(self) -> tuple[int, ...]:
+        ids: Any = self.stop_token_ids
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise RequestError(f"stop_token_ids = {shown(ids)}, wanted a sequence of token ids")
+        ids = items_of(RequestError, "stop_token_ids", ids, MAX_TOKENS)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) <= MAX_INT32:
+                raise RequestError(f"stop_token_ids has {shown(token)}, wanted token ids >= 0")
+        return tuple(int(token) for token in ids)

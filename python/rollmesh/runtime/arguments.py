@@ -1,0 +1,119 @@
+"""Checks of arguments: each returns the value in its plain form, or raises an error that names what it expected and what it got."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import ConfigError, Error
+from rollmesh.runtime.messages import reason, shown
+
+MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
+MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
+MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
+PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
+KEEP = 4
+REAL = (int, float, np.integer, np.floating)
+MAX_GIB = 2**20
+MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one: what is below it the engine takes for 0
+
+
+def choice(name: str, value: Any, words: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in words:
+        raise ConfigError(f"{name} = {shown(value)}, wanted one of {', '.join(words)}")
+    return value
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    return integer_of(ConfigError, name, value, low, high)
+
+
+def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
+        raise error(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
+    return int(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"{name} = {shown(value)}, wanted a bool")
+    return bool(value)
+
+
+def is_masked(array: Any) -> bool:
+    """An array of numpy.ma, or of another class with a mask, which np.asarray drops without a word."""
+    return isinstance(array, np.ndarray) and hasattr(type(array), "mask")
+
+
+def page_positions(name: str, value: Any) -> int:
+    if integer(name, value, 16, 4096) % 16:
+        raise ConfigError(f"{name} = {shown(value)}, wanted a multiple of 16")
+    return int(value)
+
+
+def gib_bytes(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
+        raise ConfigError(f"{name} = {shown(value)}, wanted a number of GiB above 0 and below {MAX_GIB}")
+    return int(float(value) * 2**30)
+
+
+def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
+    """memory_fraction, 0 where the size of the KV cache is said."""
+    if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
+    if float(fraction) < MIN_FLOAT64:
+        raise ConfigError(f"memory_fraction = {shown(fraction)} is not 0, but below {MIN_FLOAT64}, the smallest normal float64")
+    return 0.0 if kv_cache_gib is not None else float(fraction)
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout >= 0:
+        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds >= 0 or None")
+    if timeout == math.inf:
+        return None
+    if timeout > MAX_TIMEOUT:
+        raise ConfigError(f"timeout is above {MAX_TIMEOUT} seconds; inf and None mean no limit")
+    return time.monotonic() + float(timeout)
+
+
+def part_mask(parts: Any) -> int:
+    names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1)) if hasattr(parts, "__iter__") else []
+    if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):
+        raise ConfigError(f"parts = {shown(parts)}, wanted 'weights', 'kv' or both")
+    mask = 0
+    for name in names:
+        mask |= PARTS[name]
+    return mask
+
+
+def part_names(mask: int) -> str:
+    return " and ".join(part for part, bit in PARTS.items() if mask & bit)
+
+
+def says_more_than(values: Any, most: int) -> bool:
+    """By its length, where it has one: nothing of it is asked for."""
+    try:
+        return len(values) > most
+    except OverflowError:  # beyond what Python counts with
+        return True
+    except (TypeError, ValueError):
+        return False
+
+
+def items_of(error: type[Error], name: str, values: Iterable[Any], most: int = MAX_ITEMS) -> list[Any]:
+    """All of them; no more than one is asked for beyond what may be."""
+    try:
+        walk = iter(values)
+    except TypeError as wrong:  # an array without dims has __iter__ too
+        raise error(f"{name} is a {type(values).__name__} that cannot be walked: {reason(wrong)}") from wrong
+    items = [] if (more := says_more_than(values, most)) else list(islice(walk, most + 1))
+    if more or len(items) > most:
+        raise error(f"{name} has more than {most} items, wanted at most {most}")
+    return items

@@ -1,0 +1,67 @@
+"""Where NVIDIA's cuBLASLt is, which `rm.Generator(fast=True)` has dense products made by: the one that this process has loaded already
+(torch's), else that of the wheel nvidia-cublas, else the system's, or the one that ROLLMESH_CUBLASLT_LIBRARY names. Nothing loads it, nor
+looks for it, where fast is not asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.arguments import choice
+from rollmesh.runtime.devices import CUDA_FAMILIES, Device
+from rollmesh.runtime.libraries import Library, candidates
+from rollmesh.runtime.messages import plain, shown
+
+LIBRARY_SWITCH = "ROLLMESH_CUBLASLT_LIBRARY"
+LEAST = (12, 0, 0)
+WHEEL = {"nvidia.cu13": "libcublasLt.so.13", "nvidia.cublas": "libcublasLt.so.12"}
+INSTALL = "pip install '.[cuda]' in rollmesh's checkout"
+FAMILY = "cuda_mma"  # of the other ops with fast=True: there are no bits to keep
+
+
+def find() -> Library:
+    """The cuBLASLt that would be used. ConfigError: there is none, or it cannot be loaded, or is older than 12.0."""
+    asked = os.environ.get(LIBRARY_SWITCH)
+    found = (asked, f"as {LIBRARY_SWITCH} says") if asked else next(candidates("cublasLt", "nvidia-cublas", WHEEL), None)
+    if found is None:
+        raise ConfigError(f"no libcublasLt.so was found: none is loaded, no wheel has it, and neither has the system ({INSTALL})")
+    path, source = found
+    library = Library(path, _version(path), source)
+    if library.version < LEAST:
+        raise ConfigError(f"cuBLASLt {library}, wanted {'.'.join(map(str, LEAST))} or later")
+    return library
+
+
+def _version(path: str) -> tuple[int, int, int]:
+    try:
+        asked = ctypes.CDLL(path).cublasLtGetVersion
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"{path} is no cuBLASLt that can be loaded: {plain(error)}") from None
+    asked.restype = ctypes.c_size_t
+    code = int(asked())
+    return code // 10000, code // 100 % 100, code % 100
+
+
+def for_generator(where: Device, dtype: str) -> Library:
+    """That of fast=True. ConfigError says why there is none."""
+    if not where.cuda_library:
+        raise ConfigError("fast = True with device = 'cpu', wanted device = 'cuda': cuBLASLt is for GPUs")
+    if dtype != "bfloat16":
+        raise ConfigError(f"fast = True with dtype = {shown(dtype)}, wanted 'bfloat16'")
+    try:
+        return find()
+    except ConfigError as error:
+        raise ConfigError(f"fast = True: {error}") from None
+
+
+def family(isa: str | None, where: Device, fast: bool) -> str | None:
+    """Of the ops on a GPU; None: the library's own choice, or the CPU's."""
+    if not where.cuda_library:
+        return None
+    if isa is None:
+        return FAMILY if fast else None
+    return choice("isa", isa, CUDA_FAMILIES)
+
+
+__all__ = ["INSTALL", "LEAST", "LIBRARY_SWITCH", "Library", "family", "find", "for_generator"]

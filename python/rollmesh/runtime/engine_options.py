@@ -1,0 +1,39 @@
+"""What an engine is made of, between the classes that users call and the extension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollmesh.runtime.engine_views import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options as ext/engine/options.c reads them; the fields are rm_ranks_options'."""
+
+    dtype: str
+    isa: str | None
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_bytes: int
+    seed: int
+    enable_prefix_caching: bool
+    eos_token_ids: Ids
+    tp: int
+    dp: int
+    ep: int
+    ep_backend: str
+    sequence_parallel: bool
+    host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
+    enforce_eager: bool = False  # no CUDA graphs
+    memory_fraction: float = 0.0  # > 0 where kv_bytes = 0 and no host schedules: of the device's free memory
+    cuda_library: str | None = None  # devices.py, as the next
+    cuda_ordinal: int = -1
+    cuda_family: str | None = None
+    nccl_library: str | None = None  # comm.Nccl, as the next
+    nccl_gpu: str | None = None
+    cublas_library: str | None = None  # cublas.py, as the next; not None: dense products are its
+    cublas_version: str | None = None  # for the other ranks

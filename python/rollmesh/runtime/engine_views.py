@@ -1,0 +1,85 @@
+"""What the C engine hands back, as types: dicts and tuples made by ext/engine/views.c and ext/engine/sync.c."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONTRACT_VERSION = 1  # of docs/numerics.md; a change of any bit there is a new number
+
+Ids = NDArray[np.int32]
+Finish = Literal["stop", "length", "abort", "error"] | None
+ManifestEntry = tuple[str, tuple[int, ...], str, bool]  # name, shape, dtype, required
+
+
+class RequestView(TypedDict):
+    finished: bool
+    error: Exception | None
+    num_cached_tokens: int
+    num_scored: int  # leading entries of the next four that were computed
+    n: int
+    prompt_logprobs: NDArray[np.float32] | None  # [p - 1]
+    prompt_sampling_logprobs: NDArray[np.float32] | None  # [p - 1]
+    prompt_ranks: NDArray[np.int32] | None  # [p - 1]
+    prompt_top_ids: NDArray[np.int32] | None  # [p - 1, k]
+    prompt_top_logprobs: NDArray[np.float32] | None  # [p - 1, k]
+    prompt_routed: NDArray[np.int16] | None  # [p, moe_layers, k]
+
+
+class SampleView(TypedDict):
+    finish: Finish
+    stop_token: int  # -1: none
+    token_ids: NDArray[np.int32]  # [n]
+    logprobs: NDArray[np.float32]  # [n]
+    sampling_logprobs: NDArray[np.float32]  # [n]
+    versions: NDArray[np.int64]  # [n]
+    no_contract: NDArray[np.uint8]  # [n]
+    ranks: NDArray[np.int32] | None  # [n]
+    top_ids: NDArray[np.int32] | None  # [n, k]
+    top_logprobs: NDArray[np.float32] | None  # [n, k]
+    routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]
+
+
+class Stats(TypedDict):
+    version: int  # -1: not synced
+    waiting: int
+    running: int
+    steps: int
+    rows: int
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    graph_replays: int
+    kv_pages: int
+    kv_pages_free: int
+    prefix_hits: int
+    prefix_misses: int
+    evictions: int
+    weight_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    threads: int
+    asleep: int  # bits: 1 weights, 2 KV
+    device: str  # "cpu", "cuda:0"
+    isa: str
+    family: str
+    forward_seconds: float
+    schedule_seconds: float
+    commit_seconds: float
+    comm_bytes: int  # sent to other ranks, by all ranks of this process
+    comm_calls: int  # exchanges, and seconds in them, of the rank that has most
+    comm_seconds: float
+
+
+class SyncValues(TypedDict):
+    version: int
+    num_tensors: int
+    num_parameters: int
+    num_skipped: int
+    bytes: int
+    seconds: float
+    copy_seconds: float
+    digest: int

@@ -1,0 +1,287 @@
+"""Qwen3 and Qwen3-MoE as out-of-tree classes under vLLM's own model runner (VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches,
+allocates the KV cache and samples; the forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits
+are rm.Generator's, bit for bit. It shows rollmesh's numbers in a vLLM of which nothing else was replaced; the fast way is the worker
+(VLLM_PLUGINS=rollmesh), which has one call of the C engine for all of this.
+
+Weights: nothing is allocated for them when the class is made, on whatever device torch is told to (vLLM makes models on the meta
+device too); RoPE's table is a buffer that no load brings, and it is right from the beginning. A Generator that generates nothing is
+the store: `load_weights` stages, checks and packs as every sync does (weight_updates.py), and the ops read the serving block where it lies.
+
+    load_weights(pairs), any number of times ─► the set is committed at the next forward pass, or when a name comes again
+
+vLLM's prefix cache knows of no versions here: reset_prefix_cache follows each set, as with vLLM's own models.
+
+Tensor parallel ranks, with experts whole on a rank (enable_expert_parallel) or cut, hold what rollmesh's placement gives them and
+gather what they computed (columns.py). vLLM's runner has no request that fails alone: a number that is not finite is a NumericsError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed import get_tp_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.attention import Attention
+
+from rollmesh import ops
+from rollmesh.distributed import comm
+from rollmesh.distributed.mesh import Mesh
+from rollmesh.errors import ConfigError, NotSyncedError, NumericsError, StateError
+from rollmesh.generator import Generator
+from rollmesh.model.placement import placements
+from rollmesh.model.spec import ModelSpec
+from rollmesh.vllm.model.attention import HEAD_DIMS, RollmeshAttentionBackend, Rope, tensor_of, words_of
+from rollmesh.vllm.model.columns import Columns
+from rollmesh.vllm.model.logits import logits_with
+from rollmesh.vllm.platforms import config
+from rollmesh.vllm.weight_updates import WeightUpdates
+
+Array = NDArray[Any]
+STORE_PAGE = 16  # positions of KV that the store has to have
+VOCAB_BLOCK = 128  # entries of the vocabulary that have one pair of statistics
+
+
+class Block(torch.nn.Module):
+    """One layer. It has no parameters: `weights` are views of what serves, given anew after each commit."""
+
+    def __init__(self, model: Model, index: int, prefix: str):
+        super().__init__()
+        spec, here = model.spec, model.columns.here
+        group = spec.num_attention_heads // spec.num_key_value_heads
+        self.weights: Mapping[str, Array] = {}
+        self.is_moe = spec.is_moe_layer[index]
+        self.sizes = [len(heads) * spec.head_dim for heads in (here.heads, here.kv_heads, here.kv_heads)]
+        self.attn = Attention(
+            len(here.heads),
+            spec.head_dim,
+            1.0 / math.sqrt(spec.head_dim),
+            num_kv_heads=len(here.kv_heads),
+            cache_config=model.vllm_config.cache_config,
+            prefix=prefix,
+            attn_backend=RollmeshAttentionBackend,
+            rope=model.rope,
+            weights=lambda: self.weights,
+            group=group,
+            head0=here.heads.start % group,
+        )
+
+    def attend(self, model: Model, x: Array) -> Array:
+        """x [rows, hidden], normed → attention's output after o_proj."""
+        w, here, spec = self.weights, model.columns, model.spec
+        qkv = ops.gemm(x, w["qkv"], sum(self.sizes), bias=w.get("qkv_bias"), **model.how)
+        attended = words_of(self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1))))
+        attended = here.whole(attended, "heads", spec.head_dim)
+        out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
+        return here.whole(out, "hidden")
+
+    def mix(self, model: Model, x: Array) -> Array:
+        """x [rows, hidden], normed → the output of the MLP, or of the mixture of experts."""
+        return self._mix_experts(model, x) if self.is_moe else self._mix_dense(model, x)
+
+    def _mix_dense(self, model: Model, x: Array) -> Array:
+        w, here = self.weights, model.columns
+        inner = here.whole(ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.how), "inner")
+        return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
+
+    def _mix_experts(self, model: Model, x: Array) -> Array:
+        w, spec, here = self.weights, model.spec, model.columns
+        experts, top_k = spec.num_experts, spec.num_experts_per_tok
+        routing = ops.router(x, w["router"], experts, top_k, bias=w["router_bias"], renormalize=spec.norm_topk_prob, **model.how)
+        rows, group_rows, place = ops.permute(x, routing.ids, experts, **model.how)
+        own = here.here.experts
+        first, end = int(group_rows[own.start]), int(group_rows[own.stop])
+        groups = group_rows[own.start : own.stop + 1] - np.int32(first)
+        inner = ops.gemm_swiglu(rows[first:end], w["expert_gate_up"], len(here.here.expert_inner), group_rows=groups, **model.how)
+        if not model.expert_parallel:
+            inner = here.whole(inner, "expert_inner")
+        y = ops.gemm(inner, w["expert_down"], len(here.here.expert_hidden), group_rows=groups, **model.how)
+        if model.expert_parallel:
+            y = here.joined(y, [int(group_rows[place.experts.stop] - group_rows[place.experts.start]) for place in here.places])
+        out = ops.combine(y, place, routing.ids, routing.gates, experts, **model.how)
+        return out if model.expert_parallel else here.whole(out, "expert_hidden")
+
+
+class Model(torch.nn.Module):
+    """What both families share. Made by vLLM."""
+
+    model_type = ""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__()
+        self.vllm_config, self.config = vllm_config, vllm_config.model_config.hf_config
+        self.spec = spec = config.model_spec(vllm_config)
+        self.dtype = config.dtype_name(vllm_config.model_config.dtype)
+        options, parallel = config.options(vllm_config), vllm_config.parallel_config
+        self._refuse()
+        mesh = config.mesh_of(parallel, vllm_config.model_config.is_moe)
+        self.expert_parallel = mesh.ep > 1
+        group = get_tp_group() if mesh.tp > 1 else None
+        rank = group.rank_in_group if group else 0
+        self.columns = Columns(group and group.cpu_group, rank, placements(spec, mesh.tp, 1, mesh.ep))
+        self.how: dict[str, Any] = {"threads": options.threads or torch.get_num_threads(), "isa": options.isa}
+        self._add_rope(vllm_config.model_config.max_model_len)
+        self.layers = torch.nn.ModuleList(
+            Block(self, i, f"{prefix}{'.' if prefix else ''}model.layers.{i}.self_attn.attn") for i in range(spec.num_hidden_layers)
+        )
+        self._store = _store(spec, mesh, comm.torch(group.cpu_group) if group else None, self.dtype, self.how)
+        self._updates = WeightUpdates(self._store._engine, vllm_config, rank)
+        self._served: int | None = None  # the version that the layers' views are of
+        self._ends: Mapping[str, Any] = {}
+
+    def _refuse(self) -> None:
+        parallel, spec = self.vllm_config.parallel_config, self.spec
+        config.check(self.vllm_config)
+        if spec.model_type != self.model_type:
+            raise ConfigError(f"model_type = {spec.model_type!r}, wanted {self.model_type!r}: {type(self).__name__} is of that family")
+        if parallel.data_parallel_size != 1:
+            raise ConfigError(
+                f"data_parallel_size = {parallel.data_parallel_size}, wanted 1; VLLM_PLUGINS=rollmesh has data parallel ranks"
+            )
+        if spec.head_dim % HEAD_DIMS:
+            raise ConfigError(f"head_dim = {spec.head_dim}, wanted a multiple of {HEAD_DIMS}: vLLM's blocks have no room for padding")
+        if any(spec.sliding_windows):
+            raise ConfigError(f"sliding windows of {max(spec.sliding_windows)} positions, wanted none: blocks are kept for all positions")
+
+    def _add_rope(self, positions: int) -> None:
+        inv_freq, scale = self.spec.rope(positions)
+        cos, sin = map(torch.from_numpy, ops.rope_table(inv_freq, positions, scale=scale, dtype=self.dtype))
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self.rope = Rope(cos, sin, self.spec.rms_norm_eps, self.how)
+
+    # ---------------------------------------------------------------------------------------- weights
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        """Stages tensors by their Hugging Face names, in one call or in many; see WeightUpdates.load. A bad one raises what is wrong
+        with it, and what is missing shows when the set is committed (IncompleteSyncError): the version before serves."""
+        return self._updates.load(weights)
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that serve: the number of sets before, or None."""
+        return self._updates.weight_version()
+
+    def commit_weights(self) -> int | None:
+        """Closes the set that load_weights has staged, if there is one, and returns the version that serves. The next forward pass
+        does it too."""
+        self._updates.close_unscoped()
+        if self._served != self.version:
+            self._ends = self._store._engine.weights() or {}
+            for layer, views in zip(self.layers, self._ends.get("layers", ()), strict=True):
+                layer.weights = views
+            self._served = self.version
+        return self._served
+
+    # ---------------------------------------------------------------------------------------- a pass
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self._require_weights()
+        return tensor_of(self._embed(input_ids.to(torch.int32).numpy()))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Hidden states [rows, hidden] after the final norm, of which compute_logits takes those that are wanted.
+
+        NotSyncedError without weights, but in the pass by which vLLM measures memory: that one gives zeros."""
+        if intermediate_tensors is not None or kwargs:
+            raise ConfigError(f"intermediate_tensors or {', '.join(kwargs) or 'others'} given, wanted none: there are no pipeline stages")
+        step = _step_of(self.layers[0].attn.layer_name)  # type: ignore[union-attr, arg-type]
+        if self.commit_weights() is None and step is None:
+            return torch.zeros(len(positions), self.spec.hidden_size, dtype=getattr(torch, self.dtype))
+        self._require_weights()
+        if inputs_embeds is not None:
+            residual = words_of(inputs_embeds).copy()
+        elif input_ids is not None:
+            residual = self._embed(input_ids.to(torch.int32).numpy())
+        else:
+            raise StateError("neither input_ids nor inputs_embeds given, wanted one of them")
+        hidden = self._run(residual)
+        if step is not None and step.flags.any():
+            raise NumericsError(f"keys or values of row {int(step.flags.argmax())} of a step of {step.num_rows} are not finite")
+        return tensor_of(hidden)
+
+    def _run(self, residual: Array) -> Array:
+        eps, x = self.spec.rms_norm_eps, None
+        layer: Any
+        for layer in self.layers:
+            x = layer.attend(self, ops.rms_norm(residual, layer.weights["input_norm"], eps=eps, x=x, **self.how))
+            x = layer.mix(self, ops.rms_norm(residual, layer.weights["post_norm"], eps=eps, x=x, **self.how))
+        normed: Array = ops.rms_norm(residual, self._ends["final_norm"], eps=eps, x=x, **self.how)
+        return normed
+
+    def _embed(self, ids: NDArray[np.int32]) -> Array:
+        """Each rank looks its own entries up, the first of them for those that it has not; every row is taken from its owner."""
+        here, hidden = self.columns.here.vocab, self.spec.hidden_size
+        local = np.where((ids >= here.start) & (ids < here.stop), ids - here.start, 0).astype(np.int32)
+        packed = (len(here), hidden) if self.spec.tie_word_embeddings else None
+        found = ops.embed(local, self._ends["embed"], packed=packed, **self.how) if here else np.zeros((len(ids), hidden), self._words)
+        if self.columns.size == 1:
+            return found
+        stops = np.array([place.vocab.stop for place in self.columns.places])
+        rows = self.columns.joined(found, [len(ids)] * self.columns.size)
+        return rows.reshape(self.columns.size, len(ids), hidden)[np.searchsorted(stops, ids, side="right"), np.arange(len(ids))]
+
+    @property
+    def _words(self) -> type[np.generic]:
+        return np.uint16 if self.dtype == "bfloat16" else np.float32
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocab] on every rank, with the statistics that logprobs are made from."""
+        vocab, rows = self.spec.vocab_size, len(hidden_states)
+        if self._served is None:
+            return torch.zeros(rows, vocab)  # of the pass by which vLLM measures memory
+        x, w, here = words_of(hidden_states), self._ends["lm_head"], self.columns
+        if here.size == 1:
+            head = ops.lm_head(x, w, vocab, **self.how)
+            logits = head.logits
+        else:
+            part = ops.lm_head_pairs(x, w, len(here.here.vocab), **self.how)
+            assert part.logits is not None
+            logits = here.whole(part.logits, "vocab")
+            pairs = here.joined(part.pairs, [-(-len(place.vocab) // VOCAB_BLOCK) for place in here.places])
+            head = ops.merge_pairs(pairs, **self.how)
+        assert logits is not None
+        if head.row_flags.any():
+            raise NumericsError(f"logits of row {int(head.row_flags.argmax())} of {rows} are not finite")
+        # The likeliest token's logprob is (max − max) − log Σ.
+        _, best = ops.top_logprobs(logits, head.stats, 1, **self.how)
+        return logits_with(torch.from_numpy(logits), torch.from_numpy(head.stats[:, 0]), torch.from_numpy(-best[:, 0]))
+
+    def _require_weights(self) -> None:
+        if self._served is None:
+            raise NotSyncedError("there are no weights yet: load_weights brings them")
+
+
+class Qwen3ForCausalLM(Model):
+    model_type = "qwen3"
+
+
+class Qwen3MoeForCausalLM(Model):
+    model_type = "qwen3_moe"
+
+
+def _step_of(layer_name: str) -> Any:
+    """The step that vLLM's runner has announced; None in a pass that it makes for its own purposes."""
+    if not is_forward_context_available():
+        return None
+    metadata = get_forward_context().attn_metadata
+    return metadata[layer_name] if isinstance(metadata, dict) else metadata
+
+
+def _store(spec: ModelSpec, mesh: Mesh, ranks: Any, dtype: str, how: Mapping[str, Any]) -> Generator:
+    """A generator for its weights alone: one page of KV, one row of activations."""
+    heads = max(len(place.kv_heads) for place in placements(spec, mesh.tp, mesh.dp, mesh.ep))
+    page = 8 * spec.num_hidden_layers * heads * STORE_PAGE * (-(-spec.head_dim // 32) * 32)
+    return Generator(
+        spec, mesh=mesh, comm=ranks, dtype=dtype, max_model_len=STORE_PAGE, max_num_seqs=1, max_num_batched_tokens=1,
+        block_size=STORE_PAGE, kv_cache_gib=(page + 1) / 2**30, enable_prefix_caching=False, **how,
+    )  # fmt: skip

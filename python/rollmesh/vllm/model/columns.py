@@ -1,0 +1,48 @@
+"""What the ranks of vLLM's tensor parallel group send one another between the ops of the out-of-tree model (model.py): the parts of a
+matrix that each has computed, put together on all. Bytes are moved and nothing is added, so a model on several ranks has the bits of
+one (docs/numerics.md); this is csrc/model/shard.h over vLLM's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed
+
+from rollmesh.model.placement import Placement
+
+Array = NDArray[Any]
+
+
+class Columns:
+    """group: a torch.distributed group of CPU tensors; None: one rank, which has everything. places: of each rank of the group."""
+
+    def __init__(self, group: Any, rank: int, places: Sequence[Placement]):
+        self._group, self.rank, self.places = group, rank, tuple(places)
+        self.here = self.places[rank]
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    def whole(self, part: Array, cut: str, unit: int = 1, axis: int = 1) -> Array:
+        """The parts that all ranks have, along an axis. cut: the field of Placement that it is cut by, unit: entries of one place."""
+        if self.size == 1:
+            return part
+        return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], axis)
+
+    def joined(self, part: Array, sizes: Sequence[int], axis: int = 0) -> Array:
+        """Parts of any sizes; gathered as if each were as long as the longest."""
+        shape = list(part.shape)
+        shape[axis] = max(sizes)
+        mine = np.zeros(shape, part.dtype)
+        mine[(slice(None),) * axis + (slice(sizes[self.rank]),)] = part
+        sent = torch.from_numpy(mine.reshape(-1).view(np.uint8))
+        received = [torch.empty_like(sent) for _ in self.places]
+        distributed.all_gather(received, sent, group=self._group)
+        parts = [each.numpy().view(part.dtype).reshape(shape) for each in received]
+        return np.concatenate([each.take(range(n), axis) for each, n in zip(parts, sizes, strict=True)], axis)

@@ -1,0 +1,136 @@
+"""The platform that VLLM_PLUGINS=rollmesh brings to a machine without a GPU: vLLM schedules, and rollmesh's worker computes.
+
+It is an out-of-tree platform (`is_out_of_tree()`) rather than vLLM's own CPU platform, which wants kernels that only the CPU build
+has. vLLM asks it what the machine is, lets it look at the whole configuration once (`check_and_update_config`: what rollmesh
+does not do is refused there, in the user's own LLM(…) call) and at each request (`validate_request`).
+
+torch.accelerator: vLLM calls some of its functions on every platform that is not its own CPU one, and they raise where torch has
+no accelerator. They are made to do nothing there, when the platform is made, as vLLM's CPU model runner does itself.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from rollmesh.runtime.devices import device_of
+from rollmesh.vllm.platforms import config
+
+REASONS = "rollmesh.vllm.serve.Reasons"
+
+
+class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"  # vLLM makes torch devices of it
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    ray_device_key = "GPU"  # a worker takes one of what Ray counts under this name: ray start --num-gpus=N says how many fit
+    simple_compile_backend = "eager"  # of small functions of vLLM's: a compiler would cost seconds
+    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; nothing reads it
+    engine_device = "cpu"  # as rm.Generator's `device`
+    logprobs_modes: ClassVar[set[str]] = set()  # of the engines of this process: a request does not say whose it is
+
+    def __init__(self) -> None:
+        if not torch.accelerator.is_available():
+            for name in ("synchronize", "empty_cache", "empty_host_cache"):
+                setattr(torch.accelerator, name, _nothing)
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Before the command line of a server is read, whose --middleware then has ours by default; one's own come after it."""
+        if parser is not None and (given := parser.get_default("middleware")) is not None and REASONS not in given:
+            parser.set_defaults(middleware=[*given, REASONS])
+        super().pre_register_and_update(parser)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        device_of(cls.engine_device)
+        config.check(vllm_config)
+        config.update(vllm_config)
+        if vllm_config.model_config is not None:
+            cls.logprobs_modes.add(vllm_config.model_config.logprobs_mode)
+        super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        from rollmesh.vllm.worker import sampling  # of vLLM's config, which is being imported when the platform is
+
+        sampling.refuse_inputs(processed_inputs)
+        sampling.refuse(params)
+        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():  # where there are two, the worker says it
+            sampling.refuse_mode(params, mode)
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The first is what dtype="auto" makes of a float16 model, and of a float32 one: so nothing is rounded that was not asked for."""
+        return [torch.float32, torch.bfloat16]
+
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return platform.processor() or platform.machine()
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return config.total_memory()
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        resident = Path("/proc/self/statm").read_text("ascii").split()[1]
+        return float(int(resident) * os.sysconf("SC_PAGE_SIZE"))
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """There is one."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.no_grad()
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's are not used."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        """vLLM's are not used."""
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        config.dtype_name(dtype)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: Any) -> None:
+        """No attention layer of vLLM's has a say; see config.update."""
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return False
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return len(os.sched_getaffinity(0))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a function of torch.accelerator, where there is none."""

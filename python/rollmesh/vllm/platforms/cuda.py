@@ -1,0 +1,37 @@
+"""The platform that VLLM_PLUGINS=rollmesh brings to a machine with an NVIDIA GPU: each worker's engine has a CUDA device.
+
+vLLM's own side stays on the host (its torch device is the CPU): it schedules, edits logits and masks, and no tensor of its needs a GPU,
+so neither vLLM's CUDA platform nor its kernels are loaded, and any build of torch will do.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rollmesh import _core
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.devices import device_of
+from rollmesh.vllm import START_METHOD
+from rollmesh.vllm.platforms.cpu import RollmeshCpuPlatform
+
+
+class RollmeshCudaPlatform(RollmeshCpuPlatform):
+    engine_device = "cuda"
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        if os.environ.get(START_METHOD) == "fork":
+            raise ConfigError(f"{START_METHOD} = 'fork', wanted 'spawn': CUDA does not survive a fork")
+        super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return f"{cls.engine_device}:{device_id}"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """What is free of it now: vLLM makes defaults of it, and nothing of rollmesh's."""
+        library, _ = device_of(cls.engine_device)
+        return 0 if library is None else _core.cuda_available(library, device_id)

@@ -1,0 +1,369 @@
+"""From a SchedulerOutput of vLLM to a ModelRunnerOutput: one step of a hosted engine (csrc/scheduler/external_scheduler.h) between.
+
+vLLM sends what has changed: new requests whole, of the others the pages that they got, of those that ended the names. The engine
+keeps tokens, draws, records and block tables, and so everything that a request needs again; what is kept here of one is its number
+and what it asked for. A request that was preempted comes back either as one of the cached (its pages replaced, all its tokens
+sent) or as a new one (with the tokens that it has): both are told by its name being known.
+
+What fails is the request's own end and not the engine's: its name and the reason go back with the step's output (scheduler.py).
+Without weights, or while weights or KV are asleep, that is every request of the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+
+from rollmesh.distributed.spmd import ALONE, AnyEngine, SpmdEngine
+from rollmesh.errors import CapacityError, Error, NotSyncedError, RequestError, StateError
+from rollmesh.model.spec import ModelSpec
+from rollmesh.runtime.messages import reason
+from rollmesh.vllm.scheduler import FAILED
+from rollmesh.vllm.weight_updates import WeightUpdates
+from rollmesh.vllm.worker import sampling
+from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
+
+HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
+NO_STEP = (NotSyncedError, StateError)  # none can be made, on no rank, and nothing has been done
+MOST_FAILED = 4096  # requests whose reason is kept for who asks
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request of vLLM's that the engine keeps under a number."""
+
+    number: int
+    params: Any
+    prompt: NDArray[np.int32]
+    logprobs: int | None  # likeliest tokens beside the drawn one; None: no logprobs are wanted
+    prompt_logprobs: int | None  # the same of the prompt
+    prompt_given: bool  # its logprobs are vLLM's
+    host_draws: bool
+    routed: int  # positions whose routing is not wanted any more
+
+
+class _Part(NamedTuple):
+    """What a step feeds of one request."""
+
+    name: str
+    request: _Request
+    computed: int
+    rows: int
+    pages: Sequence[int]
+    replace: bool
+
+
+class _Drawn(NamedTuple):
+    """Of the parts of a step, in their order."""
+
+    tokens: NDArray[np.int32]  # −1: none
+    logprobs: NDArray[np.float32]
+    sampling_logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+
+
+class Runner:
+    """The requests of one worker."""
+
+    def __init__(
+        self,
+        engine: AnyEngine,
+        updates: WeightUpdates,
+        host: HostLogits,
+        spec: ModelSpec,
+        max_model_len: int,
+        processed: bool,
+        routed: bool,
+    ):
+        """processed: the logprob of a drawn token is that of the distribution it was drawn from, and not the model's. routed: experts that
+        tokens went to are given out."""
+        self._engine, self._updates, self._host = engine, updates, host
+        self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
+        self._processed, self._routed = processed, routed
+        self.model = updates.model  # where TRL and verl push weights
+        self._requests: dict[str, _Request] = {}
+        self._accepted = 0  # requests so far: those without a seed get one by it
+        self._scheduled: Any = None
+        self._failed: dict[str, str] = {}  # the last requests that failed, and why
+
+    # ---------------------------------------------------------------------------------------- a step
+    def execute_model(self, scheduled: Any, intermediate_tensors: None = None) -> ModelRunnerOutput | None:
+        """The step is made in sample_tokens, which brings the grammars. One without rows only says what has ended."""
+        if scheduled.total_num_scheduled_tokens:
+            self._scheduled = scheduled
+            return None
+        self._let_go(scheduled)
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+    def sample_tokens(self, grammar: Any) -> ModelRunnerOutput:
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        try:
+            output = self._make_step(scheduled, grammar)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._remember(getattr(output, FAILED, {}))
+        return output
+
+    def _make_step(self, scheduled: Any, grammar: Any) -> ModelRunnerOutput:
+        names, failed = list(scheduled.num_scheduled_tokens), dict[str, str]()
+        self._let_go(scheduled)
+        why = self._close_set()
+        if why is None:
+            try:
+                parts = self._take(scheduled, failed)
+                drawn = self._step(parts, grammar)
+            except NO_STEP as error:
+                why = error
+        if why is not None:
+            self._fail(scheduled)
+            return _output(names, {}, dict.fromkeys(names, reason(why)))
+        tokens = dict(zip((part.name for part in parts), drawn.tokens.tolist(), strict=True))
+        failed |= {part.name: self._why(part.request) for part in parts if tokens[part.name] == HAS_FAILED}
+        output = _output(names, tokens, failed)
+        output.logprobs = self._logprobs(output.req_id_to_index, parts, drawn)
+        for part in parts:
+            if part.request.prompt_logprobs is not None and not part.request.prompt_given and tokens[part.name] >= 0:
+                output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
+        if self._routed:
+            output.aux_output_connector_output = {part.name: self._experts(part.request) for part in parts if tokens[part.name] >= 0}
+        return output
+
+    def idle_step(self) -> None:
+        """No rows of this rank's, in a step that others may make."""
+        try:
+            if self._close_set() is None:
+                self._step([], None)
+        except NO_STEP:
+            pass  # nor do the others make it
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _close_set(self) -> Error | None:
+        """A set that load_weights has pushed is committed. What is wrong with it, on all ranks, ends this step's requests and no more."""
+        try:
+            self._updates.close_unscoped()
+        except ALONE:
+            raise
+        except Error as error:
+            return error
+        return None
+
+    def _remember(self, failed: dict[str, str]) -> None:
+        """The first reason of each: vLLM may have scheduled it again before it hears of that."""
+        if not failed:
+            return
+        for name, why in failed.items():
+            self._failed.setdefault(name, why)
+        for name in list(self._failed)[:-MOST_FAILED]:
+            del self._failed[name]
+
+    def why_failed(self, name: str) -> str | None:
+        """Of the newest of that name. What a server calls cmpl-7 may be several here: 1_cmpl-7-0-93d2a0ff is the second sample of its
+        first prompt."""
+        part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
+        return next((why for known, why in reversed(self._failed.items()) if name in known and part.fullmatch(known)), None)
+
+    def _leave(self, error: BaseException) -> None:
+        """This rank ends here; where others would wait for it they learn so."""
+        if isinstance(self._engine, SpmdEngine):
+            self._engine.leave(error)
+
+    def _fail(self, scheduled: Any) -> None:
+        """No step is made: its requests end, and pages that vLLM counts as computed from here on hold nothing."""
+        cached = scheduled.scheduled_cached_reqs
+        for name in scheduled.num_scheduled_tokens:
+            if name in self._requests:
+                self._engine.host_fail(self._requests[name].number)
+        for new in scheduled.scheduled_new_reqs:
+            self._forget(new.block_ids)
+        for pages in cached.new_block_ids:
+            self._forget(pages)
+
+    def _forget(self, pages: Any) -> None:
+        if pages:
+            self._engine.host_forget(np.array(pages[0], np.int32))
+
+    def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
+        most = sum(part.request.host_draws for part in parts)
+        logits, stats = (np.empty((most, self._vocab_size), np.float32), np.empty((most, 2), np.float32)) if most else (None, None)
+        *columns, _ = self._engine.host_step(
+            np.array([part.request.number for part in parts], np.uint64),
+            np.array([part.computed for part in parts], np.int64),
+            np.array([part.rows for part in parts], np.int64),
+            np.array([part.replace for part in parts], np.uint8),
+            np.array([len(part.pages) for part in parts], np.int64),
+            np.array([page for part in parts for page in part.pages], np.int32),
+            logits,
+            stats,
+        )
+        drawn = _Drawn(*columns)
+        waiting = np.flatnonzero(drawn.tokens == HOST_DRAWS) if most else ()
+        if len(waiting):
+            assert logits is not None
+            assert stats is not None
+            rows = drawn.ranks[waiting]  # of one that has failed there is a row too
+            self._draw([parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting)
+        return drawn
+
+    def _draw(self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any, drawn: _Drawn, places: Any) -> None:
+        """The engine draws as ever, from logits that have been edited here. Their rows are in the order of the parts."""
+        masks = bitmask_rows(grammar)
+        rows = [HostRow(p.name, p.request.params, p.request.prompt, self._generated(p.request), masks.get(p.name)) for p in parts]
+        edited = self._host.edit(raw, rows)
+        columns = self._engine.host_draw(np.array([part.request.number for part in parts], np.uint64), raw, stats, edited)
+        for column, values in zip(drawn, columns, strict=True):
+            column[places] = values
+
+    # ---------------------------------------------------------------------------------------- what vLLM says
+    def _let_go(self, scheduled: Any) -> None:
+        """vLLM's sets have another order in each process; ranks that share the work do it in the order of numbers."""
+        ended = [self._requests.pop(name) for name in scheduled.finished_req_ids if name in self._requests]
+        for number in sorted(request.number for request in ended):
+            self._engine.abort(number)
+            self._engine.release(number)
+        for name in scheduled.preempted_req_ids or ():
+            if name in self._requests:
+                self._engine.host_preempt(self._requests[name].number)
+
+    def _take(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
+        """The parts in the order in which vLLM decided on them. What the engine does not take goes into `failed`."""
+        rows, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
+        parts: dict[str, _Part] = {}
+        for new in scheduled.scheduled_new_reqs:
+            try:
+                request = self._known_again(new) or self._add(new)
+            except (RequestError, CapacityError) as error:
+                failed[new.req_id] = reason(error)
+                self._forget(new.block_ids)
+            else:
+                parts[new.req_id] = _Part(new.req_id, request, new.num_computed_tokens, rows[new.req_id], new.block_ids[0], True)
+        for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            if name not in self._requests:
+                failed[name] = "it has failed in an earlier step"
+                self._forget(pages)
+                continue
+            request, replace = self._requests[name], name in cached.resumed_req_ids
+            if replace and name in cached.all_token_ids:
+                self._knows(request, cached.all_token_ids[name])
+            parts[name] = _Part(name, request, computed, rows[name], pages[0] if pages else (), replace)
+        return [parts[name] for name in rows if name in parts]
+
+    def _add(self, new: Any) -> _Request:
+        params, prompt = new.sampling_params, sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
+        sampling.refuse(params)
+        sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
+        most = min(params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1))
+        asked = sampling.engine_request(params, self._accepted, most, self._vocab_size, bool(self._host.custom))
+        number = self._engine.add(prompt, sampling.banned_ids(params, self._vocab_size), asked, None)
+        self._accepted += 1
+        prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
+        request = _Request(
+            number,
+            params,
+            prompt,
+            None if params.logprobs is None else asked.logprobs,
+            prompt_logprobs,
+            False,
+            asked.host_draws,
+            params.routed_experts_prompt_start,
+        )
+        self._requests[new.req_id] = request
+        return request
+
+    def _known_again(self, new: Any) -> _Request | None:
+        """A request that was preempted, where vLLM sends such as new ones."""
+        request = self._requests.get(new.req_id)
+        if request is not None:
+            if not np.array_equal(new.prompt_token_ids, request.prompt):
+                raise RequestError(
+                    f"a prompt of {len(new.prompt_token_ids)} tokens under a name whose prompt has {len(request.prompt)}, wanted the same: "
+                    "input that streams in is not served"
+                )
+            self._knows(request, new.prefill_token_ids or new.prompt_token_ids)
+        return request
+
+    def _knows(self, request: _Request, tokens: Iterable[int]) -> None:
+        """All tokens that vLLM has of it. Those drawn since and dropped by vLLM will be drawn again."""
+        known = np.array(list(tokens)[len(request.prompt) :], np.int32)
+        self._engine.host_tokens(request.number, known)
+        request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
+        if not len(known):  # vLLM has dropped what came with the first token
+            request.routed, request.prompt_given = min(request.routed, request.params.routed_experts_prompt_start), False
+
+    # ---------------------------------------------------------------------------------------- what vLLM gets
+    def _generated(self, request: _Request) -> list[int]:
+        return list(map(int, self._engine.tokens(request.number, 0, 0)[1]))
+
+    def _why(self, request: _Request) -> str:
+        return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
+
+    def _logprobs(self, index: dict[str, int], parts: list[_Part], drawn: _Drawn) -> LogprobsLists | None:
+        """A row for each request of the step: the drawn token's first, then the likeliest."""
+        wanted = [(i, part) for i, part in enumerate(parts) if part.request.logprobs is not None and drawn.tokens[i] >= 0]
+        if not wanted:
+            return None
+        most = max(part.request.logprobs or 0 for _, part in wanted)
+        ids, values = np.zeros((len(index), most + 1), np.int32), np.zeros((len(index), most + 1), np.float32)
+        ranks = np.zeros(len(index), np.int32)
+        here, there = [i for i, _ in wanted], [index[part.name] for _, part in wanted]
+        ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
+        values[there, 0] = (drawn.sampling_logprobs if self._processed else drawn.logprobs)[here]
+        for k in sorted({part.request.logprobs or 0 for _, part in wanted} - {0}):
+            same = [part for _, part in wanted if part.request.logprobs == k]
+            rows = [index[part.name] for part in same]
+            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(np.array([p.request.number for p in same], np.uint64), k)
+        return LogprobsLists(ids, values, ranks)
+
+    def _experts(self, request: _Request) -> AuxRequestOutput:
+        """Of the positions fed since the last token: [n, layers, k], a layer without experts all 0."""
+        start = request.routed
+        rows = self._engine.host_routed(request.number, start)
+        request.routed += len(rows)
+        narrowest = np.uint8 if self._spec.num_experts <= 256 else np.uint16
+        all_layers = np.zeros((len(rows), self._spec.num_hidden_layers, rows.shape[2]), narrowest)
+        all_layers[:, np.flatnonzero(self._spec.is_moe_layer)] = rows
+        return AuxRequestOutput(start, all_layers)
+
+    def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
+        """Of all tokens of the prompt but the first, in the step that draws the first token after it."""
+        view, k = self._engine.request(request.number), request.prompt_logprobs or 0
+        request.prompt_given = True
+        ids, values = np.empty((len(request.prompt) - 1, k + 1), np.int32), np.empty((len(request.prompt) - 1, k + 1), np.float32)
+        ids[:, 0], values[:, 0] = request.prompt[1:], _there(view["prompt_logprobs"])
+        if k:
+            ids[:, 1:], values[:, 1:] = _there(view["prompt_top_ids"]), _there(view["prompt_top_logprobs"])
+        return LogprobsTensors(*map(_tensor, (ids, values, _there(view["prompt_ranks"]))))
+
+
+def _there(array: NDArray[Any] | None) -> NDArray[Any]:
+    assert array is not None  # it was asked for when the request was added
+    return array
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    """An empty array (of a prompt of one token) has strides of 0, which vLLM's messages between processes do not take."""
+    tensor = torch.from_numpy(array)
+    return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
+
+
+def _output(names: list[str], tokens: dict[str, int], failed: dict[str, str]) -> ModelRunnerOutput:
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=[[token] if (token := tokens.get(name, -1)) >= 0 else [] for name in names],
+    )
+    if failed:
+        setattr(output, FAILED, failed)
+    return output

@@ -1,0 +1,349 @@
+"""A worker of vLLM, one process (or the engine's own, with one rank), as vLLM makes and drives it:
+
+    __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─► initialize_from_config ─► steps …
+
+Nothing is loaded: weights come from a trainer, by any of the ways in weight_updates.py. The engine is made when the number of KV pages is
+known, in initialize_from_config. Ranks meet over shared memory where all are on one machine, else over vLLM's own Gloo group; NCCL goes
+over either where additional_config["rollmesh"] says so.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import distributed
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from rollmesh import _core
+from rollmesh.distributed import comm
+from rollmesh.distributed.spmd import AnyEngine, join
+from rollmesh.errors import CapacityError, ConfigError, StateError
+from rollmesh.model.placement import placements
+from rollmesh.model.sizes import kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.runtime.devices import Device, device_of
+from rollmesh.runtime.engine_options import EngineOptions
+from rollmesh.vllm.platforms import config
+from rollmesh.vllm.weight_updates import WeightUpdates, answers
+from rollmesh.vllm.worker.host_logits import HostLogits
+from rollmesh.vllm.worker.runner import Runner
+
+LAYOUT = "LBNHC"  # a name for vLLM's books; the pages lie as csrc/model wants them
+NAME_BYTES = 32
+
+
+def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For calls that fail on all workers alike, arguments of another form included: see weight_updates.py on executors."""
+
+    @wraps(method)
+    def call(self: Worker, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except Exception:
+            if answers(self.parallel_config, self.rank):
+                raise
+
+    return call
+
+
+class _Made(NamedTuple):
+    """What a worker has once vLLM has said how many pages there are."""
+
+    engine: AnyEngine
+    updates: WeightUpdates
+    runner: Runner
+
+
+class Worker(WorkerBase):  # type: ignore[misc]
+    """One rank. Between steps vLLM calls anything of it by name (collective_rpc)."""
+
+    model_runner: Runner | None
+    _made: _Made | None = None
+    _nccl: str | None = None  # which is loaded, in words
+
+    def init_device(self) -> None:
+        """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
+        from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+
+        if self._made is not None:
+            self._refuse_again()
+            return
+        parallel = self.parallel_config
+        self.device = torch.device("cpu")
+        self.spec = config.model_spec(self.vllm_config)
+        self.mesh = config.mesh_of(parallel, self.model_config.is_moe)
+        init_distributed_environment(parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo")
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+    @_one_answers
+    def _refuse_again(self) -> None:
+        raise StateError("init_device of a worker that has an engine, wanted it once")
+
+    @_one_answers
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """The weights come later, from the trainer."""
+        if load_dummy_weights:
+            raise ConfigError("load_dummy_weights=True, wanted False: weights come from a trainer only")
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    # ---------------------------------------------------------------------------------------- the KV cache
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """All layers alike, so that one table of pages serves them. Windows are attention's own business; no page is given back early."""
+        heads = max(len(rank.kv_heads) for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep))
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=heads,
+            head_size=kv_bytes_per_token(self.spec, 1, 1) // (2 * self.spec.num_hidden_layers),  # as it lies, padded
+            dtype=self.model_config.dtype,
+        )
+        return {f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [LAYOUT]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for KV: what was asked for, or this worker's share of the memory that is free, less two copies of its weights."""
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return int(self.cache_config.kv_cache_memory_bytes)
+        mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
+        weights = sum(rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize) for matrix in matrices(self.spec))
+        share = self._available_memory() * self.cache_config.gpu_memory_utilization
+        if share <= 2 * weights:
+            raise CapacityError(
+                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
+                f"wanted more than two copies of its weights, {2 * weights}"
+            )
+        return int(share - 2 * weights)
+
+    def _available_memory(self) -> float:
+        """Bytes that this worker's device can give it without taking them from others."""
+        library, workers = _device().cuda_library, config.local_workers(self.parallel_config)
+        if library is None:
+            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+            return int(lines["MemAvailable"].split()[0]) * 1024 / workers
+        devices = _core.cuda_count(library)
+        free = _core.cuda_available(library, config.cuda_ordinal(self.parallel_config, self.local_rank, devices))
+        return free / -(-workers // devices)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Makes the engine, together with the other ranks."""
+        options = config.options(self.vllm_config)
+        library = _device().cuda_library
+        engine_options = EngineOptions(
+            dtype=config.dtype_name(self.model_config.dtype),
+            isa=None if library else options.isa,
+            threads=config.num_threads(self.vllm_config),
+            max_model_len=self.model_config.max_model_len,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            block_size=self.cache_config.block_size,
+            kv_bytes=0,
+            seed=config.engine_seed(self.vllm_config),
+            enable_prefix_caching=False,
+            enforce_eager=bool(self.model_config.enforce_eager),
+            eos_token_ids=np.zeros(0, np.int32),
+            tp=self.mesh.tp,
+            dp=self.mesh.dp,
+            ep=self.mesh.ep,
+            ep_backend=options.ep_backend,
+            sequence_parallel=options.sequence_parallel,
+            host_pages=kv_cache_config.num_blocks,
+            cuda_library=library,
+            cuda_ordinal=-1 if library is None else config.cuda_ordinal(self.parallel_config, self.local_rank, _core.cuda_count(library)),
+            cuda_family=options.isa if library else None,
+        )
+        host = HostLogits(self.vllm_config)
+        engine = self._make_engine(engine_options)
+        updates = WeightUpdates(engine, self.vllm_config, self.rank)
+        self.model_runner = Runner(
+            engine,
+            updates,
+            host,
+            spec=self.spec,
+            max_model_len=self.model_config.max_model_len,
+            processed=self.model_config.logprobs_mode == "processed_logprobs",
+            routed=self.vllm_config.aux_output_config.enabled,
+        )
+        self._made = _Made(engine, updates, self.model_runner)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def _index(self) -> int:
+        """This rank's number on the mesh: vLLM counts data parallel ranks first, as rm.Mesh does."""
+        return int(self._group().rank_in_group)
+
+    def _group(self) -> Any:
+        from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+        return get_world_group() if self.mesh.dp > 1 else get_tp_group()
+
+    def _make_engine(self, options: EngineOptions) -> AnyEngine:
+        values = self.spec.engine_values(options.max_model_len)
+        if self.mesh.world == 1:
+            return _core.Engine(values, options)
+        group = self._comm()
+        if config.options(self.vllm_config).exchange == "nccl":
+            group = nccl = comm.nccl(group)
+            self._nccl = str(nccl.library)
+            nccl.place(Device(options.cuda_library, options.cuda_ordinal), self.mesh)
+            options = replace(options, nccl_library=nccl.library.path, nccl_gpu=nccl.gpu)
+        return join(values, options, group, self.mesh, may_differ=("seed",))  # each data parallel rank has one of its own
+
+    def _comm(self) -> comm.Comm:
+        from vllm.distributed.parallel_state import in_the_same_node_as
+
+        group = self._group()
+        if not all(in_the_same_node_as(group.cpu_group, 0)) or self.mesh.world > comm.Shm.MAX_WORLD:
+            return comm.torch(group.cpu_group)
+        name = torch.frombuffer(bytearray(secrets.token_hex(NAME_BYTES // 2).encode()), dtype=torch.uint8)
+        distributed.broadcast(name, group.ranks[0], group=group.cpu_group)
+        return comm.shm(f"rollmesh-{bytes(name.tolist()).decode()}", group.rank_in_group, group.world_size)
+
+    # ---------------------------------------------------------------------------------------- steps
+    @property
+    def made(self) -> _Made:
+        if self._made is None:
+            raise StateError("the worker has no engine, wanted initialize_from_config before and no shutdown")
+        return self._made
+
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        return self.made.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        return self.made.runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Others step: this rank takes part where experts are spread over all."""
+        self.made.runner.idle_step()
+
+    def take_draft_token_ids(self) -> None:
+        """There are none."""
+
+    def synchronize_device(self) -> None:
+        """A step is over when it returns."""
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
+
+    def get_model(self) -> torch.nn.Module:
+        return self.updates.model
+
+    def check_health(self) -> None:
+        """A mesh that has ended says so."""
+        self.made.engine.stats()
+
+    @_one_answers
+    def add_lora(self, lora_request: Any) -> bool:
+        raise ConfigError("add_lora, wanted none: LoRA adapters are not offered")
+
+    @_one_answers
+    def remove_lora(self, lora_id: int) -> bool:
+        raise ConfigError("remove_lora, wanted none: LoRA adapters are not offered")
+
+    @_one_answers
+    def pin_lora(self, lora_id: int) -> bool:
+        raise ConfigError("pin_lora, wanted none: LoRA adapters are not offered")
+
+    @_one_answers
+    def list_loras(self) -> set[int]:
+        """There are none."""
+        return set()
+
+    @_one_answers
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any) -> None:
+        raise ConfigError(f"profile(is_start={is_start}), wanted perf or py-spy on pid {os.getpid()}: the work is in C threads")
+
+    @_one_answers
+    def metrics(self) -> dict[str, Any]:
+        """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
+        return {**self.made.engine.stats(), "version": self.updates.weight_version(), "nccl": self._nccl}
+
+    @_one_answers
+    def why_failed(self, name: str) -> str | None:
+        """Of a request that ended with an error, by the name that a server gave it; None where nothing is known."""
+        return self.made.runner.why_failed(name)
+
+    # ---------------------------------------------------------------------------------------- weights, see weight_updates.py
+    @property
+    def updates(self) -> WeightUpdates:
+        return self.made.updates
+
+    @_one_answers
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.updates.init_weight_transfer_engine(init_info)
+
+    @_one_answers
+    def start_weight_update(self) -> None:
+        self.updates.start_weight_update()
+
+    @_one_answers
+    def start_draft_weight_update(self) -> None:
+        self.updates.start_draft_weight_update()
+
+    @_one_answers
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self.updates.update_weights(update_info)
+
+    @_one_answers
+    def finish_weight_update(self) -> None:
+        self.updates.finish_weight_update()
+
+    @_one_answers
+    def shutdown_weight_transfer_engine(self) -> None:
+        self.updates.shutdown_weight_transfer_engine()
+
+    @_one_answers
+    def weight_version(self) -> int | None:
+        return self.updates.weight_version()
+
+    @_one_answers
+    def compute_weight_checksums(self) -> dict[str, str]:
+        return self.updates.compute_weight_checksums()
+
+    @_one_answers
+    def reset_weights(self) -> None:
+        self.updates.reset_weights()
+
+    @_one_answers
+    def sleep(self, level: int = 1) -> None:
+        self.updates.sleep(level)
+
+    @_one_answers
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.updates.wake_up(tags)
+
+    @_one_answers
+    def discard(self, tags: Iterable[str]) -> None:
+        self.updates.discard(tags)
+
+    def shutdown(self) -> None:
+        """Gives everything back. Idempotent."""
+        made, self._made, self.model_runner = self._made, None, None
+        if made is not None:
+            made.updates.shutdown()
+            made.engine.close()
+
+
+def _device() -> Device:
+    """What the platform says that engines run on."""
+    from vllm.platforms import current_platform
+
+    return device_of(current_platform.engine_device)

@@ -1,0 +1,229 @@
+"""Weights from the ranks of a trainer to the ranks of a generator, where both are the same processes and neither holds a tensor whole.
+
+For each entry of the source every rank says what it has of it (pieces.py); what every rank wants follows from the name. csrc/weights/
+plan.c makes of both the copies, the same on all ranks, and one exchange moves what is not where it is wanted already. A rank receives
+what it wants and nothing else. The tensor that it then pushes has the shape of the whole, and memory only where something was
+written (the system gives a page when it is touched), so that the engine checks, indexes and reads it as any other.
+
+What all ranks can see (other names, other shapes, an element that nobody has) all raise, each the same. What one rank alone cannot do,
+take its source further, it says in place of an entry: it raises its own error, the others SyncAbortedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import _core
+from rollmesh.distributed.spmd import AnyEngine, SpmdEngine
+from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError, UnsupportedTensorError
+from rollmesh.runtime.messages import reason
+from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
+from rollmesh.weights.transport.tensors import DTYPES, bytes_of
+
+Array = NDArray[Any]
+Told = list[Any]  # name, dtype, shape, offsets, sizes; or why the source goes no further
+AHEAD = 16  # entries of a mapping that are told at a time; of an iterator one, whose tensor may be gone after
+MAX_PLANS = 256
+BOX_DIMS = 4
+ALIKE = "all ranks with a source give the same names in the same order"
+
+
+class Source:
+    """What one rank was given: iterated once, and whether it comes in pieces is known before. Of an iterator the first entry says so; where
+    all ranks give whole tensors a DTensor that comes later is gathered and a Piece refused."""
+
+    def __init__(self, source: Any):
+        self.is_mapping, self.is_sharded = isinstance(source, Mapping), False
+        self._fault: Exception | None = None
+        self._entries: Iterator[Any] = iter(())
+        try:
+            self._entries = iter(source.items() if self.is_mapping else source)
+            if self.is_mapping:
+                self.is_sharded = any(map(is_sharded, source.values()))
+            else:
+                first = list(islice(self._entries, 1))
+                self.is_sharded = any(isinstance(entry, (tuple, list)) and len(entry) == 2 and is_sharded(entry[1]) for entry in first)
+                self._entries = chain(first, self._entries)
+        except Exception as error:  # noqa: BLE001 (raised where the entry would be)
+            self._fault = error
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._fault is not None:
+            raise self._fault
+        return self._entries
+
+    def take(self, count: int) -> list[Part | Exception]:
+        """The next entries, fewer at the end. An exception is the last."""
+        parts: list[Part | Exception] = []
+        try:
+            for entry in islice(iter(self), count):
+                if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+                    raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
+                parts.append(part_of(*entry))
+        except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
+            self._fault = error
+            parts.append(error)
+        return parts
+
+
+def _told(part: Part | Exception) -> Told:
+    if isinstance(part, Exception):
+        return [reason(part)]
+    return [part.name, part.dtype, list(part.shape), list(part.offsets), list(part.sizes)]
+
+
+def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
+    """A part as csrc/weights/plan.h has it."""
+    missing = BOX_DIMS - len(sizes)
+    return [rank, *offsets, *[0] * missing, *sizes, *[1] * missing]
+
+
+def _slices(box: NDArray[np.int64], n_dims: int, origin: Dims = (0,) * BOX_DIMS) -> tuple[slice, ...]:
+    """Of an array that lies at `origin`. box: [firsts, sizes]."""
+    return tuple(slice(f - o, f - o + n) for f, n, o in zip(box[:n_dims].tolist(), box[BOX_DIMS:].tolist(), origin, strict=False))
+
+
+def _packed(views: list[Array]) -> NDArray[np.uint8]:
+    """The bytes of some arrays one after another; of one that is contiguous no copy."""
+    if not views:
+        return np.empty(0, np.uint8)
+    return bytes_of(views[0] if len(views) == 1 and views[0].flags.c_contiguous else np.concatenate([view.reshape(-1) for view in views]))
+
+
+def spread(ranks: SpmdEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
+    """The entries for this rank to push, one after another. Where all ranks have a source of whole tensors each takes its own, and
+    nothing is sent. Otherwise every rank gets what it wants of the tensors: of those that come in pieces from all that have some,
+    else from the first that has a source. An exception of a source ends the sync on all."""
+    own = None if source is None else Source(source)
+    told = ranks.meet(f"the beginning of a sync with {options}", None if own is None else [own.is_mapping, own.is_sharded])
+    givers = [rank for rank, its in enumerate(told) if its is not None]
+    if not givers:
+        raise SyncAbortedError("no rank has a source of weights, wanted one at least")
+    if not any(told[rank][1] for rank in givers):
+        if own is not None and len(givers) == len(told):
+            return _own(ranks, own)
+        givers = givers[:1]
+    ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
+    resharding = Resharding(ranks, ranks.control, ranks.rank, ranks.meet, ranks.end_on_all)
+    return resharding.entries(own if ranks.rank in givers else None, ahead)
+
+
+def _own(ranks: SpmdEngine, source: Source) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from source
+    except Exception as error:  # noqa: BLE001 (told to all ranks by settle_sync, then raised)
+        ranks.fault = error
+
+
+class Resharding:
+    """One rank's end of it, for one sync."""
+
+    def __init__(
+        self,
+        engine: AnyEngine,
+        control: _core.Comm,
+        rank: int,
+        meet: Callable[[str, Any], list[Any]],
+        end_on_all: Callable[[Exception | None, list[str | None]], None],
+    ):
+        self._engine, self._control, self._rank, self._meet, self._end_on_all = engine, control, rank, meet, end_on_all
+        self._plans: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
+        self._places: dict[tuple[Dims, str], Array] = {}  # where what is received is put together, used again by the next layer
+
+    def entries(self, source: Source | None, ahead: int) -> Iterator[tuple[str, Any]]:
+        """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks give the same `ahead`."""
+        while True:
+            mine = None if source is None else source.take(ahead)
+            everyone = self._meet("a sync of pieces", None if mine is None else [_told(part) for part in mine])
+            lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
+            for i in range(max(map(len, lists.values()))):
+                told = {rank: its[i] if i < len(its) else None for rank, its in lists.items()}
+                yield self._entry(told, mine[i] if mine is not None and i < len(mine) else None, len(everyone))
+            if all(len(its) < ahead for its in lists.values()):
+                return
+
+    def _entry(self, told: Mapping[int, Told | None], mine: Part | Exception | None, world: int) -> tuple[str, Any]:
+        reasons = [its[0] if its is not None and len(its) == 1 else None for its in (told.get(rank) for rank in range(world))]
+        if any(reasons):
+            self._end_on_all(mine if isinstance(mine, Exception) else None, reasons)
+        name, dtype, shape = _same(told)
+        try:
+            wanted_shape, wanted = self._engine.sync_wanted(name)
+        except Error:
+            wanted_shape = None
+        if wanted_shape != shape:  # the push will say so on every rank, from the shape alone
+            return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
+        held = np.array([_row(rank, *its[3:]) for rank, its in told.items() if its is not None and 0 not in its[4]], np.int64)
+        copies = self._plan(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
+        return name, self._moved(copies, dtype, shape, mine if isinstance(mine, Part) else None, world)
+
+    def _plan(self, name: str, shape: Dims, held: NDArray[np.int64], wanted: NDArray[np.int64], world: int) -> NDArray[np.int64]:
+        key = (shape, held.tobytes(), wanted.tobytes())
+        if key not in self._plans:
+            if len(self._plans) == MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = _core.plan_copies(name, shape, held, wanted, world)
+        return self._plans[key]
+
+    def _moved(self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int) -> Array:
+        """What this rank has and what it gets, at its place in an array of the whole shape. The rest of that was never written to."""
+        me, n_dims = self._rank, len(shape)
+        array = None if mine is None or 0 in mine.sizes else mine.array()
+        has_all = array is not None and mine is not None and mine.sizes == shape
+        place = array if has_all and array is not None else self._place(shape, dtype)
+        others = copies[copies[:, 0] != copies[:, 1]]
+        if array is not None and mine is not None and not has_all:
+            for copy in copies[(copies[:, 0] == me) & (copies[:, 1] == me)]:
+                place[_slices(copy[2:], n_dims)] = array[_slices(copy[2:], n_dims, mine.offsets)]
+        if len(others) == 0:
+            return place
+        give: list[list[Array]] = [[] for _ in range(world)]
+        take: list[list[Array]] = [[] for _ in range(world)]
+        for copy in others[others[:, 0] == me]:
+            assert array is not None
+            assert mine is not None
+            give[copy[1]].append(array[_slices(copy[2:], n_dims, mine.offsets)])
+        for copy in others[others[:, 1] == me]:
+            take[copy[0]].append(place[_slices(copy[2:], n_dims)])
+        self._exchange(give, take)
+        return place
+
+    def _place(self, shape: Dims, dtype: str) -> Array:
+        if (shape, dtype) not in self._places:
+            self._places[shape, dtype] = np.empty(shape, DTYPES[dtype])
+        return self._places[shape, dtype]
+
+    def _exchange(self, give: list[list[Array]], take: list[list[Array]]) -> None:
+        """give[r] to rank r, and from it into the views take[r]."""
+        sent = [_packed(views) for views in give]
+        straight = [len(views) == 1 and views[0].flags.c_contiguous for views in take]
+        got = [
+            bytes_of(views[0]) if direct else np.empty(sum(view.nbytes for view in views), np.uint8)
+            for views, direct in zip(take, straight, strict=True)
+        ]
+        self._control.all_to_all(sent, got)
+        for views, direct, part in zip(take, straight, got, strict=True):
+            at = 0
+            for view in () if direct else views:
+                view[...] = part[at : at + view.nbytes].view(view.dtype).reshape(view.shape)
+                at += view.nbytes
+
+
+def _same(told: Mapping[int, Told | None]) -> tuple[str, str, Dims]:
+    """Name, dtype and shape, which all ranks that have a source must say alike. MeshMismatchError names two that do not."""
+    ended = [rank for rank, its in told.items() if its is None]
+    going = {rank: its for rank, its in told.items() if its is not None}
+    first, its = next(iter(going.items()))
+    if ended:
+        raise MeshMismatchError(f"rank {ended[0]} has no more weights where rank {first} gives {its[0]}; {ALIKE}")
+    for rank, other in going.items():
+        if other[0] != its[0]:
+            raise MeshMismatchError(f"rank {rank} gives {other[0]} where rank {first} gives {its[0]}; {ALIKE}")
+        if other[1:3] != its[1:3]:
+            raise MeshMismatchError(f"{its[0]}: {other[1]} {other[2]} on rank {rank}, {its[1]} {its[2]} on rank {first}")
+    return its[0], its[1], tuple(its[2])

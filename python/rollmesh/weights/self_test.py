@@ -1,0 +1,121 @@
+"""The self-test of a sync: do trainer and generator compute the same function? Tokens are sampled with the new weights, the
+trainer scores them, and the largest difference of logprobs is held against a threshold. A wrong name, a transposed matrix or
+a stale copy shows as a difference of order 1; rounding stays far below (float32: 1e-3, bfloat16: 0.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import ConfigError, NumericsError
+from rollmesh.model.spec import ModelSpec
+from rollmesh.request.outputs import RequestOutput, SelfTestReport
+from rollmesh.request.sampling import SamplingParams
+from rollmesh.runtime.arguments import REAL
+from rollmesh.runtime.messages import shown
+
+Scorer = Callable[[list[NDArray[np.int32]]], Sequence[Any]] | Any
+THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class Generates(Protocol):
+    """What a self-test needs of a generator."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def version(self) -> int | None: ...
+
+    def generate(self, prompts: Sequence[Any], params: Any, use_tqdm: bool) -> list[RequestOutput]: ...
+
+
+def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+    """float32 [len − 1] logprobs of each sequence by a torch module that returns `.logits`, one sequence at a time."""
+    import torch
+
+    scores = []
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            device = next(model.parameters()).device
+            for ids in sequences:
+                tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
+                logits = model(input_ids=tokens[None]).logits[0, :-1].float()
+                picked = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+                scores.append(picked.cpu().numpy())
+    finally:
+        model.train(was_training)
+    return scores
+
+
+def generate_for_test(generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
+    """The tokens of a self-test; also what ranks without a scorer have to take part in."""
+    if prompts is None:
+        length = min(8, max(1, generator.max_model_len - max_tokens))
+        prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
+    return generator.generate(prompts, params, use_tqdm=False)
+
+
+def run_self_test(
+    generator: Generates, scorer: Scorer, prompts: Sequence[Any] | None, threshold: float | None, max_tokens: int, seed: int
+) -> SelfTestReport:
+    """See Generator.self_test."""
+    if threshold is None:
+        threshold = THRESHOLDS[generator.dtype]
+    if isinstance(threshold, bool) or not isinstance(threshold, REAL) or not threshold >= 0.0:
+        raise ConfigError(f"threshold = {shown(threshold)}, wanted a number >= 0")
+    outputs = generate_for_test(generator, prompts, max_tokens, seed)
+    version = generator.version
+    sequences = [np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs]
+    ours = [np.concatenate([_floats(output.prompt_logprobs), output.outputs[0].logprobs]) for output in outputs]
+    is_module = callable(getattr(scorer, "parameters", None)) and callable(getattr(scorer, "eval", None))
+    theirs = score_with_model(scorer, sequences) if is_module else scorer(sequences)
+    diffs = [_difference(mine, _floats(yours), index) for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True))]
+    largest = [float(np.max(np.abs(diff), initial=0.0)) for diff in diffs]
+    sequence = int(np.argmax(largest)) if largest else 0
+    position = int(np.argmax(np.abs(diffs[sequence]))) + 1 if diffs and diffs[sequence].size else 0
+    flat = np.abs(np.concatenate(diffs)) if diffs else np.zeros(0, np.float32)
+    report = SelfTestReport(
+        max_abs_diff=max(largest, default=0.0),
+        mean_abs_diff=float(flat.mean()) if flat.size else 0.0,
+        num_tokens=int(flat.size),
+        threshold=threshold,
+        worst=(sequence, position),
+        version=-1 if version is None else version,
+        diffs=diffs,
+    )
+    if not report.max_abs_diff <= threshold:
+        raise NumericsError(
+            f"self-test of version {report.version}: largest |Δ logprob| is {report.max_abs_diff:.6g} over {report.num_tokens} tokens,"
+            f" wanted at most {threshold:g}; sequence {sequence}, token {position}"
+        )
+    return report
+
+
+def _floats(values: Any) -> NDArray[np.float32]:
+    """Logprobs as a flat float32 array; a torch tensor on any device is brought over."""
+    if values is None:
+        return np.zeros(0, np.float32)
+    if callable(getattr(values, "detach", None)):
+        values = values.detach().float().cpu()
+    return np.asarray(values, dtype=np.float32).reshape(-1)
+
+
+def _difference(ours: NDArray[np.float32], theirs: NDArray[np.float32], index: int) -> NDArray[np.float32]:
+    if ours.shape != theirs.shape:
+        raise ConfigError(f"the scorer gave {theirs.size} logprobs for sequence {index}, wanted {ours.size}")
+    difference: NDArray[np.float32] = theirs - ours
+    return np.where(np.isnan(difference), np.float32(np.inf), difference)

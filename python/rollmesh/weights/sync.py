@@ -1,0 +1,235 @@
+"""The ways in which a new version of the weights comes, from the caller's side; the engine does the work (csrc/weights/sync.h).
+
+mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
+iterator     checked and copied entry by entry; what is missing shows at the end
+begin_sync   the same, tensor by tensor (weights/updates.py)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollmesh.errors import (
+    ConfigError,
+    DeadlineError,
+    DuplicateKeyError,
+    Error,
+    LimitError,
+    MissingKeyError,
+    NonFiniteError,
+    TiedWeightError,
+    UnexpectedKeyError,
+    UnsupportedTensorError,
+    VersionError,
+)
+from rollmesh.request.outputs import SyncReport
+from rollmesh.runtime.arguments import boolean, choice
+from rollmesh.runtime.engine_views import ManifestEntry, SyncValues
+from rollmesh.runtime.messages import shown
+from rollmesh.weights.pieces import is_sharded, local_tensor
+from rollmesh.weights.transport.loans import LentSource
+
+if TYPE_CHECKING:
+    from rollmesh.distributed.spmd import AnyEngine
+
+MODES = ("staged", "inplace")
+INFLIGHT = ("wait", "restart", "abort", "keep")
+MAX_LISTED = 50  # offenders spelled out in one message
+MAX_NAME = 120  # characters of a name in a message
+BATCH_BYTES = 256 << 20  # of tensors in one push
+
+
+@dataclass(frozen=True, slots=True)
+class SyncOptions:
+    """What Generator.sync_weights and begin_sync take; their docstrings say what each means."""
+
+    version: int | None = None
+    cast: bool = False
+    strict: bool = True
+    mode: str = "staged"
+    inflight: str = "wait"
+    keep_kv: bool = False
+    allow_nonfinite: bool = False
+    allow_bias_removal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cast", "strict", "keep_kv", "allow_nonfinite", "allow_bias_removal"):
+            object.__setattr__(self, name, boolean(name, getattr(self, name)))
+        choice("mode", self.mode, MODES)
+        choice("inflight", self.inflight, INFLIGHT)
+        if self.keep_kv and self.inflight != "keep":
+            raise ConfigError(f"keep_kv=True goes with inflight='keep', not {shown(self.inflight)}")
+        if self.version is None:
+            return
+        version: object = self.version
+        if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= int(version) < 2**63:
+            raise VersionError(f"version = {shown(version)}, wanted an integer in [0, 2^63)")
+        object.__setattr__(self, "version", int(version))
+
+    def begin(self, engine: AnyEngine) -> None:
+        engine.sync_begin(
+            -1 if self.version is None else self.version,
+            cast=self.cast,
+            allow_nonfinite=self.allow_nonfinite,
+            allow_partial=not self.strict,
+            allow_bias_removal=self.allow_bias_removal,
+            in_place=self.mode == "inplace",
+        )
+
+    @property
+    def at_commit(self) -> str:
+        """The engine's word for what happens to running requests; "wait" has finished them before."""
+        return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(self.inflight, self.inflight)
+
+
+def report_of(values: SyncValues) -> SyncReport:
+    return SyncReport(
+        version=values["version"],
+        num_tensors=values["num_tensors"],
+        num_parameters=values["num_parameters"],
+        num_skipped=values["num_skipped"],
+        bytes=values["bytes"],
+        seconds=values["seconds"],
+        copy_seconds=values["copy_seconds"],
+        digest=f"{values['digest']:016x}",
+    )
+
+
+# -------------------------------------------------------------------------------------------------- entries
+def short(name: object) -> str:
+    text = name if isinstance(name, str) else repr(name)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
+
+
+def listed(things: list[str]) -> str:
+    rest = len(things) - MAX_LISTED
+    return "; ".join(things[:MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def raise_faults(faults: dict[type[Error], list[str]]) -> None:
+    """One error for all offenders of the first kind, names before tensors; the other kinds are counted in it."""
+    for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
+        if kind in faults:
+            others = ", ".join(f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind)
+            head = "missing: " if kind is MissingKeyError else ""
+            raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}" + (f" (besides: {others})" if others else ""))
+
+
+def check_mapping(engine: AnyEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
+    """All that can be said before a byte is copied. A tensor that would have to be gathered first is checked at its push."""
+    limit = 8 * len(manifest) + 1024
+    if len(source) > limit:
+        raise LimitError(f"{len(source)} weights for a model of {len(manifest)} parameters, wanted at most {limit}")
+    faults: dict[type[Error], list[str]] = {}
+    spelled: dict[int, str] = {}  # parameter → the name it came under
+    for name, tensor in source.items():
+        try:
+            for index in engine.sync_resolve(name):
+                if index in spelled:
+                    faults.setdefault(DuplicateKeyError, []).append(f"{manifest[index][0]} as {short(spelled[index])} and as {short(name)}")
+                    break
+                spelled[index] = name
+            if not is_sharded(tensor):
+                engine.sync_check(name, local_tensor(tensor))
+        except UnexpectedKeyError as error:
+            if options.strict or not isinstance(name, str):
+                faults.setdefault(UnexpectedKeyError, []).append(str(error))
+        except Error as error:
+            faults.setdefault(type(error), []).append(str(error))
+    if options.strict:
+        missing = [name for index, (name, _, _, required) in enumerate(manifest) if required and index not in spelled]
+        if missing:
+            faults[MissingKeyError] = missing
+    raise_faults(faults)
+
+
+def push_mapping(engine: AnyEngine, source: Mapping[str, Any], deadline: float | None) -> None:
+    """Copies every entry. Values that are not finite, or not tied as they should be, are only seen here; all are listed."""
+    faults: dict[type[Error], list[str]] = {}
+    for batch in batches(source, deadline):
+        try:
+            engine.sync_push_all(batch)
+            continue
+        except (NonFiniteError, TiedWeightError):
+            pass  # none of them is there; one at a time they say which they are
+        for name, tensor in batch:
+            try:
+                engine.sync_push(name, tensor)
+            except (NonFiniteError, TiedWeightError) as error:
+                faults.setdefault(type(error), []).append(str(error))
+    raise_faults(faults)
+
+
+def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[tuple[str, Any]]]:
+    """The entries, as many at a time as are worth one push: a mapping may make its tensors as it is asked for them, and not all
+    of them fit into memory at once."""
+    batch: list[tuple[str, Any]] = []
+    held = 0
+    for name, tensor in source.items():
+        check_deadline(deadline, name)
+        local = local_tensor(tensor)
+        size = getattr(local, "nbytes", None)
+        batch.append((name, local))
+        held += size if isinstance(size, int) else BATCH_BYTES
+        if held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def push_all(engine: AnyEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
+    """Takes every entry to the end, whatever is wrong with one: ranks that hear of the same entries stay together. Returns what was
+    wrong; listing: as push_mapping says it."""
+    fault: Exception | None = None
+    faults: dict[type[Error], list[str]] = {}
+    for entry in entries:
+        try:
+            if fault is None:
+                push_entries(engine, [entry], deadline)
+        except (NonFiniteError, TiedWeightError) as error:
+            if listing:
+                faults.setdefault(type(error), []).append(str(error))
+            else:
+                fault = error
+        except Exception as error:  # noqa: BLE001 (raised once all ranks have heard of it)
+            fault = error
+    try:
+        raise_faults(faults if fault is None else {})
+    except Error as error:
+        fault = error
+    return fault
+
+
+def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
+    """How long a source's tensors are wanted: `rollmesh.weights.transport.loans`."""
+    return source.lent() if isinstance(source, LentSource) else nullcontext(lambda: None)
+
+
+def check_source(source: Any) -> None:
+    """A mapping, or any iterable of (name, tensor) pairs. A module is refused: its state_dict() is meant."""
+    if callable(getattr(source, "state_dict", None)):
+        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted its state_dict()")
+    if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
+        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted a mapping or an iterator of (name, tensor)")
+
+
+def check_deadline(deadline: float | None, name: object) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise DeadlineError(f"the sync did not finish within its timeout; it stood at {short(name)}")
+
+
+def push_entries(engine: AnyEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
+    """Copies what an iterator gives, entry by entry."""
+    for entry in entries:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
+        check_deadline(deadline, entry[0])
+        engine.sync_push(entry[0], local_tensor(entry[1]))
