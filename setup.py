@@ -65,7 +65,7 @@ ONCE = {
     "rope_table.c": ["-O2", "-mfma"],
     "pack.c": ["-mavx2"],  # shared by the variants
     "fp.c": [],
-    "dispatch.c": [],
+    "select_isa.c": [],
     "verify.c": ["-O2"],
 }
 # … and every other source there once for each of these.

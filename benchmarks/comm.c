@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "mesh/region.h"
+#include "comm/shm/region.h"
 
 enum { MAX_RANKS = 64, RUNS = 7, COLUMN_ROWS = 16 };
 static const size_t sizes[] = {64, 1024, 16 << 10, 256 << 10, 4 << 20};

@@ -6,7 +6,7 @@
 
 #include "model/placement.h"
 #include "spec.h"
-#include "weights/plan.h"
+#include "weights/resharding.h"
 
 static PyObject *placement(PyObject *module, PyObject *args) {
   PyObject *values, *out = NULL;

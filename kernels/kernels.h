@@ -365,7 +365,7 @@ typedef struct rm_kernels {
 
 typedef enum rm_isa { RM_ISA_REF, RM_ISA_AVX2, RM_ISA_AVX512F, RM_ISA_AVX512BF16, RM_ISA_AMX, RM_N_ISA } rm_isa;
 
-// What is known of a variant, decided at the first question, in milliseconds (kernels/cpu/dispatch.c).
+// What is known of a variant, decided at the first question, in milliseconds (kernels/cpu/select_isa.c).
 typedef struct rm_isa_state {
   const char *refused;      // NULL: it may serve; else why it may not. Static
   int emulated;             // test builds only: computed by functions and not by its instructions

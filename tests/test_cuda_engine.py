@@ -203,7 +203,7 @@ def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.G
 def test_a_mesh_of_devices_gives_one_ranks_bits(
     make: Callable[..., rm.Generator], library: Path, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]
 ) -> None:
-    """Each rank on a device of its own, or all on one; activations by way of the host (csrc/mesh/staged.h)."""
+    """Each rank on a device of its own, or all on one; activations by way of the host (csrc/comm/staged.h)."""
     if changes.get("device") == "cuda:1" and _core.cuda_count(str(library)) < 2:
         pytest.skip("one GPU here")
     state = helpers.numpy_state_dict(config, seed=1)

@@ -136,7 +136,7 @@ def test_a_variant_with_wrong_arithmetic_is_refused(tmp_path: Path, native: Call
 
 TRAPPING = """
 #define rm_verify trapping_verify
-#include "dispatch.c"
+#include "select_isa.c"
 #include <immintrin.h>
 const char *trapping_verify(const rm_kernels *kernels) {
   if (kernels == &rm_table_avx2) __asm__ volatile("ud2");
@@ -155,7 +155,7 @@ int main(void) {
 
 
 def test_a_trap_is_caught_where_sigill_is_blocked(tmp_path: Path, native: Callable[..., Path]) -> None:
-    """The kernel ends a process that traps while it blocks SIGILL, handler or not. Input: dispatch.c with a check that traps for
+    """The kernel ends a process that traps while it blocks SIGILL, handler or not. Input: select_isa.c with a check that traps for
     avx2, in a thread that blocks it, as threads of a server may. The mask is found as it was."""
     said = output_of(TRAPPING, tmp_path, native)
     if "lacks" in said:

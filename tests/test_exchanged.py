@@ -1,4 +1,4 @@
-"""csrc/model/exchanged.h: what ranks exchange at once, and what experts between ranks of NCCL keep in memory, without a device.
+"""csrc/model/exchange_sizes.h: what ranks exchange at once, and what experts between ranks of NCCL keep in memory, without a device.
 
 Input: models as large as there are, on meshes of 8 and 64 ranks, through tests/native/exchanged.c. Oracle: sizes written out by hand.
 Bound: equality, and for scratch two and a half times an exchange.

@@ -2,7 +2,7 @@
 and where weights do not fit; ranks as threads and as processes.
 
 Oracle: of each card what is free without the KV caches (asked of the device from outside), less what `rollmesh plan` counts for its ranks'
-weights and what a sync sends them through (csrc/weights/units.c); of the mesh the least. Bound: what rounds each parameter up to 64 bytes,
+weights and what a sync sends them through (parallel_copy.c); of the mesh the least. Bound: what rounds each parameter up to 64 bytes,
 which plan leaves out; else equality, in pages. Bits: those of a mesh that was told the number, and of one rank.
 """
 

@@ -20,14 +20,21 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "csrc", "ext", "python", "tests", "benchmarks", "data")
 
 # What each folder's quoted includes may point at. A name without a folder (kernels.h) lies in kernels/ or beside the file.
-BELOW = {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights"}
+DEVICE = {"kernels", "csrc/base", "csrc/device"}
+COMM = DEVICE | {"csrc/comm"}
+MODEL = COMM | {"csrc/mesh", "csrc/model"}
+BELOW = MODEL | {"csrc/weights", "csrc/comm/shm", "csrc/comm/nccl"}
 ROOMS = {"csrc/scheduler", "csrc/step", "csrc/engine"}
 C_LAYERS = {
     "kernels": {"kernels"},
     "csrc/base": {"kernels", "csrc/base"},
-    "csrc/mesh": {"kernels", "csrc/base", "csrc/mesh"},
-    "csrc/model": {"kernels", "csrc/base", "csrc/mesh", "csrc/model"},
-    "csrc/weights": {"kernels", "csrc/base", "csrc/mesh", "csrc/model", "csrc/weights"},
+    "csrc/device": DEVICE,
+    "csrc/comm/shm": COMM | {"csrc/comm/shm"},
+    "csrc/comm/nccl": COMM | {"csrc/comm/nccl"},
+    "csrc/comm": COMM,
+    "csrc/mesh": {"csrc/base", "csrc/mesh"},
+    "csrc/model": MODEL,
+    "csrc/weights": MODEL | {"csrc/weights"},
     "csrc/scheduler": BELOW | ROOMS,
     "csrc/step": BELOW | ROOMS,
     "csrc/engine": BELOW | ROOMS,

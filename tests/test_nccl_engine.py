@@ -31,7 +31,7 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
-PROOF = 2  # groups of NCCL that prove one when it is made (csrc/mesh/nccl.c)
+PROOF = 2  # groups of NCCL that prove one when it is made (csrc/comm/nccl/nccl.c)
 SOON = 20.0  # seconds in which a fault has to be known, far above what it takes
 
 

@@ -1,4 +1,4 @@
-"""csrc/weights/plan.c: which bytes go from whom to whom, and what a mesh wants of each tensor.
+"""csrc/weights/resharding.c: which bytes go from whom to whom, and what a mesh wants of each tensor.
 
 Input: random tensors in random pieces of random trainers, wanted in other pieces. Oracle: NumPy, which cuts the tensor, moves what the plan
 says and counts how often each element was written. Bound: gather(shard(x)) = x, every wanted element once, no other ever.

@@ -40,7 +40,7 @@ typedef struct rm_engine_options {
   rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
   const char *nccl_library;     // the path of a libnccl.so.2, by which activations travel; NULL: by way of the host. View during create
   const char *cublas_library;   // the path of a libcublasLt.so.13, for bf16 on a GPU: the dense products are its, in sums that may depend
-                                // on the batch (model/products.c). NULL: the ops'. View during create
+                                // on the batch (model/linear.c). NULL: the ops'. View during create
   const char *nccl_gpu;         // names this rank's GPU, alike where two ranks have the same one; NULL: its number. View during create
 } rm_engine_options;
 

@@ -1,7 +1,7 @@
 // sync_policy.c: what a new version, or the loss of a part, means for requests in flight. The store knows how weights get in;
 // here is only what the engine adds: when that is allowed, and what becomes of KV and records made under the old version.
 #include "engine/state.h"
-#include "weights/agree.h"
+#include "weights/two_phase_commit.h"
 
 // ---------------------------------------------------------------------------------------------- requests in flight
 // The group begins again: from its prompt, with all its samples, whether they had ended or not.

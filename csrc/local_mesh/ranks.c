@@ -4,8 +4,8 @@
 
 #include <string.h>
 
-#include "base/cuda.h"
 #include "base/memory.h"
+#include "device/cuda.h"
 
 enum { BUFFER_BYTES = 1 << 20 };
 

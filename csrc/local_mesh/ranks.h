@@ -29,7 +29,7 @@ typedef struct rm_ranks_options {
   int sequence_parallel;
   const char *cuda_library;     // NULL: the CPU; else the ranks run on CUDA devices, by this library
   int cuda_ordinal;             // all on this one; −1: each rank on that of its number, counted round
-  const char *cuda_family;      // of the ops; NULL: base/cuda.h's choice
+  const char *cuda_family;      // of the ops; NULL: device/cuda.h's choice
   const rm_ends *ends;          // NULL: all ranks are threads here; else this process is one rank
 } rm_ranks_options;
 
@@ -82,7 +82,7 @@ rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *to
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 // This process leaves the order of calls that the others make: they get RM_E_RANK_LOST where they wait.
 void rm_ranks_give_up(rm_ranks *ranks);
-// The device whose stream the producer of a tensor of that CUDA device makes wait (base/readers.h). A view.
+// The device whose stream the producer of a tensor of that CUDA device makes wait (device/ready_queues.h). A view.
 int rm_ranks_read_gpus(const rm_ranks *ranks);
 rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err);
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member);  // one of those in this process; for the manifest and the version; a view

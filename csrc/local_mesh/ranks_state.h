@@ -3,9 +3,9 @@
 // job that runs on all of them (rm_ranks_run); the rest is done one engine after the other.
 #pragma once
 
-#include "base/readers.h"
+#include "comm/shm/region.h"
+#include "device/ready_queues.h"
 #include "local_mesh/ranks.h"
-#include "mesh/region.h"
 
 enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
 enum { PREFIX_SLOTS = 4096 };   // remembered beginnings of prompts

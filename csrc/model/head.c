@@ -1,6 +1,6 @@
 // head.c: from hidden states to logits. A rank has whole blocks of 128 entries of the vocabulary; of each block it makes a pair
 // (max, sum), and all pairs together are merged in the contract's order on every rank. Logits travel only when they are wanted.
-#include "model/inside.h"
+#include "model/model_internal.h"
 
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
   const size_t rows = (size_t)model->options.max_out_rows, ranks = (size_t)model->shard.size;

@@ -10,7 +10,7 @@
 // before the final norm, into `wanted`; earlier they cannot be, since every row's routing is recorded.
 #include <stdio.h>
 
-#include "model/inside.h"
+#include "model/model_internal.h"
 
 // Of one token on this rank.
 static int64_t layer_width(const rm_params *params) {
@@ -247,7 +247,7 @@ static const int32_t *put_words(rm_model *model, const int32_t *at, int64_t n) {
   return rm_mirror_there(&model->words, at);
 }
 
-// Each rank looks up the rows that prepare.c has named; all of them, rank after rank, come to `home` and are put in their places.
+// Each rank looks up the rows that host_indices.c has named; all of them, rank after rank, come to `home` and are put in their places.
 static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!shard->comm) {

@@ -6,8 +6,8 @@
 // those of one rank. Only moving activations between ranks can fail; the codes are comm.h's.
 #pragma once
 
-#include "base/devices.h"
 #include "base/team.h"
+#include "device/devices.h"
 #include "model/params.h"
 #include "model/rank.h"
 

@@ -2,7 +2,7 @@
 // Everything is a view that the model's owner keeps.
 #pragma once
 
-#include "mesh/comm.h"
+#include "comm/comm.h"
 #include "mesh/mesh.h"
 #include "model/spec.h"
 

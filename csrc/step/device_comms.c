@@ -6,10 +6,10 @@
 #define _GNU_SOURCE
 #include <time.h>
 
+#include "comm/nccl/nccl.h"
+#include "comm/staged.h"
 #include "engine/state.h"
-#include "mesh/nccl.h"
-#include "mesh/staged.h"
-#include "model/exchanged.h"
+#include "model/exchange_sizes.h"
 
 // ---------------------------------------------------------------------------------------------- making
 static rm_code join(rm_engine *engine, rm_comm *host, rm_exchanged most, rm_comm **out, rm_error *err) {

@@ -3,7 +3,7 @@
 // are wanted are copied to the records when the step is waited for.
 #pragma once
 
-#include "base/devices.h"
+#include "device/devices.h"
 #include "model/rank.h"
 
 enum { RM_MAX_RESULTS = 4096 };

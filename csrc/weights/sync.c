@@ -14,8 +14,8 @@
 #include "base/checked.h"
 #include "base/memory.h"
 #include "weights/check.h"
-#include "weights/keep.h"
-#include "weights/units.h"
+#include "weights/host_offload.h"
+#include "weights/parallel_copy.h"
 
 enum { MAX_ENTRIES = 1000000, MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 };
 enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been written to

@@ -18,8 +18,8 @@
 // other ranks.
 #pragma once
 
-#include "base/devices.h"
 #include "base/team.h"
+#include "device/devices.h"
 #include "model/params.h"
 #include "weights/names.h"
 

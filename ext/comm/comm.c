@@ -7,10 +7,10 @@
 #include <time.h>
 
 #include "base/memory.h"
-#include "mesh/block.h"
+#include "comm/block.h"
+#include "comm/nccl/library.h"
+#include "comm/shm/region.h"
 #include "mesh/mesh.h"
-#include "mesh/nccl_library.h"
-#include "mesh/region.h"
 
 typedef struct comm_object {
   PyObject_HEAD

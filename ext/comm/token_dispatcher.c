@@ -9,8 +9,8 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "mesh/block.h"
-#include "mesh/region.h"
+#include "comm/block.h"
+#include "comm/shm/region.h"
 #include "model/moe/dispatch.h"
 
 typedef struct dispatcher_object {

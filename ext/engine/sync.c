@@ -4,7 +4,7 @@
 
 #include "base/memory.h"
 #include "tensor.h"
-#include "weights/plan.h"
+#include "weights/resharding.h"
 
 // The UTF-8 of a key; *held is an owned object that keeps it. Lone surrogates pass, so that the engine can refuse the name.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {

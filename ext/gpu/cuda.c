@@ -1,7 +1,7 @@
 // cuda.c: what Python asks of the CUDA library before there is an engine.
 #include "core.h"
 
-#include "base/cuda.h"
+#include "device/cuda.h"
 
 static PyObject *cuda_count(PyObject *module, PyObject *path) {
   rm_error err = RM_ERROR_INIT;

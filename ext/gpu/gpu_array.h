@@ -12,7 +12,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "base/devices.h"
+#include "device/devices.h"
 #include "tensor.h"
 
 enum { RM_QUEUE_MIRRORS = 4 };

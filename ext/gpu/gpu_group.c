@@ -6,11 +6,11 @@
 
 #include <string.h>
 
-#include "base/devices.h"
 #include "base/memory.h"
 #include "comm/comm_object.h"
+#include "comm/nccl/nccl.h"
+#include "device/devices.h"
 #include "loans.h"
-#include "mesh/nccl.h"
 
 enum { MAX_DIMS = 4 };
 

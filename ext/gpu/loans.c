@@ -4,9 +4,9 @@
 #include <string.h>
 
 #include "arrays.h"
-#include "base/cuda.h"
 #include "base/memory.h"
-#include "base/readers.h"
+#include "device/cuda.h"
+#include "device/ready_queues.h"
 #include "dlpack.h"
 #include "gpu_group.h"
 #include "tensor.h"

@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "base/cuda.h"
 #include "base/memory.h"
+#include "device/cuda.h"
 
 int rm_queue_enter(PyObject *module, rm_queue_object *queue, int *saved) {
   if (getpid() != queue->owner) {

@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "base/cuda.h"
 #include "base/memory.h"
+#include "device/cuda.h"
 
 static const rm_kernels *table_named(PyObject *module, const char *isa) {
   int known = 0;

@@ -1,11 +1,11 @@
 // exchanged.c: what a rank of a configuration keeps room for, from the configuration alone, without a device or other ranks: the answers of
-// csrc/model/exchanged.h, and the scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
+// csrc/model/exchange_sizes.h, and the scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
 //
 //   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP EP STAYS ROWS OUTS FEW
 //
 // All layers have experts; bfloat16. Prints rows of a run, bytes over the tp group (all, apart) and the experts' (all, apart), of one
 // layer's scratch on the device, and of what it holds besides.
-#include "model/exchanged.h"
+#include "model/exchange_sizes.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -9,10 +9,10 @@
 #include <sys/stat.h>
 
 #include "base/memory.h"
+#include "comm/shm/layout.h"
 #include "common/option.h"
 #include "common/ranks.h"
 #include "common/talk.h"
-#include "mesh/region_layout.h"
 
 typedef struct scene {
   const char *what;

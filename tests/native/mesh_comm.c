@@ -17,9 +17,9 @@
 #include <unistd.h>
 
 #include "base/memory.h"
+#include "comm/shm/layout.h"
 #include "common/fuzz.h"
 #include "common/talk.h"
-#include "mesh/region_layout.h"
 
 enum { MAX_WORLD = RM_REGION_RANKS, USUAL_WORLD = 8, GROUPS = 3 };
 

@@ -6,10 +6,10 @@
 #include <stdio.h>
 
 #include "base/memory.h"
+#include "comm/nccl/library.h"
+#include "comm/nccl/nccl.h"
+#include "comm/shm/region.h"
 #include "common/fake_device.h"
-#include "mesh/nccl.h"
-#include "mesh/nccl_library.h"
-#include "mesh/region.h"
 
 enum { RANKS = 2 };
 

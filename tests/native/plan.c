@@ -5,7 +5,7 @@
 // each once, from a rank that holds it; one that is refused must have had a part outside, an element that nobody holds, or no memory.
 //
 //   plan [--cases 30000] [--seed 1] [--plant 1: the last copy is denied; 2: the first is done twice]
-#include "weights/plan.h"
+#include "weights/resharding.h"
 
 #include <string.h>
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/fields.h"
-#include "mesh/block.h"
+#include "comm/block.h"
 
 struct rm_dispatch {
   rm_comm *ep;                  // view; NULL: one rank

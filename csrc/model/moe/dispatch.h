@@ -17,11 +17,11 @@
 //   disabled                  one rank; with one rank every backend is this
 //
 // All ranks of the group make the same calls in the same order, those without rows too. A call that fails on one rank ends the group
-// (mesh/comm.h). Nothing is allocated after creation. One call at a time on a dispatch; plans of it may be many.
+// (comm/comm.h). Nothing is allocated after creation. One call at a time on a dispatch; plans of it may be many.
 #pragma once
 
+#include "comm/comm.h"
 #include "kernels.h"
-#include "mesh/comm.h"
 #include "model/placement.h"
 #include "model/rank.h"
 

@@ -16,8 +16,8 @@
 // all ways give the bits of one rank.
 #pragma once
 
-#include "base/devices.h"
 #include "base/fields.h"
+#include "device/devices.h"
 #include "model/moe/dispatch.h"
 #include "model/params.h"
 #include "model/shard.h"

@@ -81,7 +81,7 @@ def _processor() -> list[tuple[str, str]]:
 
 
 def _kernels() -> list[tuple[str, str]]:
-    """What kernels/cpu/dispatch.c found out about each instruction set, in its words."""
+    """What kernels/cpu/select_isa.c found out about each instruction set, in its words."""
     rows, chosen, states = [], _isa_of(None), isa_states()
     for isa, (refused, emulated, one_row, many_rows) in states.items():
         text = f"no: {refused}" if refused else "works, in emulation" if emulated else "works, bits are ref's"

@@ -41,7 +41,7 @@ from rollmesh.runtime import nccl as _nccl
 from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
-OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/mesh/comm.h
+OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/comm/comm.h
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
 BOARD_S = 2.0  # for a word in torch's store

@@ -16,7 +16,7 @@ from rollmesh.model.spec import ModelSpec
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")  # dispatchers that move rows of the ranks' home shards
 VOCAB_BLOCK = 128
-ACCOUNT = 32  # bytes by which two ranks compare their calls of NCCL, once a step (csrc/mesh/comm.c)
+ACCOUNT = 32  # bytes by which two ranks compare their calls of NCCL, once a step (csrc/comm/comm.c)
 
 
 class Traffic(NamedTuple):

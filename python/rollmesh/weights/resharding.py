@@ -1,7 +1,7 @@
 """Weights from the ranks of a trainer to the ranks of a generator, where both are the same processes and neither holds a tensor whole.
 
 For each entry of the source every rank says what it has of it (pieces.py); what every rank wants follows from the name. csrc/weights/
-plan.c makes of both the copies, the same on all ranks, and one exchange moves what is not where it is wanted already. A rank receives
+resharding.c makes of both the copies, the same on all ranks, and one exchange moves what is not where it is wanted already. A rank receives
 what it wants and nothing else. The tensor that it then pushes has the shape of the whole, and memory only where something was
 written (the system gives a page when it is touched), so that the engine checks, indexes and reads it as any other.
 
@@ -78,7 +78,7 @@ def _told(part: Part | Exception) -> Told:
 
 
 def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
-    """A part as csrc/weights/plan.h has it."""
+    """A part as csrc/weights/resharding.h has it."""
     missing = BOX_DIMS - len(sizes)
     return [rank, *offsets, *[0] * missing, *sizes, *[1] * missing]
 

@@ -8,9 +8,9 @@
 //   device_talk_end(&d);
 #pragma once
 
+#include "comm/block.h"
 #include "common/fake_device.h"
 #include "common/talk.h"
-#include "mesh/block.h"
 
 typedef struct device_talk {
   talk talk;

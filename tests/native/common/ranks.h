@@ -17,8 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "comm/shm/region.h"
 #include "common/tiny.h"
-#include "mesh/region.h"
 
 enum { RANKS_MAX = 8, RANKS_MINUTE = 60 };
 

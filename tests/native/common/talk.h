@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/comm.h"
 #include "common/tiny.h"
-#include "mesh/comm.h"
 
 enum { TALK_RANKS = 64, TALK_SLACK = 9, TALK_GUARD = 0xA5 };
 

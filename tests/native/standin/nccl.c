@@ -1,4 +1,4 @@
-// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that csrc/mesh/nccl.c loads, as NCCL documents
+// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that csrc/comm/nccl/nccl.c loads, as NCCL documents
 // them for communicators that do not block, with ranks that are threads or processes. Groups are put into the queue by a thread, some
 // time after ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers as kernels would, until
 // they are through or the communicator is aborted. A size or a kind that a peer does not expect is a hang, as it may be there.

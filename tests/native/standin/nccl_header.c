@@ -1,8 +1,8 @@
-// nccl_header.c: csrc/mesh/nccl_library.h against NCCL's own nccl.h, by a compiler that is given both: values, layouts, and each
+// nccl_header.c: csrc/comm/nccl/library.h against NCCL's own nccl.h, by a compiler that is given both: values, layouts, and each
 // function's type. It is compiled, never run.
 #include <nccl.h>
 
-#include "mesh/nccl_library.h"
+#include "comm/nccl/library.h"
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), #a " is not " #b)
 #define SAME_PLACE(ours, theirs) \

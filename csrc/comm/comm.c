@@ -1,0 +1,395 @@
+// comm.c: see comm.h. What every transport needs and none should write again: blocks are checked before a byte moves, calls are
+// numbered and counted, this rank's block for itself is copied here, and the first failure is kept, so that a dead group gives the
+// same answer for ever without asking the transport.
+//
+// A digest of the calls is kept for transports that send no header, and one word for each rank and direction, so that a comparison
+// names the ranks that differ; they cost a few multiplications a call.
+//
+// A mistake in the arguments of one rank ends the group too: the others stand in the call that this rank will never join.
+#include "comm/comm.h"
+
+#include <stdatomic.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+#include "comm/block.h"
+#include "device/devices.h"
+
+static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // the sum of a clock and three years fits any timespec
+// Of rm_comm_wait: a step's end is seen at once, and what lasts longer costs no core; groups are looked at a thousand times a second.
+static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
+enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 };   // QUEUE_END: instead of a mark
+
+typedef struct account {        // what a rank says to another of the group's calls
+  uint64_t calls, digest, between;   // between: of the calls, with the bytes for that other
+  int64_t epoch;
+} account;
+
+struct rm_comm {
+  rm_transport transport;       // no exchange: a group of one
+  pid_t owner;                  // process that made it; a forked child has a copy that it may only destroy
+  int rank, size;
+  uint64_t sequence;            // calls so far
+  int64_t epoch;
+  double timeout;
+  rm_comm_stats stats;
+  _Atomic int given_up;         // code of rm_comm_abort, which any thread may call
+  rm_code failed;               // RM_OK while the group lives; why it does not
+  char reason[512];
+  rm_block *send, *recv;        // [size] each, carved from this block: what the wrappers pass on
+  uint64_t digest;              // of all calls
+  uint64_t *given, *taken;      // [size] each, carved: of all calls, with the bytes for one rank, or from it
+  account *accounts;            // [2][size], carved: what is said and what is heard
+};
+
+static const char *const op_names[RM_N_COMM_OP] = {
+    [RM_COMM_BARRIER] = "barrier",   [RM_COMM_BROADCAST] = "broadcast",
+    [RM_COMM_GATHER] = "all_gather", [RM_COMM_ALL_TO_ALL] = "all_to_all",
+    [RM_COMM_DISPATCH] = "dispatch", [RM_COMM_COMBINE] = "combine",
+    [RM_COMM_STEP] = "step",         [RM_COMM_VOTE] = "vote",
+};
+
+const char *rm_comm_op_name(rm_comm_op op) { return (unsigned)op < RM_N_COMM_OP ? op_names[op] : "an unknown operation"; }
+
+static double seconds_now(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static double within_clock(double seconds) { return !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS; }
+
+static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
+
+static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
+  return rm_fail(err, RM_E_STATE, "this end of a group belongs to process %d, and this is process %d; a forked child has to make its own",
+                 (int)comm->owner, (int)getpid());
+}
+
+// ------------------------------------------------------------------------------------------------ making
+rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out, rm_error *err) {
+  *out = NULL;
+  if (size < 1 || rank < 0 || rank >= size) return rm_fail(err, RM_E_CONFIG, "rank=%d of %d, wanted one of 0 … size - 1", rank, size);
+  rm_comm *comm = rm_alloc(1, sizeof *comm + 2 * (size_t)size * (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
+  if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
+  comm->transport = *transport;
+  comm->owner = getpid();
+  comm->rank = rank;
+  comm->size = size;
+  comm->timeout = DEFAULT_SECONDS;
+  comm->send = (rm_block *)(comm + 1);
+  comm->recv = comm->send + size;
+  comm->given = (uint64_t *)(comm->recv + size);
+  comm->taken = comm->given + size;
+  comm->accounts = (account *)(comm->taken + size);
+  *out = comm;
+  return RM_OK;
+}
+
+rm_code rm_comm_create_alone(rm_comm **out, rm_error *err) { return rm_comm_create(&(rm_transport){.name = "alone"}, 0, 1, out, err); }
+
+void rm_comm_destroy(rm_comm *comm) {
+  if (!comm) return;
+  if (comm->transport.leave && is_here(comm)) comm->transport.leave(comm->transport.self);
+  if (comm->transport.destroy) comm->transport.destroy(comm->transport.self);
+  rm_free(comm);
+}
+
+int rm_comm_rank(const rm_comm *comm) { return comm->rank; }
+int rm_comm_size(const rm_comm *comm) { return comm->size; }
+void rm_comm_set_epoch(rm_comm *comm, int64_t epoch) { comm->epoch = epoch; }
+double rm_comm_timeout(const rm_comm *comm) { return comm->timeout; }
+void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = within_clock(seconds); }
+void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
+
+rm_code rm_comm_look(rm_comm *comm, rm_error *err) {
+  if (!is_here(comm)) return refuse_child(comm, err);
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  return comm->transport.look ? comm->transport.look(comm->transport.self, err) : RM_OK;
+}
+
+void rm_comm_abort(rm_comm *comm, rm_code why) {
+  if (!is_here(comm)) return;
+  atomic_store(&comm->given_up, (int)(why ? why : RM_E_STATE));
+  if (comm->transport.abort) comm->transport.abort(comm->transport.self, why);
+}
+
+// ------------------------------------------------------------------------------------------------ one call
+static rm_code check_block(const rm_block *block, const char *what, int peer, size_t *total, rm_error *err) {
+  size_t bytes, last;
+  if (block->rows < 0) return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows", what, peer, (long long)block->rows);
+  if (!rm_mul_size((size_t)block->rows, block->row_bytes, &bytes) || !rm_add_size(*total, bytes, total) || *total > INT64_MAX)
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %lld rows of %zu bytes, more than there can be", what, peer,
+                   (long long)block->rows, block->row_bytes);
+  if (bytes == 0) return RM_OK;
+  if (!block->base) return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has %zu bytes at NULL", what, peer, bytes);
+  if (block->rows > 1 && (block->ld < block->row_bytes || !rm_mul_size((size_t)block->rows, block->ld, &last)))
+    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d has rows of %zu bytes, %zu apart", what, peer, block->row_bytes, block->ld);
+  return RM_OK;
+}
+
+static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  size_t sent = 0, received = 0;
+  const rm_block *one = NULL;   // of a gather: what everyone gets
+  int n_others = 0;             // that get it
+  const int same = op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
+  rm_code code;
+  if ((unsigned)op >= RM_N_COMM_OP) return rm_fail(err, RM_E_LAYOUT, "operation %d, wanted one below %d", (int)op, RM_N_COMM_OP);
+  for (int r = 0; r < comm->size; r++) {
+    if ((code = check_block(&send[r], "for", r, &sent, err)) || (code = check_block(&recv[r], "from", r, &received, err))) return code;
+    if (!same || rm_block_bytes(&send[r]) == 0) continue;
+    if (one && !rm_block_same(one, &send[r]))
+      return rm_fail(err, RM_E_LAYOUT, "%s: the block for rank %d is not the one for the others", rm_comm_op_name(op), r);
+    one = &send[r];
+    n_others += r != comm->rank;
+  }
+  if (op == RM_COMM_GATHER && n_others > 0 && n_others < comm->size - 1)
+    return rm_fail(err, RM_E_LAYOUT, "%s: %d of %d other ranks get a block, wanted all or none", rm_comm_op_name(op), n_others,
+                   comm->size - 1);
+  const rm_block *out = &send[comm->rank], *in = &recv[comm->rank];
+  if (rm_block_bytes(out) != rm_block_bytes(in))
+    return rm_fail(err, RM_E_LAYOUT, "%s: rank %d gives itself %zu bytes and takes %zu", rm_comm_op_name(op), comm->rank,
+                   rm_block_bytes(out), rm_block_bytes(in));
+  return RM_OK;
+}
+
+static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  if (comm->transport.exchange) {
+    const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence, comm->epoch, comm->timeout, send, recv, err);
+    if (code) return code;
+  } else if (atomic_load(&comm->given_up)) {
+    return rm_fail(err, RM_E_RANK_LOST, "rank %d has given up: %s", comm->rank, rm_code_name((rm_code)atomic_load(&comm->given_up)));
+  }
+  if (!comm->transport.moves_own) rm_block_copy(&send[comm->rank], &recv[comm->rank]);
+  for (int r = 0; r < comm->size; r++) {
+    if (r == comm->rank) continue;
+    comm->stats.bytes_sent += rm_block_bytes(&send[r]);
+    comm->stats.bytes_received += rm_block_bytes(&recv[r]);
+  }
+  return RM_OK;
+}
+
+static uint64_t stir(uint64_t digest, uint64_t word) {
+  digest = (digest ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+  return digest ^ digest >> 32;
+}
+
+// A call that went well, or was enqueued, into the digests.
+static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
+  const uint64_t call = stir(stir(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
+  comm->digest = stir(comm->digest, call);
+  for (int r = 0; r < comm->size; r++) {
+    const uint64_t given = r == comm->rank ? 0 : rm_block_bytes(&send[r]), taken = r == comm->rank ? 0 : rm_block_bytes(&recv[r]);
+    comm->given[r] = stir(stir(comm->given[r], call), given);
+    comm->taken[r] = stir(stir(comm->taken[r], call), taken);
+    if (op == RM_COMM_GATHER) comm->digest = stir(comm->digest, r == comm->rank ? rm_block_bytes(&send[(r + 1) % comm->size]) : taken);
+  }
+}
+
+// Keeps the group's end for the calls that follow.
+static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
+  const char *text = rm_error_message(err);
+  size_t length = strnlen(text, sizeof comm->reason - 1);
+  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80) length--;   // no character is cut
+  memcpy(comm->reason, text, length);
+  comm->reason[length] = 0;
+  return comm->failed = code;
+}
+
+// Arguments that this rank should not have passed: the group ends here, since the call is not made.
+static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
+  rm_comm_abort(comm, code);
+  return keep(comm, code, err);
+}
+
+static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  const double start = seconds_now();
+  comm->sequence++;
+  rm_code code = check_call(comm, op, send, recv, err);
+  if (code) return refuse(comm, code, err);
+  code = move(comm, op, send, recv, err);
+  if (code) return keep(comm, code, err);
+  note(comm, op, send, recv);
+  comm->stats.calls[op]++;
+  comm->stats.seconds += seconds_now() - start;
+  return RM_OK;
+}
+
+rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
+  if (!is_here(comm)) return refuse_child(comm, err);
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  if (err) return run(comm, op, send, recv, err);
+  rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
+  const rm_code code = run(comm, op, send, recv, &own);
+  rm_error_clear(&own);
+  return code;
+}
+
+// ------------------------------------------------------------------------------------------------ ways to call it
+static rm_block flat(const void *base, size_t bytes) { return (rm_block){(void *)(uintptr_t)base, bytes > 0, bytes, bytes}; }
+
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[], rm_error *err) {
+  char *at = out;
+  for (int r = 0; r < comm->size; at += bytes[r++]) {
+    comm->send[r] = flat(send, bytes[comm->rank]);
+    comm->recv[r] = flat(at, bytes[r]);
+  }
+  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
+}
+
+// For what the wrappers find before there are blocks; `own` has the sentence.
+static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
+  if (!comm->failed) refuse(comm, own->code, own);
+  rm_error_clear(own);
+  return rm_fail(err, comm->failed, "%s", comm->reason);
+}
+
+rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld, const size_t first[], const size_t bytes[],
+                               rm_error *err) {
+  for (int r = 0; r < comm->size; r++) {
+    if (first[r] > ld || bytes[r] > ld - first[r]) {
+      rm_error own = RM_ERROR_INIT;
+      rm_fail(&own, RM_E_LAYOUT, "the columns of rank %d are bytes %zu + %zu of rows of %zu", r, first[r], bytes[r], ld);
+      return refuse_early(comm, &own, err);
+    }
+    comm->recv[r] = (rm_block){(char *)matrix + first[r], rows, bytes[r], ld};
+  }
+  for (int r = 0; r < comm->size; r++) comm->send[r] = comm->recv[comm->rank];
+  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
+}
+
+rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {
+  if (root < 0 || root >= comm->size) {
+    rm_error own = RM_ERROR_INIT;
+    rm_fail(&own, RM_E_LAYOUT, "a broadcast from rank %d of %d", root, comm->size);
+    return refuse_early(comm, &own, err);
+  }
+  for (int r = 0; r < comm->size; r++) {
+    comm->send[r] = comm->rank == root ? flat(data, bytes) : flat(NULL, 0);
+    comm->recv[r] = r == root ? flat(data, bytes) : flat(NULL, 0);
+  }
+  return rm_comm_exchange(comm, RM_COMM_BROADCAST, comm->send, comm->recv, err);
+}
+
+rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
+  memset(comm->send, 0, 2 * (size_t)comm->size * sizeof comm->send[0]);
+  return rm_comm_exchange(comm, RM_COMM_BARRIER, comm->send, comm->recv, err);
+}
+
+// ------------------------------------------------------------------------------------------------ groups of a device's memory
+// All was done. A rank that has left meanwhile did so after its part of it; but what was given up came to its end early.
+static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
+  for (int i = 0; i < n; i++) {
+    if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->given_up))) continue;
+    const rm_code code = rm_comm_look(comms[i], err), why = (rm_code)atomic_load(&comms[i]->given_up);
+    return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has given up: %s", comms[i]->rank, rm_code_name(why));
+  }
+  return RM_OK;
+}
+
+static int waits_there(const rm_comm *comm) { return comm->transport.waits_there || comm->failed || atomic_load(&comm->given_up); }
+
+// Work is left: what is wrong with a group, or RM_OK.
+static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, double timeout, double waited, rm_error *err) {
+  for (int i = 0; i < n; i++) {
+    const rm_code code = comms[i] && waits_there(comms[i]) ? rm_comm_look(comms[i], err) : RM_OK;
+    if (code) return code;
+  }
+  if (waited < timeout) return RM_OK;
+  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: its work was not done within %.3g s; a rank that it waits for did not come",
+                 device->name, timeout);
+}
+
+static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
+  const double start = seconds_now();
+  for (double looked = start;;) {
+    const rm_device_status status = mark == QUEUE_END ? device->poll(device->self) : device->reached(device->self, mark);
+    const double now = seconds_now();
+    if (status == RM_DEVICE_OK) return look_back(comms, n, err);
+    if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
+    if (now - looked >= LOOK_SECONDS || now - start >= timeout) {
+      const rm_code code = look_on(comms, n, device, timeout, now - start, err);
+      if (code) return code;
+      looked = now;
+    }
+    if (now - start > AWAKE_SECONDS) nanosleep(&(struct timespec){.tv_nsec = NAP_NANOSECONDS}, NULL);
+  }
+}
+
+// Nothing in the queue waits for another rank.
+static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int mark, rm_error *err) {
+  const rm_device_status status = mark == QUEUE_END ? device->wait(device->self) : device->reach(device->self, mark);
+  const rm_code code = rm_device_check(device, status, err);
+  return code ? code : look_back(comms, n, err);
+}
+
+static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
+  rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
+  rm_error *said = err ? err : &own;
+  int watched = 0;
+  for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
+  const rm_code code = watched ? wait_for(comms, n, device, mark, within_clock(timeout), said) : wait_alone(comms, n, device, mark, said);
+  for (int i = 0; i < n && code; i++) {
+    if (!comms[i] || !is_here(comms[i])) continue;
+    rm_comm_abort(comms[i], code);
+    if (!comms[i]->failed) keep(comms[i], code, said);
+  }
+  rm_error_clear(&own);
+  return code;
+}
+
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err) {
+  return wait_until(comms, n, device, QUEUE_END, timeout, err);
+}
+
+rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
+  return wait_until(comms, n, device, mark, timeout, err);
+}
+
+int rm_comm_can_be_recorded(const rm_comm *comm) { return comm->transport.waits_there; }
+
+uint64_t rm_comm_digest(const rm_comm *comm) { return comm->digest; }
+
+static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
+  const unsigned long long n = comm->sequence;
+  const int me = comm->rank;
+  if (theirs->calls != comm->sequence)
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %llu calls, rank %d %llu", other, (unsigned long long)theirs->calls, me,
+                   n);
+  if (theirs->epoch != comm->epoch)
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n, other,
+                   (long long)theirs->epoch, me, (long long)comm->epoch);
+  if (theirs->digest != comm->digest)
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made other calls than rank %d, by call %llu", other, me, n);
+  if (theirs->between != comm->taken[other])
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d sends other sizes to rank %d than it expects, by call %llu", other, me, n);
+  return RM_OK;
+}
+
+static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *theirs, rm_error *err) {
+  for (int r = 0; r < comm->size; r++) {
+    mine[r] = (account){comm->sequence, comm->digest, comm->given[r], comm->epoch};
+    comm->send[r] = (rm_block){&mine[r], r != comm->rank, sizeof *mine, sizeof *mine};
+    comm->recv[r] = (rm_block){&theirs[r], r != comm->rank, sizeof *theirs, sizeof *theirs};
+  }
+  rm_code code = rm_comm_exchange(host, RM_COMM_STEP, comm->send, comm->recv, err);
+  for (int r = 0; r < comm->size && !code; r++)
+    if (r != comm->rank) code = judge_account(comm, r, &theirs[r], err);
+  return code;
+}
+
+rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
+  rm_error own = RM_ERROR_INIT;
+  rm_error *said = err ? err : &own;
+  if (!is_here(comm)) return refuse_child(comm, err);
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
+    return rm_fail(err, RM_E_CONFIG, "rank %d of %d compares over a group in which it is rank %d of %d", comm->rank, comm->size,
+                   rm_comm_rank(host), rm_comm_size(host));
+  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, said);
+  if (code) refuse(comm, code, said);
+  rm_error_clear(&own);
+  return code;
+}

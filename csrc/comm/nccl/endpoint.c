@@ -1,0 +1,354 @@
+// endpoint.c: a call, what can go wrong with it, and the end of an end.
+//
+// NCCL runs every group of calls on a thread of its own when it must not block, and puts its kernel into the device's queue from there.
+// So a call waits, for that thread and not for the device, before it enqueues what comes behind the kernel. Groups that may block lost:
+// where a peer is gone their creation and their first calls stay inside NCCL for ever, and no deadline reaches them.
+//
+// A gather in which all ranks have as many bytes is NCCL's all_gather. All know all sizes there, so all choose alike.
+#define _GNU_SOURCE
+#include "comm/nccl/endpoint.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/memory.h"
+#include "comm/device_block.h"
+
+static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;
+static const double LEAVING_SECONDS = 5;    // that a rank waits for the others before it leaves
+static const double NAMING_SECONDS = 0.2;   // a connection breaks before the end of a process shows
+
+double rm_nccl_clock(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void nap(double seconds) { nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL); }
+
+// ------------------------------------------------------------------------------------------------ what went wrong
+typedef struct abort_job {
+  int (*abort)(rm_nccl_comm *comm);
+  rm_nccl_comm *comm;
+} abort_job;
+
+static void *abort_comm(void *data) {
+  abort_job job = *(abort_job *)data;
+  rm_free(data);
+  job.abort(job.comm);
+  return NULL;
+}
+
+// On a thread of its own: NCCL first tells its kernels, then waits until every recording that has captured the communicator is
+// destroyed. Their owner does that later, and two communicators of one queue have to be told before either is waited for.
+void rm_nccl_give_up(rm_nccl_end *end) {
+  pthread_mutex_lock(&end->lock);
+  rm_nccl_comm *comm = end->comm;
+  end->comm = NULL;
+  if (comm) {
+    abort_job *job = rm_alloc(1, sizeof *job);
+    if (job) *job = (abort_job){end->api.abort, comm};
+    end->has_aborter = job && pthread_create(&end->aborter, NULL, abort_comm, job) == 0;
+    if (!end->has_aborter) {
+      rm_free(job);
+      end->api.abort(comm);
+    }
+  }
+  pthread_mutex_unlock(&end->lock);
+}
+
+// What does not come to its end keeps what it has, and its thread.
+static void join_aborter(rm_nccl_end *end) {
+  struct timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += (time_t)LEAVING_SECONDS;
+  if (end->has_aborter && pthread_timedjoin_np(end->aborter, NULL, &until)) pthread_detach(end->aborter);
+  end->has_aborter = 0;
+}
+
+static rm_code fall(rm_nccl_end *end, rm_code code, int how) {
+  rm_nccl_give_up(end);
+  if (how & RM_NCCL_TELLS) rm_comm_abort(end->host, code);
+  return code;
+}
+
+static rm_code code_of(int result, int how) {
+  switch (result) {
+    case RM_NCCL_CUDA: return RM_E_DEVICE;
+    case RM_NCCL_TIMEOUT: return RM_E_COLLECTIVE_TIMEOUT;
+    case RM_NCCL_ARGUMENT:
+    case RM_NCCL_USAGE: return how & RM_NCCL_MAKING ? RM_E_CONFIG : RM_E_COLLECTIVE_MISMATCH;
+    default: return RM_E_RANK_LOST;
+  }
+}
+
+// The host's group knows who has ended or given up; RM_OK when it knows of nobody after a while.
+static rm_code ask_the_host(rm_nccl_end *end, double seconds, rm_error *err) {
+  const double until = rm_nccl_clock() + seconds;
+  rm_code code;
+  while (!(code = rm_comm_look(end->host, err)) && rm_nccl_clock() < until) nap(5e-3);
+  return code;
+}
+
+rm_code rm_nccl_judge(rm_nccl_end *end, const char *what, int result, int how, rm_error *err) {
+  char detail[200] = "";
+  if (result == RM_NCCL_SUCCESS || result == RM_NCCL_IN_PROGRESS) return RM_OK;
+  pthread_mutex_lock(&end->lock);
+  const char *said = end->api.last_error(end->comm);
+  if (said) strncat(detail, said, sizeof detail - 1);
+  pthread_mutex_unlock(&end->lock);
+  detail[strcspn(detail, "\r\n")] = 0;
+  const rm_code code = code_of(result, how);
+  const rm_code named = code == RM_E_RANK_LOST && how & RM_NCCL_TELLS ? ask_the_host(end, NAMING_SECONDS, err) : RM_OK;
+  if (named) return fall(end, named, how);
+  rm_fail(err, code, "%s: NCCL says \"%s\"%s%s", what, end->api.error_string(result), *detail ? ": " : "", detail);
+  return fall(end, code, how);
+}
+
+// NCCL's state of this end; 0 when it was given up.
+static int ask(rm_nccl_end *end, int *state) {
+  pthread_mutex_lock(&end->lock);
+  const int lives = end->comm != NULL;
+  const int result = lives ? end->api.get_async_error(end->comm, state) : RM_NCCL_SUCCESS;
+  pthread_mutex_unlock(&end->lock);
+  if (result) *state = result;
+  return lives;
+}
+
+static rm_code gone(rm_nccl_end *end, rm_error *err) {
+  const rm_code code = rm_comm_look(end->host, err);
+  return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has given up", end->rank);
+}
+
+rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int how, rm_error *err) {
+  const double start = rm_nccl_clock();
+  double looked = start;
+  for (int state;;) {
+    if (!ask(end, &state)) return gone(end, err);
+    if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_judge(end, what, state, how, err);
+    const double now = rm_nccl_clock();
+    if (now - start > seconds) {
+      rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not come", what,
+              end->rank, seconds);
+      return fall(end, RM_E_COLLECTIVE_TIMEOUT, how);
+    }
+    if (now - looked > LOOK_SECONDS) {
+      const rm_code code = rm_comm_look(end->host, err);
+      if (code) return fall(end, code, how);
+      looked = now;
+    }
+    if (now - start < AWAKE_SECONDS) sched_yield();
+    else nap(20e-6);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ one call
+typedef struct call {
+  rm_comm_op op;
+  const rm_block *send, *recv;
+  size_t gathered;              // bytes of each rank, where it is NCCL's all_gather; else 0
+  char *whole;                  // of an all_gather: [size][gathered]
+} call;
+
+static size_t gathered_bytes(const rm_nccl_end *end, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
+  if (op != RM_COMM_GATHER || end->size < 2) return 0;
+  const size_t bytes = rm_block_bytes(&send[(end->rank + 1) % end->size]);
+  for (int r = 0; r < end->size; r++)
+    if (r != end->rank && rm_block_bytes(&recv[r]) != bytes) return 0;
+  return bytes;
+}
+
+// Where a gather's bytes can come to without a run: all blocks flat and side by side in the order of ranks.
+static char *whole_of(const rm_nccl_end *end, const rm_block recv[], size_t bytes) {
+  for (int r = 0; r < end->size; r++)
+    if (rm_block_bytes(&recv[r]) != bytes || !rm_block_is_flat(&recv[r]) ||
+        (char *)recv[r].base != (char *)recv[0].base + (size_t)r * bytes)
+      return NULL;
+  return recv[0].base;
+}
+
+// Each rank's block where it is, if it is flat, else in the run. Bytes of the run that are used.
+static size_t place(const rm_nccl_end *end, const rm_block blocks[], int is_shared, char *run, char *at[]) {
+  size_t used = 0;
+  char *shared = NULL;
+  for (int r = 0; r < end->size; r++) {
+    at[r] = NULL;
+    if (r == end->rank || rm_block_bytes(&blocks[r]) == 0) continue;
+    if (rm_block_is_flat(&blocks[r])) at[r] = blocks[r].base;
+    else if (shared) at[r] = shared;
+    else {
+      at[r] = run + used;
+      used += rm_block_bytes(&blocks[r]);
+      if (is_shared) shared = at[r];
+    }
+  }
+  return used;
+}
+
+static rm_code check_room(rm_nccl_end *end, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
+  const size_t most = sent > received ? sent : received;
+  if (most <= end->capacity) return RM_OK;
+  rm_fail(err, RM_E_CAPACITY, "%s: rank %d %s %zu bytes with rows apart in one exchange, and there is room for %zu", rm_comm_op_name(op),
+          end->rank, sent == most ? "sends" : "receives", most, end->capacity);
+  return fall(end, RM_E_CAPACITY, RM_NCCL_TELLS);
+}
+
+static void pack_all(rm_nccl_end *end, const call *c) {
+  for (int r = 0; r < end->size; r++) {
+    int is_there = !end->from[r] || rm_block_is_flat(&c->send[r]);
+    for (int i = 0; i < r && !is_there; i++) is_there = end->from[i] == end->from[r];   // the one block of a broadcast or a gather
+    if (!is_there) rm_device_pack(end->device, &c->send[r], end->from[r]);
+  }
+}
+
+static void unpack_all(rm_nccl_end *end, const call *c) {
+  for (int r = 0; r < end->size; r++)
+    if (end->to[r] && !rm_block_is_flat(&c->recv[r])) rm_device_unpack(end->device, end->to[r], &c->recv[r]);
+}
+
+// From the next rank on, so that no rank is everybody's first.
+static int send_and_receive(rm_nccl_end *end, const call *c) {
+  void *stream = end->device->stream;
+  int result = RM_NCCL_SUCCESS;
+  for (int step = 1; step < end->size && !result; step++) {
+    const int to = (end->rank + step) % end->size, from = (end->rank + end->size - step) % end->size;
+    if (end->from[to]) result = end->api.send(end->from[to], rm_block_bytes(&c->send[to]), RM_NCCL_INT8, to, end->comm, stream);
+    if (end->to[from] && !result)
+      result = end->api.recv(end->to[from], rm_block_bytes(&c->recv[from]), RM_NCCL_INT8, from, end->comm, stream);
+  }
+  return result;
+}
+
+static rm_code issue(rm_nccl_end *end, const call *c, const char *what, double timeout, rm_error *err) {
+  pthread_mutex_lock(&end->lock);
+  const int lives = end->comm != NULL;
+  int result = lives ? end->api.group_start() : RM_NCCL_SUCCESS;
+  if (lives && !result) {
+    if (c->gathered)
+      result = end->api.all_gather(end->from[end->rank], c->whole, c->gathered, RM_NCCL_INT8, end->comm, end->device->stream);
+    else result = send_and_receive(end, c);
+    const int ended = end->api.group_end();   // whatever was before: else this thread's next group were part of this one
+    if (!result || result == RM_NCCL_IN_PROGRESS) result = ended;
+  }
+  pthread_mutex_unlock(&end->lock);
+  if (!lives) return gone(end, err);
+  const rm_code code = rm_nccl_judge(end, what, result, RM_NCCL_TELLS, err);
+  return code ? code : rm_nccl_settle(end, what, timeout, RM_NCCL_TELLS, err);
+}
+
+static rm_code all_gather(rm_nccl_end *end, call *c, const char *what, double timeout, rm_error *err) {
+  const rm_block *own = &c->send[(end->rank + 1) % end->size];   // what the others get
+  if (!(c->whole = whole_of(end, c->recv, c->gathered))) {
+    const rm_code code = check_room(end, c->op, 0, (size_t)end->size * c->gathered, err);
+    if (code) return code;
+    c->whole = end->in;
+  }
+  char *slot = c->whole + (size_t)end->rank * c->gathered;
+  end->from[end->rank] = rm_block_is_flat(own) ? own->base : slot;
+  if (!rm_block_is_flat(own)) rm_device_pack(end->device, own, slot);
+  const rm_code code = issue(end, c, what, timeout, err);
+  for (int r = 0; r < end->size && !code && c->whole == end->in; r++)
+    if (r != end->rank) rm_device_unpack(end->device, end->in + (size_t)r * c->gathered, &c->recv[r]);
+  return code;
+}
+
+// The ranks, on the host, whose deadline is lent.
+static rm_code meet(rm_nccl_end *end, double seconds, rm_error *err) {
+  const double kept = rm_comm_timeout(end->host);
+  rm_comm_set_timeout(end->host, seconds);
+  const rm_code code = rm_comm_barrier(end->host, err);
+  rm_comm_set_timeout(end->host, kept);
+  return code;
+}
+
+rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
+                         const rm_block recv[], rm_error *err) {
+  rm_nccl_end *end = self;
+  call c = {.op = op, .send = send, .recv = recv, .gathered = gathered_bytes(end, op, send, recv)};
+  const rm_block *from = &send[end->rank], *to = &recv[end->rank];
+  char what[64];
+  snprintf(what, sizeof what, "%s, call %llu", rm_comm_op_name(op), (unsigned long long)sequence);
+  (void)epoch;   // in the digest
+  rm_code code = RM_OK;
+  int moves = 0;
+  if (op == RM_COMM_BARRIER) {   // no bytes meet, so the ranks do
+    if ((code = meet(end, timeout, err))) rm_nccl_give_up(end);
+    return code;
+  }
+  size_t sent = c.gathered ? 0 : place(end, send, op == RM_COMM_GATHER || op == RM_COMM_BROADCAST, end->out, end->from);
+  const size_t received = c.gathered ? 0 : place(end, recv, 0, end->in, end->to), own_at = sent;
+  if (rm_device_own_needs_run(from, to)) sent += rm_block_bytes(to);
+  if ((code = check_room(end, op, sent, received, err))) return code;
+  if (c.gathered) code = all_gather(end, &c, what, timeout, err);
+  else {
+    for (int r = 0; r < end->size; r++) moves |= r != end->rank && (end->from[r] || end->to[r]);
+    pack_all(end, &c);
+    if (moves) code = issue(end, &c, what, timeout, err);
+    if (!code) unpack_all(end, &c);
+  }
+  if (!code && (!c.gathered || c.whole == end->in)) rm_device_own(end->device, from, to, end->out + own_at);
+  return code;
+}
+
+void rm_nccl_abort(void *self, rm_code why) {
+  rm_nccl_end *end = self;
+  rm_comm_abort(end->host, why);   // first, so that whoever finds the end gone finds the reason
+  rm_nccl_give_up(end);
+}
+
+rm_code rm_nccl_look(void *self, rm_error *err) {
+  rm_nccl_end *end = self;
+  int state;
+  const rm_code code = rm_comm_look(end->host, err);
+  if (code) return code;
+  if (!ask(end, &state)) return gone(end, err);
+  return rm_nccl_judge(end, "what is in the queue", state, RM_NCCL_TELLS, err);
+}
+
+// ------------------------------------------------------------------------------------------------ the end of it
+// NCCL's own way out is one that all ranks go together: who has left is lost to a rank whose queue is not at its end. So they meet
+// first. Where one does not come soon, this rank goes by itself.
+static rm_code part(rm_nccl_end *end, rm_error *err) {
+  rm_code code = meet(end, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS, err);
+  if (code) return code;
+  pthread_mutex_lock(&end->lock);
+  const int result = end->comm ? end->api.finalize(end->comm) : RM_NCCL_SUCCESS;
+  pthread_mutex_unlock(&end->lock);
+  code = rm_nccl_judge(end, "leaving", result, 0, err);
+  return code ? code : rm_nccl_settle(end, "leaving", end->timeout, 0, err);
+}
+
+static void put_down(rm_nccl_end *end) {
+  rm_error ignored = RM_ERROR_INIT;
+  pthread_mutex_lock(&end->lock);
+  const int lives = end->comm != NULL;
+  pthread_mutex_unlock(&end->lock);
+  const rm_code code = lives ? part(end, &ignored) : RM_OK;
+  rm_error_clear(&ignored);
+  if (code) rm_nccl_give_up(end);
+  pthread_mutex_lock(&end->lock);
+  if (end->comm) end->api.destroy(end->comm);
+  end->comm = NULL;
+  pthread_mutex_unlock(&end->lock);
+}
+
+// Nothing of NCCL or a device survives a fork; the process that made the end gives it all back.
+void rm_nccl_leave(void *self) {
+  rm_nccl_end *end = self;
+  put_down(end);
+  join_aborter(end);
+  if (end->out) end->device->unmap(end->device->self, end->out, end->capacity);
+  if (end->in) end->device->unmap(end->device->self, end->in, end->capacity);
+  if (end->words) end->device->unmap(end->device->self, end->words, rm_nccl_words_bytes(end));
+  if (end->host_words) end->device->unpin(end->device->self, end->host_words, rm_nccl_words_bytes(end));
+  end->out = end->in = NULL;
+  end->words = end->host_words = NULL;
+}
+
+void rm_nccl_destroy(void *self) {
+  rm_nccl_end *end = self;
+  pthread_mutex_destroy(&end->lock);
+  rm_free(end);
+}

@@ -1,0 +1,48 @@
+// library.c: see library.h.
+#include "comm/nccl/library.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+// 2.8 and before counted in thousands.
+const char *rm_nccl_version_text(int version, char text[24]) {
+  const int major = version / (version < 10000 ? 1000 : 10000), minor = version / 100 % (version < 10000 ? 10 : 100);
+  snprintf(text, 24, "%d.%d.%d", major, minor, version % 100);
+  return text;
+}
+
+rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
+  char text[24];
+  *out = (rm_nccl){0};
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  if (!library) return rm_fail(err, RM_E_CONFIG, "no NCCL can be loaded: %s", dlerror());
+  const struct {
+    const char *name;
+    void *function;             // pointer to the field, whatever its type
+  } wanted[] = {
+      {"ncclGetVersion", &out->get_version},
+      {"ncclGetUniqueId", &out->get_unique_id},
+      {"ncclCommInitRankConfig", &out->init_rank},
+      {"ncclCommGetAsyncError", &out->get_async_error},
+      {"ncclCommAbort", &out->abort},
+      {"ncclCommFinalize", &out->finalize},
+      {"ncclCommDestroy", &out->destroy},
+      {"ncclGroupStart", &out->group_start},
+      {"ncclGroupEnd", &out->group_end},
+      {"ncclSend", &out->send},
+      {"ncclRecv", &out->recv},
+      {"ncclAllGather", &out->all_gather},
+      {"ncclGetErrorString", &out->error_string},
+      {"ncclGetLastError", &out->last_error},
+  };
+  for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+    void *found = dlsym(library, wanted[i].name);
+    if (!found) return rm_fail(err, RM_E_CONFIG, "%s has no %s, wanted NCCL 2.17.1 or later", path, wanted[i].name);
+    memcpy(wanted[i].function, &found, sizeof found);   // C knows no other way from an object's pointer to a function's
+  }
+  const int result = out->get_version(&out->version);
+  if (result) return rm_fail(err, RM_E_CONFIG, "%s does not say its version: %s", path, out->error_string(result));
+  if (out->version >= RM_NCCL_LEAST) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s is NCCL %s, wanted 2.17.1 or later", path, rm_nccl_version_text(out->version, text));
+}

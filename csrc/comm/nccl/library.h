@@ -1,0 +1,64 @@
+// library.h: the functions of NCCL that nccl.c calls, out of a library that is loaded when the first group is made: rollmesh is
+// built without NCCL, and works without it. Declarations are written here and hold for 2.17 and later: NCCL adds to its structures and
+// never reorders them, and is told by `version` how much of one its caller knew.
+#pragma once
+
+#include <limits.h>
+#include <stddef.h>
+
+#include "base/status.h"
+
+enum {                          // ncclResult_t
+  RM_NCCL_SUCCESS = 0,
+  RM_NCCL_CUDA = 1,
+  RM_NCCL_SYSTEM = 2,
+  RM_NCCL_INTERNAL = 3,
+  RM_NCCL_ARGUMENT = 4,
+  RM_NCCL_USAGE = 5,
+  RM_NCCL_REMOTE = 6,
+  RM_NCCL_IN_PROGRESS = 7,
+  RM_NCCL_TIMEOUT = 8,
+};
+enum { RM_NCCL_INT8 = 0, RM_NCCL_UNDEFINED = INT_MIN, RM_NCCL_ID_BYTES = 128 };
+enum { RM_NCCL_LEAST = 21701, RM_NCCL_SHARES_GPU = 23003 };   // the oldest that is used; the oldest in which two ranks may have one GPU
+#define RM_NCCL_MAGIC 0xcafebeefu
+
+typedef struct rm_nccl_comm rm_nccl_comm;   // ncclComm
+typedef struct rm_nccl_id {     // ncclUniqueId, passed by value
+  char bytes[RM_NCCL_ID_BYTES];
+} rm_nccl_id;
+
+typedef struct rm_nccl_config { // ncclConfig_t as it was in 2.17, with the field that fills its end now
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga_cluster_size, min_ctas, max_ctas;
+  const char *net_name;
+  int split_share, traffic_class;
+} rm_nccl_config;
+_Static_assert(sizeof(rm_nccl_config) == 48 && offsetof(rm_nccl_config, blocking) == 16 && offsetof(rm_nccl_config, net_name) == 32 &&
+                   offsetof(rm_nccl_config, split_share) == 40,
+               "the layout of ncclConfig_t");
+
+// Streams are void: a device's.
+typedef struct rm_nccl {
+  int version;                  // 23203 is 2.32.3
+  int (*get_version)(int *version);
+  int (*get_unique_id)(rm_nccl_id *id);
+  int (*init_rank)(rm_nccl_comm **comm, int n_ranks, rm_nccl_id id, int rank, rm_nccl_config *config);
+  int (*get_async_error)(rm_nccl_comm *comm, int *result);
+  int (*abort)(rm_nccl_comm *comm);
+  int (*finalize)(rm_nccl_comm *comm);
+  int (*destroy)(rm_nccl_comm *comm);
+  int (*group_start)(void);
+  int (*group_end)(void);
+  int (*send)(const void *from, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream);
+  int (*recv)(void *to, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream);
+  int (*all_gather)(const void *from, void *to, size_t count, int type, rm_nccl_comm *comm, void *stream);
+  const char *(*error_string)(int result);
+  const char *(*last_error)(rm_nccl_comm *comm);
+} rm_nccl;
+
+// Never unloaded: its threads may outlive the last group. RM_E_CONFIG: no such file, no NCCL, or one that is too old.
+rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err);
+// "2.32.3" in text, which is returned.
+const char *rm_nccl_version_text(int version, char text[24]);

@@ -1,0 +1,235 @@
+// nccl.c: making a group. The ranks tell one another over the host's group what they have, so that what is wrong with one (no library,
+// another version, no memory) is said on all and costs nothing; then NCCL makes the group, under a deadline; then an exchange of a word
+// from each rank to each, and an all_gather of one, prove it, and leave its connections made: a recording cannot make them.
+#include "comm/nccl/nccl.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/memory.h"
+#include "comm/nccl/endpoint.h"
+#include "device/devices.h"
+
+enum { HELLO_TEXT = 256 };
+
+typedef struct hello {          // what each rank tells all
+  int32_t code, version, may_share;   // may_share: NCCL was told that ranks may have one GPU
+  uint64_t gpu;                 // a digest of its name; 0: not known
+  rm_nccl_id id;                // of rank 0
+  char text[HELLO_TEXT];        // with code: why
+} hello;
+
+static uint64_t digest_of(const char *name) {
+  uint64_t digest = UINT64_C(0xCBF29CE484222325);
+  if (!name) return 0;
+  for (; *name; name++) digest = (digest ^ (unsigned char)*name) * UINT64_C(0x100000001B3);
+  return digest ? digest : 1;
+}
+
+// ------------------------------------------------------------------------------------------------ what the ranks tell one another
+static rm_code map_run(const rm_nccl_end *end, char **out, rm_error *err) {
+  void *block = NULL;
+  const rm_device *device = end->device;
+  if (!end->capacity) return RM_OK;
+  const rm_device_status status = device->map(device->self, end->capacity, &block);
+  if (status == RM_DEVICE_OK) *out = block;
+  if (status == RM_DEVICE_OK) return RM_OK;
+  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
+  return rm_fail(err, RM_E_CAPACITY, "no room on %s for exchanges of %zu bytes, twice", device->name, end->capacity);
+}
+
+static rm_code prepare(rm_nccl_end *end, const rm_nccl_options *options, hello *mine, rm_error *err) {
+  const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  if (options->capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "capacity=%zu, wanted bytes of one exchange", options->capacity);
+  rm_code code = rm_nccl_load(options->library, &end->api, err);
+  if (!code) code = map_run(end, &end->out, err);
+  if (!code) code = map_run(end, &end->in, err);
+  if (code) return code;
+  mine->version = end->api.version;
+  mine->gpu = digest_of(options->gpu);
+  mine->may_share = shares && atoi(shares) == 1;
+  const int result = end->rank == 0 ? end->api.get_unique_id(&mine->id) : RM_NCCL_SUCCESS;
+  return rm_nccl_judge(end, "a name for the group", result, RM_NCCL_MAKING, err);
+}
+
+static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
+  char ours[24], theirs[24];
+  rm_nccl_version_text(all[a].version, ours);
+  if (all[a].version != all[b].version)
+    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has NCCL %s, rank %d %s", b, rm_nccl_version_text(all[b].version, theirs), a, ours);
+  if (!all[a].gpu || all[a].gpu != all[b].gpu) return RM_OK;
+  if (all[a].version < RM_NCCL_SHARES_GPU)
+    return rm_fail(err, RM_E_CONFIG,
+                   "ranks %d and %d have one GPU, which NCCL %s does not allow, wanted 2.30.3 or later, or a GPU for each", a, b, ours);
+  if (all[a].may_share && all[b].may_share) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG,
+                 "ranks %d and %d have one GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment of both", a, b);
+}
+
+// The same verdict on all ranks, but for the words of one's own.
+static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
+  for (int r = 0; r < size; r++) {
+    const rm_code code = all[r].code > RM_OK && all[r].code < RM_N_CODE ? (rm_code)all[r].code : RM_E_RANK_LOST;
+    if (all[r].code) return rm_fail(err, code, "rank %d: %.*s", r, HELLO_TEXT - 1, all[r].text);
+  }
+  for (int b = 1; b < size; b++)
+    for (int a = 0; a < b; a++) {
+      const rm_code code = judge_pair(all, a, b, err);
+      if (code) return code;
+    }
+  return RM_OK;
+}
+
+// All ranks have what they need, and agree; *id is the group's. `code` and err: how this rank's own preparation went.
+static rm_code meet(rm_nccl_end *end, rm_code code, hello *mine, rm_nccl_id *id, rm_error *err) {
+  const size_t size = (size_t)end->size;
+  hello *all = rm_alloc(size, sizeof *all);
+  size_t *bytes = rm_alloc(size, sizeof *bytes);
+  if (!all || !bytes) {
+    code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %zu ranks", size);
+    rm_comm_abort(end->host, code);
+    goto out;
+  }
+  mine->code = code;
+  if (code) snprintf(mine->text, sizeof mine->text, "%s", rm_error_message(err));
+  for (size_t r = 0; r < size; r++) bytes[r] = sizeof *all;
+  rm_error met = RM_ERROR_INIT;
+  rm_code common = rm_comm_all_gather(end->host, mine, all, bytes, &met);
+  if (!common) common = judge_hellos(all, end->size, &met);
+  if (!code && common) code = rm_fail(err, common, "%s", rm_error_message(&met));
+  rm_error_clear(&met);
+  *id = all[0].id;
+out:
+  rm_free(bytes);
+  rm_free(all);
+  return code;
+}
+
+// ------------------------------------------------------------------------------------------------ NCCL's part
+static rm_code init(rm_nccl_end *end, rm_nccl_id id, double timeout, rm_error *err) {
+  rm_nccl_config config = {.size = sizeof config,
+                           .magic = RM_NCCL_MAGIC,
+                           .version = 22200,   // the layout's: later than 2.17, before trafficClass
+                           .blocking = 0,
+                           .cga_cluster_size = RM_NCCL_UNDEFINED,
+                           .min_ctas = RM_NCCL_UNDEFINED,
+                           .max_ctas = RM_NCCL_UNDEFINED,
+                           .split_share = RM_NCCL_UNDEFINED,
+                           .traffic_class = RM_NCCL_UNDEFINED};
+  rm_nccl_comm *comm = NULL;
+  const int result = end->api.init_rank(&comm, end->size, id, end->rank, &config);
+  pthread_mutex_lock(&end->lock);
+  end->comm = comm;
+  pthread_mutex_unlock(&end->lock);
+  const rm_code code = rm_nccl_judge(end, "making a group", result, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+  if (code) return code;
+  if (!comm) {
+    rm_comm_abort(end->host, RM_E_DEVICE);
+    return rm_fail(err, RM_E_DEVICE, "making a group: NCCL gave none and no error");
+  }
+  return rm_nccl_settle(end, "making a group", timeout, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+}
+
+static uint64_t word_of(int from, int to) { return UINT64_C(0x9E3779B97F4A7C15) * (uint64_t)(1 + from) + (uint64_t)to; }
+
+// [size] words out, [size] words in, [size] words of the gather.
+static rm_code exchange_words(rm_nccl_end *end, uint64_t *there, uint64_t *here, double timeout, rm_comm *comm, rm_error *err) {
+  const size_t n = (size_t)end->size, word = sizeof *here;
+  const rm_device *device = end->device;
+  rm_block *send = rm_alloc(2 * n, sizeof *send), *recv = send + n;
+  if (!send) return rm_fail(err, RM_E_MEMORY, "no memory for %zu blocks", 2 * n);
+  for (size_t r = 0; r < n; r++) {
+    here[r] = word_of(end->rank, (int)r);
+    send[r] = (rm_block){there + r, 1, word, word};
+    recv[r] = (rm_block){there + n + r, 1, word, word};
+  }
+  device->put(device->self, there, here, n * word);
+  rm_code code = rm_nccl_exchange(end, RM_COMM_ALL_TO_ALL, 0, 0, timeout, send, recv, err);
+  for (size_t r = 0; r < n; r++) {
+    send[r] = (rm_block){there, 1, word, word};
+    recv[r] = (rm_block){there + 2 * n + r, 1, word, word};
+  }
+  if (!code) code = rm_nccl_exchange(end, RM_COMM_GATHER, 0, 0, timeout, send, recv, err);
+  if (!code) device->get(device->self, here + n, there + n, 2 * n * word);
+  if (!code) code = rm_comm_wait(&comm, 1, device, timeout, err);
+  rm_free(send);
+  for (int r = 0; r < end->size && !code; r++)
+    if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))
+      code = rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "NCCL brought rank %d other bytes than rank %d sent", end->rank, r);
+  return code;
+}
+
+static rm_code prove(rm_nccl_end *end, double timeout, rm_comm *comm, rm_error *err) {
+  const rm_device *device = end->device;
+  const size_t bytes = rm_nccl_words_bytes(end);
+  void *there = NULL, *here = NULL;
+  rm_code code;
+  const int has_both = device->map(device->self, bytes, &there) == RM_DEVICE_OK && device->pin(device->self, bytes, &here) == RM_DEVICE_OK;
+  end->words = there;
+  end->host_words = here;
+  if (!has_both) code = rm_fail(err, RM_E_CAPACITY, "no room on %s for %zu bytes: %s", device->name, bytes, device->message(device->self));
+  else code = exchange_words(end, there, here, timeout, comm, err);
+  if (!code) code = rm_comm_barrier(end->host, err);   // all have come so far, or none may use it
+  if (code) rm_nccl_abort(end, code);
+  return code;
+}
+
+static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_nccl_end **out, rm_error *err) {
+  const size_t size = (size_t)rm_comm_size(host);
+  rm_nccl_end *end = rm_alloc(1, sizeof *end + 2 * size * sizeof end->from[0]);
+  *out = end;
+  if (!end) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %zu ranks", size);
+  *end = (rm_nccl_end){.host = host,
+                       .device = device,
+                       .rank = rm_comm_rank(host),
+                       .size = (int)size,
+                       .capacity = options->capacity,
+                       .timeout = options->timeout,
+                       .from = (char **)(end + 1)};
+  end->to = end->from + size;
+  pthread_mutex_init(&end->lock, NULL);
+  return RM_OK;
+}
+
+rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_comm **out, rm_error *err) {
+  rm_error own = RM_ERROR_INIT;   // what this rank tells the others, also for a caller that wants to hear nothing
+  rm_error *said = err ? err : &own;
+  rm_nccl_end *end;
+  rm_nccl_id id;
+  hello mine = {0};
+  const double kept = rm_comm_timeout(host);
+  *out = NULL;
+  rm_code code = make_end(host, device, options, &end, said);
+  if (code) {
+    rm_comm_abort(host, code);
+    goto out;
+  }
+  rm_comm_set_timeout(host, options->timeout);
+  code = prepare(end, options, &mine, said);
+  code = meet(end, code, &mine, &id, said);
+  if (!code) code = init(end, id, options->timeout, said);
+  const rm_transport transport = {.name = "nccl",
+                                  .moves_own = 1,
+                                  .waits_there = 1,
+                                  .self = end,
+                                  .exchange = rm_nccl_exchange,
+                                  .abort = rm_nccl_abort,
+                                  .look = rm_nccl_look,
+                                  .leave = rm_nccl_leave,
+                                  .destroy = rm_nccl_destroy};
+  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, said))) rm_comm_abort(host, code);
+  if (!code) rm_comm_set_timeout(*out, options->timeout);
+  if (!code && !(code = prove(end, options->timeout, *out, said))) goto out;
+  if (*out) rm_comm_destroy(*out);
+  else {
+    rm_nccl_give_up(end);
+    rm_nccl_leave(end);
+    rm_nccl_destroy(end);
+  }
+  *out = NULL;
+out:
+  rm_comm_set_timeout(host, kept);
+  rm_error_clear(&own);
+  return code;
+}

@@ -1,0 +1,256 @@
+// attach.c: how processes come to share a region, and leave nothing behind whoever is killed when.
+//
+// Rank 0 fills a file that has no name yet and then links it under its name, which fails if there is one: nobody ever sees half a
+// header, and a rank 0 that is killed before leaves nothing. The others open it by name, check whose it is and what it says, and write
+// down their process. The last to come removes the name and only then says that all are there; a rank that finds that it cannot come to
+// that (somebody was killed, is late, or wants something else) removes the name itself before it returns. Who comes after that finds
+// nothing until its deadline, which is the price of leaving nothing. So a name outlives the calls only if every rank that had opened the
+// file was killed in them; the next rank 0 of that name sees that its maker is dead and removes it.
+//
+// The lock on a file is held while its name is looked at and removed, so that two ranks do not take away a name that is new.
+#define _GNU_SOURCE
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+#include "comm/shm/layout.h"
+
+#define FOLDER "/dev/shm"
+static const char MAGIC[16] = "rollmesh region";
+enum { NAME_MAX_LENGTH = 200, RETRY_MS = 2, LOCK_TRIES = 500 };
+
+typedef struct attaching {
+  rm_region *region;            // its file once there is one
+  const char *name;
+  char path[sizeof FOLDER + NAME_MAX_LENGTH + 16];
+  int rank;
+  uint64_t nonce;
+  double deadline;
+} attaching;
+
+static void pause_ms(int ms) { nanosleep(&(struct timespec){.tv_nsec = 1000000L * ms}, NULL); }
+
+static int process_of(uint64_t identity) { return (int)(identity >> 32); }
+
+static int is_dead(uint64_t identity) { return rm_process_ended(&identity, &(int){-1}, 1) != 0; }
+
+// ------------------------------------------------------------------------------------------------ the name
+// Removes the name if it still stands for this file. A lock that somebody keeps is not waited for without end: without it the worst
+// is that the name of a run which begins this very moment goes too, and its ranks say that rank 0 did not come.
+static void remove_name(const attaching *a, int file) {
+  struct stat here, there;
+  int tries = LOCK_TRIES;
+  while (flock(file, LOCK_EX | LOCK_NB) && tries-- > 0) pause_ms(RETRY_MS);
+  if (fstat(file, &here) == 0 && lstat(a->path, &there) == 0 && here.st_ino == there.st_ino && here.st_dev == there.st_dev) unlink(a->path);
+  flock(file, LOCK_UN);
+}
+
+// Opens what has the name: *file is −1 when nothing has. RM_E_AUTH when it is not one that we may have made.
+static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm_error *err) {
+  struct stat status;
+  *file = open(a->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (*file < 0) return errno == ENOENT ? RM_OK : rm_fail(err, RM_E_AUTH, "%s cannot be opened: %s", a->path, strerror(errno));
+  rm_code code = RM_OK;
+  if (fstat(*file, &status)) code = rm_fail(err, RM_E_AUTH, "%s: %s", a->path, strerror(errno));
+  else if (!S_ISREG(status.st_mode)) code = rm_fail(err, RM_E_AUTH, "%s is no regular file", a->path);
+  else if (status.st_uid != geteuid() || (status.st_mode & 07777) != 0600)
+    code = rm_fail(err, RM_E_AUTH, "%s has owner %u and mode %o, wanted %u and 600", a->path, (unsigned)status.st_uid,
+                   (unsigned)status.st_mode & 07777, (unsigned)geteuid());
+  else if (pread(*file, head, sizeof *head, 0) != (ssize_t)sizeof *head || memcmp(head->magic, MAGIC, sizeof MAGIC))
+    code = rm_fail(err, RM_E_AUTH, "%s is not a region of rollmesh", a->path);
+  if (!code) return RM_OK;
+  close(*file);
+  *file = -1;
+  return code;
+}
+
+// ------------------------------------------------------------------------------------------------ rank 0
+static rm_code fill_file(attaching *a, rm_error *err) {
+  rm_region *region = a->region;
+  const rm_region_options *o = &region->options;
+  region->file = open(FOLDER, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  int failed = region->file < 0 || fchmod(region->file, 0600) || ftruncate(region->file, (off_t)region->map_bytes) ? errno : 0;
+  if (!failed) failed = rm_region_claim(region->file, 0, region->buffers_at);
+  if (failed) return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER, strerror(failed));
+  if (!(region->map = rm_map_file(region->file, region->map_bytes)))
+    return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share", region->map_bytes);
+  region->map->head = (rm_region_head){.nonce = a->nonce,
+                                       .maker = rm_process_self(),
+                                       .world = (uint64_t)o->world,
+                                       .n_groups = (uint64_t)o->n_groups,
+                                       .buffer_bytes = o->buffer_bytes};
+  memcpy(region->map->head.magic, MAGIC, sizeof MAGIC);
+  atomic_store(&region->map->ranks[0].identity, region->map->head.maker);
+  atomic_store(&region->map->n_attached, 1);
+  return RM_OK;
+}
+
+// There is a file of that name: removed when its maker is dead.
+static rm_code replace_stale(const attaching *a, rm_error *err) {
+  rm_region_head head;
+  int file;
+  const rm_code code = open_name(a, &head, &file, err);
+  if (code || file < 0) return code;
+  const int stale = is_dead(head.maker);
+  if (stale) remove_name(a, file);
+  close(file);
+  return stale ? RM_OK : rm_fail(err, RM_E_AUTH, "%s belongs to process %d, which runs", a->path, process_of(head.maker));
+}
+
+static rm_code make_file(attaching *a, rm_error *err) {
+  char unnamed[40];
+  rm_code code = fill_file(a, err);
+  if (code) return code;
+  snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
+  while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
+    if (errno != EEXIST) return rm_fail(err, RM_E_CAPACITY, "%s cannot be made: %s", a->path, strerror(errno));
+    if ((code = replace_stale(a, err))) return code;
+    if (rm_region_clock() > a->deadline) return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s is made again and again by others", a->path);
+  }
+  return RM_OK;
+}
+
+// ------------------------------------------------------------------------------------------------ the others
+// Waits for the file of a living rank 0 and maps it. A file whose maker is dead is one that rank 0 will replace.
+static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
+  int file, ours_is_dead = 0;
+  rm_code code;
+  for (;;) {
+    if ((code = open_name(a, head, &file, err))) return code;
+    const int alive = file >= 0 && !is_dead(head->maker);
+    if (alive && head->nonce == a->nonce) break;
+    ours_is_dead = file >= 0 && !alive && head->nonce == a->nonce;
+    const int late = rm_region_clock() >= a->deadline;
+    if (late && ours_is_dead) remove_name(a, file);
+    if (file >= 0) close(file);
+    if (alive) return rm_fail(err, RM_E_AUTH, "%s has another nonce: it is of process %d", a->path, process_of(head->maker));
+    if (late)
+      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "no region \"%s\" within %.3g s: rank 0 %s", a->name, a->region->options.timeout,
+                     ours_is_dead ? "is lost, the process has ended" : "did not make it, or the others gave it up before this rank came");
+    pause_ms(RETRY_MS);
+  }
+  a->region->file = file;
+  return RM_OK;
+}
+
+// Maps the file; of one that was made for other options, the head, where the verdict on that goes.
+static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_error *err) {
+  rm_region *region = a->region;
+  const rm_region_options *o = &region->options;
+  *fits = head->world == (uint64_t)o->world && head->n_groups == (uint64_t)o->n_groups && head->buffer_bytes == o->buffer_bytes;
+  if (!*fits) region->map_bytes = region->slots_at;
+  if ((region->map = rm_map_file(region->file, region->map_bytes))) return RM_OK;
+  remove_name(a, region->file);
+  return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share", region->map_bytes);
+}
+
+// ------------------------------------------------------------------------------------------------ gathering
+// Ends the attaching of all by this rank's verdict, unless all have come meanwhile.
+static void end_gathering(attaching *a, uint32_t cause) {
+  uint32_t gathering = RM_GATHERING;
+  if (atomic_compare_exchange_strong(&a->region->map->gathering, &gathering, RM_GATHERED + cause))
+    rm_region_futex_wake(&a->region->map->gathering);
+  else if (gathering == RM_GATHERED) rm_region_withdraw(a->region, a->rank);
+}
+
+static rm_code write_down(attaching *a, rm_error *err) {
+  rm_region_map *map = a->region->map;
+  uint64_t twin = 0;
+  if (!atomic_compare_exchange_strong(&map->ranks[a->rank].identity, &twin, rm_process_self()))
+    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" came twice: processes %d and %d", a->rank, a->name, process_of(twin),
+                   (int)getpid());
+  if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
+  remove_name(a, a->region->file);
+  uint32_t gathering = RM_GATHERING;
+  if (atomic_compare_exchange_strong(&map->gathering, &gathering, RM_GATHERED)) rm_region_futex_wake(&map->gathering);
+  return RM_OK;
+}
+
+// Who of those that have come has ended, and who has not come.
+static void look(attaching *a, uint64_t *dead, uint64_t *absent) {
+  rm_region *region = a->region;
+  const int world = region->options.world;
+  uint64_t identities[RM_REGION_RANKS];
+  *absent = 0;
+  for (int r = 0; r < world; r++) {
+    identities[r] = atomic_load(&region->map->ranks[r].identity);
+    if (!identities[r]) *absent |= UINT64_C(1) << r;
+    else if (region->pidfd[r] < 0) region->pidfd[r] = rm_process_handle(identities[r]);
+  }
+  *dead = rm_process_ended(identities, region->pidfd, world);
+}
+
+// Until all have come, or somebody has found that they will not.
+static rm_code gather(attaching *a, rm_error *err) {
+  rm_region *region = a->region;
+  char who[4 * RM_REGION_RANKS + 8];
+  uint64_t dead, absent;
+  uint32_t gathering;
+  while ((gathering = atomic_load(&region->map->gathering)) == RM_GATHERING) {
+    rm_region_futex_wait(&region->map->gathering, RM_GATHERING, RM_REGION_SLICE);
+    look(a, &dead, &absent);
+    if (atomic_load(&region->map->gathering) != RM_GATHERING) continue;
+    if (dead)
+      end_gathering(a, rm_region_judge(region, a->rank, RM_E_RANK_LOST, "lost %s: the process has ended (attaching to \"%s\")",
+                                       rm_region_names(dead, who, sizeof who), a->name));
+    else if (rm_region_clock() >= a->deadline)
+      end_gathering(a, rm_region_judge(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not come to the region \"%s\" within %.3g s",
+                                       rm_region_names(absent, who, sizeof who), a->name, region->options.timeout));
+  }
+  if (gathering != RM_GATHERED) {
+    remove_name(a, region->file);
+    return rm_region_quote(region, gathering - RM_GATHERED, err);
+  }
+  look(a, &dead, &absent);   // a handle for each rank; one that has ended is found by the first wait
+  return RM_OK;
+}
+
+// Other options than rank 0's are everybody's failure: all are told what they are.
+static void end_for_options(attaching *a, const rm_region_head *head) {
+  const rm_region_options *o = &a->region->options;
+  end_gathering(a, rm_region_judge(a->region, a->rank, RM_E_MESH_MISMATCH,
+                                   "rank %d of \"%s\" has world=%d, n_groups=%d, buffer_bytes=%zu, rank 0 %llu, %llu, %llu", a->rank,
+                                   a->name, o->world, o->n_groups, o->buffer_bytes, (unsigned long long)head->world,
+                                   (unsigned long long)head->n_groups, (unsigned long long)head->buffer_bytes));
+}
+
+static rm_code come(attaching *a, rm_error *err) {
+  rm_region_head head;
+  int fits;
+  rm_code code;
+  if (a->rank == 0) return (code = make_file(a, err)) ? code : gather(a, err);
+  if ((code = find_file(a, &head, err)) || (code = map_file(a, &head, &fits, err))) return code;
+  if (!fits) end_for_options(a, &head);
+  else if ((code = write_down(a, err))) return code;
+  return gather(a, err);
+}
+
+static int is_name(const char *name) {
+  size_t length = strnlen(name, NAME_MAX_LENGTH + 1);
+  if (length < 1 || length > NAME_MAX_LENGTH) return 0;
+  for (; length > 0; length--, name++)
+    if (!(isascii(*name) && isalnum((unsigned char)*name)) && !strchr("-_.", *name)) return 0;
+  return 1;
+}
+
+rm_code rm_region_attach(const char *name, int rank, uint64_t nonce, const rm_region_options *options, rm_region **out, rm_error *err) {
+  *out = NULL;
+  if (!is_name(name))
+    return rm_fail(err, RM_E_CONFIG, "\"%.*s\" is not 1 … %d letters, digits, '-', '_' and '.'", NAME_MAX_LENGTH, name, NAME_MAX_LENGTH);
+  if (rank < 0 || rank >= options->world) return rm_fail(err, RM_E_CONFIG, "rank=%d, wanted 0 … %d", rank, options->world - 1);
+  if (options->world == 1) return rm_region_create(options, out, err);
+  attaching a = {.name = name, .rank = rank, .nonce = nonce, .deadline = rm_region_clock() + options->timeout};
+  snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
+  rm_code code = rm_region_new(options, &a.region, err);
+  if (code) return code;
+  if ((code = come(&a, err))) rm_region_release(a.region);
+  else *out = a.region;
+  return code;
+}

@@ -1,0 +1,136 @@
+// exchange.c: one call. A rank's blocks for the others are one stream of bytes, which goes through its buffer in as many
+// rounds as it takes; a gather's stream is the one block. The stream begins with the block for the next rank, so that in each round of
+// a large exchange the ranks read from different buffers. How long the streams are is in the headers of the first round, and all ranks
+// take part in as many rounds as the longest has.
+//
+// The two buffers of a rank take turns. A rank that has seen all come to round t knows that all have read what it wrote in round t − 1,
+// so round t + 1 may write there: one wait a round is enough.
+#include <stddef.h>
+
+#include "comm/block.h"
+#include "comm/shm/layout.h"
+
+typedef struct stream {
+  size_t at[RM_REGION_RANKS];   // where the block for rank r of the group begins
+  size_t bytes;                 // of the whole
+} stream;
+
+static int is_gather(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
+
+static size_t buffer_of(const rm_region_end *end) { return end->region->buffer_bytes; }
+
+// What rank `from` of the group sends, by its header.
+static stream stream_of(const rm_region_end *end, int from, rm_comm_op op, const uint64_t bytes[]) {
+  stream out = {0};
+  for (int step = 1; step < end->size; step++) {
+    const int to = (from + step) % end->size;
+    if (is_gather(op)) {
+      if (bytes[to] > out.bytes) out.bytes = bytes[to];
+    } else {
+      out.at[to] = out.bytes;
+      out.bytes += bytes[to];
+    }
+  }
+  return out;
+}
+
+// The part of a block, which lies at `at` in a stream, that is in the round that begins at `begin`: its first byte and its length.
+typedef struct part {
+  size_t first, length;
+} part;
+
+static part part_of(size_t at, size_t bytes, size_t begin, size_t room) {
+  const size_t from = at > begin ? at : begin, to = at + bytes < begin + room ? at + bytes : begin + room;
+  return from < to ? (part){from - at, to - from} : (part){0};
+}
+
+static void fill(rm_region_end *end, rm_comm_op op, const stream *mine, uint64_t round, const rm_block send[]) {
+  const size_t room = buffer_of(end), begin = (size_t)round * room;
+  char *buffer = end->buffers[end->me] + (end->turn & 1) * room;
+  if (begin >= mine->bytes) return;
+  for (int step = 1; step < end->size; step++) {
+    const int to = (end->me + step) % end->size;
+    const part p = part_of(mine->at[to], rm_block_bytes(&send[to]), begin, room);
+    rm_block_read(&send[to], p.first, buffer + (mine->at[to] + p.first - begin), p.length);
+    if (is_gather(op) && p.length) return;   // once for all
+  }
+}
+
+static void take(rm_region_end *end, int from, size_t at, uint64_t round, const rm_block *into) {
+  const size_t room = buffer_of(end), begin = (size_t)round * room;
+  const part p = part_of(at, rm_block_bytes(into), begin, room);
+  const char *buffer = end->buffers[from] + (end->turn & 1) * room;
+  rm_block_write(into, p.first, buffer + (at + p.first - begin), p.length);
+}
+
+// Ends the group when what rank `from` is doing is not what this rank is doing.
+static rm_code compare(rm_region_end *end, int from, const rm_region_header *mine, const rm_region_header *theirs, size_t expected,
+                       rm_error *err) {
+  rm_region *region = end->region;
+  const int me = end->members[end->me], other = end->members[from];
+  const char *op = rm_comm_op_name((rm_comm_op)mine->op), *others = rm_comm_op_name((rm_comm_op)theirs->op);
+  const unsigned long long n = mine->sequence;
+  uint32_t cause;
+  if (atomic_load(&end->slots[from]->members) != atomic_load(&end->slots[end->me]->members))
+    cause =
+        rm_region_judge(region, me, RM_E_MESH_MISMATCH, "group %d has other members for rank %d than for rank %d", end->index, other, me);
+  else if (theirs->op != mine->op)
+    cause = rm_region_judge(region, me, RM_E_COLLECTIVE_MISMATCH, "call %llu: rank %d is in %s, rank %d in %s", n, other, others, me, op);
+  else if (theirs->sequence != n || theirs->round != mine->round)
+    cause = rm_region_judge(
+        region, me, RM_E_COLLECTIVE_MISMATCH, "%s: rank %d is in call %llu, round %llu, rank %d in call %llu, round %llu", op, other,
+        (unsigned long long)theirs->sequence, (unsigned long long)theirs->round, me, n, (unsigned long long)mine->round);
+  else if (theirs->epoch != mine->epoch)
+    cause = rm_region_judge(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld",
+                            op, n, other, (long long)theirs->epoch, me, (long long)mine->epoch);
+  else if (theirs->bytes[end->me] != expected)
+    cause = rm_region_judge(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
+                            op, n, other, (unsigned long long)theirs->bytes[end->me], me, expected);
+  else return RM_OK;
+  rm_region_condemn(end, cause);
+  return rm_region_report(end, err);
+}
+
+// Publishes this rank's part of a round and waits for the others'.
+static rm_code meet(rm_region_end *end, const rm_region_call *call, const rm_region_header *mine, const stream *out, const rm_block send[],
+                    rm_error *err) {
+  end->turn++;
+  fill(end, call->op, out, mine->round, send);
+  rm_copy(&end->slots[end->me]->headers[end->turn & 1], mine,
+          offsetof(rm_region_header, bytes) + (size_t)end->size * sizeof mine->bytes[0]);
+  return rm_region_meet(end, call, err);
+}
+
+// One round: what is in the others' buffers for this rank. `at` is where this rank's block begins in each stream.
+static rm_code round_of(rm_region_end *end, const rm_region_call *call, rm_region_header *mine, const stream *out, size_t at[],
+                        const rm_block send[], const rm_block recv[], rm_error *err) {
+  rm_code code = meet(end, call, mine, out, send, err);
+  for (int step = 1; step < end->size && !code; step++) {
+    const int from = (end->me + step) % end->size;
+    const rm_region_header *theirs = &end->slots[from]->headers[end->turn & 1];
+    if ((code = compare(end, from, mine, theirs, rm_block_bytes(&recv[from]), err))) return code;
+    if (mine->round == 0) {
+      at[from] = stream_of(end, from, call->op, theirs->bytes).at[end->me];
+      if (theirs->n_rounds > mine->n_rounds) mine->n_rounds = theirs->n_rounds;
+    }
+    take(end, from, at[from], mine->round, &recv[from]);
+  }
+  return code;
+}
+
+rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
+                           const rm_block recv[], rm_error *err) {
+  rm_region_end *end = self;
+  const rm_region_call call = {.op = op, .sequence = sequence, .seconds = timeout, .deadline = rm_region_clock() + timeout};
+  rm_region_header mine = {.sequence = sequence, .epoch = epoch, .op = (uint32_t)op};
+  size_t at[RM_REGION_RANKS];
+  if (atomic_load(&end->group->bell) & RM_BELL_CAUSE) return rm_region_report(end, err);
+  for (int r = 0; r < end->size; r++) mine.bytes[r] = r == end->me ? 0 : rm_block_bytes(&send[r]);
+  const stream out = stream_of(end, end->me, op, mine.bytes);
+  mine.n_rounds = out.bytes / buffer_of(end) + (out.bytes % buffer_of(end) != 0);
+  do {
+    const rm_code code = round_of(end, &call, &mine, &out, at, send, recv, err);
+    if (code) return code;
+  } while (++mine.round < mine.n_rounds);
+  return RM_OK;
+}

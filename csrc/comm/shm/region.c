@@ -1,0 +1,190 @@
+// region.c: regions of threads, the offsets of any region, and the ends of groups. See region.h for what a region is and
+// layout.h for what lies in it; attach.c makes those that processes share.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+#include "comm/shm/layout.h"
+
+enum { PAGE = 4096, MAX_GROUPS = 64, SPIN_PAUSES = 1000 };   // some 25 µs: as long as small exchanges take
+
+static int cores_available(void) {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  const long online = sysconf(_SC_NPROCESSORS_ONLN);
+  return online > 0 ? (int)online : 1;
+}
+
+// *at += count · bytes, up to the next page; 0 when that does not fit.
+static int extend(size_t *at, size_t count, size_t bytes) {
+  size_t length;
+  if (!rm_mul_size(count, bytes, &length) || !rm_add_size(length, PAGE - 1, &length)) return 0;
+  return rm_add_size(*at, length / PAGE * PAGE, at) && *at <= INT64_MAX;
+}
+
+static rm_code plan(rm_region *region, const rm_region_options *options, rm_error *err) {
+  if (options->world < 1 || options->world > RM_REGION_RANKS)
+    return rm_fail(err, RM_E_CONFIG, "world=%d, wanted 1 … %d ranks that share memory", options->world, RM_REGION_RANKS);
+  if (options->n_groups < 1 || options->n_groups > MAX_GROUPS)
+    return rm_fail(err, RM_E_CONFIG, "n_groups=%d, wanted 1 … %d", options->n_groups, MAX_GROUPS);
+  if (options->buffer_bytes < 1) return rm_fail(err, RM_E_CONFIG, "buffer_bytes=0, wanted at least 1");
+  region->options = *options;
+  const size_t n = (size_t)options->world * (size_t)options->n_groups;
+  size_t at = 0;
+  int fits = extend(&at, 1, sizeof(rm_region_map));
+  region->slots_at = at;
+  fits = fits && extend(&at, n, sizeof(rm_region_slot));
+  region->buffers_at = at;
+  fits = fits && rm_add_size(options->buffer_bytes, RM_REGION_LINE - 1, &region->buffer_bytes);
+  region->buffer_bytes = region->buffer_bytes / RM_REGION_LINE * RM_REGION_LINE;
+  region->pair_bytes = 0;
+  fits = fits && extend(&region->pair_bytes, 2, region->buffer_bytes) && extend(&at, n, region->pair_bytes);
+  region->map_bytes = at;
+  if (fits) return RM_OK;
+  return rm_fail(err, RM_E_LIMIT, "%zu pairs of buffers of %zu bytes are more than can be addressed", n, options->buffer_bytes);
+}
+
+rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err) {
+  rm_region *region = rm_alloc(1, sizeof *region);
+  if (!region) return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks", options->world);
+  const rm_code code = plan(region, options, err);
+  if (code) {
+    rm_free(region);
+    return code;
+  }
+  region->file = -1;
+  for (int r = 0; r < RM_REGION_RANKS; r++) region->pidfd[r] = -1;
+  region->most_spins = options->world <= cores_available() ? SPIN_PAUSES : 0;
+  atomic_store(&region->references, 1);
+  *out = region;
+  return RM_OK;
+}
+
+rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_error *err) {
+  *out = NULL;
+  rm_region *region;
+  const rm_code code = rm_region_new(options, &region, err);
+  if (code) return code;
+  if (!(region->map = rm_map(region->map_bytes))) {
+    const size_t bytes = region->map_bytes;
+    rm_region_release(region);
+    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks: %zu bytes", options->world, bytes);
+  }
+  *out = region;
+  return RM_OK;
+}
+
+void rm_region_release(rm_region *region) {
+  if (!region || atomic_fetch_sub(&region->references, 1) > 1) return;
+  for (int r = 0; r < RM_REGION_RANKS; r++)
+    if (region->pidfd[r] >= 0) close(region->pidfd[r]);
+  if (region->file >= 0) close(region->file);
+  rm_unmap(region->map, region->map_bytes);
+  rm_free(region);
+}
+
+// ------------------------------------------------------------------------------------------------ ends of groups
+static void end_abort(void *self, rm_code why) {
+  rm_region_end *end = self;
+  const int me = end->members[end->me];
+  rm_region_condemn(end, rm_region_judge(end->region, me, RM_E_RANK_LOST, "rank %d has given up: %s", me, rm_code_name(why)));
+}
+
+// Who waits for this rank has to know that it will not come.
+static void end_leave(void *self) {
+  rm_region_end *end = self;
+  atomic_store(&end->slots[end->me]->left, 1);
+  rm_region_futex_wake(&end->group->bell);
+}
+
+static void end_destroy(void *self) {
+  rm_region_end *end = self;
+  rm_region_release(end->region);
+  rm_free(end);
+}
+
+static rm_code check_members(const rm_region *region, int index, const int32_t *members, int n, int rank, int *me, rm_error *err) {
+  uint64_t seen = 0;
+  *me = -1;
+  if (index < 0 || index >= region->options.n_groups)
+    return rm_fail(err, RM_E_CONFIG, "group index %d, wanted 0 … %d", index, region->options.n_groups - 1);
+  if (n < 1 || n > region->options.world) return rm_fail(err, RM_E_CONFIG, "a group of %d ranks, wanted 1 … %d", n, region->options.world);
+  for (int i = 0; i < n; i++) {
+    if (members[i] < 0 || members[i] >= region->options.world || seen >> members[i] & 1)
+      return rm_fail(err, RM_E_CONFIG, "member %d of the group is rank %d, wanted distinct ones of 0 … %d", i, members[i],
+                     region->options.world - 1);
+    seen |= UINT64_C(1) << members[i];
+    if (members[i] == rank) *me = i;
+  }
+  return *me >= 0 ? RM_OK : rm_fail(err, RM_E_CONFIG, "rank %d is not among the %d members of its group", rank, n);
+}
+
+// Never 0.
+static uint64_t digest_of(const int32_t *members, int n) {
+  uint64_t digest = UINT64_C(0xCBF29CE484222325) ^ (uint64_t)n;
+  for (int i = 0; i < n; i++) digest = (digest ^ (uint64_t)members[i]) * UINT64_C(0x100000001B3);
+  return digest ? digest : 1;
+}
+
+int rm_region_claim(int file, size_t at, size_t bytes) {
+  int failed;
+  while ((failed = posix_fallocate(file, (off_t)at, (off_t)bytes)) == EINTR) {}
+  return failed;
+}
+
+// The pages of this rank's buffers are taken now: a file in memory grows when it is written, and where there is no room left the
+// system would end the process instead of saying so.
+static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
+  if (region->file < 0) return RM_OK;
+  const int failed = rm_region_claim(region->file, at, region->pair_bytes);
+  if (!failed) return RM_OK;
+  return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s", region->buffer_bytes, strerror(failed));
+}
+
+static rm_region_end *make_end(rm_region *region, int index, const int32_t *members, int n, int me) {
+  rm_region_end *end = rm_alloc(1, sizeof *end);
+  if (!end) return NULL;
+  *end = (rm_region_end){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
+  end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, but where a test begins near the counters' end
+  for (int i = 0; i < n; i++) {
+    end->members[i] = members[i];
+    end->slots[i] = rm_region_slot_of(region, index, members[i]);
+    end->buffers[i] = (char *)region->map + rm_region_buffers_of(region, index, members[i]);
+  }
+  end->group = end->slots[0];
+  return end;
+}
+
+rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members, int rank, rm_comm **out, rm_error *err) {
+  int me;
+  *out = NULL;
+  rm_code code = check_members(region, index, members, n_members, rank, &me, err);
+  if (!code) code = claim_pages(region, rm_region_buffers_of(region, index, rank), err);
+  if (code) return code;
+  uint64_t none = 0;
+  rm_region_slot *slot = rm_region_slot_of(region, index, rank);
+  if (!atomic_compare_exchange_strong(&slot->members, &none, digest_of(members, n_members)))
+    return rm_fail(err, RM_E_STATE, "rank %d is in a group of index %d already, or was", rank, index);
+  rm_transport transport = {.name = region->file < 0 ? "threads" : "shm",
+                            .self = make_end(region, index, members, n_members, me),
+                            .exchange = rm_region_exchange,
+                            .abort = end_abort,
+                            .look = rm_region_look,
+                            .leave = end_leave,
+                            .destroy = end_destroy};
+  if (!transport.self) code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);
+  else code = rm_comm_create(&transport, me, n_members, out, err);
+  if (code) {
+    rm_free(transport.self);
+    atomic_store(&slot->members, 0);
+    return code;
+  }
+  atomic_fetch_add(&region->references, 1);
+  rm_comm_set_timeout(*out, region->options.timeout);
+  return RM_OK;
+}

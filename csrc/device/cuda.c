@@ -1,0 +1,99 @@
+// cuda.c: see cuda.h.
+#include "device/cuda.h"
+
+#include <dlfcn.h>
+#include <string.h>
+
+// A function of the library, into the pointer at `slot`.
+static rm_code find(const char *library, const char *name, void *slot, rm_error *err) {
+  void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (!handle) return rm_fail(err, RM_E_CONFIG, "the CUDA library cannot be loaded: %s", dlerror());
+  void *function = dlsym(handle, name);   // the handle is kept: kernels that were launched once stay loaded
+  if (!function) return rm_fail(err, RM_E_CONFIG, "%s has no %s: it is of another build", library, name);
+  memcpy(slot, &function, sizeof function);
+  return RM_OK;
+}
+
+rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
+  int (*devices)(void) = NULL;
+  const rm_code code = find(library, "rm_cuda_devices", &devices, err);
+  if (!code) *count = devices();
+  return code;
+}
+
+rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernels **out, rm_error *err) {
+  const rm_kernels *(*tables[])(void) = {NULL, NULL};
+  rm_code code = find(library, "rm_kernels_cuda", &tables[0], err);
+  if (!code) code = find(library, "rm_kernels_cuda_mma", &tables[1], err);
+  *out = NULL;
+  for (size_t i = 0; !code && i < sizeof tables / sizeof *tables && !*out; i++)
+    if (!family || strcmp(tables[i]()->family, family) == 0) *out = tables[i]();
+  if (code || *out) return code;
+  return rm_fail(err, RM_E_CONFIG, "isa=\"%.40s\" is no family of ops of a CUDA device: %s and %s are", family, tables[0]()->family,
+                 tables[1]()->family);
+}
+
+rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err) {
+  int (*open)(int, const rm_kernels *, rm_device *, char *) = NULL;
+  const rm_kernels *kernels = NULL;
+  char why[256];
+  int count;
+  rm_code code = rm_cuda_count(library, &count, err);
+  if (!code) code = find(library, "rm_cuda_open", &open, err);
+  if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
+  if (code) return code;
+  if (count == -1) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
+  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": the NVIDIA driver here is too old, CUDA 13 wants 580 or later");
+  if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
+  const int opened = open(ordinal, kernels, out, why);
+  if (opened == RM_DEVICE_OPENED) return RM_OK;
+  code = opened == RM_DEVICE_NOT_SUCH ? RM_E_CONFIG : opened == RM_DEVICE_FULL ? RM_E_CAPACITY : RM_E_DEVICE;
+  return rm_fail(err, code, "device=\"cuda:%d\": %s", ordinal, why);
+}
+
+// ---------------------------------------------------------------------------------------------- between processes
+rm_code rm_cuda_loan(const char *library, const rm_device *device, const void *address, rm_device_loan *out, rm_error *err) {
+  const char *(*lend)(int, const void *, rm_device_loan *) = NULL;
+  const rm_code code = find(library, "rm_cuda_lend", &lend, err);
+  if (code) return code;
+  const int saved = device->enter(device->self);
+  const char *why = lend(device->ordinal, address, out);
+  device->leave(device->self, saved);
+  return why ? rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s", why) : RM_OK;
+}
+
+rm_code rm_cuda_bus_id(const char *library, int ordinal, char id[32], rm_error *err) {
+  const char *(*bus)(int, char *, int) = NULL;
+  const rm_code code = find(library, "rm_cuda_bus", &bus, err);
+  if (code) return code;
+  const char *why = bus(ordinal, id, 32);
+  return why ? rm_fail(err, RM_E_CONFIG, "cuda:%d: %s", ordinal, why) : RM_OK;
+}
+
+rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_error *err) {
+  const char *(*look)(const char *, int *) = NULL;
+  const rm_code code = find(library, "rm_cuda_find", &look, err);
+  if (code) return code;
+  const char *why = look(bus, ordinal);
+  return why ? rm_fail(err, RM_E_CONFIG, "GPU %.31s is not among the devices of this process: %s", bus, why) : RM_OK;
+}
+
+rm_code rm_cuda_borrowed(const char *library, const rm_device *device, rm_device_loan *loan, rm_error *err) {
+  const char *(*borrow)(rm_device_loan *) = NULL;
+  const rm_code code = find(library, "rm_cuda_borrow", &borrow, err);
+  if (code) return code;
+  const int saved = device->enter(device->self);
+  const char *why = borrow(loan);
+  device->leave(device->self, saved);
+  return why ? rm_fail(err, RM_E_DEVICE, "%s: memory of another process: %s", device->name, why) : RM_OK;
+}
+
+rm_code rm_cuda_given_back(const char *library, const rm_device *device, void *block, rm_error *err) {
+  const char *(*give_back)(void *) = NULL;
+  const rm_code code = find(library, "rm_cuda_give_back", &give_back, err);
+  if (code) return code;
+  const int saved = device->enter(device->self);
+  const char *why = give_back(block);
+  device->leave(device->self, saved);
+  return why ? rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, why) : RM_OK;
+}

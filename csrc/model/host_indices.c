@@ -1,0 +1,57 @@
+// host_indices.c: what the host says to a forward where tp > 1: indices, which ops read and only the host knows. The vocabulary is cut, so a row
+// is looked up by the rank that has its id; with sequence parallelism the rows are cut too, and so are those whose output is wanted.
+//
+// Each rank looks up its own rows, as many as there are. In a step of few rows it looks up as many as all have, any row for those of
+// other ranks: what is exchanged then has a size that depends on no id, and costs tp times as much.
+#include "model/model_internal.h"
+
+static int owner_of(const rm_shard *shard, int32_t id) {
+  int r = 0;
+  while (id >= shard->vocab[r].first + shard->vocab[r].n) r++;
+  return r;
+}
+
+// The rows that each rank looks up, and where they come to stand.
+static void prepare_embed(rm_model *model, const rm_batch *batch) {
+  const rm_shard *shard = &model->shard;
+  const rm_range mine = shard->vocab[shard->me], rows = rm_kept_rows(model, batch->n_rows);
+  const int all = rm_is_static(model, batch);
+  int64_t *counts = model->embed_counts, next[RM_MAX_TP], n_mine = 0;
+  memset(counts, 0, (size_t)shard->size * sizeof *counts);
+  for (int64_t row = 0; row < batch->n_rows; row++) {
+    const int64_t at = batch->ids[row] - mine.first;
+    const int is_mine = at >= 0 && at < mine.n;
+    counts[owner_of(shard, batch->ids[row])]++;
+    if (is_mine || all) model->embed_ids[n_mine++] = is_mine ? (int32_t)at : 0;
+  }
+  for (int r = 0; r < shard->size && all; r++) counts[r] = batch->n_rows;
+  next[0] = 0;
+  for (int r = 1; r < shard->size; r++) next[r] = next[r - 1] + counts[r - 1];
+  for (int64_t row = 0; row < batch->n_rows; row++) {
+    const int owner = owner_of(shard, batch->ids[row]);
+    const int64_t from = all ? next[owner] + row : next[owner]++;
+    if (row >= rows.first && row < rows.first + rows.n) model->embed_rows[row - rows.first] = (int32_t)from;
+  }
+}
+
+// Which of the wanted rows each rank has.
+static void prepare_wanted(rm_model *model, const rm_batch *batch) {
+  const rm_shard *shard = &model->shard;
+  int64_t at = 0;
+  for (int r = 0; r < shard->size; r++) {
+    const rm_range run = rm_shard_rows(shard, batch->n_rows, r);
+    const int64_t first = at;
+    for (; at < batch->n_out && batch->out_rows[at] < run.first + run.n; at++)
+      if (r == shard->me) model->wanted_rows[at - first] = (int32_t)(batch->out_rows[at] - run.first);
+    model->wanted_counts[r] = at - first;
+  }
+}
+
+rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err) {
+  if (!model->shard.comm) return RM_OK;
+  const rm_code code = rm_words_begin(model, err); // the head's of the last step
+  if (code) return code;
+  prepare_embed(model, batch);
+  if (model->sequence_parallel) prepare_wanted(model, batch);
+  return RM_OK;
+}

@@ -1,0 +1,113 @@
+// linear.c: the dense matrix products of a layer: which matrix meets which rows, and who multiplies. By the op table, whose sums are the
+// contract's; or, where params are plain, by a library of the device's vendor, for which they are named once, with the same functions
+// that say them in a step. Experts, the router and lm_head are the table's in any case: their rows are grouped on the device, or what
+// they give is no matrix.
+//
+// y is a whole matrix, of which a rank writes the columns of its cut.
+#include "model/model_internal.h"
+
+static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, int64_t m, int64_t k) {
+  const rm_range mine = model->shard.cuts[cut][model->shard.me];
+  return (rm_gemm_args){.y = y + (size_t)mine.first * model->shard.elem,
+                        .x = x,
+                        .m = m,
+                        .n = mine.n,
+                        .k = k,
+                        .ldx = k,
+                        .ldy = model->shard.widths[cut],
+                        .dtype = model->options.dtype,
+                        .y_dtype = model->options.dtype};
+}
+
+static const char *optional(const char *weights, size_t offset) { return offset == SIZE_MAX ? NULL : weights + offset; }
+
+rm_gemm_args rm_qkv_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  const rm_placement *here = &model->params->placement;
+  const int64_t width = (here->heads.n + 2 * here->kv_heads.n) * model->spec->head_dim, hidden = model->spec->hidden_size;
+  return (rm_gemm_args){.y = model->qkv,
+                        .x = model->x,
+                        .w = weights + layer->qkv,
+                        .bias = optional(weights, layer->qkv_bias),
+                        .m = m,
+                        .n = width,
+                        .k = hidden,
+                        .ldx = hidden,
+                        .ldy = width,
+                        .dtype = model->options.dtype,
+                        .y_dtype = model->options.dtype};
+}
+
+rm_gemm_args rm_back_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  const char *whole = model->shard.comm ? model->attended : model->qkv;
+  rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, whole, m, model->spec->n_heads * model->spec->head_dim);
+  args.w = weights + layer->o;
+  args.bias = optional(weights, layer->o_bias);
+  return args;
+}
+
+rm_gemm_args rm_gate_up_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  rm_gemm_args args = linear(model, RM_CUT_INNER, model->inner, model->x, m, model->spec->hidden_size);
+  args.w = weights + layer->gate_up;
+  return args;
+}
+
+rm_gemm_args rm_down_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+  rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, model->inner, m, model->spec->intermediate_size);
+  args.w = weights + layer->down;
+  return args;
+}
+
+void rm_multiply(rm_model *model, const rm_gemm_args *args) {
+  if (!args->m || !args->n) return;
+  if (model->products.self) model->products.gemm(model->products.self, args);
+  else model->kernels->gemm(&model->ctx, args);
+}
+
+void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args) {
+  if (!args->m || !args->n) return;
+  if (model->products.self) model->products.gemm_swiglu(model->products.self, args);
+  else model->kernels->gemm_swiglu(&model->ctx, args);
+}
+
+// ---------------------------------------------------------------------------------------------- the library
+static void name(rm_product list[RM_MAX_PRODUCTS], int *n, const rm_gemm_args *args, int swiglu) {
+  const rm_product one = {args->n, args->k, args->ldx, args->ldy, args->bias != NULL, swiglu};
+  if (one.n) list[(*n)++] = one;
+}
+
+// All layers of a kind have the same shapes. Their number.
+static int name_all(const rm_model *model, rm_product list[RM_MAX_PRODUCTS]) {
+  int64_t dense = 0;
+  int n = 0;
+  while (dense < model->spec->n_layers && model->spec->layers[dense].is_moe) dense++;
+  const rm_layer_params *any = &model->params->layers[0], *layer = dense < model->spec->n_layers ? &model->params->layers[dense] : NULL;
+  const char *nowhere = (const char *)RM_FIELD_ALIGN;   // where weights lie is not looked at, but for a bias that is there
+  const rm_gemm_args qkv = rm_qkv_product(model, any, nowhere, 1), back = rm_back_product(model, any, nowhere, 1);
+  name(list, &n, &qkv, 0);
+  name(list, &n, &back, 0);
+  if (!layer) return n;
+  const rm_gemm_args in = rm_gate_up_product(model, layer, nowhere, 1), down = rm_down_product(model, layer, nowhere, 1);
+  name(list, &n, &in, 1);
+  name(list, &n, &down, 0);
+  return n;
+}
+
+size_t rm_products_bytes(const rm_model *model) {
+  rm_product list[RM_MAX_PRODUCTS];
+  return model->params->plain ? rm_products_workspace(list, name_all(model, list), model->options.max_rows) : 0;
+}
+
+rm_code rm_open_products(rm_model *model, rm_error *err) {
+  rm_product list[RM_MAX_PRODUCTS];
+  const rm_device *device = model->device;
+  const rm_products_options options = {.library = model->options.cublas_library,
+                                       .list = list,
+                                       .n = name_all(model, list),
+                                       .max_rows = model->options.max_rows,
+                                       .choice = RM_PRODUCTS_FREE,
+                                       .workspace = model->products_workspace,
+                                       .workspace_bytes = rm_products_bytes(model)};
+  const char *why = device->products(device, &options, &model->products);
+  model->options.cublas_library = NULL;   // the caller's
+  return why ? rm_fail(err, RM_E_CONFIG, "fast=True: %s: %s", device->name, why) : RM_OK;
+}

@@ -1,0 +1,59 @@
+// resharding.h: which bytes of a tensor go from where to where, when the ranks of a trainer hold it in pieces and the ranks of a generator
+// want other pieces. Both are boxes of the tensor's own index space, so every mesh of a trainer and every placement of a generator
+// is the same thing here. Nothing is ever gathered: a copy goes from one that has the elements to one that wants them.
+//
+// A rank that wants what it holds has it from itself. Otherwise holders are asked in the order of their ranks from the one that
+// wants on, round the end, so that replicas of a piece share the work. The result depends on the arguments alone: all ranks that were
+// told the same have the same plan. Pure functions.
+#pragma once
+
+#include "mesh/mesh.h"
+#include "model/params.h"
+#include "weights/names.h"
+
+enum { RM_BOX_DIMS = 4 };
+
+// Indices [first[d], first[d] + n[d]) of each dim; of dims that the tensor does not have {0, 1}. Empty when any n is 0.
+typedef struct rm_box {
+  int64_t first[RM_BOX_DIMS], n[RM_BOX_DIMS];
+} rm_box;
+
+typedef struct rm_part {        // of a tensor, on a rank
+  int64_t rank;
+  rm_box box;
+} rm_part;
+
+typedef struct rm_parts {
+  rm_part *list;                // owned: rm_parts_clear
+  int64_t n, capacity;
+} rm_parts;
+
+typedef struct rm_copy {
+  int64_t from, to;             // the same rank where it has what it wants
+  rm_box box;
+} rm_copy;
+
+typedef struct rm_copies {
+  rm_copy *list;                // owned: rm_copies_clear; ordered by `to`, the part that is wanted, `from`
+  int64_t n, capacity;
+} rm_copies;
+
+typedef struct rm_pieces {      // of one tensor over `n_ranks` ranks
+  const char *name;             // for messages
+  int n_dims;                   // 0 … 4
+  int64_t shape[RM_BOX_DIMS];
+  int64_t n_ranks;
+  const rm_part *held, *wanted;   // views, each ordered by rank. Held parts may overlap; of one rank wanted parts may not
+  int64_t n_held, n_wanted;
+} rm_pieces;
+
+// Each wanted element in exactly one copy. RM_E_LAYOUT: a part outside the tensor or on no rank; RM_E_INCOMPLETE_SYNC: a wanted
+// element that nobody holds, the first of them named; RM_E_LIMIT: parts that overlap in more than 2^20 copies. `out` may be used
+// again and again without clearing; on an error it says nothing.
+rm_code rm_plan_copies(const rm_pieces *pieces, rm_copies *out, rm_error *err);
+
+// What each rank of a mesh wants of the tensor that `target` is: the rows of its placement, as few boxes as they make.
+rm_code rm_plan_wanted(const rm_params *params, const rm_target *target, const rm_mesh *mesh, rm_parts *out, rm_error *err);
+
+void rm_copies_clear(rm_copies *copies);
+void rm_parts_clear(rm_parts *parts);

@@ -1,0 +1,122 @@
+// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, and when all are for it the sums. What they need is allocated before the vote, so
+// that after it nothing is left to fail but the exchange.
+#include "weights/two_phase_commit.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+
+typedef struct vote {
+  int64_t version, n_params;
+  int32_t code;
+  char message[244];
+} vote;
+
+typedef struct ballot { // one block
+  int size;
+  vote *votes; // [size]
+  uint64_t *sums; // [size][2][n], rm_sync_sums of each
+  size_t *bytes; // [size]
+  rm_placement *placements; // [size]
+} ballot;
+
+static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b, rm_error *err) {
+  const int size = rm_mesh_world(mesh);
+  const size_t n = (size_t)rm_store_params(store)->n, ranks = (size_t)size;
+  size_t sums;
+  b->size = size;
+  b->votes = NULL;
+  if (rm_mul_size(n, 2 * sizeof *b->sums, &sums))
+    b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->bytes + sizeof *b->placements + sums);
+  if (!b->votes) return rm_fail(err, RM_E_MEMORY, "no memory for the votes of %d ranks on %zu parameters", size, n);
+  b->sums = (uint64_t *)(b->votes + ranks);
+  b->bytes = (size_t *)(b->sums + ranks * 2 * n);
+  b->placements = (rm_placement *)(b->bytes + ranks);
+  for (int r = 0; r < size; r++) b->placements[r] = rm_placement_of(rm_store_params(store)->spec, mesh, r);
+  return RM_OK;
+}
+
+static rm_code hear(rm_comm *world, ballot *b, const void *mine, void *all, size_t each, rm_error *err) {
+  for (int r = 0; r < b->size; r++) b->bytes[r] = each;
+  return rm_comm_all_gather(world, mine, all, b->bytes, err);
+}
+
+// RM_OK when everybody can.
+static rm_code count(const ballot *b, int me, rm_error *err) {
+  for (int r = 0; r < b->size; r++)
+    if (b->votes[r].code)
+      return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %lld: %s: %s", r, (long long)b->votes[r].version,
+                     rm_code_name((rm_code)b->votes[r].code), b->votes[r].message);
+  for (int r = 0; r < b->size; r++)
+    if (b->votes[r].version != b->votes[me].version || b->votes[r].n_params != b->votes[me].n_params)
+      return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d commits version %lld of %lld parameters and rank %d version %lld of %lld", r,
+                     (long long)b->votes[r].version, (long long)b->votes[r].n_params, me, (long long)b->votes[me].version,
+                     (long long)b->votes[me].n_params);
+  return RM_OK;
+}
+
+static rm_range held_by(const ballot *b, const rm_params *params, int r, const rm_param *param) {
+  return rm_placement_rows(params->spec, &b->placements[r], param->kind, param->expert, param->n_dims == 1 ? param->cols : param->rows);
+}
+
+// RM_OK when ranks that hold the same rows of a parameter were sent the same values. Of each such set of ranks the first is compared
+// with every other. A tied lm_head may have come to some ranks and not to others; it is the embedding.
+static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) {
+  const int64_t n = params->n;
+  for (int64_t i = 0; i < n; i++) {
+    const rm_param *param = &params->list[i];
+    if (param->kind == RM_P_LM_HEAD && params->spec->tie_word_embeddings) continue;
+    for (int r = 1; r < b->size; r++) {
+      const rm_range mine = held_by(b, params, r, param);
+      for (int q = 0; q < r && mine.n; q++) {
+        const rm_range its = held_by(b, params, q, param);
+        if (its.first != mine.first || its.n != mine.n) continue;
+        if (b->sums[(2 * q + 1) * n + i] == b->sums[(2 * r + 1) * n + i]) break;
+        char name[128];
+        rm_param_name(param, name, sizeof name);
+        return rm_fail(err, RM_E_MESH_MISMATCH, "%s: rank %d was given other values than rank %d", name, r, q);
+      }
+    }
+  }
+  return RM_OK;
+}
+
+static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepared, rm_sync_report *report, rm_error *err) {
+  const int64_t n = rm_store_params(store)->n;
+  const int me = rm_comm_rank(world);
+  vote mine = {.version = rm_sync_version(store), .n_params = n, .code = prepared};
+  rm_error other = RM_ERROR_INIT;
+  if (prepared) snprintf(mine.message, sizeof mine.message, "%s", rm_error_message(err));
+  rm_code code = hear(world, b, &mine, b->votes, sizeof mine, &other);
+  if (!code) code = count(b, me, &other);
+  if (!code) code = hear(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums, &other);
+  if (!code) code = compare(b, rm_store_params(store), &other);
+  if (code) {
+    rm_sync_abort(store);
+    if (!prepared) rm_fail(err, code, "%s", rm_error_message(&other)); // one's own reason says more than that one had one
+    rm_error_clear(&other);
+    return prepared ? prepared : code;
+  }
+  for (int r = 1; r < b->size; r++)
+    for (int64_t i = 0; i < n; i++) b->sums[i] += b->sums[2 * r * n + i];
+  rm_sync_swap(store, b->sums, report);
+  return RM_OK;
+}
+
+rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_report *report, rm_error *err) {
+  rm_comm *world = rank->world;
+  ballot b;
+  if (!world) return rm_sync_commit(store, report, err);
+  if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "a sync was to be committed and none is open");
+  rm_code code = open_ballot(store, &rank->mesh, &b, err);
+  if (code) {
+    rm_comm_abort(world, code); // without a ballot this rank cannot say so
+    rm_sync_abort(store);
+    return code;
+  }
+  code = commit(store, world, &b, rm_sync_prepare(store, err), report, err);
+  rm_free(b.votes);
+  return code;
+}

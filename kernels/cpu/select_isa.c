@@ -1,0 +1,171 @@
+// select_isa.c: which table this machine runs, decided once per process. A variant counts as there when, in this order,
+//   1. the processor has it and the operating system saves its registers (cpuid, xgetbv; for AMX also leave to use the tiles);
+//   2. its instructions run: a virtual machine may advertise what it does not, so the check below runs under a handler of SIGILL;
+//   3. its arithmetic is ref's, bit for bit, on the inputs of verify.c.
+// The fastest of those by a measurement of a millisecond serves, since on some processors vdpbf16ps is half as fast as FMA and on
+// others twice; by contract the bits are the same, so the choice is free. What was refused keeps its reason for `doctor`.
+//
+// A child process to probe in would leave the signal handler alone, but fork in a library that is imported into a process with
+// threads, CUDA or MPI is worse than a handler that lives for milliseconds, looks at its own thread only and passes on the rest.
+// Compiled without any -m flag.
+#include <cpuid.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "tables.h"
+
+static const char *const NAMES[RM_N_ISA] = {"ref", "avx2", "avx512f", "avx512bf16", "amx"};
+static const rm_kernels *const TABLES[RM_N_ISA] = {&rm_table_ref, &rm_table_avx2, &rm_table_avx512f, &rm_table_avx512bf16, &rm_table_amx};
+
+#ifdef RM_EMULATED
+enum { EMULATED = 1 };
+#else
+enum { EMULATED = 0 };
+#endif
+
+static pthread_once_t decided = PTHREAD_ONCE_INIT;
+static rm_isa_state states[RM_N_ISA];
+static char differs[RM_N_ISA][64];  // the reason of one whose arithmetic is wrong
+
+const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
+
+// ------------------------------------------------------------------------------------------------ what the machine says
+typedef struct machine {
+  uint32_t basic_c, seven_b, seven_d, seven_one_a;  // cpuid 1.ecx, 7.ebx, 7.edx, 7.1.eax
+  uint64_t saved;                                   // registers that the operating system saves
+} machine;
+
+static machine ask_machine(void) {
+  machine m = {0};
+  uint32_t a, b, c, d, lo, hi;
+  if (!__get_cpuid(1, &a, &b, &m.basic_c, &d) || !(m.basic_c & bit_OSXSAVE)) return m;
+  __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+  m.saved = (uint64_t)hi << 32 | lo;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    m.seven_b = b;
+    m.seven_d = d;
+  }
+  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) m.seven_one_a = a;
+  return m;
+}
+
+// Linux hands out the 8 KiB of tile registers on demand only, to a whole process.
+static int may_use_tiles(void) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
+
+enum { YMM_STATE = 0x6, ZMM_STATE = 0xe6, TILE_STATE = 0x60000 };
+enum { BIT_AVX512BF16 = 1 << 5, BIT_AMX_BF16 = 1 << 22, BIT_AMX_TILE = 1 << 24 };
+
+static const char *lacking(const machine *m, rm_isa isa) {
+  const char *const unsaved = "the operating system does not save its registers";
+  if (!(m->basic_c & bit_FMA) || !(m->basic_c & bit_AVX)) return "the processor lacks FMA";
+  if ((m->saved & YMM_STATE) != YMM_STATE) return unsaved;
+  if (isa == RM_ISA_REF) return NULL;
+  if (!(m->seven_b & bit_AVX2)) return "the processor lacks AVX2";
+  if (isa == RM_ISA_AVX2 || EMULATED) return NULL;
+  if (!(m->seven_b & bit_AVX512F)) return "the processor lacks AVX512F";
+  if ((m->saved & ZMM_STATE) != ZMM_STATE) return unsaved;
+  if (isa == RM_ISA_AVX512F) return NULL;
+  if (isa == RM_ISA_AVX512BF16)
+    return (m->seven_one_a & BIT_AVX512BF16) && (m->seven_b & bit_AVX512BW) ? NULL : "the processor lacks AVX512BF16";
+  if (!(m->seven_d & BIT_AMX_TILE) || !(m->seven_d & BIT_AMX_BF16)) return "the processor lacks AMX-BF16";
+  if ((m->saved & TILE_STATE) != TILE_STATE) return unsaved;
+  return may_use_tiles() ? NULL : "the operating system refuses tile registers to this process";
+}
+
+// ------------------------------------------------------------------------------------------------ what it does
+static _Thread_local volatile sig_atomic_t probing;
+static _Thread_local sigjmp_buf back;
+static struct sigaction before;   // whose handler of SIGILL it was
+
+static void on_sigill(int signal_number, siginfo_t *info, void *context) {
+  if (probing) siglongjmp(back, 1);
+  if (before.sa_flags & SA_SIGINFO) {
+    before.sa_sigaction(signal_number, info, context);
+  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+    before.sa_handler(signal_number);
+  } else {
+    sigaction(SIGILL, &before, NULL);  // the instruction runs again and ends the process, as it would have
+  }
+}
+
+static void try_out(rm_isa isa) {
+  rm_isa_state *state = &states[isa];
+  struct sigaction probe = {.sa_sigaction = on_sigill, .sa_flags = SA_SIGINFO};
+  sigset_t trap, mask;
+  sigemptyset(&probe.sa_mask);
+  sigemptyset(&trap);
+  sigaddset(&trap, SIGILL);
+  if (sigaction(SIGILL, &probe, &before) != 0) {
+    state->refused = "SIGILL cannot be handled, so its instructions cannot be tried";
+    return;
+  }
+  pthread_sigmask(SIG_UNBLOCK, &trap, &mask);  // a trap that is blocked ends the process, whoever would handle it
+  const uint32_t fp = rm_fp_enter();
+  if (sigsetjmp(back, 1) == 0) {
+    probing = 1;
+    const char *wrong = rm_verify(TABLES[isa]);
+    if (wrong) {
+      snprintf(differs[isa], sizeof differs[isa], "its arithmetic differs from ref's in %s", wrong);
+      state->refused = differs[isa];
+    } else if (!state->emulated && isa != RM_ISA_REF) {
+      rm_measure(TABLES[isa], &state->gflops_one_row, &state->gflops_many_rows);
+    }
+  } else {
+    state->refused = "one of its instructions traps";
+  }
+  probing = 0;
+  rm_fp_leave(fp);
+  pthread_sigmask(SIG_SETMASK, &mask, NULL);
+  sigaction(SIGILL, &before, NULL);
+}
+
+static void decide(void) {
+  const machine m = ask_machine();
+  for (int isa = 0; isa < RM_N_ISA; isa++) {
+    states[isa].emulated = EMULATED && isa > RM_ISA_AVX2;
+    states[isa].refused = lacking(&m, (rm_isa)isa);
+    if (!states[isa].refused) try_out((rm_isa)isa);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ who asks
+rm_isa_state rm_isa_ask(rm_isa isa) {
+  if (isa < 0 || isa >= RM_N_ISA) return (rm_isa_state){.refused = "no such instruction set"};
+  pthread_once(&decided, decide);
+  return states[isa];
+}
+
+const rm_kernels *rm_kernels_for(rm_isa isa) { return rm_isa_ask(isa).refused ? NULL : TABLES[isa]; }
+
+// A token takes as long as its share of a prefill and a decode step of few rows: both rates count.
+static double speed(rm_isa isa) {
+  const rm_isa_state s = rm_isa_ask(isa);
+  if (s.gflops_one_row <= 0 || s.gflops_many_rows <= 0) return 0;
+  return 1 / (1 / s.gflops_one_row + 1 / s.gflops_many_rows);
+}
+
+const rm_kernels *rm_kernels_best(void) {
+  const char *word = getenv("RM_ISA");
+  int cap = RM_N_ISA - 1, best = -1;
+  if (word && *word) {
+    cap = 0;
+    while (cap < RM_N_ISA && strcmp(word, NAMES[cap]) != 0) cap++;
+    if (cap == RM_N_ISA) return NULL;
+    if (rm_isa_ask((rm_isa)cap).emulated) return rm_kernels_for((rm_isa)cap);  // by name only
+  }
+  for (int isa = cap; isa >= 0; isa--) {
+    const rm_isa_state state = rm_isa_ask((rm_isa)isa);
+    if (state.refused || state.emulated) continue;
+    if (best < 0 || speed((rm_isa)isa) > speed((rm_isa)best)) best = isa;
+  }
+  return best < 0 ? NULL : TABLES[best];
+}
