@@ -25,7 +25,6 @@ typedef struct turn_object {
   waiter *first;             // view: the queue, oldest first
 } turn_object;
 
-// No cycle can pass through it: nobody keeps one but the frame of its `with`.
 typedef struct holding_object {
   PyObject_HEAD
   turn_object *turn;         // owned
@@ -128,7 +127,19 @@ static PyObject *holding_exit(PyObject *object, PyObject *error) {
   Py_RETURN_NONE;
 }
 
+static int holding_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((holding_object *)object)->turn);
+  Py_VISIT(((holding_object *)object)->check);
+  return rm_object_visit(object, visit, arg);
+}
+
+static int holding_clear(PyObject *object) {   // not the turn, which dealloc passes on
+  Py_CLEAR(((holding_object *)object)->check);
+  return 0;
+}
+
 static void holding_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   holding_object *self = (holding_object *)object;
   if (self->has_turn) pass_on(self->turn);
   Py_XDECREF((PyObject *)self->turn);
@@ -142,7 +153,7 @@ static PyObject *turn_take(PyObject *object, PyObject *args, PyObject *kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:take", names, &deadline, &check)) return NULL;
   const double at = deadline == Py_None ? Py_HUGE_VAL : PyFloat_AsDouble(deadline);
   if (at == -1.0 && PyErr_Occurred()) return NULL;
-  holding_object *holding = rm_object_new(rm_state(rm_module_of(object))->holding_type);
+  holding_object *holding = rm_object_make(rm_module_of(object), RM_TYPE_HOLDING);
   if (!holding) return NULL;
   holding->turn = (turn_object *)Py_NewRef(object);
   holding->check = check == Py_None ? NULL : Py_NewRef(check);
@@ -176,25 +187,17 @@ static PyGetSetDef turn_members[] = {
     {0},
 };
 
-int rm_turn_types_add(PyObject *module) {
-  PyType_Slot holding_slots[] = {
-      {Py_tp_dealloc, holding_dealloc},
-      {Py_tp_methods, holding_methods},
-      {Py_tp_doc, "Of Turn.take, for one `with`."},
-      {0, NULL},
-  };
-  PyType_Slot turn_slots[] = {
-      {Py_tp_dealloc, rm_object_free},
-      {Py_tp_methods, turn_methods},
-      {Py_tp_getset, turn_members},
-      {Py_tp_doc, "A fair lock: one caller at a time, in the order of arrival; no Ctrl-C can leave it taken."},
-      {0, NULL},
-  };
-  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE };
-  PyType_Spec holding = {"rollmesh._core.Holding", sizeof(holding_object), 0, FLAGS | Py_TPFLAGS_DISALLOW_INSTANTIATION, holding_slots};
-  PyType_Spec turn = {"rollmesh._core.Turn", sizeof(turn_object), 0, FLAGS, turn_slots};
-  rm_module_state *state = rm_state(module);
-  if (!(state->holding_type = PyType_FromModuleAndSpec(module, &holding, NULL))) return -1;
-  if (!(state->turn_type = PyType_FromModuleAndSpec(module, &turn, NULL))) return -1;
-  return PyModule_AddType(module, (PyTypeObject *)state->turn_type);
-}
+static PyType_Slot holding_slots[] = {
+    {Py_tp_dealloc, holding_dealloc}, {Py_tp_traverse, holding_traverse},           {Py_tp_clear, holding_clear},
+    {Py_tp_methods, holding_methods}, {Py_tp_doc, "Of Turn.take, for one `with`."}, {0, NULL},
+};
+PyType_Spec rm_holding_spec = RM_TYPE("Holding", holding_object, RM_GC | RM_MADE_HERE, holding_slots);
+
+static PyType_Slot turn_slots[] = {
+    {Py_tp_dealloc, rm_object_free},
+    {Py_tp_methods, turn_methods},
+    {Py_tp_getset, turn_members},
+    {Py_tp_doc, "A fair lock: one caller at a time, in the order of arrival; no Ctrl-C can leave it taken."},
+    {0, NULL},
+};
+PyType_Spec rm_turn_spec = RM_TYPE("Turn", turn_object, 0, turn_slots);

@@ -1,5 +1,4 @@
-// module.c: rollmesh._core. Multi-phase initialisation; all Python objects hang on the module's state, so that the module can
-// be created in more than one interpreter and is freed with each.
+// module.c: rollmesh._core: its state, types and functions, and how errors become exceptions. Multi-phase initialisation.
 #define RM_IMPORT_NUMPY
 #include "arrays.h"
 
@@ -7,9 +6,6 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "gpu/gpu_array.h"
-#include "gpu/gpu_group.h"
-#include "gpu/loans.h"
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
 
@@ -20,10 +16,37 @@ void *rm_object_new(PyObject *type) {
   return alloc((PyTypeObject *)type, 0);
 }
 
+void *rm_object_make(PyObject *module, rm_type type) { return rm_object_new(rm_state(module)->types[type]); }
+
+int rm_is(PyObject *module, PyObject *object, rm_type type) { return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->types[type]); }
+
+int rm_object_visit(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(object));
+  return 0;
+}
+
 void rm_object_free(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
   Py_DECREF(type);
+}
+
+PyObject *rm_tuple_of(const int64_t *numbers, int n) {
+  PyObject *tuple = PyTuple_New(n);
+  for (int i = 0; tuple && i < n; i++) {
+    PyObject *number = PyLong_FromLongLong(numbers[i]);
+    if (!number || PyTuple_SetItem(tuple, i, number)) Py_CLEAR(tuple);
+  }
+  return tuple;
+}
+
+int rm_numbers_of(PyObject *tuple, int64_t *out, int n) {
+  for (int i = 0; i < n; i++) {
+    PyObject *number = PyTuple_GetItem(tuple, i);
+    out[i] = number ? PyLong_AsLongLong(number) : -1;
+    if (PyErr_Occurred()) return -1;
+  }
+  return 0;
 }
 
 static PyObject *class_of(PyObject *module, rm_code code) {
@@ -48,6 +71,8 @@ PyObject *rm_raise(PyObject *module, rm_error *err) {
   return NULL;
 }
 
+PyObject *rm_none(PyObject *module, rm_code code, rm_error *err) { return code ? rm_raise(module, err) : Py_NewRef(Py_None); }
+
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...) {
   va_list args;
   va_start(args, format);
@@ -69,32 +94,57 @@ static int load_errors(rm_module_state *state) {
   return failed ? -1 : 0;
 }
 
+// The types and functions of the module, each defined in the file that its comment names.
+extern PyType_Spec rm_engine_spec, rm_kernels_spec, rm_comm_spec, rm_dispatcher_spec, rm_dispatch_plan_spec;
+extern PyType_Spec rm_queue_spec, rm_device_array_spec, rm_gpus_spec, rm_gpu_array_spec, rm_gpu_block_spec, rm_gpu_group_spec;
+extern PyType_Spec rm_turn_spec, rm_holding_spec;
+static PyType_Spec *const types[RM_N_TYPES] = {
+    [RM_TYPE_ENGINE] = &rm_engine_spec,                  // engine/engine.c
+    [RM_TYPE_KERNELS] = &rm_kernels_spec,                // ops/kernels.c
+    [RM_TYPE_COMM] = &rm_comm_spec,                      // comm/comm.c
+    [RM_TYPE_DISPATCHER] = &rm_dispatcher_spec,          // comm/token_dispatcher.c
+    [RM_TYPE_DISPATCH_PLAN] = &rm_dispatch_plan_spec,    // comm/token_dispatcher.c
+    [RM_TYPE_QUEUE] = &rm_queue_spec,                    // gpu/queue.c
+    [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec,      // gpu/gpu_array.c
+    [RM_TYPE_GPUS] = &rm_gpus_spec,                      // gpu/loans.c
+    [RM_TYPE_GPU_ARRAY] = &rm_gpu_array_spec,            // gpu/loans.c
+    [RM_TYPE_GPU_BLOCK] = &rm_gpu_block_spec,            // gpu/gpu_group.c
+    [RM_TYPE_GPU_GROUP] = &rm_gpu_group_spec,            // gpu/gpu_group.c
+    [RM_TYPE_TURN] = &rm_turn_spec,                      // fair_lock.c
+    [RM_TYPE_HOLDING] = &rm_holding_spec,                // fair_lock.c
+};
+extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[], rm_dispatcher_functions[], rm_ops_functions[];
+static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions, rm_comm_functions, rm_dispatcher_functions,
+                                         rm_ops_functions};
+
+// The engine's memory hooks, thread teams and CUDA contexts are the process's, so the module lives in its first interpreter alone.
+static int refuse_subinterpreter(void) {
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return 0;
+  PyErr_SetString(PyExc_ImportError, "expected the main interpreter, got a subinterpreter: rollmesh supports one interpreter in a process");
+  return -1;
+}
+
 static int module_exec(PyObject *module) {
+  if (refuse_subinterpreter()) return -1;
   import_array1(-1);
-  if (load_errors(rm_state(module))) return -1;
-  if (rm_ops_add(module) || rm_isas_add(module) || rm_mesh_add(module) || rm_cuda_add(module) || rm_comm_type_add(module)) return -1;
-  if (rm_dispatch_types_add(module) || rm_loan_types_add(module) || rm_gpu_group_types_add(module) || rm_queue_add(module)) return -1;
-  if (rm_device_arrays_add(module) || rm_turn_types_add(module)) return -1;
-  return rm_engine_type_add(module);
+  rm_module_state *state = rm_state(module);
+  if (load_errors(state)) return -1;
+  for (int i = 0; i < RM_N_TYPES; i++) {
+    if (!(state->types[i] = PyType_FromModuleAndSpec(module, types[i], NULL))) return -1;
+    if (PyModule_AddType(module, (PyTypeObject *)state->types[i])) return -1;
+  }
+  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
+    if (PyModule_AddFunctions(module, functions[i])) return -1;
+  return 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   rm_module_state *state = rm_state(module);
   if (!state) return 0;
   for (int code = 0; code < RM_N_CODE; code++) Py_VISIT(state->errors[code]);
+  for (int i = 0; i < RM_N_TYPES; i++) Py_VISIT(state->types[i]);
   Py_VISIT(state->error_base);
   Py_VISIT(state->deadline_error);
-  Py_VISIT(state->engine_type);
-  Py_VISIT(state->comm_type);
-  Py_VISIT(state->dispatcher_type);
-  Py_VISIT(state->plan_type);
-  Py_VISIT(state->gpu_array_type);
-  Py_VISIT(state->gpu_block_type);
-  Py_VISIT(state->gpu_group_type);
-  Py_VISIT(state->queue_type);
-  Py_VISIT(state->device_array_type);
-  Py_VISIT(state->turn_type);
-  Py_VISIT(state->holding_type);
   return 0;
 }
 
@@ -102,19 +152,9 @@ static int module_clear(PyObject *module) {
   rm_module_state *state = rm_state(module);
   if (!state) return 0;
   for (int code = 0; code < RM_N_CODE; code++) Py_CLEAR(state->errors[code]);
+  for (int i = 0; i < RM_N_TYPES; i++) Py_CLEAR(state->types[i]);
   Py_CLEAR(state->error_base);
   Py_CLEAR(state->deadline_error);
-  Py_CLEAR(state->engine_type);
-  Py_CLEAR(state->comm_type);
-  Py_CLEAR(state->dispatcher_type);
-  Py_CLEAR(state->plan_type);
-  Py_CLEAR(state->gpu_array_type);
-  Py_CLEAR(state->gpu_block_type);
-  Py_CLEAR(state->gpu_group_type);
-  Py_CLEAR(state->queue_type);
-  Py_CLEAR(state->device_array_type);
-  Py_CLEAR(state->turn_type);
-  Py_CLEAR(state->holding_type);
   return 0;
 }
 
@@ -148,6 +188,9 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, module_exec},
+#ifdef Py_mod_multiple_interpreters   // CPython ≥ 3.12; with the limited API of 3.11 module_exec refuses alone
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
     {0, NULL},
 };
 

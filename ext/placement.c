@@ -79,11 +79,9 @@ static PyObject *plan_copies(PyObject *module, PyObject *args) {
   return out;
 }
 
-static PyMethodDef methods[] = {
+PyMethodDef rm_placement_functions[] = {
     {"placement", placement, METH_VARARGS, "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
     {"plan_copies", plan_copies, METH_VARARGS,
      "(name, shape, held, wanted, num_ranks), parts int64 [n][rank, 4 firsts, 4 sizes]: int64 [n][from, to, 4 firsts, 4 sizes]."},
     {0},
 };
-
-int rm_mesh_add(PyObject *module) { return PyModule_AddFunctions(module, methods); }

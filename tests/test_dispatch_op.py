@@ -329,7 +329,7 @@ def test_wrong_tensors_are_refused(group: Any, wrong: Callable[[TokenDispatcher]
 
 def test_a_plan_is_of_its_dispatcher(group: Any) -> None:
     a, b = group(1)[0], group(1)[0]
-    with pytest.raises(rm.StateError, match="wanted a plan of this dispatcher"):
+    with pytest.raises(rm.StateError, match="expected a plan of this dispatcher"):
         b.combine(call(a).rows, torch.ones(4, TOP_K), call(a).plan)
     a.close()
     a.close()

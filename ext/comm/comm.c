@@ -8,27 +8,27 @@
 
 #include "base/memory.h"
 #include "comm/block.h"
-#include "comm/nccl/library.h"
 #include "comm/shm/region.h"
 #include "mesh/mesh.h"
 
 typedef struct comm_object {
   PyObject_HEAD
   rm_comm *comm;                // owned; NULL: taken by an engine, or closed
+  PyObject *exchange; // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) → [bytes-like]; or NULL
+  int size, rank;
+  int64_t looked; // when exchange.look was called last, in ns; 0: never
 } comm_object;
 
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
-  PyObject *type = rm_state(module)->comm_type;
   *out = NULL;
   if (object == Py_None) return 0;
-  const int is_comm = PyObject_IsInstance(object, type);
-  if (is_comm > 0 && ((comm_object *)object)->comm) {
-    *out = ((comm_object *)object)->comm;
-    ((comm_object *)object)->comm = NULL;
-    return 0;
+  if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm) {
+    rm_raise_code(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R", object);
+    return -1;
   }
-  if (is_comm >= 0) rm_raise_code(module, RM_E_STATE, "an end of a group is %R, wanted a Comm that nobody has taken yet", object);
-  return -1;
+  *out = ((comm_object *)object)->comm;
+  ((comm_object *)object)->comm = NULL;
+  return 0;
 }
 
 void rm_comm_put_back(PyObject *object, rm_comm *comm) {
@@ -36,13 +36,7 @@ void rm_comm_put_back(PyObject *object, rm_comm *comm) {
 }
 
 // ------------------------------------------------------------------------------------------------ a group by a Python function
-typedef struct caller {         // the transport's self
-  PyObject *exchange;           // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) → [bytes-like]
-  PyObject *module;             // owned
-  int size, rank;
-  int64_t looked;               // when exchange.look was asked last; 0: never
-} caller;
-
+// The transport's self is the Comm, not owned: it outlives its rm_comm (comm_object.h). Garbage collection may have taken `exchange`.
 static PyObject *packed(const rm_block *block) {
   PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)rm_block_bytes(block));
   if (bytes) rm_block_move(block, 0, PyBytes_AsString(bytes), rm_block_bytes(block), 0);
@@ -50,7 +44,7 @@ static PyObject *packed(const rm_block *block) {
 }
 
 // The lists of what is sent and of the sizes awaited. Nothing for this rank itself.
-static int lists_of(const caller *c, const rm_block send[], const rm_block recv[], PyObject **sent, PyObject **sizes) {
+static int lists_of(const comm_object *c, const rm_block send[], const rm_block recv[], PyObject **sent, PyObject **sizes) {
   *sent = PyList_New(c->size);
   *sizes = PyList_New(c->size);
   for (int r = 0; *sent && *sizes && r < c->size; r++) {
@@ -61,7 +55,7 @@ static int lists_of(const caller *c, const rm_block send[], const rm_block recv[
   return *sent && *sizes ? 0 : -1;
 }
 
-static int take(const caller *c, PyObject *got, const rm_block recv[]) {
+static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
   if (PySequence_Size(got) != c->size) {
     if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "the exchange gave %zd parts, wanted %d", PySequence_Size(got), c->size);
     return -1;
@@ -85,14 +79,15 @@ static int take(const caller *c, PyObject *got, const rm_block recv[]) {
 
 // The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on. A Ctrl-C is kept for rm_raise:
 // raised before the call is over it would be lost, or would cut short what this rank still does for the others to hear of it.
-static rm_code code_of_exception(const caller *c, rm_error *err) {
+static rm_code code_of_exception(comm_object *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT, RM_E_MESH_MISMATCH, RM_E_MEMORY};
+  rm_module_state *state = rm_state(rm_module_of((PyObject *)c));
   PyObject *type, *value, *trace;
   rm_code code = RM_E_RANK_LOST;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-    if (PyErr_ExceptionMatches(rm_state(c->module)->errors[known[i]])) code = known[i];
+    if (PyErr_ExceptionMatches(state->errors[known[i]])) code = known[i];
   const int interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
-  if (interrupted) rm_state(c->module)->interrupted = PyThread_get_thread_ident();
+  if (interrupted) state->interrupted = PyThread_get_thread_ident();
   PyErr_Fetch(&type, &value, &trace);
   PyObject *text = value ? PyObject_Str(value) : NULL, *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
   rm_fail(err, code, "%.400s", interrupted ? "the exchange was interrupted" : bytes ? PyBytes_AsString(bytes) : "the exchange failed");
@@ -107,9 +102,10 @@ static rm_code code_of_exception(const caller *c, rm_error *err) {
 
 static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                              const rm_block recv[], rm_error *err) {
-  const caller *c = self;
+  comm_object *c = self;
   PyObject *sent = NULL, *sizes = NULL, *got = NULL;
   rm_code code = RM_OK;
+  if (!c->exchange) return rm_fail(err, RM_E_RANK_LOST, "the exchange of this group was garbage collected");
   const PyGILState_STATE gil = PyGILState_Ensure();
   if (!lists_of(c, send, recv, &sent, &sizes))
     got = PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence, (long long)epoch, timeout, sent, sizes);
@@ -121,22 +117,14 @@ static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64
   return code;
 }
 
-static void forget(void *self) {
-  caller *c = self;
-  const PyGILState_STATE gil = PyGILState_Ensure();
-  Py_DECREF(c->exchange);
-  Py_DECREF(c->module);
-  PyGILState_Release(gil);
-  rm_free(c);
-}
-
-// The exchange's own abort(), where it has one; else the others find out at their deadline.
+// Calls exchange.abort(), where it has one; else the others find out at their deadline.
 static void call_abort(void *self, rm_code why) {
-  const caller *c = self;
+  const comm_object *c = self;
   PyObject *type, *value, *trace, *method, *done = NULL;
   (void)why;
+  if (!c->exchange) return;
   const PyGILState_STATE gil = PyGILState_Ensure();
-  PyErr_Fetch(&type, &value, &trace);   // this may be on the way out of a call that failed
+  PyErr_Fetch(&type, &value, &trace); // this may be on the way out of a call that failed
   if ((method = PyObject_GetAttrString(c->exchange, "abort"))) done = PyObject_CallNoArgs(method);
   PyErr_Clear();
   Py_XDECREF(done);
@@ -145,14 +133,14 @@ static void call_abort(void *self, rm_code why) {
   PyGILState_Release(gil);
 }
 
-// The exchange's own look(), where it has one. Not more often than pays: each waits for the GIL, which another thread may have.
+// Calls exchange.look(), where it has one; not more often than every 100 ms, since each call waits for the GIL.
 static rm_code call_look(void *self, rm_error *err) {
   static const int64_t EVERY_NANOSECONDS = 100000000;
-  caller *c = self;
+  comm_object *c = self;
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   const int64_t at = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-  if (c->looked && at - c->looked < EVERY_NANOSECONDS) return RM_OK;
+  if (!c->exchange || (c->looked && at - c->looked < EVERY_NANOSECONDS)) return RM_OK;
   c->looked = at;
   rm_code code = RM_OK;
   const PyGILState_STATE gil = PyGILState_Ensure();
@@ -172,17 +160,13 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   const char *name = "torch";
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size, &name)) return NULL;
   comm_object *self = rm_object_new((PyObject *)type);
-  caller *c = self ? rm_alloc(1, sizeof *c) : NULL;
-  if (!c) {
-    Py_XDECREF((PyObject *)self);
-    return self ? PyErr_NoMemory() : NULL;
-  }
-  *c = (caller){Py_NewRef(exchange), Py_NewRef(module), size, rank, 0};
-  const rm_transport transport = {
-      .name = "torch", .self = c, .exchange = call_exchange, .abort = call_abort, .look = call_look, .destroy = forget};
+  if (!self) return NULL;
+  self->exchange = Py_NewRef(exchange);
+  self->size = size;
+  self->rank = rank;
+  const rm_transport transport = {.name = "torch", .self = self, .exchange = call_exchange, .abort = call_abort, .look = call_look};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
-  forget(c);
   Py_DECREF(self);
   return rm_raise(module, &err);
 }
@@ -210,7 +194,7 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
     if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, bytes, &err);
     for (int r = 0; r < size && !code; r++) total += bytes[r] = (size_t)counts[r];
     if (!code && !(all = rm_alloc(total + 1, 1))) code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
-    if (!code && total) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);   // 0: nobody has anything to say
+    if (!code && total) code = rm_comm_all_gather(self->comm, data, all, bytes, &err); // 0: nobody has anything to say
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
   const char *at = all;
@@ -242,8 +226,8 @@ static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm
 }
 
 static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
-  PyObject *give, *take_into;
-  int n_give = 0, n_take = 0, done = 0;
+  PyObject *give, *take_into, *result = NULL;
+  int n_give = 0, n_take = 0;
   if (!PyArg_ParseTuple(args, "OO:all_to_all", &give, &take_into) || enter(self)) return NULL;
   const int size = rm_comm_size(self->comm);
   rm_error err = RM_ERROR_INIT;
@@ -259,14 +243,13 @@ static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
     code = rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err);
   Py_END_ALLOW_THREADS
-  if (code) rm_raise(rm_module_of((PyObject *)self), &err);
-  done = !code;
+  result = rm_none(rm_module_of((PyObject *)self), code, &err);
 out:
   for (int i = 0; i < n_give; i++) PyBuffer_Release(&views[i]);
   for (int i = 0; i < n_take; i++) PyBuffer_Release(&views[size + i]);
   rm_free(blocks);
   rm_free(views);
-  return done ? Py_NewRef(Py_None) : NULL;
+  return result;
 }
 
 // The root's buffer into everyone's, of the same size. A rank without a buffer tells the others, who would wait for it.
@@ -285,8 +268,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
     code = rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err);
   Py_END_ALLOW_THREADS
   PyBuffer_Release(&view);
-  if (code) return rm_raise(rm_module_of((PyObject *)self), &err);
-  Py_RETURN_NONE;
+  return rm_none(rm_module_of((PyObject *)self), code, &err);
 }
 
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
@@ -300,8 +282,8 @@ static PyObject *comm_look(comm_object *self, PyObject *ignored) {
   (void)ignored;
   rm_error err = RM_ERROR_INIT;
   if (enter(self)) return NULL;
-  if (rm_comm_look(self->comm, &err)) return rm_raise(rm_module_of((PyObject *)self), &err);
-  Py_RETURN_NONE;
+  const rm_code code = rm_comm_look(self->comm, &err);
+  return rm_none(rm_module_of((PyObject *)self), code, &err);
 }
 
 static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
@@ -318,8 +300,20 @@ static PyObject *comm_close(comm_object *self, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
+static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((comm_object *)object)->exchange);
+  return rm_object_visit(object, visit, arg);
+}
+
+static int comm_clear(PyObject *object) {
+  Py_CLEAR(((comm_object *)object)->exchange);
+  return 0;
+}
+
 static void comm_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   rm_comm_destroy(((comm_object *)object)->comm);
+  comm_clear(object);
   rm_object_free(object);
 }
 
@@ -364,7 +358,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   Py_END_ALLOW_THREADS
   PyObject *out = code ? NULL : PyTuple_New(N_GROUPS);
   for (int group = 0; out && group < N_GROUPS; group++) {
-    PyObject *end = ends[group] ? rm_object_new(rm_state(module)->comm_type) : Py_NewRef(Py_None);
+    PyObject *end = ends[group] ? rm_object_make(module, RM_TYPE_COMM) : Py_NewRef(Py_None);
     if (end && ends[group]) {
       ((comm_object *)end)->comm = ends[group];
       ends[group] = NULL;
@@ -375,52 +369,33 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   return code ? rm_raise(module, &err) : out;
 }
 
-// ------------------------------------------------------------------------------------------------ NCCL
-static PyObject *nccl_version(PyObject *module, PyObject *args) {
-  const char *path;
-  rm_nccl api;
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
-  if (rm_nccl_load(path, &api, &err)) return rm_raise(module, &err);
-  return PyLong_FromLong(api.version);
-}
-
 // ------------------------------------------------------------------------------------------------ the type
-#define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, PyDoc_STR(doc)}
+#define METHOD(name, flags, doc) RM_METHOD(#name, comm_##name, flags, doc)
 static PyMethodDef methods[] = {
     METHOD(all_gather, METH_VARARGS, "all_gather(data): the bytes of every rank, in a list."),
-    METHOD(all_to_all, METH_VARARGS, "all_to_all(give, take): give[r] goes to rank r, what it gives comes into take[r]; sizes must fit."),
-    METHOD(broadcast, METH_VARARGS, "broadcast(buffer, root): the root's bytes into everyone's buffer, which has as many."),
+    METHOD(all_to_all, METH_VARARGS,
+           "all_to_all(give, take): sends give[r] to rank r and receives from it into take[r]; sizes must match."),
+    METHOD(broadcast, METH_VARARGS, "broadcast(buffer, root): the root's bytes into every rank's buffer, all of one size."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
-    METHOD(look, METH_NOARGS, "Raises what the next call would, if it is known already that the group is dead."),
-    METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),
+    METHOD(look, METH_NOARGS, "Raises what the next call would raise, if the group is known to be dead."),
+    METHOD(abort, METH_NOARGS, "Ends the group; the other ranks get RankLostError where they wait."),
     METHOD(close, METH_NOARGS, "Leaves the group. Idempotent."),
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMethodDef functions[] = {
-    {"attach", attach, METH_VARARGS,
-     "(name, rank, nonce, tp, dp, ep, timeout): this rank's ends (tp, ep, world, control, lockstep), None where alone."},
-    {"nccl_version", nccl_version, METH_VARARGS, "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
     {0},
 };
 
-int rm_comm_type_add(PyObject *module) {
-  PyType_Slot slots[] = {
-      {Py_tp_new, comm_new},
-      {Py_tp_dealloc, comm_dealloc},
-      {Py_tp_methods, methods},
-      {Py_tp_doc, "Comm(exchange, rank, size): this rank's end of a group whose bytes exchange moves."},
-      {0, NULL},
-  };
-  PyType_Spec spec = {
-      .name = "rollmesh._core.Comm",
-      .basicsize = sizeof(comm_object),
-      .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-      .slots = slots,
-  };
-  rm_module_state *state = rm_state(module);
-  state->comm_type = PyType_FromModuleAndSpec(module, &spec, NULL);
-  if (!state->comm_type || PyModule_AddType(module, (PyTypeObject *)state->comm_type)) return -1;
-  return PyModule_AddFunctions(module, functions);
-}
+PyMethodDef rm_comm_functions[] = {
+    {"attach", attach, METH_VARARGS,
+     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control, lockstep), None for a group of one."},
+    {0},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, comm_new},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_traverse, comm_traverse},
+    {Py_tp_clear, comm_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "Comm(exchange, rank, size): this rank's end of a group whose bytes `exchange` moves."},
+    {0, NULL},
+};
+PyType_Spec rm_comm_spec = RM_TYPE("Comm", comm_object, RM_GC, slots);

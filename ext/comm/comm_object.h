@@ -4,8 +4,8 @@
 #include "comm/comm.h"
 #include "core.h"
 
-// The end that `object` holds, for the engine to own; `object` is empty from now on. None gives NULL. 0, or −1 with the exception
-// set: no Comm, or one that is empty.
+// The rm_comm of `object`, a Comm, for the caller to own; None gives NULL. The caller keeps a reference to `object` until it has destroyed
+// *out. 0, or −1 with StateError: no Comm, or one that is closed or in use.
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out);
-// Back into `object`, when the engine was not made after all.
+// Back into `object`, when whatever took it was not made after all.
 void rm_comm_put_back(PyObject *object, rm_comm *comm);

@@ -7,6 +7,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <structmember.h>
 
 #include "base/memory.h"
 #include "comm/block.h"
@@ -15,6 +16,7 @@
 
 typedef struct dispatcher_object {
   PyObject_HEAD
+  PyObject *end; // owned: the Comm that `comm` is of, or NULL
   rm_comm *comm; // owned; NULL: one rank
   rm_dispatch *dispatch; // owned; NULL: closed
   rm_range here; // experts
@@ -64,11 +66,12 @@ static rm_code create_dispatch(dispatcher_object *self, const settings *s, rm_er
   return code;
 }
 
-// Takes `comm`, unless it fails.
-static PyObject *new_dispatcher(PyObject *module, rm_comm *comm, const settings *s) {
+// Takes `comm`, unless it fails. `end`: the Comm that it is of, or NULL.
+static PyObject *new_dispatcher(PyObject *module, rm_comm *comm, PyObject *end, const settings *s) {
   rm_error err = RM_ERROR_INIT;
-  dispatcher_object *self = rm_object_new(rm_state(module)->dispatcher_type);
+  dispatcher_object *self = rm_object_make(module, RM_TYPE_DISPATCHER);
   if (!self) return NULL;
+  self->end = Py_XNewRef(end);
   self->comm = comm;
   self->size = comm ? rm_comm_size(comm) : 1;
   self->rank = comm ? rm_comm_rank(comm) : 0;
@@ -90,7 +93,7 @@ static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kw
                                    &s.backend) ||
       rm_comm_take(module, end, &comm))
     return NULL;
-  PyObject *self = new_dispatcher(module, comm, &s);
+  PyObject *self = new_dispatcher(module, comm, end, &s);
   if (!self) rm_comm_put_back(end, comm);
   return self;
 }
@@ -115,7 +118,7 @@ static PyObject *dispatchers(PyObject *module, PyObject *args) {
   for (int r = 0; out && r < ranks; r++) {
     rm_comm *comm = NULL;
     if (region) code = rm_region_comm(region, 0, members, ranks, r, &comm, &err);
-    PyObject *one = code ? rm_raise(module, &err) : new_dispatcher(module, comm, &s);
+    PyObject *one = code ? rm_raise(module, &err) : new_dispatcher(module, comm, NULL, &s);
     if (!one) rm_comm_destroy(comm);
     if (!one || PyList_SetItem(out, r, one)) Py_CLEAR(out);
   }
@@ -145,7 +148,7 @@ static PyObject *dispatcher_plan(dispatcher_object *self, PyObject *object) {
   rm_code code;
   void *ids;
   if (rm_array_data(module, object, &want, &ids) || enter(self)) return NULL;
-  plan_object *plan = rm_object_new(rm_state(module)->plan_type);
+  plan_object *plan = rm_object_make(module, RM_TYPE_DISPATCH_PLAN);
   if (!plan) return leave(self, RM_OK, &err, NULL);
   plan->owner = Py_NewRef((PyObject *)self);
   plan->number = ++self->n_plans;
@@ -168,10 +171,8 @@ static PyObject *run_move(dispatcher_object *self, PyObject *args, move_fn move,
   const char *what;
   rm_code code;
   if (!PyArg_ParseTuple(args, "sOOO", &what, &plan_arg, &objects[0], &objects[1])) return NULL;
-  const int is_plan = PyObject_IsInstance(plan_arg, rm_state(module)->plan_type);
-  if (is_plan < 0) return NULL;
-  if (!is_plan || ((plan_object *)plan_arg)->owner != (PyObject *)self)
-    return rm_raise_code(module, RM_E_STATE, "plan is %R, wanted a plan of this dispatcher", plan_arg);
+  if (!rm_is(module, plan_arg, RM_TYPE_DISPATCH_PLAN) || ((plan_object *)plan_arg)->owner != (PyObject *)self)
+    return rm_raise_code(module, RM_E_STATE, "expected a plan of this dispatcher, got %R", plan_arg);
   const rm_dispatch_plan *plan = ((plan_object *)plan_arg)->plan;
   rm_array_want source = {.name = "from", .type = NPY_UINT8, .n_dims = 2, .shape = {0, -1}};
   memcpy(&source.shape[0], (const char *)plan + n_from, sizeof source.shape[0]);
@@ -212,6 +213,7 @@ static void close_dispatcher(dispatcher_object *self) {
   rm_comm_destroy(self->comm);
   self->dispatch = NULL;
   self->comm = NULL;
+  Py_CLEAR(self->end);
 }
 
 static PyObject *dispatcher_close(dispatcher_object *self, PyObject *ignored) {
@@ -223,24 +225,30 @@ static PyObject *dispatcher_close(dispatcher_object *self, PyObject *ignored) {
   return leave(self, RM_OK, &err, Py_NewRef(Py_None));
 }
 
+static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg) { // cycles through it end in the Comm: comm_clear
+  Py_VISIT(((dispatcher_object *)object)->end);
+  return rm_object_visit(object, visit, arg);
+}
+
 static void dispatcher_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   close_dispatcher((dispatcher_object *)object);
   rm_object_free(object);
 }
 
-static PyObject *dispatcher_get(dispatcher_object *self, void *member) {
-  return PyLong_FromLongLong(*(const int64_t *)((const char *)self + (size_t)member));
-}
-static PyObject *dispatcher_get_int(dispatcher_object *self, void *member) {
-  return PyLong_FromLong(*(const int *)((const char *)self + (size_t)member));
-}
 static PyObject *dispatcher_experts(dispatcher_object *self, void *unused) {
   (void)unused;
   return Py_BuildValue("LL", (long long)self->here.first, (long long)(self->here.first + self->here.n));
 }
 
 // ------------------------------------------------------------------------------------------------ plans
+static int plan_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((plan_object *)object)->owner);
+  return rm_object_visit(object, visit, arg);
+}
+
 static void plan_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   plan_object *self = (plan_object *)object;
   rm_dispatch_plan_destroy(self->plan);
   Py_XDECREF(self->owner);
@@ -270,68 +278,65 @@ static PyObject *plan_group_rows(plan_object *self, void *unused) {
 }
 
 // ------------------------------------------------------------------------------------------------ the types
-#define METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))dispatcher_##name, flags, PyDoc_STR(doc)}
+#define METHOD(name, flags, doc) RM_METHOD(#name, dispatcher_##name, flags, doc)
 static PyMethodDef methods[] = {
     METHOD(plan, METH_O, "plan(ids): where the rows of int32 [rows, top_k] ids go; rows of negative ids are padding. Collective."),
-    METHOD(out, METH_VARARGS, "out(what, plan, x, rows): rows of the home to their experts. Collective; all ranks say the same `what`."),
-    METHOD(back, METH_VARARGS, "back(what, plan, rows, choices): rows of the experts to the home. Collective."),
-    METHOD(out_each, METH_VARARGS, "out_each(what, plan, choices, rows): a row for each choice to its expert. Collective."),
-    METHOD(abort, METH_NOARGS, "The group is dead: the others learn it where they wait."),
+    METHOD(out, METH_VARARGS, "out(what, plan, x, rows): sends rows to their experts. Collective; all ranks pass the same `what`."),
+    METHOD(back, METH_VARARGS, "back(what, plan, rows, choices): sends the experts' rows back. Collective."),
+    METHOD(out_each, METH_VARARGS, "out_each(what, plan, choices, rows): sends a row of its own to each expert. Collective."),
+    METHOD(abort, METH_NOARGS, "Ends the group; the other ranks get RankLostError where they wait."),
     METHOD(close, METH_NOARGS, "Leaves the group and frees the buffers. Idempotent."),
-    {NULL, NULL, 0, NULL},
+    {0},
+};
+
+#define FIELD(name, type, field, doc) {#name, type, offsetof(dispatcher_object, field), READONLY, PyDoc_STR(doc)}
+static PyMemberDef dispatcher_fields[] = {
+    FIELD(num_experts, T_LONGLONG, n_experts, "Of all ranks."),
+    FIELD(top_k, T_LONGLONG, top_k, "Experts of a row."),
+    FIELD(max_rows, T_LONGLONG, max_rows, "Rows of one plan, of this rank."),
+    FIELD(size, T_INT, size, "Ranks."),
+    FIELD(rank, T_INT, rank, "This one."),
+    {0},
 };
 
 #define MEMBER(name, get, closure, doc) {#name, (getter)(void (*)(void))get, NULL, PyDoc_STR(doc), (void *)(closure)}
 static PyGetSetDef dispatcher_members[] = {
-    MEMBER(num_experts, dispatcher_get, offsetof(dispatcher_object, n_experts), "Of all ranks."),
-    MEMBER(top_k, dispatcher_get, offsetof(dispatcher_object, top_k), "Experts of a row."),
-    MEMBER(max_rows, dispatcher_get, offsetof(dispatcher_object, max_rows), "Rows of the home in one plan."),
-    MEMBER(size, dispatcher_get_int, offsetof(dispatcher_object, size), "Ranks."),
-    MEMBER(rank, dispatcher_get_int, offsetof(dispatcher_object, rank), "This one."),
     MEMBER(experts, dispatcher_experts, 0, "(first, end) of this rank."),
-    {NULL, NULL, NULL, NULL, NULL},
+    {0},
 };
 static PyGetSetDef plan_members[] = {
-    MEMBER(num_rows, plan_get, N_ROWS, "Rows of the home, padding included."),
+    MEMBER(num_rows, plan_get, N_ROWS, "Rows of this rank, padding included."),
     MEMBER(num_choices, plan_get, N_CHOICES, "Rows that back gives."),
     MEMBER(num_arrive, plan_get, N_ARRIVE, "Rows that out gives."),
-    MEMBER(place, plan_place, 0, "int32 [num_rows, top_k] of a choice in what back gives; -1: padding."),
-    MEMBER(ids, plan_ids, 0, "int32 [rows that are no padding, top_k]."),
+    MEMBER(place, plan_place, 0, "int32 [num_rows, top_k]: index of each choice in what back gives; -1: padding."),
+    MEMBER(ids, plan_ids, 0, "int32 [rows without padding, top_k]."),
     MEMBER(group_rows, plan_group_rows, 0, "int32 [experts here + 1]: where an expert's rows begin."),
-    {NULL, NULL, NULL, NULL, NULL},
+    {0},
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef rm_dispatcher_functions[] = {
     {"dispatchers", dispatchers, METH_VARARGS,
      "(ranks, num_experts, top_k, max_rows, row_bytes, backend, timeout): the Dispatcher of each rank; ranks are threads."},
     {0},
 };
 
-static PyObject *add_type(PyObject *module, const char *name, int bytes, unsigned int flags, PyType_Slot *slots) {
-  PyType_Spec spec = {.name = name, .basicsize = bytes, .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | flags, .slots = slots};
-  PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-  if (type && PyModule_AddType(module, (PyTypeObject *)type)) Py_CLEAR(type);
-  return type;
-}
+static PyType_Slot dispatcher_slots[] = {
+    {Py_tp_new, dispatcher_new},
+    {Py_tp_dealloc, dispatcher_dealloc},
+    {Py_tp_traverse, dispatcher_traverse},
+    {Py_tp_methods, methods},
+    {Py_tp_members, dispatcher_fields},
+    {Py_tp_getset, dispatcher_members},
+    {Py_tp_doc, "Dispatcher(comm, num_experts, top_k, max_rows, row_bytes, backend): moves token rows to the ranks of their experts."},
+    {0, NULL},
+};
+PyType_Spec rm_dispatcher_spec = RM_TYPE("Dispatcher", dispatcher_object, RM_GC, dispatcher_slots);
 
-int rm_dispatch_types_add(PyObject *module) {
-  PyType_Slot dispatcher_slots[] = {
-      {Py_tp_new, dispatcher_new},
-      {Py_tp_dealloc, dispatcher_dealloc},
-      {Py_tp_methods, methods},
-      {Py_tp_getset, dispatcher_members},
-      {Py_tp_doc, "Dispatcher(comm, num_experts, top_k, max_rows, row_bytes, backend): moves token rows to the ranks of their experts."},
-      {0, NULL},
-  };
-  PyType_Slot plan_slots[] = {
-      {Py_tp_dealloc, plan_dealloc},
-      {Py_tp_getset, plan_members},
-      {Py_tp_doc, "Where the rows of one batch go; of Dispatcher.plan."},
-      {0, NULL},
-  };
-  rm_module_state *state = rm_state(module);
-  state->dispatcher_type = add_type(module, "rollmesh._core.Dispatcher", sizeof(dispatcher_object), 0, dispatcher_slots);
-  if (!state->dispatcher_type) return -1;
-  state->plan_type = add_type(module, "rollmesh._core.DispatchPlan", sizeof(plan_object), Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots);
-  return state->plan_type ? PyModule_AddFunctions(module, functions) : -1;
-}
+static PyType_Slot plan_slots[] = {
+    {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_traverse, plan_traverse},
+    {Py_tp_getset, plan_members},
+    {Py_tp_doc, "Where the rows of one batch go; of Dispatcher.plan."},
+    {0, NULL},
+};
+PyType_Spec rm_dispatch_plan_spec = RM_TYPE("DispatchPlan", plan_object, RM_GC | RM_MADE_HERE, plan_slots);

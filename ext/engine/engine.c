@@ -84,6 +84,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->pid = (long)getpid();
   self->requests = PyDict_New();
   self->done = PySet_New(NULL);
+  self->ends = Py_NewRef(ends);
   if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options, ends)) {
     self->reads_gpus = rm_ranks_read_gpus(self->engine);
     return (PyObject *)self;
@@ -103,16 +104,17 @@ static void destroy(rm_engine_object *self) {
     rm_ranks_destroy(engine);
     rm_spec_destroy(spec);
   Py_END_ALLOW_THREADS
+  Py_CLEAR(self->ends);
 }
 
 static int engine_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(Py_TYPE(object));
   Py_VISIT(((rm_engine_object *)object)->requests);
   Py_VISIT(((rm_engine_object *)object)->done);
-  return 0;
+  Py_VISIT(((rm_engine_object *)object)->ends);
+  return rm_object_visit(object, visit, arg);
 }
 
-static int engine_clear(PyObject *object) {
+static int engine_clear(PyObject *object) {   // not the Comms, which the engine needs: a cycle through one ends in comm.c
   Py_CLEAR(((rm_engine_object *)object)->requests);
   Py_CLEAR(((rm_engine_object *)object)->done);
   return 0;
@@ -122,6 +124,7 @@ static void engine_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
   destroy((rm_engine_object *)object);  // before the arrays that it may write to
   engine_clear(object);
+  Py_CLEAR(((rm_engine_object *)object)->ends);
   rm_object_free(object);
 }
 
@@ -363,80 +366,72 @@ static PyObject *engine_host_room(rm_engine_object *self, PyObject *ignored) {
 }
 
 // ------------------------------------------------------------------------------------------------ type
-#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
 static PyMethodDef methods[] = {
-    METHOD("close", engine_close, METH_NOARGS, "Gives everything back. Idempotent."),
-    METHOD("add", engine_add, METH_VARARGS, "add(prompt, stop_token_ids, request, logits): takes a request, returns its id."),
-    METHOD("abort", engine_abort, METH_O, "Ends a request; what was generated stays readable."),
-    METHOD("release", engine_release, METH_O, "Forgets a finished request."),
-    METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
-    METHOD("step", engine_step, METH_NOARGS,
-           "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
-    METHOD("host_step", rm_engine_py_host_step, METH_VARARGS,
-           "host_step(ids, computed, rows, replace, page_counts, pages, logits, stats): a step as the host wants it. Returns (tokens, "
-           "logprobs, sampling_logprobs, ranks, rows fed)."),
-    METHOD(
+    RM_METHOD("close", engine_close, METH_NOARGS, "Gives everything back. Idempotent."),
+    RM_METHOD("add", engine_add, METH_VARARGS, "add(prompt, stop_token_ids, request, logits): takes a request, returns its id."),
+    RM_METHOD("abort", engine_abort, METH_O, "Ends a request; what was generated stays readable."),
+    RM_METHOD("release", engine_release, METH_O, "Forgets a finished request."),
+    RM_METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
+    RM_METHOD("step", engine_step, METH_NOARGS,
+              "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
+    RM_METHOD("host_step", rm_engine_py_host_step, METH_VARARGS,
+              "host_step(ids, computed, rows, replace, page_counts, pages, logits, stats): a step as the host wants it. Returns (tokens, "
+              "logprobs, sampling_logprobs, ranks, rows fed)."),
+    RM_METHOD(
         "host_draw", rm_engine_py_host_draw, METH_VARARGS,
         "host_draw(ids, raw, stats, edited): draws from rows that the host has edited. Returns (tokens, logprobs, sampling_logprobs, ranks)."),
-    METHOD("host_top", rm_engine_py_host_top, METH_VARARGS,
-           "host_top(ids, k): the k likeliest at each request's last token, (ids, logprobs)."),
-    METHOD("host_routed", rm_engine_py_host_routed, METH_VARARGS,
-           "host_routed(id, start): routing of the positions that were fed, from start on."),
-    METHOD("host_fail", rm_engine_py_host_fail, METH_O, "Ends a request that was not fed; its pages hold nothing."),
-    METHOD("host_forget", rm_engine_py_host_forget, METH_O, "These pages hold nothing that may be used."),
-    METHOD("host_preempt", rm_engine_py_host_preempt, METH_O, "The host has taken the request's pages back."),
-    METHOD("host_tokens", rm_engine_py_host_tokens, METH_VARARGS, "host_tokens(id, tokens): what it has generated, as the host knows it."),
-    METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),
-    METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
-    METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
-    METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),
-    METHOD("ids", engine_ids, METH_NOARGS, "All requests that were not released, oldest first."),
-    METHOD("pause", engine_pause, METH_O, "A paused engine schedules nothing."),
-    METHOD("reset_prefix_cache", engine_reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
-    METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV; with 4 the host keeps what serves."),
-    METHOD("wake", engine_wake, METH_O, "Takes the memory of parts again. What the host has kept it keeps until it is told to forget it."),
-    METHOD("keep_weights", engine_keep_weights, METH_O, "True: the host's copy of what serves, before a sleep with 4. False: forgets it."),
-    METHOD("host_room", engine_host_room, METH_NOARGS,
-           "(bytes that keep_weights would take of the host, [(name of a pool of its memory, bytes left of it), …])."),
-    METHOD("request", rm_engine_py_request, METH_O, "State and prompt records of a request, as a dict."),
-    METHOD("sample", rm_engine_py_sample, METH_VARARGS, "sample(id, i): tokens and records of one sample, as a dict."),
-    METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),
-    METHOD("stats", rm_engine_py_stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
-    METHOD("manifest", rm_engine_py_manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
-    METHOD("weights", rm_engine_py_weights, METH_NOARGS, "Views of the serving weights, until the next commit; None before the first."),
-    METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
-    METHOD("sync_resolve", rm_engine_py_sync_resolve, METH_O, "Indices into the manifest that a name stands for."),
-    METHOD("sync_wanted", rm_engine_py_sync_wanted, METH_O,
-           "sync_wanted(name): the shape of that tensor, and what each rank of the mesh wants of it, int64 [n][rank, 4 firsts, 4 sizes]."),
-    METHOD("sync_check", rm_engine_py_sync_check, METH_VARARGS, "sync_check(name, tensor): push's checks, nothing written."),
-    METHOD("sync_push", rm_engine_py_sync_push, METH_VARARGS, "sync_push(name, tensor): copies into staging."),
-    METHOD("sync_push_all", rm_engine_py_sync_push_all, METH_O, "sync_push_all([(name, tensor), …]): all of them, or none."),
-    METHOD("sync_commit", rm_engine_py_sync_commit, METH_O, "Swaps versions; the argument says what happens to running requests."),
-    METHOD("sync_abort", rm_engine_py_sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
-    METHOD("sync_state", rm_engine_py_sync_state, METH_NOARGS, "(version or None, digest, open, complete)"),
-    {NULL, NULL, 0, NULL},
+    RM_METHOD("host_top", rm_engine_py_host_top, METH_VARARGS,
+              "host_top(ids, k): the k likeliest at each request's last token, (ids, logprobs)."),
+    RM_METHOD("host_routed", rm_engine_py_host_routed, METH_VARARGS,
+              "host_routed(id, start): routing of the positions that were fed, from start on."),
+    RM_METHOD("host_fail", rm_engine_py_host_fail, METH_O, "Ends a request that was not fed; its pages hold nothing."),
+    RM_METHOD("host_forget", rm_engine_py_host_forget, METH_O, "These pages hold nothing that may be used."),
+    RM_METHOD("host_preempt", rm_engine_py_host_preempt, METH_O, "The host has taken the request's pages back."),
+    RM_METHOD("host_tokens", rm_engine_py_host_tokens, METH_VARARGS,
+              "host_tokens(id, tokens): what it has generated, as the host knows it."),
+    RM_METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),
+    RM_METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
+    RM_METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
+    RM_METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),
+    RM_METHOD("ids", engine_ids, METH_NOARGS, "All requests that were not released, oldest first."),
+    RM_METHOD("pause", engine_pause, METH_O, "A paused engine schedules nothing."),
+    RM_METHOD("reset_prefix_cache", engine_reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
+    RM_METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV; with 4 the host keeps what serves."),
+    RM_METHOD("wake", engine_wake, METH_O,
+              "Takes the memory of parts again. What the host has kept it keeps until it is told to forget it."),
+    RM_METHOD("keep_weights", engine_keep_weights, METH_O,
+              "True: the host's copy of what serves, before a sleep with 4. False: forgets it."),
+    RM_METHOD("host_room", engine_host_room, METH_NOARGS,
+              "(bytes that keep_weights would take of the host, [(name of a pool of its memory, bytes left of it), …])."),
+    RM_METHOD("request", rm_engine_py_request, METH_O, "State and prompt records of a request, as a dict."),
+    RM_METHOD("sample", rm_engine_py_sample, METH_VARARGS, "sample(id, i): tokens and records of one sample, as a dict."),
+    RM_METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),
+    RM_METHOD("stats", rm_engine_py_stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
+    RM_METHOD("manifest", rm_engine_py_manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
+    RM_METHOD("weights", rm_engine_py_weights, METH_NOARGS, "Views of the serving weights, until the next commit; None before the first."),
+    RM_METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
+    RM_METHOD("sync_resolve", rm_engine_py_sync_resolve, METH_O, "Indices into the manifest that a name stands for."),
+    RM_METHOD(
+        "sync_wanted", rm_engine_py_sync_wanted, METH_O,
+        "sync_wanted(name): the shape of that tensor, and what each rank of the mesh wants of it, int64 [n][rank, 4 firsts, 4 sizes]."),
+    RM_METHOD("sync_check", rm_engine_py_sync_check, METH_VARARGS, "sync_check(name, tensor): push's checks, nothing written."),
+    RM_METHOD("sync_push", rm_engine_py_sync_push, METH_VARARGS, "sync_push(name, tensor): copies into staging."),
+    RM_METHOD("sync_push_all", rm_engine_py_sync_push_all, METH_O, "sync_push_all([(name, tensor), …]): all of them, or none."),
+    RM_METHOD("sync_commit", rm_engine_py_sync_commit, METH_O, "Swaps versions; the argument says what happens to running requests."),
+    RM_METHOD("sync_abort", rm_engine_py_sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
+    RM_METHOD("sync_state", rm_engine_py_sync_state, METH_NOARGS, "(version or None, digest, open, complete)"),
+    {0},
 };
 
-int rm_engine_type_add(PyObject *module) {
-  PyType_Slot slots[] = {
-      {Py_tp_new, engine_new},
-      {Py_tp_dealloc, engine_dealloc},
-      {Py_tp_traverse, engine_traverse},
-      {Py_tp_clear, engine_clear},
-      {Py_tp_methods, methods},
-      {Py_tp_doc,
-       "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a time. ends: (rank, tp, ep, world) Comms "
-       "where this process is one rank of several."},
-      {0, NULL},
-  };
-  PyType_Spec spec = {
-      .name = "rollmesh._core.Engine",
-      .basicsize = sizeof(rm_engine_object),
-      .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-      .slots = slots,
-  };
-  rm_module_state *state = rm_state(module);
-  state->engine_type = PyType_FromModuleAndSpec(module, &spec, NULL);
-  if (!state->engine_type) return -1;
-  return PyModule_AddType(module, (PyTypeObject *)state->engine_type);
-}
+static PyType_Slot slots[] = {
+    {Py_tp_new, engine_new},
+    {Py_tp_dealloc, engine_dealloc},
+    {Py_tp_traverse, engine_traverse},
+    {Py_tp_clear, engine_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_doc,
+     "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a time. ends: (rank, tp, ep, world) Comms "
+     "where this process is one rank of several."},
+    {0, NULL},
+};
+PyType_Spec rm_engine_spec = RM_TYPE("Engine", rm_engine_object, RM_GC, slots);

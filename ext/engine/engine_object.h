@@ -19,6 +19,7 @@ typedef struct rm_engine_object {
   rm_spec *spec; // owned; the engine's view
   PyObject *requests; // owned dict: id → (logprobs, prompt_logprobs, logits array or None) until release
   PyObject *done; // owned set: ids of finished requests until release
+  PyObject *ends; // owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without
   int reads_gpus; // its ranks run on GPUs
   atomic_int busy;
   long pid; // of the process that made it

@@ -53,7 +53,7 @@ static int64_t size_of(PyObject *module, PyObject *size) {
 static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "an array of %zd dims, wanted at most %d", n, (int)MAX_DIMS);
-  array_object *self = rm_object_new(rm_state(module)->device_array_type);
+  array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!self) return NULL;
   self->queue = (rm_queue_object *)Py_NewRef((PyObject *)queue);
   self->dtype = dtype, self->n_dims = (int)n;
@@ -177,9 +177,7 @@ PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObjec
 }
 
 // ------------------------------------------------------------------------------------------------ arguments of ops
-int rm_is_device_array(PyObject *module, PyObject *object) {
-  return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->device_array_type);
-}
+int rm_is_device_array(PyObject *module, PyObject *object) { return rm_is(module, object, RM_TYPE_DEVICE_ARRAY); }
 
 int rm_device_array_type(PyObject *array) { return dtypes[((array_object *)array)->dtype].type; }
 
@@ -366,7 +364,14 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   return (PyObject *)part;
 }
 
+static int array_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((array_object *)object)->queue);
+  Py_VISIT(((array_object *)object)->owner);
+  return rm_object_visit(object, visit, arg);
+}
+
 static void array_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   array_object *self = (array_object *)object;
   rm_queue_object *queue = self->queue;
   if (queue && self->data && !self->owner && getpid() == queue->owner) {
@@ -459,19 +464,14 @@ static PyGetSetDef array_members[] = {
     {0},
 };
 
-int rm_device_arrays_add(PyObject *module) {
-  PyType_Slot slots[] = {
-      {Py_tp_dealloc, array_dealloc},
-      {Py_tp_methods, array_methods},
-      {Py_tp_getset, array_members},
-      {Py_sq_length, array_length},
-      {Py_nb_bool, array_bool},
-      {Py_tp_doc, "An array on a GPU, C-contiguous: what ops of rollmesh.ops give where they were given arrays of a GPU."},
-      {0, NULL},
-  };
-  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION };
-  PyType_Spec spec = {"rollmesh._core.DeviceArray", sizeof(array_object), 0, FLAGS, slots};
-  rm_module_state *state = rm_state(module);
-  if (!(state->device_array_type = PyType_FromModuleAndSpec(module, &spec, NULL))) return -1;
-  return PyModule_AddType(module, (PyTypeObject *)state->device_array_type);
-}
+static PyType_Slot slots[] = {
+    {Py_tp_dealloc, array_dealloc},
+    {Py_tp_traverse, array_traverse},
+    {Py_tp_methods, array_methods},
+    {Py_tp_getset, array_members},
+    {Py_sq_length, array_length},
+    {Py_nb_bool, array_bool},
+    {Py_tp_doc, "An array on a GPU, C-contiguous: what ops of rollmesh.ops give where they were given arrays of a GPU."},
+    {0, NULL},
+};
+PyType_Spec rm_device_array_spec = RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);

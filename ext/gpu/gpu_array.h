@@ -48,6 +48,3 @@ int rm_is_device_array(PyObject *module, PyObject *object);
 // (NULL: not wanted) is their number.
 int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *object, rm_array_want *want, void **data, size_t *bytes);
 int rm_device_array_type(PyObject *array);   // NPY_UINT16 of bfloat16, NPY_FLOAT32, …
-
-int rm_queue_add(PyObject *module);   // 0, or −1 with an exception
-int rm_device_arrays_add(PyObject *module);

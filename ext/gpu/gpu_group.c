@@ -22,7 +22,7 @@ typedef struct run {            // of the device's memory
 
 typedef struct group_object {
   PyObject_HEAD
-  PyObject *gpus;               // owned _core.Gpus, which has the device
+  PyObject *gpus, *end;         // owned: the _core.Gpus that has the device, the _core.Comm that `host` is of
   const rm_device *device;      // view
   rm_comm *host, *there;        // owned; NULL: closed
   run *spare;                   // owned, of no block: to be freed when the group has waited
@@ -51,7 +51,7 @@ static int enter(group_object *self, int *saved) {
 static PyObject *leave(group_object *self, int saved, rm_code code, rm_error *err) {
   self->device->leave(self->device->self, saved);
   self->is_busy = 0;
-  return code ? rm_raise(rm_module_of((PyObject *)self), err) : Py_NewRef(Py_None);
+  return rm_none(rm_module_of((PyObject *)self), code, err);
 }
 
 // ------------------------------------------------------------------------------------------------ blocks
@@ -103,7 +103,7 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   PyObject *none = leave(self, saved, code, &err);
   if (!none) return NULL;
   Py_DECREF(none);
-  block_object *block = rm_object_new(rm_state(rm_module_of(object))->gpu_block_type);
+  block_object *block = rm_object_make(rm_module_of(object), RM_TYPE_GPU_BLOCK);
   if (!block) {
     taken->next = self->spare;
     self->spare = taken;
@@ -114,8 +114,14 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   return (PyObject *)block;
 }
 
+static int block_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((block_object *)object)->group);
+  return rm_object_visit(object, visit, arg);
+}
+
 // May be any thread's doing, and while another is in a call: so the memory is only put aside. After close nothing travels.
 static void block_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   block_object *self = (block_object *)object;
   group_object *group = self->group;
   if (group && group->there) {
@@ -234,7 +240,8 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args) {
   PyObject *given;
   Py_ssize_t bytes;
   int root, saved;
-  if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(rm_module_of(object))->gpu_block_type, &given, &bytes, &root)) return NULL;
+  if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(rm_module_of(object))->types[RM_TYPE_GPU_BLOCK], &given, &bytes, &root))
+    return NULL;
   block_object *block = (block_object *)given;
   if (block->group != self) return rm_raise_code(rm_module_of(object), RM_E_STATE, "a block of another group");
   if (check_inside(block, 0, (size_t)bytes) || enter(self, &saved)) return NULL;
@@ -281,6 +288,7 @@ static void close_group(group_object *self) {
   Py_END_ALLOW_THREADS
   self->device->leave(self->device->self, saved);
   drop_runs(self->device, detach_spare(self));
+  Py_CLEAR(self->end);
 }
 
 static PyObject *group_close(PyObject *object, PyObject *ignored) {
@@ -291,7 +299,14 @@ static PyObject *group_close(PyObject *object, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
+static int group_traverse(PyObject *object, visitproc visit, void *arg) {   // cycles through it end in the Comm: comm.c
+  Py_VISIT(((group_object *)object)->gpus);
+  Py_VISIT(((group_object *)object)->end);
+  return rm_object_visit(object, visit, arg);
+}
+
 static void group_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   close_group((group_object *)object);
   Py_XDECREF(((group_object *)object)->gpus);
   rm_object_free(object);
@@ -310,12 +325,13 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
   rm_nccl_options options = {.capacity = 0};
   if (!PyArg_ParseTuple(args, "Oissd:group", &end, &ordinal, &options.library, &options.gpu, &options.timeout)) return NULL;
   const rm_device *device = rm_gpus_device(gpus, ordinal);
-  group_object *self = device ? rm_object_new(rm_state(module)->gpu_group_type) : NULL;
+  group_object *self = device ? rm_object_make(module, RM_TYPE_GPU_GROUP) : NULL;
   if (!self) return NULL;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   self->gpus = Py_NewRef(gpus);
   self->device = device;
+  self->end = Py_NewRef(end);
   const int failed = rm_comm_take(module, end, &self->host);
   Py_BEGIN_ALLOW_THREADS
     if (!failed) code = create(self, &options, &err);
@@ -348,26 +364,21 @@ static PyMethodDef group_methods[] = {
     {0},
 };
 
-int rm_gpu_group_types_add(PyObject *module) {
-  PyType_Slot of_block[] = {
-      {Py_tp_dealloc, block_dealloc},
-      {Py_tp_methods, block_methods},
-      {Py_tp_getset, block_members},
-      {Py_tp_doc, "Bytes of a GPU's memory, for a bucket of weights."},
-      {0, NULL},
-  };
-  PyType_Slot of_group[] = {
-      {Py_tp_dealloc, group_dealloc},
-      {Py_tp_methods, group_methods},
-      {Py_tp_doc, "One rank's end of a group of GPUs, by NCCL. One thread at a time uses it."},
-      {0, NULL},
-  };
-  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION };
-  PyType_Spec block = {"rollmesh._core.GpuBlock", sizeof(block_object), 0, FLAGS, of_block};
-  PyType_Spec group = {"rollmesh._core.GpuGroup", sizeof(group_object), 0, FLAGS, of_group};
-  rm_module_state *state = rm_state(module);
-  if (!(state->gpu_block_type = PyType_FromModuleAndSpec(module, &block, NULL))) return -1;
-  if (!(state->gpu_group_type = PyType_FromModuleAndSpec(module, &group, NULL))) return -1;
-  if (PyModule_AddType(module, (PyTypeObject *)state->gpu_block_type)) return -1;
-  return PyModule_AddType(module, (PyTypeObject *)state->gpu_group_type);
-}
+static PyType_Slot block_slots[] = {
+    {Py_tp_dealloc, block_dealloc},
+    {Py_tp_traverse, block_traverse},
+    {Py_tp_methods, block_methods},
+    {Py_tp_getset, block_members},
+    {Py_tp_doc, "Bytes of a GPU's memory, for a bucket of weights."},
+    {0, NULL},
+};
+PyType_Spec rm_gpu_block_spec = RM_TYPE("GpuBlock", block_object, RM_GC | RM_MADE_HERE, block_slots);
+
+static PyType_Slot group_slots[] = {
+    {Py_tp_dealloc, group_dealloc},
+    {Py_tp_traverse, group_traverse},
+    {Py_tp_methods, group_methods},
+    {Py_tp_doc, "One rank's end of a group of GPUs, by NCCL. One thread at a time uses it."},
+    {0, NULL},
+};
+PyType_Spec rm_gpu_group_spec = RM_TYPE("GpuGroup", group_object, RM_GC | RM_MADE_HERE, group_slots);

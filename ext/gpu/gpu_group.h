@@ -6,4 +6,3 @@
 
 // Of gpus.group(end, ordinal, nccl_library, gpu, timeout), which every rank of `end` calls: a _core.GpuGroup. NULL with an exception.
 PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args);
-int rm_gpu_group_types_add(PyObject *module);   // 0, or −1 with an exception

@@ -21,15 +21,6 @@ static const struct {
 enum { N_DTYPES = sizeof dtypes / sizeof *dtypes };
 #define GIVEN_BACK "the tensor was given back to the process that lent it"
 
-static PyObject *tuple_of(const int64_t *numbers, int n) {
-  PyObject *tuple = PyTuple_New(n);
-  for (int i = 0; tuple && i < n; i++) {
-    PyObject *number = PyLong_FromLongLong(numbers[i]);
-    if (!number || PyTuple_SetItem(tuple, i, number)) Py_CLEAR(tuple);
-  }
-  return tuple;
-}
-
 // ------------------------------------------------------------------------------------------------ GpuArray
 typedef struct array_object {
   PyObject_HEAD
@@ -133,12 +124,12 @@ static PyObject *array_host(PyObject *object, PyObject *ignored) {
 
 static PyObject *array_shape(PyObject *self, void *ignored) {
   (void)ignored;
-  return tuple_of(((array_object *)self)->shape, ((array_object *)self)->n_dims);
+  return rm_tuple_of(((array_object *)self)->shape, ((array_object *)self)->n_dims);
 }
 
 static PyObject *array_strides(PyObject *self, void *ignored) {
   (void)ignored;
-  return tuple_of(((array_object *)self)->strides, ((array_object *)self)->n_dims);
+  return rm_tuple_of(((array_object *)self)->strides, ((array_object *)self)->n_dims);
 }
 
 static PyObject *array_dtype(PyObject *self, void *ignored) {
@@ -154,7 +145,14 @@ static PyObject *array_nbytes(PyObject *object, void *ignored) {
   return PyLong_FromLongLong(bytes);
 }
 
+static int array_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((array_object *)object)->gpus);
+  Py_VISIT(((array_object *)object)->held);
+  return rm_object_visit(object, visit, arg);
+}
+
 static void array_dealloc(PyObject *self) {
+  PyObject_GC_UnTrack(self);
   Py_XDECREF(((array_object *)self)->held);
   Py_XDECREF(((array_object *)self)->gpus);
   rm_object_free(self);
@@ -233,7 +231,7 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
   if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner)) return NULL;
   if (!tensor.on_device) rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor of the host, wanted a GPU's", name);
-  else if ((shape = tuple_of(tensor.shape, tensor.n_dims)) && (strides = tuple_of(tensor.strides, tensor.n_dims)))
+  else if ((shape = rm_tuple_of(tensor.shape, tensor.n_dims)) && (strides = rm_tuple_of(tensor.strides, tensor.n_dims)))
     out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data, dtypes[tensor.dtype].name, shape, strides,
                         owner);
   Py_XDECREF(shape);
@@ -251,8 +249,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
     code = rm_readers_wait(&self->readers, ordinal, &err);
   Py_END_ALLOW_THREADS
-  if (code) return rm_raise(rm_module_of(object), &err);
-  Py_RETURN_NONE;
+  return rm_none(rm_module_of(object), code, &err);
 }
 
 // What opens memory waits for the driver, and what closes it for the device: so without the GIL. Why one has failed is the thread's own.
@@ -308,17 +305,7 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
     code = rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err);
   Py_END_ALLOW_THREADS
-  if (code) return rm_raise(rm_module_of(object), &err);
-  Py_RETURN_NONE;
-}
-
-int rm_numbers_of(PyObject *tuple, int64_t *out, int n) {
-  for (int i = 0; i < n; i++) {
-    PyObject *number = PyTuple_GetItem(tuple, i);
-    out[i] = number ? PyLong_AsLongLong(number) : -1;
-    if (PyErr_Occurred()) return -1;
-  }
-  return 0;
+  return rm_none(rm_module_of(object), code, &err);
 }
 
 static PyObject *gpus_array(PyObject *object, PyObject *args) {
@@ -332,7 +319,7 @@ static PyObject *gpus_array(PyObject *object, PyObject *args) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (dtype == N_DTYPES || n > 4 || PyTuple_Size(strides) != n)
     return rm_raise_code(module, RM_E_DTYPE, "a %s of %zd dims, wanted bfloat16, float32, float16 or float64 of at most 4", name, n);
-  array_object *array = rm_object_new(rm_state(module)->gpu_array_type);
+  array_object *array = rm_object_make(module, RM_TYPE_GPU_ARRAY);
   if (!array) return NULL;
   array->gpus = Py_NewRef(object);
   array->held = Py_XNewRef(held);
@@ -355,29 +342,21 @@ static PyMethodDef gpus_methods[] = {
     {0},
 };
 
-int rm_loan_types_add(PyObject *module) {
-  PyType_Slot of_array[] = {
-      {Py_tp_dealloc, array_dealloc},
-      {Py_tp_methods, array_methods},
-      {Py_tp_getset, array_members},
-      {Py_tp_doc, "A tensor on a GPU, in memory that another process lends or another rank has sent."},
-      {0, NULL},
-  };
-  PyType_Slot of_gpus[] = {
-      {Py_tp_new, gpus_new},
-      {Py_tp_dealloc, gpus_dealloc},
-      {Py_tp_methods, gpus_methods},
-      {Py_tp_doc, "Gpus(library): the GPUs of this process, for memory that goes between processes."},
-      {0, NULL},
-  };
-  enum { FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE };
-  PyType_Spec array = {"rollmesh._core.GpuArray", sizeof(array_object), 0, FLAGS | Py_TPFLAGS_DISALLOW_INSTANTIATION, of_array};
-  PyType_Spec gpus = {"rollmesh._core.Gpus", sizeof(gpus_object), 0, FLAGS, of_gpus};
-  rm_module_state *state = rm_state(module);
-  if (!(state->gpu_array_type = PyType_FromModuleAndSpec(module, &array, NULL))) return -1;
-  if (PyModule_AddType(module, (PyTypeObject *)state->gpu_array_type)) return -1;
-  PyObject *type = PyType_FromModuleAndSpec(module, &gpus, NULL);
-  const int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);
-  Py_XDECREF(type);
-  return failed ? -1 : 0;
-}
+static PyType_Slot array_slots[] = {
+    {Py_tp_dealloc, array_dealloc},
+    {Py_tp_traverse, array_traverse},
+    {Py_tp_methods, array_methods},
+    {Py_tp_getset, array_members},
+    {Py_tp_doc, "A tensor on a GPU, in memory that another process lends or another rank has sent."},
+    {0, NULL},
+};
+PyType_Spec rm_gpu_array_spec = RM_TYPE("GpuArray", array_object, RM_GC | RM_MADE_HERE, array_slots);
+
+static PyType_Slot gpus_slots[] = {
+    {Py_tp_new, gpus_new},
+    {Py_tp_dealloc, gpus_dealloc},
+    {Py_tp_methods, gpus_methods},
+    {Py_tp_doc, "Gpus(library): the GPUs of this process, for memory that goes between processes."},
+    {0, NULL},
+};
+PyType_Spec rm_gpus_spec = RM_TYPE("Gpus", gpus_object, 0, gpus_slots);

@@ -7,7 +7,3 @@
 
 // The device of that number, opened; a view of what `gpus`, a _core.Gpus, has. NULL with an exception.
 const rm_device *rm_gpus_device(PyObject *gpus, int ordinal);
-// A tuple of n integers; −1 with an exception.
-int rm_numbers_of(PyObject *tuple, int64_t *out, int n);
-
-int rm_loan_types_add(PyObject *module);   // 0, or −1 with an exception

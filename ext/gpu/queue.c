@@ -170,17 +170,12 @@ static PyGetSetDef queue_members[] = {
     {0},
 };
 
-int rm_queue_add(PyObject *module) {
-  PyType_Slot slots[] = {
-      {Py_tp_new, queue_new},
-      {Py_tp_dealloc, queue_dealloc},
-      {Py_tp_methods, queue_methods},
-      {Py_tp_getset, queue_members},
-      {Py_tp_doc, "Queue(library, ordinal): a CUDA device opened for ops over arrays."},
-      {0, NULL},
-  };
-  PyType_Spec spec = {"rollmesh._core.Queue", sizeof(rm_queue_object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, slots};
-  rm_module_state *state = rm_state(module);
-  if (!(state->queue_type = PyType_FromModuleAndSpec(module, &spec, NULL))) return -1;
-  return PyModule_AddType(module, (PyTypeObject *)state->queue_type);
-}
+static PyType_Slot slots[] = {
+    {Py_tp_new, queue_new},
+    {Py_tp_dealloc, queue_dealloc},
+    {Py_tp_methods, queue_methods},
+    {Py_tp_getset, queue_members},
+    {Py_tp_doc, "Queue(library, ordinal): a CUDA device opened for ops over arrays."},
+    {0, NULL},
+};
+PyType_Spec rm_queue_spec = RM_TYPE("Queue", rm_queue_object, 0, slots);

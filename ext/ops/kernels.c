@@ -22,8 +22,8 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   PyObject *module = PyType_GetModule(type), *queue = Py_None;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &queue, &stream)) return NULL;
-  if (queue != Py_None && !Py_IS_TYPE(queue, (PyTypeObject *)rm_state(module)->queue_type))
-    return rm_raise_code(module, RM_E_CONFIG, "queue is %R, wanted a Queue", queue);
+  if (queue != Py_None && !rm_is(module, queue, RM_TYPE_QUEUE))
+    return rm_raise_code(module, RM_E_CONFIG, "expected a Queue or None as queue, got %R", queue);
   const rm_kernels *table = NULL;
   if (queue == Py_None) table = table_named(module, isa);
   else if (rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) rm_raise(module, &err);
@@ -42,7 +42,13 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   return (PyObject *)self;
 }
 
+static int kernels_traverse(PyObject *object, visitproc visit, void *arg) {
+  Py_VISIT(((rm_kernels_object *)object)->queue);
+  return rm_object_visit(object, visit, arg);
+}
+
 static void kernels_dealloc(PyObject *object) {
+  PyObject_GC_UnTrack(object);
   rm_kernels_object *self = (rm_kernels_object *)object;
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
@@ -51,7 +57,7 @@ static void kernels_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-#define METHOD(name, text) {#name, (PyCFunction)(void (*)(void))rm_kernels_py_##name, METH_VARARGS, text}
+#define METHOD(name, text) RM_METHOD(#name, rm_kernels_py_##name, METH_VARARGS, text)
 static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
     METHOD(gather_rows, "(out, x, from)"),
@@ -72,23 +78,20 @@ static PyMethodDef kernels_methods[] = {
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
     METHOD(ranks, "(ranks, logits, tokens)"),
     METHOD(pack, "(dst, src, layout, dst_row0, index0 = 0) -> (digest, nonfinite_index)"),
-    {NULL, NULL, 0, NULL},
+    {0},
 };
 
-static PyType_Slot kernels_slots[] = {
+static PyType_Slot slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
+    {Py_tp_traverse, kernels_traverse},
     {Py_tp_methods, kernels_methods},
     {Py_tp_doc, "Kernels(isa, threads, queue = None, stream = 0): one variant of the ops over arrays; rollmesh.ops is its public face."},
     {0, NULL},
 };
 
-static PyType_Spec kernels_spec = {
-    .name = "rollmesh._core.Kernels",
-    .basicsize = sizeof(rm_kernels_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = kernels_slots,
-};
+PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, RM_GC, slots);
+
 // ------------------------------------------------------------------------------------------------ functions
 // (cos, sin, inv_freq, scale, bfloat16)
 static PyObject *rope_table(PyObject *module, PyObject *args) {
@@ -109,15 +112,7 @@ static PyObject *rope_table(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef rm_ops_functions[] = {
     {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
-    {NULL, NULL, 0, NULL},
+    {0},
 };
-
-int rm_ops_add(PyObject *module) {
-  PyObject *type = PyType_FromModuleAndSpec(module, &kernels_spec, NULL);
-  if (!type) return -1;
-  const int failed = PyModule_AddObjectRef(module, "Kernels", type) || PyModule_AddFunctions(module, functions);
-  Py_DECREF(type);
-  return failed ? -1 : 0;
-}

@@ -1,6 +1,5 @@
 # The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private to the package.
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
@@ -112,8 +111,13 @@ class Queue:
 
 # A fair lock: one caller at a time, in the order of arrival.
 @final
+class Holding:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+@final
 class Turn:
-    def take(self, deadline: float | None = None, check: Callable[[], object] | None = None) -> AbstractContextManager[None]: ...
+    def take(self, deadline: float | None = None, check: Callable[[], object] | None = None) -> Holding: ...
     @property
     def waiting(self) -> int: ...
 

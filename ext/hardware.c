@@ -1,0 +1,106 @@
+// hardware.c: what this machine has: instruction sets of the CPU, CUDA devices, NCCL.
+#include "core.h"
+
+#include "comm/nccl/library.h"
+#include "device/cuda.h"
+#include "kernels.h"
+
+static PyObject *available_isas(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  PyObject *names = PyList_New(0);
+  for (int isa = 0; names && isa < RM_N_ISA; isa++) {
+    if (!rm_kernels_for((rm_isa)isa)) continue;
+    PyObject *name = PyUnicode_FromString(rm_isa_name((rm_isa)isa));
+    if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+    Py_XDECREF(name);
+  }
+  PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
+  Py_XDECREF(names);
+  return tuple;
+}
+
+static PyObject *best_isa(PyObject *module, PyObject *unused) {
+  (void)unused;
+  const rm_kernels *best = rm_kernels_best();
+  if (best) return PyUnicode_FromString(best->isa);
+  return rm_raise_code(module, RM_E_CONFIG,
+                       "no instruction set fits: RM_ISA is not ref, avx2, avx512f, avx512bf16 or amx, or the processor lacks FMA");
+}
+
+static PyObject *isa_states(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  PyObject *states = PyDict_New();
+  for (int isa = 0; states && isa < RM_N_ISA; isa++) {
+    const rm_isa_state s = rm_isa_ask((rm_isa)isa);
+    PyObject *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False, s.gflops_one_row, s.gflops_many_rows);
+    if (!state || PyDict_SetItemString(states, rm_isa_name((rm_isa)isa), state)) Py_CLEAR(states);
+    Py_XDECREF(state);
+  }
+  return states;
+}
+
+static PyObject *cuda_count(PyObject *module, PyObject *path) {
+  rm_error err = RM_ERROR_INIT;
+  int count = 0;
+  const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
+  if (!library) return NULL;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_count(library, &count, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return rm_raise(module, &err);
+  return PyLong_FromLong(count);
+}
+
+static PyObject *cuda_bus(PyObject *module, PyObject *args) {
+  const char *library;
+  int ordinal;
+  char id[32];
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
+  rm_code code;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_bus_id(library, ordinal, id, &err);
+  Py_END_ALLOW_THREADS
+  return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
+}
+
+static PyObject *cuda_available(PyObject *module, PyObject *args) {
+  const char *library;
+  int ordinal;
+  rm_error err = RM_ERROR_INIT;
+  rm_device device;
+  if (!PyArg_ParseTuple(args, "si:cuda_available", &library, &ordinal)) return NULL;
+  rm_code code;
+  size_t bytes = 0;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_device(library, ordinal, NULL, &device, &err);
+    if (!code) {
+      const int saved = device.enter(device.self);
+      bytes = device.available(device.self);
+      device.leave(device.self, saved);
+      device.close(device.self);
+    }
+  Py_END_ALLOW_THREADS
+  return code ? rm_raise(module, &err) : PyLong_FromSize_t(bytes);
+}
+
+static PyObject *nccl_version(PyObject *module, PyObject *args) {
+  const char *path;
+  rm_nccl api;
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
+  if (rm_nccl_load(path, &api, &err)) return rm_raise(module, &err);
+  return PyLong_FromLong(api.version);
+}
+
+PyMethodDef rm_hardware_functions[] = {
+    {"available_isas", available_isas, METH_NOARGS, "Names of the variants that this build and processor have, slowest first."},
+    {"isa_states", isa_states, METH_NOARGS, "{name: (why refused or None, emulated, GFLOP/s of one row, of many rows)} of every variant."},
+    {"best_isa", best_isa, METH_NOARGS, "The variant that an engine takes by default; RM_ISA in the environment caps it."},
+    {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
+    {"cuda_bus", cuda_bus, METH_VARARGS, "(library, ordinal): the PCI bus id of a device, its name in every process of the machine."},
+    {"cuda_available", cuda_available, METH_VARARGS, "(library, ordinal): free bytes of a device's memory."},
+    {"nccl_version", nccl_version, METH_VARARGS, "(path): loads that libnccl.so.2, for good; 23203 is 2.32.3."},
+    {0},
+};
