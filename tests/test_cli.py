@@ -491,11 +491,11 @@ def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> Non
         grpo._folder(args)
 
 
-def test_the_readme_config_is_whole(tmp_path: Path) -> None:
-    """The TOML that README.md gives for a task of one's own, read as it stands; and what it says of the two dtypes."""
+def test_the_config_of_the_documents_is_whole(tmp_path: Path) -> None:
+    """The TOML that docs/grpo.md gives for a task of one's own, read as it stands; and what it says of the two dtypes."""
     from rollmesh.grpo import config as run_config
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
+    text = (ROOT / "docs/grpo.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
     file = tmp_path / "task.toml"
     file.write_text(text, encoding="utf-8")
     assert run_config.load(file).reward.functions == ("my_reward:has_target",)
