@@ -237,7 +237,7 @@ def test_sources_of_any_stride_and_type(make: Callable[..., rm.Generator], how: 
     assert reports[0].digest == reports[1].digest
 
 
-def test_more_than_the_ferry_holds_is_ferried(make: Callable[..., rm.Generator]) -> None:
+def test_more_than_the_staging_buffer_holds(make: Callable[..., rm.Generator]) -> None:
     """82 MB at once through two halves of 32 (csrc/weights/sync.c): the first is filled again while the queue may still read it."""
     config = helpers.tiny_config(vocab_size=80_000)
     state = {name: value.astype("float64") for name, value in helpers.numpy_state_dict(config, seed=1).items()}

@@ -263,7 +263,7 @@ def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any])
             generator.sleep(keep_weights=True)
             break
         except MemoryError as error:
-            assert "no memory of the host for the" in str(error)  # noqa: PT017
+            assert "no host memory for the" in str(error)  # noqa: PT017
         finally:
             _core.memory_fail_at(0)
         refused += 1

@@ -118,7 +118,7 @@ def test_strides_of_another_gpu(make: Callable[..., rm.Generator], on_gpu: Calla
     assert (digest, logits(gpu)) == from_the_host(make, DENSE, state)
 
 
-def test_more_than_the_ferry_holds(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]) -> None:
+def test_more_than_the_staging_buffer_holds(make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]) -> None:
     """A vocabulary's matrix of float64 goes by way of both halves in turn; so do those after it."""
     config = helpers.tiny_config(vocab_size=40_000)
     state = {name: value.astype(np.float64) for name, value in helpers.numpy_state_dict(config, seed=1, dtype="float32").items()}

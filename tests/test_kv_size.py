@@ -49,7 +49,7 @@ def machine_has() -> int:
     return int(re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
 
 
-def with_ferry(weights: int) -> int:
+def with_staging(weights: int) -> int:
     """Two copies of a rank's weights, and what a sync sends them through."""
     return 2 * weights + 2 * min(max(4 * weights, 64 << 10), 32 * MIB) + 4096 * 24
 
@@ -59,7 +59,7 @@ def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]
     spec = rm.ModelSpec.from_hf(config)
     wholes = list(matrices(spec))
     return [
-        with_ferry(sum(rank_bytes(spec, m, rank, 2) + rounding * m.count for m in wholes))
+        with_staging(sum(rank_bytes(spec, m, rank, 2) + rounding * m.count for m in wholes))
         for rank in placements(spec, mesh.tp, mesh.dp, mesh.ep)
     ]
 
@@ -227,7 +227,7 @@ def test_processes_agree(ranks: Run, host: str, mesh: tuple[int, int, int], devi
     assert len({rank["pages"] for rank in got}) == 1
     assert [got[0]["bits"]] * 2 == [rank["bits"] for rank in got]
     pages, page = got[0]["pages"], got[0]["kv"] // got[0]["pages"]
-    sizes = [with_ferry(rank["weights"]) for rank in got]
+    sizes = [with_staging(rank["weights"]) for rank in got]
     if device == "cuda":
         want = min((int(0.9 * rank["free"]) - size) // page for rank, size in zip(got, sizes, strict=True))
     else:

@@ -137,25 +137,25 @@ void rm_device_unmap(const rm_device *device, void *block, size_t bytes) {
   if (block) device->unmap(device->self, block, bytes);
 }
 
-// ---------------------------------------------------------------------------------------------- mirrors
-rm_code rm_mirror_create(const rm_device *device, size_t bytes, const char *what, rm_mirror *out, rm_error *err) {
+// ---------------------------------------------------------------------------------------------- paired buffers
+rm_code rm_paired_create(const rm_device *device, size_t bytes, const char *what, rm_paired *out, rm_error *err) {
   void *there = NULL, *here = NULL;
-  *out = (rm_mirror){0};
+  *out = (rm_paired){0};
   const rm_code code = rm_device_map(device, bytes, what, &there, err);
   if (code) return code;
   if (device->on_host) here = there;
   else if (device->pin(device->self, bytes, &here) != RM_DEVICE_OK) {
     device->unmap(device->self, there, bytes);
-    return rm_fail(err, RM_E_MEMORY, "no memory of the host for %zu bytes of %s: %s", bytes, what, device->message(device->self));
+    return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what, device->message(device->self));
   }
-  *out = (rm_mirror){device, here, there, bytes};
+  *out = (rm_paired){device, here, there, bytes};
   return RM_OK;
 }
 
-void rm_mirror_destroy(rm_mirror *mirror) {
-  const rm_device *device = mirror->device;
+void rm_paired_destroy(rm_paired *paired) {
+  const rm_device *device = paired->device;
   if (!device) return;
-  device->unmap(device->self, mirror->there, mirror->bytes);
-  if (!device->on_host) device->unpin(device->self, mirror->here, mirror->bytes);
-  *mirror = (rm_mirror){0};
+  device->unmap(device->self, paired->on_device, paired->bytes);
+  if (!device->on_host) device->unpin(device->self, paired->host, paired->bytes);
+  *paired = (rm_paired){0};
 }

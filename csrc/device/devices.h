@@ -1,5 +1,5 @@
-// devices.h: a device (kernels/device.h) as the engine uses it: its failures as codes, the CPU as one, and arrays that the host and the
-// device both have.
+// devices.h: what the engine adds to a device's function table (kernels/device.h): the CPU as a device, memory and waits whose failures
+// are rm_codes, and paired host/device buffers. A device is used by one thread at a time, which has entered it.
 #pragma once
 
 #include "base/status.h"
@@ -8,8 +8,8 @@
 // The host's own memory and one of its op tables; nothing in it is owned.
 rm_device rm_device_cpu(const rm_kernels *kernels);
 
-// RM_E_CAPACITY names what did not fit and what the device has left; RM_E_MEMORY on the CPU, which says so itself; RM_E_DEVICE: a
-// fault. `what` is for the message: "the KV cache".
+// RM_E_CAPACITY names what did not fit and how much the device has left (RM_E_MEMORY on the CPU); RM_E_DEVICE: a fault. `what` is for
+// the message: "the KV cache".
 rm_code rm_device_map(const rm_device *device, size_t bytes, const char *what, void **out, rm_error *err);
 void rm_device_unmap(const rm_device *device, void *block, size_t bytes);   // safe on NULL
 rm_code rm_device_wait(const rm_device *device, rm_error *err);
@@ -21,28 +21,28 @@ static inline void rm_device_copy(const rm_device *device, void *to, const void 
   if (bytes) device->copy(device->self, to, bytes, from, bytes, bytes, 1);
 }
 
-// Who uses which of a device's marks.
-enum { RM_MARK_FERRY, RM_MARK_FERRY_TOO, RM_MARK_WORDS };
+// A device's marks, by user: the two halves of a staging buffer, and the host's indices for ops.
+enum { RM_MARK_STAGING, RM_MARK_STAGING_SECOND, RM_MARK_INDICES };
 
-// One block that the host has, and the device has a second time at `there`. The host fills its own and puts runs of it, or gets runs
-// and reads them. On the CPU both are one, and put and get are nothing.
-typedef struct rm_mirror {
+// A paired host/device buffer. The host fills `host` and puts ranges of it, or gets ranges and reads them after rm_device_wait. On the
+// CPU both are the same memory, and put and get do nothing.
+typedef struct rm_paired {
   const rm_device *device;      // view
-  char *here, *there;           // owned
+  char *host, *on_device;       // owned
   size_t bytes;
-} rm_mirror;
+} rm_paired;
 
-rm_code rm_mirror_create(const rm_device *device, size_t bytes, const char *what, rm_mirror *out, rm_error *err);
-void rm_mirror_destroy(rm_mirror *mirror);   // safe on a zeroed one
-// The device's address of what the host has at `here`; of NULL it is NULL.
-static inline void *rm_mirror_there(const rm_mirror *mirror, const void *here) {
-  return here ? mirror->there + ((const char *)here - mirror->here) : NULL;
+rm_code rm_paired_create(const rm_device *device, size_t bytes, const char *what, rm_paired *out, rm_error *err);
+void rm_paired_destroy(rm_paired *paired);   // safe on a zeroed one
+// The device's address of what lies at `here` in the host's half; NULL for NULL.
+static inline void *rm_paired_on_device(const rm_paired *paired, const void *here) {
+  return here ? paired->on_device + ((const char *)here - paired->host) : NULL;
 }
-static inline void rm_mirror_put(const rm_mirror *mirror, const void *here, size_t bytes) {
-  const rm_device *device = mirror->device;
-  if (!device->on_host && bytes) device->put(device->self, rm_mirror_there(mirror, here), here, bytes);
+static inline void rm_paired_put(const rm_paired *paired, const void *here, size_t bytes) {
+  const rm_device *device = paired->device;
+  if (!device->on_host && bytes) device->put(device->self, rm_paired_on_device(paired, here), here, bytes);
 }
-static inline void rm_mirror_get(const rm_mirror *mirror, void *here, size_t bytes) {
-  const rm_device *device = mirror->device;
-  if (!device->on_host && bytes) device->get(device->self, here, rm_mirror_there(mirror, here), bytes);
+static inline void rm_paired_get(const rm_paired *paired, void *here, size_t bytes) {
+  const rm_device *device = paired->device;
+  if (!device->on_host && bytes) device->get(device->self, here, rm_paired_on_device(paired, here), bytes);
 }

@@ -72,8 +72,8 @@ static rm_code create_cache(rm_engine *engine, rm_error *err) {
 }
 
 uint64_t rm_engine_workspace(const rm_engine *engine) {
-  return rm_model_workspace_bytes(engine->model) + engine->block_bytes + engine->scratch_bytes + engine->mirror.bytes +
-         engine->results.mirror.bytes;
+  return rm_model_workspace_bytes(engine->model) + engine->block_bytes + engine->scratch_bytes + engine->paired.bytes +
+         engine->results.paired.bytes;
 }
 
 static size_t results_bytes(const rm_engine *engine) { return RESULTS_BYTES + 2 * sizeof(float) * (size_t)engine->spec->vocab_size; }
@@ -127,12 +127,12 @@ static rm_code create_plan(rm_engine *engine, rm_error *err) {
   engine->block = engine->block_bytes ? rm_map(engine->block_bytes) : NULL;
   if (!engine->block) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", engine->block_bytes, what);
   rm_code code = rm_device_map(engine->device, engine->scratch_bytes, what, &engine->scratch, err);
-  if (!code) code = rm_mirror_create(engine->device, rm_fields_bytes(both, N_FIELDS(both)), what, &engine->mirror, err);
+  if (!code) code = rm_paired_create(engine->device, rm_fields_bytes(both, N_FIELDS(both)), what, &engine->paired, err);
   if (!code) code = rm_results_create(engine->device, &engine->options.rank, results_bytes(engine), &engine->results, err);
   if (code) return code;
   rm_fields_place(host, N_FIELDS(host), engine->block, engine->block_bytes);   // what was asked for fits
   rm_fields_place(device, N_FIELDS(device), engine->scratch, engine->scratch_bytes);
-  rm_fields_place(both, N_FIELDS(both), engine->mirror.here, engine->mirror.bytes);
+  rm_fields_place(both, N_FIELDS(both), engine->paired.host, engine->paired.bytes);
   for (engine->n_places = 0; engine->n_places < engine->options.max_num_seqs; engine->n_places++)
     engine->places[engine->n_places] = (int32_t)(engine->options.max_num_seqs - 1 - engine->n_places);
   return RM_OK;
@@ -230,7 +230,7 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_free(engine->buckets);
   rm_decode_forget(engine);
   rm_results_destroy(&engine->results);
-  rm_mirror_destroy(&engine->mirror);
+  rm_paired_destroy(&engine->paired);
   rm_unmap(engine->block, engine->block_bytes);
   rm_device_unmap(engine->device, engine->scratch, engine->scratch_bytes);
   rm_device_unmap(engine->device, engine->kv, engine->kv_bytes);

@@ -40,7 +40,7 @@ static claim claim_of(const rm_engine *engine) {
   const size_t available = device->available(device->self);
   claim c = {.memory = engine->options.memory,
              .available = available == SIZE_MAX ? UINT64_MAX : available,
-             .fixed = 2 * engine->params->bytes + rm_store_ferry_bytes(engine->store),
+             .fixed = 2 * engine->params->bytes + rm_store_staging_bytes(engine->store),
              .page = rm_model_page_bytes(engine->model),
              .fraction = engine->options.memory_fraction};
   if (device->on_host) c.fixed += rm_engine_workspace(engine);

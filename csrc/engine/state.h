@@ -48,11 +48,11 @@ typedef struct rm_plan {
   rm_sample_params *params;     // [max_draws] scratch
   float *host_logits, *host_stats;   // the scheduling host's, or NULL: [n_host][vocab] raw logits of what it draws from, [n_host][2]
   int64_t n_host;
-  // in `mirror`, filled by the scheduler and put
+  // in `paired`, filled by the scheduler and put
   int32_t *ids, *positions, *seq_of_row;   // [max_rows], see rm_batch
   int64_t *slots;
   int32_t *out_rows, *targets;  // [max_rows] of the outs
-  // in `mirror`, made by the device and got
+  // in `paired`, made by the device and got
   int16_t *routed;              // [max_rows][routed_per_token]
   uint8_t *row_flags;           // [max_rows]
   uint8_t *out_flags;           // [max_rows] of the outs
@@ -88,13 +88,13 @@ struct rm_engine {
   rm_kv_cache *cache;
   void *kv;                     // of the device, NULL while asleep
   int64_t *page_versions;       // [n_pages] hosted: of the weights that made a page's KV, −1: none
-  int32_t *block_tables;        // [max_num_seqs][max_pages], in `mirror`
+  int32_t *block_tables;        // [max_num_seqs][max_pages], in `paired`
   uint8_t *table_changed;       // [max_num_seqs] since it was put
   int32_t *places;              // stack of free rows of block_tables
   int64_t n_places;
   void *block, *scratch;        // the plan's arrays that are the host's alone, and those that are the device's alone
   size_t block_bytes, scratch_bytes;
-  rm_mirror mirror;             // those that both have
+  rm_paired paired;             // those that both have
   rm_results results;
   rm_plan plan;
   rm_decode decode;

@@ -42,13 +42,13 @@ static rm_code compute_shard(rm_model *model, const char *weights, const rm_head
   args.targets = NULL;
   if (head->logits) args.logits = head->logits + mine.first;
   if (head->target_logprobs) {
-    const rm_code code = rm_words_begin(model, err);
+    const rm_code code = rm_indices_begin(model, err);
     if (code) return code;
     for (int64_t i = 0; i < head->rows; i++) {
       const int64_t at = head->host_targets[i] - mine.first;
       model->local_targets[i] = head->host_targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
     }
-    args.targets = rm_words_put(model, model->local_targets, head->rows);
+    args.targets = rm_indices_put(model, model->local_targets, head->rows);
     args.target_logits = model->target_logits + model->shard.me * head->rows;
   }
   model->kernels->lm_head(&model->ctx, &args);
@@ -75,13 +75,13 @@ static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *er
     shard->recv[r] = (rm_block){model->target_logits + r * head->rows, 1, each, each};
   }
   rm_code code = rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
-  if (code || (code = rm_words_begin(model, err))) return code;
+  if (code || (code = rm_indices_begin(model, err))) return code;
   for (int64_t i = 0; i < head->rows; i++) {
     int owner = 0;
     while (head->host_targets[i] >= shard->vocab[owner].first + shard->vocab[owner].n) owner++;
     model->from_targets[i] = (int32_t)(owner * head->rows + i);
   }
-  const int32_t *from = rm_words_put(model, model->from_targets, head->rows);
+  const int32_t *from = rm_indices_put(model, model->from_targets, head->rows);
   const rm_gather_rows_args args = {model->own_logits, model->target_logits, from, head->rows, sizeof(float)};
   model->kernels->gather_rows(&model->ctx, &args);
   return RM_OK;

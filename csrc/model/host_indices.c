@@ -49,7 +49,7 @@ static void prepare_wanted(rm_model *model, const rm_batch *batch) {
 
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err) {
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_words_begin(model, err); // the head's of the last step
+  const rm_code code = rm_indices_begin(model, err); // the head's of the last step
   if (code) return code;
   prepare_embed(model, batch);
   if (model->sequence_parallel) prepare_wanted(model, batch);

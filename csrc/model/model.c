@@ -112,8 +112,8 @@ static rm_code create_words(rm_model *model, rm_error *err) {
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_mirror_create(model->device, rm_fields_bytes(fields, n), "indices", &model->words, err);
-  if (!code) rm_fields_place(fields, n, model->words.here, model->words.bytes);   // what was asked for fits
+  const rm_code code = rm_paired_create(model->device, rm_fields_bytes(fields, n), "indices", &model->indices, err);
+  if (!code) rm_fields_place(fields, n, model->indices.host, model->indices.bytes);   // what was asked for fits
   return code;
 }
 
@@ -157,7 +157,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
   if (model->products.self) model->products.close(model->products.self);
-  rm_mirror_destroy(&model->words);
+  rm_paired_destroy(&model->indices);
   rm_device_unmap(model->device, model->block, model->block_bytes);
   rm_moe_destroy(&model->moe);
   rm_shard_destroy(&model->shard);
@@ -172,7 +172,7 @@ int rm_model_is_static(const rm_model *model, int64_t rows) {
 }
 
 const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
-size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes + model->words.bytes + rm_moe_bytes(&model->moe); }
+size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes + model->indices.bytes + rm_moe_bytes(&model->moe); }
 
 // ---------------------------------------------------------------------------------------------- KV pages
 // Bytes of one page's K, and of its V, in one layer, of n kv heads.
@@ -220,7 +220,7 @@ void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_
 // ---------------------------------------------------------------------------------------------- rows
 static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype); }
 
-static void *there(const rm_batch *batch, const void *here) { return rm_mirror_there(batch->mirror, here); }
+static void *there(const rm_batch *batch, const void *here) { return rm_paired_on_device(batch->paired, here); }
 
 // out[i] ← x[from[i]], rows of hidden. out and x are not the same buffer.
 static void gather(rm_model *model, void *out, const void *x, const int32_t *from, int64_t rows) {
@@ -243,8 +243,8 @@ static void look_up(rm_model *model, const char *weights, void *out, const int32
 
 // Words that rm_model_prepare has made: it comes before a recording, and not again before what reads them is done.
 static const int32_t *put_words(rm_model *model, const int32_t *at, int64_t n) {
-  rm_mirror_put(&model->words, at, (size_t)n * sizeof *at);
-  return rm_mirror_there(&model->words, at);
+  rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
+  return rm_paired_on_device(&model->indices, at);
 }
 
 // Each rank looks up the rows that host_indices.c has named; all of them, rank after rank, come to `home` and are put in their places.

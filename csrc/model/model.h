@@ -25,9 +25,9 @@ typedef struct rm_model_options {
 } rm_model_options;
 
 // Views of the engine's; all arrays valid until the forward returns, and on a device until it was waited for. They are the host's, in
-// the block of `mirror`, whose owner has put them already; routed and row_flags are written on the device alone.
+// the block of `paired`, whose owner has put them already; routed and row_flags are written on the device alone.
 typedef struct rm_batch {
-  const rm_mirror *mirror;
+  const rm_paired *paired;
   int64_t n_rows, n_seqs, max_pages;
   int64_t most_rows;            // n_rows of the rank that has most, of those that exchange; not looked at where all have as many
   const int32_t *ids;           // [n_rows]

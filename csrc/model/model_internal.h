@@ -34,7 +34,7 @@ struct rm_model {
   float *target_logits; // [tp][max_out_rows]
   float *own_logits; // [max_out_rows] of each target by its owner
   // and of the host: indices that it makes, which ops read
-  rm_mirror words; // owned: the block of those
+  rm_paired indices; // owned: the block of those
   int32_t *embed_ids; // [max_rows] what this rank looks up
   int32_t *embed_rows; // [max_rows] where of what all have looked up the rows are that are kept
   int32_t *wanted_rows; // [max_rows] those of the rows that are kept whose output is wanted
@@ -52,14 +52,14 @@ static inline rm_range rm_kept_rows(const rm_model *model, int64_t n) {
 static inline int rm_is_static(const rm_model *model, const rm_batch *batch) { return batch->n_rows <= model->options.static_rows; }
 
 // Before the host writes words: what it wrote before was read.
-static inline rm_code rm_words_begin(const rm_model *model, rm_error *err) {
-  return rm_rank_reach(&model->options.rank, model->device, RM_MARK_WORDS, err);
+static inline rm_code rm_indices_begin(const rm_model *model, rm_error *err) {
+  return rm_rank_reach(&model->options.rank, model->device, RM_MARK_INDICES, err);
 }
 // After it: n of them, for ops; the device's address.
-static inline int32_t *rm_words_put(const rm_model *model, const int32_t *at, int64_t n) {
-  rm_mirror_put(&model->words, at, (size_t)n * sizeof *at);
-  model->device->mark(model->device->self, RM_MARK_WORDS);
-  return rm_mirror_there(&model->words, at);
+static inline int32_t *rm_indices_put(const rm_model *model, const int32_t *at, int64_t n) {
+  rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
+  model->device->mark(model->device->self, RM_MARK_INDICES);
+  return rm_paired_on_device(&model->indices, at);
 }
 
 // linear.c: the arguments of a layer's dense products, this rank's columns of each. y of `back` and `down` is x, whole rows of the

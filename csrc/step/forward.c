@@ -3,7 +3,7 @@
 // into the records. Steps that the device has recorded go by graph_replay.c.
 #include "engine/state.h"
 
-static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }
+static void *there(const rm_engine *engine, const void *here) { return rm_paired_on_device(&engine->paired, here); }
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
 // They were told the same and have scheduled alike, or what they exchange would be of different batches.
@@ -44,32 +44,32 @@ static void put_tables(const rm_engine *engine) {
   uint8_t *changed = engine->table_changed;
   for (int64_t i = 0, end; i < engine->options.max_num_seqs && !engine->device->on_host; i = end + 1) {
     for (end = i; end < engine->options.max_num_seqs && changed[end]; end++) changed[end] = 0;
-    rm_mirror_put(&engine->mirror, engine->block_tables + i * engine->max_pages,
+    rm_paired_put(&engine->paired, engine->block_tables + i * engine->max_pages,
                   (size_t)((end - i) * engine->max_pages) * sizeof *engine->block_tables);
   }
 }
 
 static void put_inputs(const rm_engine *engine) {
   const rm_plan *plan = &engine->plan;
-  const rm_mirror *mirror = &engine->mirror;
+  const rm_paired *paired = &engine->paired;
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
-  rm_mirror_put(mirror, plan->ids, rows * sizeof *plan->ids);
-  rm_mirror_put(mirror, plan->positions, rows * sizeof *plan->positions);
-  rm_mirror_put(mirror, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
-  rm_mirror_put(mirror, plan->slots, rows * sizeof *plan->slots);
-  rm_mirror_put(mirror, plan->out_rows, outs * sizeof *plan->out_rows);
-  rm_mirror_put(mirror, plan->targets, outs * sizeof *plan->targets);
+  rm_paired_put(paired, plan->ids, rows * sizeof *plan->ids);
+  rm_paired_put(paired, plan->positions, rows * sizeof *plan->positions);
+  rm_paired_put(paired, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
+  rm_paired_put(paired, plan->slots, rows * sizeof *plan->slots);
+  rm_paired_put(paired, plan->out_rows, outs * sizeof *plan->out_rows);
+  rm_paired_put(paired, plan->targets, outs * sizeof *plan->targets);
   rm_device_zero(engine->device, there(engine, plan->row_flags), rows);
   rm_device_zero(engine->device, there(engine, plan->out_flags), outs);
 }
 
 static rm_code get_results(rm_engine *engine, rm_error *err) {
   const rm_plan *plan = &engine->plan;
-  const rm_mirror *mirror = &engine->mirror;
-  rm_mirror_get(mirror, plan->row_flags, (size_t)plan->n_rows);
-  rm_mirror_get(mirror, plan->out_flags, (size_t)plan->n_out);
-  rm_mirror_get(mirror, plan->target_logprobs, (size_t)plan->n_out * sizeof *plan->target_logprobs);
-  if (plan->routed) rm_mirror_get(mirror, plan->routed, (size_t)(plan->n_rows * engine->routed_per_token) * sizeof *plan->routed);
+  const rm_paired *paired = &engine->paired;
+  rm_paired_get(paired, plan->row_flags, (size_t)plan->n_rows);
+  rm_paired_get(paired, plan->out_flags, (size_t)plan->n_out);
+  rm_paired_get(paired, plan->target_logprobs, (size_t)plan->n_out * sizeof *plan->target_logprobs);
+  if (plan->routed) rm_paired_get(paired, plan->routed, (size_t)(plan->n_rows * engine->routed_per_token) * sizeof *plan->routed);
   return rm_results_fetch(&engine->results, err);
 }
 
@@ -77,7 +77,7 @@ static rm_code enqueue(rm_engine *engine, rm_error *err) {
   const rm_plan *plan = &engine->plan;
   const void *hidden;
   const rm_batch batch = {
-      .mirror = &engine->mirror,
+      .paired = &engine->paired,
       .n_rows = plan->n_rows,
       .most_rows = plan->most_rows,
       .n_seqs = engine->options.max_num_seqs,

@@ -118,7 +118,7 @@ static void fill(const rm_engine *engine, const rows_block *b, int64_t rows) {
   memset(b->out_flags, 0, (size_t)rows);
 }
 
-static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }
+static void *there(const rm_engine *engine, const void *here) { return rm_paired_on_device(&engine->paired, here); }
 
 // Rows of n that this rank draws from: of a tp group each rank has its share, and tells the others.
 static rm_range own_rows(const rm_engine *engine, int64_t n) {
@@ -183,7 +183,7 @@ static rm_code share_draws(rm_engine *engine, const rows_block *b, int64_t rows,
 
 static rm_batch batch_of(const rm_engine *engine, const rows_block *b, int64_t rows) {
   return (rm_batch){
-      .mirror = &engine->mirror,
+      .paired = &engine->paired,
       .n_rows = rows,
       .most_rows = rows,
       .n_seqs = engine->options.max_num_seqs,
@@ -203,11 +203,11 @@ static rm_batch batch_of(const rm_engine *engine, const rows_block *b, int64_t r
 static rm_code enqueue(rm_engine *engine, const rows_block *b, int64_t rows, int with_ranks, rm_error *err) {
   const rm_batch batch = batch_of(engine, b, rows);
   const void *hidden;
-  rm_mirror_put(&engine->mirror, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
+  rm_paired_put(&engine->paired, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
   rm_code code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
   for (int64_t first = 0; first < rows && !code; first += engine->max_out_rows)
     code = draw(engine, b, hidden, first, rm_min64(rows - first, engine->max_out_rows), with_ranks, err);
-  rm_mirror_get(&engine->mirror, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
+  rm_paired_get(&engine->paired, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
   return code;
 }
 

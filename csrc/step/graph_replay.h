@@ -1,7 +1,7 @@
 // graph_replay.h: steps in which each row draws one token, on a device that can record what is enqueued (CUDA graphs). Such a step is the same
 // ops at the same addresses as another of as many rows, so it is enqueued once, kept, and replayed: one launch in the place of hundreds.
 //
-// What ops read and write there lies in one run of the engine's mirror, inputs before results, so that a step is one put, the forward,
+// What ops read and write there lies in one run of the engine's paired, inputs before results, so that a step is one put, the forward,
 // the draws, and one get. Rows are made up to one of a few sizes; those behind the batch's are of no sequence that counts: they write
 // no KV and what they give is not looked at. No row knows of another, so they change no bit.
 //
@@ -38,7 +38,7 @@ typedef struct rm_recordings {
 typedef struct rm_decode {
   int64_t sizes[RM_DECODE_SIZES]; // ascending
   int64_t n_sizes; // 0: no step is recorded
-  char *block; // view: in the engine's mirror
+  char *block; // view: in the engine's paired
   size_t block_bytes;
   rm_recordings sets[RM_DECODE_SETS];
   int last; // the set that was used last

@@ -9,28 +9,28 @@ rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t b
   *out = (rm_results){.device = device, .rank = rank};
   if (device->on_host) return RM_OK;
   if (!(out->list = rm_alloc(RM_MAX_RESULTS, sizeof *out->list))) return rm_fail(err, RM_E_MEMORY, "no memory for a step's results");
-  return rm_mirror_create(device, bytes, "results of a step", &out->mirror, err);
+  return rm_paired_create(device, bytes, "results of a step", &out->paired, err);
 }
 
 void rm_results_destroy(rm_results *results) {
-  rm_mirror_destroy(&results->mirror);
+  rm_paired_destroy(&results->paired);
   rm_free(results->list);
   results->list = NULL;
 }
 
-size_t rm_results_room(const rm_results *results) { return results->device->on_host ? SIZE_MAX : results->mirror.bytes; }
+size_t rm_results_room(const rm_results *results) { return results->device->on_host ? SIZE_MAX : results->paired.bytes; }
 
 rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *err) {
   if (results->device->on_host) return RM_OK;
   const size_t wanted = bytes + (size_t)n * RM_RESULT_ALIGN;
-  if (wanted > results->mirror.bytes || n > RM_MAX_RESULTS)
-    return rm_fail(err, RM_E_CAPACITY, "%d results of %zu bytes, and a step has room for %zu", n, bytes, results->mirror.bytes);
-  if (results->used + wanted <= results->mirror.bytes && results->n + n <= RM_MAX_RESULTS) return RM_OK;
+  if (wanted > results->paired.bytes || n > RM_MAX_RESULTS)
+    return rm_fail(err, RM_E_CAPACITY, "%d results of %zu bytes, and a step has room for %zu", n, bytes, results->paired.bytes);
+  if (results->used + wanted <= results->paired.bytes && results->n + n <= RM_MAX_RESULTS) return RM_OK;
   return rm_results_fetch(results, err);
 }
 
 static char *carve(rm_results *results, size_t bytes) {
-  char *here = results->mirror.here + results->used;
+  char *here = results->paired.host + results->used;
   results->used += (bytes + RM_RESULT_ALIGN - 1) / RM_RESULT_ALIGN * RM_RESULT_ALIGN;
   return here;
 }
@@ -38,16 +38,16 @@ static char *carve(rm_results *results, size_t bytes) {
 void *rm_results_take(rm_results *results, void *to, size_t bytes) {
   if (results->device->on_host) return to;
   char *here = carve(results, bytes);
-  results->list[results->n++] = (rm_result){to, (size_t)(here - results->mirror.here), bytes};
-  return rm_mirror_there(&results->mirror, here);
+  results->list[results->n++] = (rm_result){to, (size_t)(here - results->paired.host), bytes};
+  return rm_paired_on_device(&results->paired, here);
 }
 
 const void *rm_results_give(rm_results *results, const void *from, size_t bytes) {
   if (results->device->on_host) return from;
   char *here = carve(results, bytes);
   if (bytes) memcpy(here, from, bytes);
-  rm_mirror_put(&results->mirror, here, bytes);
-  return rm_mirror_there(&results->mirror, here);
+  rm_paired_put(&results->paired, here, bytes);
+  return rm_paired_on_device(&results->paired, here);
 }
 
 void rm_results_drop(rm_results *results) {
@@ -57,10 +57,10 @@ void rm_results_drop(rm_results *results) {
 
 rm_code rm_results_fetch(rm_results *results, rm_error *err) {
   const size_t first = results->n ? results->list[0].at : 0, used = results->n ? results->used - first : 0;
-  if (used) rm_mirror_get(&results->mirror, results->mirror.here + first, used);
+  if (used) rm_paired_get(&results->paired, results->paired.host + first, used);
   const rm_code code = rm_rank_wait(results->rank, results->device, err);
   for (int i = 0; i < results->n && !code; i++)
-    memcpy(results->list[i].to, results->mirror.here + results->list[i].at, results->list[i].bytes);
+    memcpy(results->list[i].to, results->paired.host + results->list[i].at, results->list[i].bytes);
   rm_results_drop(results);
   return code;
 }

@@ -16,7 +16,7 @@ typedef struct rm_result {
 typedef struct rm_results {
   const rm_device *device;      // view
   const rm_rank *rank;          // view: whom a fetch waits for too
-  rm_mirror mirror;             // owned
+  rm_paired paired;             // owned
   rm_result *list;              // owned, [RM_MAX_RESULTS]
   size_t used;
   int n;

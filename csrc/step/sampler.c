@@ -28,7 +28,7 @@ static int one_rank_does(const rm_out_row *out) {
   return out->draws || !group->want_ranks;
 }
 
-static void *there(const rm_engine *engine, const void *here) { return rm_mirror_there(&engine->mirror, here); }
+static void *there(const rm_engine *engine, const void *here) { return rm_paired_on_device(&engine->paired, here); }
 
 static rm_code run_lm_head(rm_engine *engine, const char *hidden, int64_t first, rm_chunk *chunk, rm_error *err) {
   rm_plan *plan = &engine->plan;
@@ -259,10 +259,10 @@ static rm_code draw(rm_engine *engine, const rm_chunk *chunk, int64_t d, int64_t
     stop = draw_run(engine, at, end, &step, &given);
     code = run_draws(engine, chunk, at, stop, step, given, err);
   }
-  rm_mirror_get(&engine->mirror, plan->tokens + d, n * sizeof *plan->tokens);
-  rm_mirror_get(&engine->mirror, plan->logprobs + d, n * sizeof *plan->logprobs);
-  rm_mirror_get(&engine->mirror, plan->sampling_logprobs + d, n * sizeof *plan->sampling_logprobs);
-  rm_mirror_get(&engine->mirror, plan->ranks + d, n * sizeof *plan->ranks);
+  rm_paired_get(&engine->paired, plan->tokens + d, n * sizeof *plan->tokens);
+  rm_paired_get(&engine->paired, plan->logprobs + d, n * sizeof *plan->logprobs);
+  rm_paired_get(&engine->paired, plan->sampling_logprobs + d, n * sizeof *plan->sampling_logprobs);
+  rm_paired_get(&engine->paired, plan->ranks + d, n * sizeof *plan->ranks);
   return code;
 }
 

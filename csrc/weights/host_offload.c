@@ -1,4 +1,4 @@
-// host_offload.c: see host_offload.h. Nothing else of a store is under way then, so the marks of its ferry are free.
+// host_offload.c: see host_offload.h. No sync is open meanwhile, so the marks of the staging buffer are free.
 #include "weights/host_offload.h"
 
 #include "base/checked.h"
@@ -7,21 +7,21 @@
 
 enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 16 << 20 };
 
-typedef struct passage {
+typedef struct transfer {
   const rm_device *device;
   const rm_ctx *ctx;
   char *host, *there;           // [bytes] each
   size_t bytes;
   char *halves;                 // [2][half_bytes], pinned
   size_t half_bytes;
-} passage;
+} transfer;
 
-static size_t n_pieces(const passage *p) { return (p->bytes + p->half_bytes - 1) / p->half_bytes; }
-static size_t piece_bytes(const passage *p, size_t i) { return i + 1 < n_pieces(p) ? p->half_bytes : p->bytes - i * p->half_bytes; }
-static char *half(const passage *p, size_t i) { return p->halves + i % 2 * p->half_bytes; }
-static int mark(size_t i) { return RM_MARK_FERRY + (int)(i % 2); }
+static size_t n_pieces(const transfer *p) { return (p->bytes + p->half_bytes - 1) / p->half_bytes; }
+static size_t piece_bytes(const transfer *p, size_t i) { return i + 1 < n_pieces(p) ? p->half_bytes : p->bytes - i * p->half_bytes; }
+static char *half(const transfer *p, size_t i) { return p->halves + i % 2 * p->half_bytes; }
+static int mark(size_t i) { return RM_MARK_STAGING + (int)(i % 2); }
 
-static rm_code out(const passage *p, rm_error *err) {
+static rm_code out(const transfer *p, rm_error *err) {
   const rm_device *device = p->device;
   rm_code code = RM_OK;
   for (size_t i = 0, n = n_pieces(p); i <= n && !code; i++) {
@@ -36,10 +36,10 @@ static rm_code out(const passage *p, rm_error *err) {
   return code;
 }
 
-static rm_code back(const passage *p, rm_error *err) {
+static rm_code back(const transfer *p, rm_error *err) {
   const rm_device *device = p->device;
   for (size_t i = 0, n = n_pieces(p); i < n; i++) {
-    const rm_code code = rm_device_check(device, device->reach(device->self, mark(i)), err);   // of the piece before the last
+    const rm_code code = rm_device_check(device, device->reach(device->self, mark(i)), err);   // two pieces ago, from the same half
     if (code) return code;
     rm_copy_block(half(p, i), p->host + i * p->half_bytes, piece_bytes(p, i), p->ctx);
     device->put(device->self, p->there + i * p->half_bytes, half(p, i), piece_bytes(p, i));
@@ -48,30 +48,30 @@ static rm_code back(const passage *p, rm_error *err) {
   return rm_device_wait(device, err);
 }
 
-static rm_code pass(passage *p, rm_code (*way)(const passage *, rm_error *), rm_error *err) {
+static rm_code pass(transfer *p, rm_code (*way)(const transfer *, rm_error *), rm_error *err) {
   const rm_device *device = p->device;
   void *halves;
   p->half_bytes = (size_t)rm_min64(rm_max64((int64_t)p->bytes / 4, MIN_HALF_BYTES), MAX_HALF_BYTES);
   const rm_device_status status = device->pin(device->self, 2 * p->half_bytes, &halves);
   if (status == RM_DEVICE_NO_MEMORY)
-    return rm_fail(err, RM_E_MEMORY, "no memory of the host for %zu bytes on their way: %s", 2 * p->half_bytes,
+    return rm_fail(err, RM_E_MEMORY, "no host memory for a staging buffer of %zu bytes: %s", 2 * p->half_bytes,
                    device->message(device->self));
   if (status != RM_DEVICE_OK) return rm_device_check(device, status, err);
   p->halves = halves;
   const rm_code code = way(p, err);
-  device->unpin(device->self, halves, 2 * p->half_bytes);   // waits for what is enqueued
+  device->unpin(device->self, halves, 2 * p->half_bytes);   // waits for enqueued copies
   return code;
 }
 
-rm_code rm_keep_block(const rm_device *device, const char *block, size_t bytes, const rm_ctx *ctx, char **copy, rm_error *err) {
-  const size_t available = rm_memory_available();   // mmap would promise what is not there
+rm_code rm_offload_block(const rm_device *device, const char *block, size_t bytes, const rm_ctx *ctx, char **copy, rm_error *err) {
+  const size_t available = rm_memory_available();   // mmap overcommits
   *copy = NULL;
   if (bytes > available)
-    return rm_fail(err, RM_E_CAPACITY, "the weights take %s and the host has %s left to keep them in", rm_say_bytes((double)bytes).text,
+    return rm_fail(err, RM_E_CAPACITY, "keeping the weights takes %s of host memory, and %s is available", rm_say_bytes((double)bytes).text,
                    rm_say_bytes((double)available).text);
   char *host = rm_map(bytes);
-  if (!host) return rm_fail(err, RM_E_MEMORY, "no memory of the host for the %zu bytes of the weights", bytes);
-  passage p = {.device = device, .ctx = ctx, .host = host, .there = (char *)(uintptr_t)block, .bytes = bytes};
+  if (!host) return rm_fail(err, RM_E_MEMORY, "no host memory for the %zu bytes of the weights", bytes);
+  transfer p = {.device = device, .ctx = ctx, .host = host, .there = (char *)(uintptr_t)block, .bytes = bytes};
   const rm_code code = pass(&p, out, err);
   if (code) rm_unmap(host, bytes);
   else *copy = host;
@@ -83,7 +83,7 @@ rm_code rm_restore_block(const rm_device *device, const char *copy, size_t bytes
   *block = NULL;
   rm_code code = rm_device_map(device, bytes, "waking the weights", &there, err);
   if (code) return code;
-  passage p = {.device = device, .ctx = ctx, .host = (char *)(uintptr_t)copy, .there = there, .bytes = bytes};
+  transfer p = {.device = device, .ctx = ctx, .host = (char *)(uintptr_t)copy, .there = there, .bytes = bytes};
   code = pass(&p, back, err);
   if (code) rm_device_unmap(device, there, bytes);
   else *block = there;

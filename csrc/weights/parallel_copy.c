@@ -1,4 +1,4 @@
-// parallel_copy.c: see parallel_copy.h. Which thread makes which unit does not matter: a digest is a sum, and every unit has results of its own.
+// parallel_copy.c: see parallel_copy.h. Any thread may make any unit: a digest is a sum, and each unit has its own results.
 #include "weights/parallel_copy.h"
 
 #include <stdatomic.h>
@@ -8,15 +8,15 @@
 #include "weights/check.h"
 
 enum {
-  UNIT_ELEMENTS = 1 << 17, // some 20 µs of memory
-  MAX_UNITS = 64, // of one copy
-  SERIAL_ELEMENTS = 1 << 16, // below this waking threads costs more than it saves
-  UNIT_BYTES = 16 << 20, // at most, but for 16 rows
-  FERRY_UNITS = 4096, // units that a device is given before it is waited for
+  UNIT_ELEMENTS = 1 << 17, // about 20 µs of copying
+  MAX_UNITS = 64, // per copy
+  SERIAL_ELEMENTS = 1 << 16, // fewer are copied by the caller alone: waking threads costs more
+  UNIT_BYTES = 16 << 20, // at most, except that a unit has at least 16 rows
+  STAGED_UNITS = 4096, // units enqueued between two waits for the device
   N_HALVES = 2,
 };
 
-static rm_code make_room(rm_units *units, int64_t n, rm_error *err) {
+static rm_code grow(rm_units *units, int64_t n, rm_error *err) {
   if (units->n + n <= units->capacity) return RM_OK;
   const int64_t capacity = rm_max64(2 * units->capacity, units->n + n);
   rm_unit *list = rm_realloc(units->list, (size_t)capacity, sizeof *list);
@@ -42,10 +42,10 @@ rm_code rm_units_add(rm_units *units, const rm_unit *whole, rm_error *err) {
   const int64_t fitting = UNIT_BYTES / (args->cols * (int64_t)rm_src_bytes(args->src_dtype)) / RM_N_TILE * RM_N_TILE;
   const int64_t tile = args->layout == RM_PLAIN ? 1 : RM_N_TILE;
   const int64_t rows = rm_min64(rm_round_up(at_least, RM_N_TILE), rm_max64(fitting, RM_N_TILE));
-  const rm_code code = make_room(units, args->rows / rows + 2, err);
+  const rm_code code = grow(units, args->rows / rows + 2, err);
   if (code) return code;
   for (int64_t begin = 0, n; begin < args->rows; begin += n) {
-    n = rm_min64(rows - (args->dst_row0 + begin) % tile, args->rows - begin); // a unit ends where a tile ends
+    n = rm_min64(rows - (args->dst_row0 + begin) % tile, args->rows - begin); // a unit ends at a tile boundary
     units->list[units->n++] = cut(whole, begin, n);
   }
   return RM_OK;
@@ -64,7 +64,7 @@ static void make_some(void *arg, int thread, int n_threads) {
   for (int64_t i; (i = atomic_fetch_add(&work->next, 1)) < work->units->n;) work->kernels->pack(&alone, &work->units->list[i].args);
 }
 
-static void make_here(const rm_units *units, const rm_kernels *kernels, const rm_ctx *ctx) {
+static void make_on_host(const rm_units *units, const rm_kernels *kernels, const rm_ctx *ctx) {
   making work = {.units = units, .kernels = kernels};
   int64_t elements = 0;
   for (int64_t i = 0; i < units->n && elements < SERIAL_ELEMENTS; i++) elements += units->list[i].args.rows * units->list[i].args.cols;
@@ -73,22 +73,22 @@ static void make_here(const rm_units *units, const rm_kernels *kernels, const rm
 }
 
 // ------------------------------------------------------------------------------------------------ on a device
-size_t rm_ferry_bytes(const rm_ferry *ferry) {
-  return ferry->device->on_host ? 0 : N_HALVES * ferry->half_bytes + FERRY_UNITS * sizeof(rm_pack_found);
+size_t rm_staging_bytes(const rm_staging *staging) {
+  return staging->device->on_host ? 0 : N_HALVES * staging->half_bytes + STAGED_UNITS * sizeof(rm_pack_found);
 }
 
-static rm_code ferry_open(rm_ferry *ferry, rm_error *err) {
-  if (ferry->halves.device) return RM_OK;
-  rm_code code = rm_mirror_create(ferry->device, N_HALVES * ferry->half_bytes, "tensors on their way", &ferry->halves, err);
-  if (!code) code = rm_mirror_create(ferry->device, FERRY_UNITS * sizeof(rm_pack_found), "what was found in them", &ferry->found, err);
-  if (code) rm_ferry_free(ferry);
+static rm_code staging_open(rm_staging *staging, rm_error *err) {
+  if (staging->halves.device) return RM_OK;
+  rm_code code = rm_paired_create(staging->device, N_HALVES * staging->half_bytes, "the staging buffer", &staging->halves, err);
+  if (!code) code = rm_paired_create(staging->device, STAGED_UNITS * sizeof(rm_pack_found), "the results of packing", &staging->found, err);
+  if (code) rm_staging_free(staging);
   return code;
 }
 
-void rm_ferry_free(rm_ferry *ferry) {
-  rm_mirror_destroy(&ferry->halves);
-  rm_mirror_destroy(&ferry->found);
-  ferry->used = 0;
+void rm_staging_free(rm_staging *staging) {
+  rm_paired_destroy(&staging->halves);
+  rm_paired_destroy(&staging->found);
+  staging->used = 0;
 }
 
 typedef struct loading {
@@ -110,43 +110,43 @@ static void load_rows(void *arg, int thread, int n_threads) {
   }
 }
 
-// The next `bytes` of the half that is being filled, as the host has them.
-static rm_code take_room(rm_ferry *ferry, size_t bytes, char **here, rm_error *err) {
-  const rm_device *device = ferry->device;
-  if (ferry->used + bytes > ferry->half_bytes) {
-    device->mark(device->self, RM_MARK_FERRY + ferry->half);
-    ferry->half = !ferry->half;
-    ferry->used = 0;
-    const rm_code code = rm_device_check(device, device->reach(device->self, RM_MARK_FERRY + ferry->half), err);
+// Reserves `bytes` in the current half; changes halves, and waits for the device to be through with the other, when it is full.
+static rm_code reserve(rm_staging *staging, size_t bytes, char **here, rm_error *err) {
+  const rm_device *device = staging->device;
+  if (staging->used + bytes > staging->half_bytes) {
+    device->mark(device->self, RM_MARK_STAGING + staging->half);
+    staging->half = !staging->half;
+    staging->used = 0;
+    const rm_code code = rm_device_check(device, device->reach(device->self, RM_MARK_STAGING + staging->half), err);
     if (code) return code;
   }
-  *here = ferry->halves.here + (size_t)ferry->half * ferry->half_bytes + ferry->used;
-  ferry->used += (size_t)rm_round_up((int64_t)bytes, RM_FIELD_ALIGN);
+  *here = staging->halves.host + (size_t)staging->half * staging->half_bytes + staging->used;
+  staging->used += (size_t)rm_round_up((int64_t)bytes, RM_FIELD_ALIGN);
   return RM_OK;
 }
 
-// The unit's source, row after row, to where the device can read it.
-static rm_code load(rm_ferry *ferry, rm_pack_args *args, size_t bytes, const rm_ctx *ctx, rm_error *err) {
+// Copies the unit's source row by row into the staging buffer and puts it on the device.
+static rm_code load(rm_staging *staging, rm_pack_args *args, size_t bytes, const rm_ctx *ctx, rm_error *err) {
   char *here;
-  const rm_code code = take_room(ferry, bytes, &here, err);
+  const rm_code code = reserve(staging, bytes, &here, err);
   if (code) return code;
   loading job = {args, here};
   if (ctx->n_threads > 1 && args->rows * args->cols >= SERIAL_ELEMENTS) ctx->run(ctx->team, load_rows, &job);
   else load_rows(&job, 0, 1);
-  rm_mirror_put(&ferry->halves, here, bytes);
-  args->src = rm_mirror_there(&ferry->halves, here);
+  rm_paired_put(&staging->halves, here, bytes);
+  args->src = rm_paired_on_device(&staging->halves, here);
   args->row_stride = args->cols;
   args->col_stride = 1;
   return RM_OK;
 }
 
-// The unit's source from another device: run after run of what lies together along a row or a column, as one copy with a pitch. Of a
-// matrix without such runs, or whose elements lie close, all bytes from its first in memory to its last come, strides as they are.
-static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
-  const rm_device *device = ferry->device;
+// Copies the unit's source from another GPU. Rows (or columns) that are contiguous go as one pitched copy. A source without contiguous
+// rows or columns, or one that is nearly dense, is copied as the whole byte range that it spans, strides kept.
+static rm_code fetch(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
+  const rm_device *device = staging->device;
   const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype), down = (args->rows - 1) * args->row_stride;
   const int64_t right = (args->cols - 1) * args->col_stride, low = rm_min64(down, 0) + rm_min64(right, 0);
-  const int64_t span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem, half = (int64_t)ferry->half_bytes;
+  const int64_t span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem, half = (int64_t)staging->half_bytes;
   const int by_rows = args->col_stride == 1;
   int64_t *stride = by_rows ? &args->row_stride : &args->col_stride; // from run to run
   const int64_t n = by_rows ? args->rows : args->cols, run = by_rows ? args->cols : args->rows;
@@ -158,9 +158,9 @@ static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, s
     return rm_fail(err, RM_E_LAYOUT, "%.*s: strides [%lld, %lld] spread %lld elements on cuda:%d over %lld bytes; send .contiguous()",
                    (int)unit->entry->length, unit->entry->name, (long long)args->row_stride, (long long)args->col_stride,
                    (long long)(args->rows * args->cols), unit->ordinal, (long long)span);
-  const rm_code code = take_room(ferry, is_whole ? (size_t)span : bytes, &here, err);
+  const rm_code code = reserve(staging, is_whole ? (size_t)span : bytes, &here, err);
   if (code) return code;
-  char *there = rm_mirror_there(&ferry->halves, here);
+  char *there = rm_paired_on_device(&staging->halves, here);
   args->src = is_whole ? there - low * elem : there;
   const size_t width = (size_t)(is_whole ? span : run * elem), pitch = is_whole ? width : (size_t)(*stride * elem);
   device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
@@ -168,27 +168,27 @@ static rm_code fetch(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, s
   return RM_OK;
 }
 
-static rm_code bring(rm_ferry *ferry, const rm_unit *unit, rm_pack_args *args, const rm_ctx *ctx, rm_error *err) {
+static rm_code stage(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, const rm_ctx *ctx, rm_error *err) {
   const size_t bytes = (size_t)(args->rows * args->cols) * rm_src_bytes(args->src_dtype);
-  if (bytes > ferry->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
-  return unit->ordinal < 0 ? load(ferry, args, bytes, ctx, err) : fetch(ferry, unit, args, bytes, err);
+  if (bytes > staging->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
+  return unit->ordinal < 0 ? load(staging, args, bytes, ctx, err) : fetch(staging, unit, args, bytes, err);
 }
 
-// Units [first, first + n), and what was found in them.
-static rm_code make_there(const rm_units *units, int64_t first, int64_t n, rm_ferry *ferry, const rm_ctx *ctx, rm_error *err) {
-  const rm_device *device = ferry->device;
-  rm_pack_found *found = (rm_pack_found *)ferry->found.here;
+// Makes units [first, first + n) on the device and copies their results back.
+static rm_code make_on_device(const rm_units *units, int64_t first, int64_t n, rm_staging *staging, const rm_ctx *ctx, rm_error *err) {
+  const rm_device *device = staging->device;
+  rm_pack_found *found = (rm_pack_found *)staging->found.host;
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code; i++) {
     const rm_unit *unit = &units->list[first + i];
     rm_pack_args args = unit->args;
-    args.found = rm_mirror_there(&ferry->found, found + i);
-    if (unit->ordinal != device->ordinal) code = bring(ferry, unit, &args, ctx, err);
+    args.found = rm_paired_on_device(&staging->found, found + i);
+    if (unit->ordinal != device->ordinal) code = stage(staging, unit, &args, ctx, err);
     if (!code) device->kernels->pack(ctx, &args);
   }
-  rm_mirror_get(&ferry->found, found, (size_t)n * sizeof *found);
+  rm_paired_get(&staging->found, found, (size_t)n * sizeof *found);
   const rm_code waited = rm_device_wait(device, code ? NULL : err);
-  ferry->used = 0;
+  staging->used = 0;
   for (int64_t i = 0; i < n && !code && !waited; i++) {
     rm_pack_args *args = &units->list[first + i].args;
     args->digest = found[i].digest;
@@ -198,14 +198,14 @@ static rm_code make_there(const rm_units *units, int64_t first, int64_t n, rm_fe
   return code ? code : waited;
 }
 
-rm_code rm_units_make(const rm_units *units, rm_ferry *ferry, const rm_ctx *ctx, rm_error *err) {
-  if (ferry->device->on_host) {
-    make_here(units, ferry->device->kernels, ctx);
+rm_code rm_units_make(const rm_units *units, rm_staging *staging, const rm_ctx *ctx, rm_error *err) {
+  if (staging->device->on_host) {
+    make_on_host(units, staging->device->kernels, ctx);
     return RM_OK;
   }
-  rm_code code = ferry_open(ferry, err);
-  for (int64_t i = 0; i < units->n && !code; i += FERRY_UNITS)
-    code = make_there(units, i, rm_min64(units->n - i, FERRY_UNITS), ferry, ctx, err);
+  rm_code code = staging_open(staging, err);
+  for (int64_t i = 0; i < units->n && !code; i += STAGED_UNITS)
+    code = make_on_device(units, i, rm_min64(units->n - i, STAGED_UNITS), staging, ctx, err);
   return code;
 }
 

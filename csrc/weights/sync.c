@@ -2,7 +2,7 @@
 // block, the sums of its parameters and which router biases it carries, and all three change hands in commit, after the last
 // thing that can fail.
 //
-// In place there is one block: begin takes it out of service and makes it the staging one, so that everything after is the
+// In place there is one block: begin takes it out of service and makes it the staged one, so that everything after is the
 // same code. Until the first byte is written it can go back as it was.
 #include "weights/sync.h"
 
@@ -32,8 +32,8 @@ struct rm_store {
   const rm_params *params;      // view
   const rm_device *device;      // view
   rm_ctx ctx;
-  rm_ferry ferry;
-  version_state serving, staging;
+  rm_staging staging;
+  version_state serving, staged;
   char *kept;                   // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
   int64_t kept_version;
   uint64_t n_blocks;            // that were mapped
@@ -72,8 +72,8 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
   rm_store *store = rm_alloc(1, sizeof *store);
   if (!store) goto no_memory;
   store->params = params;
-  store->device = store->ferry.device = device;
-  store->ferry.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES); // of float64 4 times
+  store->device = store->staging.device = device;
+  store->staging.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES); // of float64 4 times
   store->ctx = (rm_ctx){.stream = device->stream, .n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
   store->version = store->last_version = -1;
   store->tied_head = store->tied_embed = -1;
@@ -83,7 +83,7 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
   }
   store->flags = rm_alloc((size_t)params->n, sizeof *store->flags);
   store->has_bias = rm_alloc((size_t)params->spec->n_layers, sizeof *store->has_bias);
-  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) || !create_state(&store->staging, params->n))
+  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) || !create_state(&store->staged, params->n))
     goto no_memory;
   *out = store;
   return RM_OK;
@@ -107,11 +107,11 @@ static void destroy_state(rm_store *store, version_state *state) {
 void rm_store_destroy(rm_store *store) {
   if (!store) return;
   destroy_state(store, &store->serving);
-  destroy_state(store, &store->staging);
+  destroy_state(store, &store->staged);
   rm_unmap(store->kept, store->params->bytes);
   rm_free(store->has_bias);
   rm_free(store->flags);
-  rm_ferry_free(&store->ferry);
+  rm_staging_free(&store->staging);
   rm_target_clear(&store->target);
   rm_units_free(&store->units);
   rm_free(store);
@@ -122,7 +122,7 @@ const void *rm_store_weights(const rm_store *store) { return store->serving.bloc
 uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
 uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
 int rm_store_is_open(const rm_store *store) { return store->open; }
-size_t rm_store_ferry_bytes(const rm_store *store) { return rm_ferry_bytes(&store->ferry); }
+size_t rm_store_staging_bytes(const rm_store *store) { return rm_staging_bytes(&store->staging); }
 const rm_params *rm_store_params(const rm_store *store) { return store->params; }
 int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
 
@@ -133,8 +133,8 @@ static void drop_kept(rm_store *store) {
 
 static void drop_blocks(rm_store *store) {
   drop_block(store, &store->serving);
-  drop_block(store, &store->staging);
-  rm_ferry_free(&store->ferry);
+  drop_block(store, &store->staged);
+  rm_staging_free(&store->staging);
   store->version = -1;
 }
 
@@ -150,13 +150,13 @@ size_t rm_store_bytes_to_keep(const rm_store *store) {
 
 rm_code rm_store_keep(rm_store *store, rm_error *err) {
   if (!rm_store_bytes_to_keep(store)) return RM_OK;
-  return rm_keep_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
+  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
 }
 
 void rm_store_rest(rm_store *store) {
   assert(!store->serving.block || store->kept || store->device->on_host);
   if (store->serving.block) store->kept_version = store->version;
-  if (store->device->on_host && store->serving.block) {   // the block is the copy
+  if (store->device->on_host && store->serving.block) { // the block is the copy
     store->kept = store->serving.block;
     store->serving.block = NULL;
   }
@@ -183,8 +183,8 @@ void rm_store_forget(rm_store *store) {
 
 static void swap_states(rm_store *store) {
   const version_state other = store->serving;
-  store->serving = store->staging;
-  store->staging = other;
+  store->serving = store->staged;
+  store->staged = other;
 }
 
 // ------------------------------------------------------------------------------------------------ begin
@@ -201,15 +201,15 @@ static rm_code check_version(const rm_store *store, int64_t *version, rm_error *
 // The block that pushes will write: new, the one left by the last swap, or in place the serving one.
 static rm_code take_staging(rm_store *store, rm_error *err) {
   if (store->options.in_place && store->serving.block) {
-    drop_block(store, &store->staging);
+    drop_block(store, &store->staged);
     swap_states(store);
     store->version = -1;
     return RM_OK;
   }
-  if (store->staging.block) return RM_OK;
+  if (store->staged.block) return RM_OK;
   const rm_device *device = store->device;
   const rm_device_status status = device->poll(device->self);
-  if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);   // it has no memory any more either
+  if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err); // it has no memory any more either
   const size_t bytes = store->params->bytes, available = device->available(device->self);
   if (bytes > available)
     return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
@@ -217,18 +217,18 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
                    rm_say_bytes((double)available).text, store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
   const rm_code code = rm_device_map(store->device, bytes, "the weights", &block, err);
-  store->staging.block = block;
-  if (!code) store->staging.number = ++store->n_blocks;
+  store->staged.block = block;
+  if (!code) store->staged.number = ++store->n_blocks;
   return code;
 }
 
 // Partial: what is not sent keeps its value, so staging starts as a copy of what serves.
 static void copy_serving(rm_store *store) {
   const rm_device *device = store->device;
-  if (device->on_host) rm_copy_block(store->staging.block, store->serving.block, store->params->bytes, &store->ctx);
-  else rm_device_copy(device, store->staging.block, store->serving.block, store->params->bytes);
-  memcpy(store->staging.sums, store->serving.sums, 2 * (size_t)store->params->n * sizeof *store->serving.sums);
-  memcpy(store->staging.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
+  if (device->on_host) rm_copy_block(store->staged.block, store->serving.block, store->params->bytes, &store->ctx);
+  else rm_device_copy(device, store->staged.block, store->serving.block, store->params->bytes);
+  memcpy(store->staged.sums, store->serving.sums, 2 * (size_t)store->params->n * sizeof *store->serving.sums);
+  memcpy(store->staged.counts, store->serving.counts, (size_t)store->params->n * sizeof *store->serving.counts);
 }
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err) {
@@ -337,7 +337,7 @@ static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, cons
       .cols = n == 1 ? run.n : param->cols,
       .row_stride = row_stride,
       .col_stride = col_stride,
-      .dst = store->staging.block + param->offset + (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
+      .dst = store->staged.block + param->offset + (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
       .dst_dtype = param->dtype,
       .layout = param->layout,
       .dst_row0 = param->dst_row0 + (n == 1 ? 0 : skipped),
@@ -372,10 +372,10 @@ static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry 
   const rm_range others = {param->first, param->held - counted.n};
   if (twin < 0) {
     store->flags[piece->param] |= DIRTY;
-    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY;   // one matrix
+    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
   }
-  store->staging.sums[piece->param] = store->staging.sums[store->params->n + piece->param] = 0;
-  store->staging.counts[piece->param] = piece->param != store->tied_head;   // a tied matrix counts once
+  store->staged.sums[piece->param] = store->staged.sums[store->params->n + piece->param] = 0;
+  store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix counts once
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
@@ -402,15 +402,15 @@ static rm_code judge_units(rm_store *store, rm_error *err) {
   for (int64_t i = 0; i < units->n; i++) {
     const rm_unit *unit = &units->list[i];
     store->report.bytes += (uint64_t)(unit->args.rows * unit->args.cols) * rm_src_bytes(unit->args.src_dtype);
-    if (unit->counted) store->staging.sums[unit->piece.param] += unit->args.digest;
-    store->staging.sums[store->params->n + unit->piece.param] += unit->args.digest;
+    if (unit->counted) store->staged.sums[unit->piece.param] += unit->args.digest;
+    store->staged.sums[store->params->n + unit->piece.param] += unit->args.digest;
   }
   return RM_OK;
 }
 
 static rm_code make_units(rm_store *store, rm_error *err) {
   const double start = now_seconds();
-  rm_code code = rm_units_make(&store->units, &store->ferry, &store->ctx, err);
+  rm_code code = rm_units_make(&store->units, &store->staging, &store->ctx, err);
   if (!code) code = judge_units(store, err);
   store->report.copy_seconds += now_seconds() - start;
   store->units.n = 0;
@@ -431,7 +431,7 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   }
   const rm_target *target = &store->target;
   for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
-  if (twins) code = make_units(store, err);   // what it is compared with must be there
+  if (twins) code = make_units(store, err); // what it is compared with must be there
   for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
@@ -470,7 +470,7 @@ void rm_sync_forget(rm_store *store, const char *name, size_t length) {
   }
   for (int64_t i = 0; i < store->target.n_pieces; i++) {
     const int64_t index = store->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) return;   // all of its pieces came, or none
+    if (!(store->flags[index] & SEEN)) return; // all of its pieces came, or none
     store->flags[index] &= (uint8_t)~SEEN;
     store->report.n_parameters--;
   }
@@ -531,8 +531,8 @@ static void settle_biases(rm_store *store) {
     const int has = (store->flags[i] & SEEN) || (keeps_value(store, i) && store->has_bias[param->layer]);
     store->has_bias[param->layer] = (uint8_t)has;
     if (has) continue;
-    rm_device_zero(store->device, store->staging.block + param->offset, (size_t)param->cols * rm_dtype_bytes(param->dtype));
-    store->staging.counts[i] = 0;
+    rm_device_zero(store->device, store->staged.block + param->offset, (size_t)param->cols * rm_dtype_bytes(param->dtype));
+    store->staged.counts[i] = 0;
   }
 }
 
@@ -541,18 +541,18 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;
-  for (int64_t i = 0; i < n && !code; i++)   // what is not there has no values, whatever another sync has left
-    if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staging.sums[i] = store->staging.sums[n + i] = 0;
+  for (int64_t i = 0; i < n && !code; i++) // what is not there has no values, whatever another sync has left
+    if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;
 }
 
-const uint64_t *rm_sync_sums(const rm_store *store) { return store->staging.sums; }
+const uint64_t *rm_sync_sums(const rm_store *store) { return store->staged.sums; }
 
 void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report) {
   settle_biases(store);
-  store->staging.digest = 0;
+  store->staged.digest = 0;
   for (int64_t i = 0; i < store->params->n; i++)
-    if (store->staging.counts[i]) store->staging.digest += named_digest(&store->params->list[i], sums[i]);
+    if (store->staged.counts[i]) store->staged.digest += named_digest(&store->params->list[i], sums[i]);
   swap_states(store);
   store->version = store->last_version = store->options.version;
   store->open = 0;

@@ -66,7 +66,7 @@ int64_t rm_store_version(const rm_store *store);          // −1: never synced,
 const void *rm_store_weights(const rm_store *store); // the serving block, the device's, NULL when unsynced; view until the next commit
 uint64_t rm_store_block(const rm_store *store);           // its number: blocks are counted as they are mapped, from 1; 0 when unsynced
 uint64_t rm_store_digest(const rm_store *store);
-size_t rm_store_ferry_bytes(const rm_store *store);       // of the device, which a sync takes besides the weights
+size_t rm_store_staging_bytes(const rm_store *store);       // of the device, which a sync takes besides the weights
 int rm_store_is_open(const rm_store *store);
 const rm_params *rm_store_params(const rm_store *store);
 int64_t rm_sync_version(const rm_store *store);           // of the open sync, or of the last one

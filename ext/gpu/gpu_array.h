@@ -25,7 +25,7 @@ typedef struct rm_queue_object {
   pid_t owner;                  // CUDA does not survive a fork
   void *workspace;              // owned, grows
   size_t workspace_bytes;
-  rm_mirror mirrors[RM_QUEUE_MIRRORS];   // owned, grow: index arrays, parameters, small results
+  rm_paired mirrors[RM_QUEUE_MIRRORS];   // owned, grow: index arrays, parameters, small results
 } rm_queue_object;
 
 // −1: this is a forked child, StateError. What to give to leave, in *saved.

@@ -84,21 +84,21 @@ void *rm_op_mirror(rm_op_call *c, size_t bytes) {
   Py_END_ALLOW_THREADS
   if (code) return rm_op_fail(c, &err), NULL;
   c->mirrored[c->n_mirrors] = bytes;
-  return c->self->queue->mirrors[c->n_mirrors++].here;
+  return c->self->queue->mirrors[c->n_mirrors++].host;
 }
 
-static const rm_mirror *mirror_around(const rm_op_call *c, const void *address, int there) {
+static const rm_paired *mirror_around(const rm_op_call *c, const void *address, int there) {
   for (int i = 0; i < c->n_mirrors; i++) {
-    const rm_mirror *mirror = &c->self->queue->mirrors[i];
-    const char *begin = there ? mirror->there : mirror->here, *at = address;
+    const rm_paired *mirror = &c->self->queue->mirrors[i];
+    const char *begin = there ? mirror->on_device : mirror->host, *at = address;
     if (at >= begin && at < begin + mirror->bytes) return mirror;
   }
   return NULL;
 }
 
 const void *rm_op_there(const rm_op_call *c, const void *here) {
-  const rm_mirror *mirror = mirror_around(c, here, 0);
-  return mirror ? rm_mirror_there(mirror, here) : NULL;
+  const rm_paired *mirror = mirror_around(c, here, 0);
+  return mirror ? rm_paired_on_device(mirror, here) : NULL;
 }
 
 const void *rm_op_seen(rm_op_call *c, const void *view) {
@@ -113,8 +113,8 @@ const void *rm_op_seen(rm_op_call *c, const void *view) {
     c->is_fetching = 0;
     if (code) return rm_op_fail(c, &err), NULL;
   }
-  const rm_mirror *mirror = mirror_around(c, view, 1);
-  return mirror ? mirror->here + ((const char *)view - mirror->there) : view;   // else it is of the host
+  const rm_paired *mirror = mirror_around(c, view, 1);
+  return mirror ? mirror->host + ((const char *)view - mirror->on_device) : view;   // else it is of the host
 }
 
 // Of indices the device's end of a mirror, which has them from the host once they are checked.
@@ -224,7 +224,7 @@ static int begin_on_device(rm_op_call *c, const rm_limits *limits) {
   const rm_device_status status = device->poll(device->self);
   rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
   if (!code) code = rm_queue_workspace(queue, bytes, &err);
-  for (int i = 0; !code && i < c->n_mirrors; i++) rm_mirror_put(&queue->mirrors[i], queue->mirrors[i].here, c->mirrored[i]);
+  for (int i = 0; !code && i < c->n_mirrors; i++) rm_paired_put(&queue->mirrors[i], queue->mirrors[i].host, c->mirrored[i]);
   if (code) {
     PyEval_RestoreThread(c->thread);
     rm_op_fail(c, &err);

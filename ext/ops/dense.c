@@ -105,9 +105,9 @@ RM_KERNELS_METHOD(gemm) {
 
 // The call is over only when the host has what was found.
 static PyObject *packed_on_device(rm_op_call *c, rm_pack_found *found) {
-  const rm_mirror *mirror = &c->self->queue->mirrors[0];
+  const rm_paired *mirror = &c->self->queue->mirrors[0];
   rm_error err = RM_ERROR_INIT;
-  rm_mirror_get(mirror, found, sizeof *found);
+  rm_paired_get(mirror, found, sizeof *found);
   const rm_code code = rm_device_wait(mirror->device, &err);
   const rm_pack_found seen = *found;
   PyObject *none = rm_op_finish(c);

@@ -5,8 +5,8 @@
 // ---------------------------------------------------------------------------------------------- creation
 static rm_code create_groups(rm_moe *moe, rm_error *err) {
   const size_t bytes = (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows;
-  const rm_code code = rm_mirror_create(moe->device, bytes, "counts of experts", &moe->groups, err);
-  moe->group_rows = (int32_t *)moe->groups.here;
+  const rm_code code = rm_paired_create(moe->device, bytes, "counts of experts", &moe->groups, err);
+  moe->group_rows = (int32_t *)moe->groups.host;
   return code;
 }
 
@@ -42,9 +42,9 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
 }
 
 void rm_moe_destroy(rm_moe *moe) {
-  rm_mirror_destroy(&moe->stage.mirror);
-  rm_mirror_destroy(&moe->groups);
-  rm_mirror_destroy(&moe->slots.none);
+  rm_paired_destroy(&moe->stage.paired);
+  rm_paired_destroy(&moe->groups);
+  rm_paired_destroy(&moe->slots.none);
   rm_dispatch_plan_destroy(moe->plan);
   rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
@@ -52,7 +52,7 @@ void rm_moe_destroy(rm_moe *moe) {
 }
 
 size_t rm_moe_bytes(const rm_moe *moe) {
-  return moe->groups.bytes + moe->stage.mirror.bytes + moe->slots.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
+  return moe->groups.bytes + moe->stage.paired.bytes + moe->slots.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
 }
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
@@ -146,7 +146,7 @@ void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void 
 static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
-      .group_rows = rm_mirror_there(&moe->groups, moe->group_rows),
+      .group_rows = rm_paired_on_device(&moe->groups, moe->group_rows),
       .place = moe->place,
       .x = x,
       .ids = moe->ids,
@@ -163,7 +163,7 @@ static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows)
 // Each expert is cut over tp: its columns of inner are completed, and its columns of the output are this rank's share.
 static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
-  const int32_t *groups = rm_mirror_there(&moe->groups, moe->group_rows);
+  const int32_t *groups = rm_paired_on_device(&moe->groups, moe->group_rows);
   rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m), down = rm_moe_down(moe, layer, weights, groups, m);
   up.x = moe->sorted;
   up.y = moe->inner + (size_t)moe->here->expert_inner.first * shard->elem;
@@ -181,14 +181,14 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
                            rm_error *err) {
   const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, mine = (size_t)columns[shard->me].n * shard->elem;
-  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first, *groups = rm_mirror_there(&moe->groups, here);
+  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first, *groups = rm_paired_on_device(&moe->groups, here);
   rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m), down = rm_moe_down(moe, layer, weights, groups, m);
   up.x = down.y = moe->sorted;
   up.y = moe->inner;
   down.x = moe->inner;
   moe->kernels->gemm_swiglu(ctx, &up);
   moe->kernels->gemm(ctx, &down);
-  rm_mirror_get(&moe->groups, moe->group_rows, moe->groups.bytes);
+  rm_paired_get(&moe->groups, moe->group_rows, moe->groups.bytes);
   const rm_code code = rm_rank_wait(moe->rank, moe->device, err);   // sizes of the blocks are the host's to know
   if (code) return code;
   const int64_t first = here[0], n = here[moe->here->experts.n] - first;

@@ -24,7 +24,7 @@
 
 // What travels, on the host as well: the dispatcher is the host's. Rows are T [hidden].
 typedef struct rm_moe_stage {
-  rm_mirror mirror;             // owned: the block of all that follows, the host's addresses
+  rm_paired paired;             // owned: the block of all that follows, the host's addresses
   char *x;                      // [home rows] inputs
   int32_t *ids;                 // [home rows][top_k]
   char *here;                   // [rows at this rank's experts] inputs, then outputs
@@ -45,7 +45,7 @@ typedef struct rm_moe_slots {
   rm_mesh mesh;
   int64_t rows;                 // of a run at most
   int64_t most_rows;            // of a step that has this form, at most
-  rm_mirror none;               // owned: [home_rows][top_k] −1, ids of rows that are empty
+  rm_paired none;               // owned: [home_rows][top_k] −1, ids of rows that are empty
   char *all;                    // [ep][pitch] rows of all homes and their ids; where rows travel
   int32_t *own;                 // [homes][pitch][each] choices of this rank's experts; where rows stay, one home of all rows
   int32_t *from;                // [homes][pitch][each] where their outputs are in `sorted`
@@ -73,7 +73,7 @@ typedef struct rm_moe {
   rm_block *send, *recv;        // [ep]
   rm_moe_slots slots;           // owned
   // where rows stay
-  rm_mirror groups;             // owned: of the next alone
+  rm_paired groups;             // owned: of the next alone
   int32_t *group_rows;          // [n_experts + 1] the host's address
   char *part;                   // T [rows·top_k][hidden columns of this rank]; where tp > 1
   rm_range *experts;            // [ep] of each rank

@@ -61,10 +61,10 @@ rm_code rm_moe_slots_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_row
   if (!slots->rows || moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
   const rm_slot_sizes most = rm_slot_sizes_of(moe->spec, mesh, moe->dtype, slots->rows);
   const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
-  const rm_code code = rm_mirror_create(moe->device, bytes, "ids of no rows", &slots->none, err);
+  const rm_code code = rm_paired_create(moe->device, bytes, "ids of no rows", &slots->none, err);
   if (code) return code;
-  memset(slots->none.here, 0xff, bytes);
-  rm_mirror_put(&slots->none, slots->none.here, bytes);
+  memset(slots->none.host, 0xff, bytes);
+  rm_paired_put(&slots->none, slots->none.host, bytes);
   return RM_OK;
 }
 
@@ -172,7 +172,7 @@ static rm_code travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *lay
   rm_code code;
   rm_moe_route(moe, ctx, layer, weights, x, ids, rows, routed, routed_stride);
   rm_device_copy(moe->device, mine, x, (size_t)rows * row);
-  rm_device_copy(moe->device, ids + rows * top_k, moe->slots.none.there, (size_t)(empty * top_k) * ID_BYTES);
+  rm_device_copy(moe->device, ids + rows * top_k, moe->slots.none.on_device, (size_t)(empty * top_k) * ID_BYTES);
   if ((code = gather_homes(moe, sizes.pitch, err))) return code;
   const rm_slots_args slots = slots_of(moe, (const int32_t *)(moe->slots.all + ids_at), moe->slots.mesh.ep, sizes.home_rows, sizes.pitch,
                                        sizes.pitch * (int64_t)row / ID_BYTES);
