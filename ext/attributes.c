@@ -11,8 +11,7 @@ static int out_of_range(const rm_attribute *attribute, PyObject *value, const ch
   return -1;
 }
 
-// Rounded to nearest even whatever the caller's mode is: 0.7 must be the same temperature in every thread. volatile keeps the
-// conversion between the two calls.
+// volatile keeps the conversion between the two calls.
 static float to_float(volatile double wide) {
   const uint32_t saved = rm_fp_enter();
   volatile float narrow = (float)wide;
@@ -20,61 +19,66 @@ static float to_float(volatile double wide) {
   return narrow;
 }
 
-static int store_integer(const rm_attribute *attribute, PyObject *value, char *member) {
+static int store_integer(const rm_attribute *attribute, PyObject *value, void *member) {
+  if (attribute->type == RM_ATTR_U64) {
+    *(uint64_t *)member = PyLong_AsUnsignedLongLong(value);
+    return PyErr_Occurred() ? -1 : 0;
+  }
   const long long wide = PyLong_AsLongLong(value);
   if (wide == -1 && PyErr_Occurred()) return -1;
-  switch (attribute->type) {
-    case RM_ATTR_INT:
-      if (wide < INT_MIN || wide > INT_MAX) return out_of_range(attribute, value, "an int");
-      memcpy(member, &(int){(int)wide}, sizeof(int));
-      return 0;
-    case RM_ATTR_I32:
-      if (wide < INT32_MIN || wide > INT32_MAX) return out_of_range(attribute, value, "32 bits");
-      memcpy(member, &(int32_t){(int32_t)wide}, sizeof(int32_t));
-      return 0;
-    default: memcpy(member, &(int64_t){wide}, sizeof(int64_t)); return 0;
-  }
+  if (attribute->type == RM_ATTR_I64) return *(int64_t *)member = wide, 0;
+  if (attribute->type == RM_ATTR_INT && (wide < INT_MIN || wide > INT_MAX)) return out_of_range(attribute, value, "an int");
+  if (wide < INT32_MIN || wide > INT32_MAX) return out_of_range(attribute, value, "32 bits");
+  *(int32_t *)member = (int32_t)wide;
+  return 0;
 }
+_Static_assert(sizeof(int) == sizeof(int32_t), "an int is stored as an int32_t");
 
-static int store(const rm_attribute *attribute, PyObject *value, char *member) {
-  if (attribute->type == RM_ATTR_BOOL) {
-    const int truth = PyObject_IsTrue(value);
-    if (truth < 0) return -1;
-    memcpy(member, &truth, sizeof truth);
-    return 0;
-  }
-  if (attribute->type == RM_ATTR_F32 || attribute->type == RM_ATTR_F64) {
-    const double wide = PyFloat_AsDouble(value);
-    if (wide == -1.0 && PyErr_Occurred()) return -1;
-    if (attribute->type == RM_ATTR_F64) {
-      memcpy(member, &wide, sizeof wide);
-      return 0;
-    }
-    const float narrow = to_float(wide);
-    memcpy(member, &narrow, sizeof narrow);
-    return 0;
+static int store(const rm_attribute *attribute, PyObject *value, void *member, PyObject *held) {
+  switch (attribute->type) {
+    case RM_ATTR_BOOL: return (*(int *)member = PyObject_IsTrue(value)) < 0 ? -1 : 0;
+    case RM_ATTR_TEXT:
+      *(const char **)member = value == Py_None ? NULL : PyUnicode_AsUTF8AndSize(value, NULL);
+      return PyErr_Occurred() ? -1 : PyList_Append(held, value);
+    case RM_ATTR_F32: *(float *)member = to_float(PyFloat_AsDouble(value)); return PyErr_Occurred() ? -1 : 0;
+    case RM_ATTR_F64: *(double *)member = PyFloat_AsDouble(value); return PyErr_Occurred() ? -1 : 0;
+    default: break;
   }
   PyObject *integer = PyNumber_Index(value);
-  if (!integer) return -1;
-  int failed;
-  if (attribute->type == RM_ATTR_U64) {
-    const unsigned long long wide = PyLong_AsUnsignedLongLong(integer);
-    failed = wide == ULLONG_MAX && PyErr_Occurred();
-    if (!failed) memcpy(member, &(uint64_t){wide}, sizeof(uint64_t));
-  } else {
-    failed = store_integer(attribute, integer, member);
-  }
-  Py_DECREF(integer);
+  const int failed = !integer || store_integer(attribute, integer, member);
+  Py_XDECREF(integer);
   return failed ? -1 : 0;
 }
 
-int rm_attributes_read(PyObject *object, const rm_attribute *attributes, size_t n_attributes, void *out) {
-  for (size_t i = 0; i < n_attributes; i++) {
+int rm_attributes_read(PyObject *object, const rm_attribute *attributes, size_t n, void *out, PyObject *held) {
+  for (size_t i = 0; i < n; i++) {
     PyObject *value = PyObject_GetAttrString(object, attributes[i].name);
-    if (!value) return -1;
-    const int failed = store(&attributes[i], value, (char *)out + attributes[i].offset);
-    Py_DECREF(value);
+    const int failed = !value || store(&attributes[i], value, (char *)out + attributes[i].offset, held);
+    Py_XDECREF(value);
     if (failed) return -1;
   }
   return 0;
+}
+
+static PyObject *value_of(rm_attribute_type type, const void *member) {
+  switch (type) {
+    case RM_ATTR_BOOL: return PyBool_FromLong(*(const int *)member);
+    case RM_ATTR_INT:
+    case RM_ATTR_I32: return PyLong_FromLong(*(const int32_t *)member);
+    case RM_ATTR_I64: return PyLong_FromLongLong(*(const int64_t *)member);
+    case RM_ATTR_U64: return PyLong_FromUnsignedLongLong(*(const uint64_t *)member);
+    case RM_ATTR_F32: return PyFloat_FromDouble((double)*(const float *)member);
+    case RM_ATTR_F64: return PyFloat_FromDouble(*(const double *)member);
+    default: return Py_BuildValue("z", *(const char *const *)member);
+  }
+}
+
+PyObject *rm_attributes_dict(const void *from, const rm_attribute *attributes, size_t n) {
+  PyObject *dict = PyDict_New();
+  for (size_t i = 0; dict && i < n; i++) {
+    PyObject *value = value_of(attributes[i].type, (const char *)from + attributes[i].offset);
+    if (!value || PyDict_SetItemString(dict, attributes[i].name, value)) Py_CLEAR(dict);
+    Py_XDECREF(value);
+  }
+  return dict;
 }

@@ -376,6 +376,7 @@ const char *rm_isa_name(rm_isa isa);
 rm_isa_state rm_isa_ask(rm_isa isa);
 // The table of exactly this instruction set; NULL where it may not serve.
 const rm_kernels *rm_kernels_for(rm_isa isa);
+const rm_kernels *rm_kernels_named(const char *isa);   // the same by rm_isa_name; NULL also for a name that is none
 // The fastest table here. The environment variable RM_ISA = ref | avx2 | … caps the choice; an unknown word gives NULL.
 const rm_kernels *rm_kernels_best(void);
 

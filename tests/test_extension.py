@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rollmesh import _core
-from rollmesh.engine_options import EngineOptions
+from rollmesh.runtime.engine_options import EngineOptions
 from tests import helpers
 
 

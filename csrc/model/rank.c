@@ -1,11 +1,21 @@
 // rank.c: see rank.h.
 #include "model/rank.h"
 
+#include <string.h>
+
 #include "model/placement.h"
 
 const char *rm_dispatcher_name(rm_dispatcher dispatcher) {
   static const char *const names[RM_N_DISPATCHER] = {"disabled", "local_allreduce", "allgather_reducescatter", "alltoall"};
   return dispatcher >= 0 && dispatcher < RM_N_DISPATCHER ? names[dispatcher] : "unknown";
+}
+
+rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err) {
+  for (int i = 0; i < RM_N_DISPATCHER; i++) {
+    *out = (rm_dispatcher)i;
+    if (name && strcmp(rm_dispatcher_name(*out), name) == 0) return RM_OK;
+  }
+  return rm_fail(err, RM_E_CONFIG, "expected ep_backend to be a token dispatcher of this build, got '%.64s'", name ? name : "None");
 }
 
 rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {

@@ -35,5 +35,6 @@ rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err
 rm_code rm_rank_reach(const rm_rank *rank, const rm_device *device, int mark, rm_error *err);
 
 const char *rm_dispatcher_name(rm_dispatcher dispatcher);   // "disabled", "local_allreduce", …
+rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err);   // RM_E_CONFIG; NULL has no dispatcher
 // RM_E_CONFIG names the rule that is broken: the placement's, or a dispatcher that does not fit ep.
 rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err);

@@ -40,17 +40,9 @@ typedef struct settings {
   const char *backend;
 } settings;
 
-static rm_code backend_of(const char *name, rm_dispatcher *out, rm_error *err) {
-  for (int i = 0; i < RM_N_DISPATCHER; i++) {
-    *out = (rm_dispatcher)i;
-    if (strcmp(rm_dispatcher_name(*out), name) == 0) return RM_OK;
-  }
-  return rm_fail(err, RM_E_CONFIG, "ep_backend = '%.64s' is no token dispatcher of this build", name);
-}
-
 static rm_code create_dispatch(dispatcher_object *self, const settings *s, rm_error *err) {
   rm_dispatch_options options = {.ep = self->comm, .n_experts = s->n_experts, .top_k = s->top_k, .max_rows = s->max_rows};
-  rm_code code = backend_of(s->backend, &options.backend, err);
+  rm_code code = rm_dispatcher_named(s->backend, &options.backend, err);
   if (code) return code;
   if (s->n_experts < 1 || s->n_experts % self->size)
     return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", self->size, s->n_experts);

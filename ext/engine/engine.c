@@ -30,47 +30,44 @@ int rm_engine_enter(rm_engine_object *self) {
 
 void rm_engine_leave(rm_engine_object *self) { atomic_store(&self->busy, 0); }
 
+PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err) {
+  rm_engine_leave(self);
+  return rm_none(rm_engine_module(self), code, err);
+}
+
 // ------------------------------------------------------------------------------------------------ create, destroy
-// (rank, tp, ep, world): the ends leave their Comms when an engine is made of them.
-static rm_code create_with_ends(PyObject *module, rm_engine_object *self, rm_ranks_options *options, PyObject *given) {
-  PyObject *held[3];
+// (rank, tp, ep, world): the engine takes the Comms; they get their ends back when it is not made.
+static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_ends *ends) {
+  rm_comm **const places[3] = {&ends->tp, &ends->ep, &ends->world};
+  if (!PyArg_ParseTuple(given, "iOOO:ends", &ends->index, &comms[0], &comms[1], &comms[2])) return -1;
+  for (int i = 0; i < 3; i++)
+    if (rm_comm_take(module, comms[i], places[i])) return -1;
+  return 0;
+}
+
+static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
+  rm_ranks_options options;
   rm_ends ends = {0};
-  rm_comm **const places[3] = {&ends.tp, &ends.ep, &ends.world};
-  int failed = !PyArg_ParseTuple(given, "iOOO:ends", &ends.index, &held[0], &held[1], &held[2]);
-  int n = 0;
-  while (!failed && n < 3 && !(failed = rm_comm_take(module, held[n], places[n]))) n++;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
-  options->ends = &ends;
+  PyObject *comms[3] = {0}, *held = rm_engine_options_read(module, object, &options);
+  if (!held) return -1;
+  int failed = self->ends != Py_None && take_ends(module, self->ends, comms, &ends);
+  if (self->ends != Py_None) options.ends = &ends;
   if (!failed) {
     Py_BEGIN_ALLOW_THREADS
-      code = rm_ranks_create(self->spec, options, &self->engine, &err);
+      code = rm_ranks_create(self->spec, &options, &self->engine, &err);
     Py_END_ALLOW_THREADS
+    if (code) rm_raise(module, &err);
+    failed = code != RM_OK;
   }
-  if (code) rm_raise(module, &err);
-  for (int i = 0; (failed || code) && i < n; i++) rm_comm_put_back(held[i], *places[i]);
-  return failed || code ? -1 : 0;
-}
-
-static rm_code create_alone(rm_engine_object *self, rm_ranks_options *options, rm_error *err) {
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_create(self->spec, options, &self->engine, err);
-  Py_END_ALLOW_THREADS
-  return code;
-}
-
-static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object, PyObject *ends) {
-  rm_ranks_options options;
-  rm_error err = RM_ERROR_INIT;
-  int failed = -1;
-  PyObject *held = rm_engine_options_read(module, object, &options);
-  if (!held) return -1;
-  if (ends != Py_None) failed = create_with_ends(module, self, &options, ends);
-  else if (create_alone(self, &options, &err)) rm_raise(module, &err);
-  else failed = 0;
+  if (failed) {
+    rm_comm_put_back(comms[0], ends.tp);
+    rm_comm_put_back(comms[1], ends.ep);
+    rm_comm_put_back(comms[2], ends.world);
+  }
   Py_DECREF(held);
-  return failed;
+  return failed ? -1 : 0;
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -85,7 +82,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->requests = PyDict_New();
   self->done = PySet_New(NULL);
   self->ends = Py_NewRef(ends);
-  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options, ends)) {
+  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options)) {
     self->reads_gpus = rm_ranks_read_gpus(self->engine);
     return (PyObject *)self;
   }
@@ -140,7 +137,6 @@ static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {
 }
 
 // ------------------------------------------------------------------------------------------------ requests
-#define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
 #define REQUEST(python_name, type, member) {python_name, type, offsetof(rm_request, member)}
 static const rm_attribute request_fields[] = {
     REQUEST("n", RM_ATTR_I32, n),
@@ -179,7 +175,7 @@ static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOOO:add", &prompt, &stop_ids, &object, &logits)) return NULL;
   PyObject *module = rm_engine_module(self);
   rm_request request = {0};
-  if (rm_attributes_read(object, request_fields, N_ENTRIES(request_fields), &request)) return NULL;
+  if (rm_attributes_read(object, request_fields, RM_LENGTH(request_fields), &request, NULL)) return NULL;
   if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
   if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
   if (rm_engine_enter(self)) return NULL;
@@ -208,9 +204,7 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   const rm_code code = call(self->engine, id, &err);
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+  return rm_engine_finish(self, code, &err);
 }
 
 static PyObject *engine_abort(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_abort); }
@@ -229,9 +223,7 @@ static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   const rm_code code = rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err);
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+  return rm_engine_finish(self, code, &err);
 }
 
 // ------------------------------------------------------------------------------------------------ steps
@@ -328,9 +320,7 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
   Py_BEGIN_ALLOW_THREADS
     code = change(self->engine, (unsigned)mask, &err);
   Py_END_ALLOW_THREADS
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+  return rm_engine_finish(self, code, &err);
 }
 
 static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
@@ -345,9 +335,7 @@ static PyObject *engine_keep_weights(rm_engine_object *self, PyObject *keep) {
     if (value) code = rm_ranks_keep_weights(self->engine, &err);
     else rm_ranks_forget_kept(self->engine);
   Py_END_ALLOW_THREADS
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+  return rm_engine_finish(self, code, &err);
 }
 
 static PyObject *engine_host_room(rm_engine_object *self, PyObject *ignored) {

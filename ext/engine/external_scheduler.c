@@ -222,7 +222,5 @@ PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args) {
   if (rm_array_ids(rm_engine_module(self), object, "tokens", &tokens, &n) || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   const rm_code code = rm_ranks_external_tokens(self->engine, id, tokens, n, &err);
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+  return rm_engine_finish(self, code, &err);
 }

@@ -1,11 +1,14 @@
-// options.c: what an engine is made of, read from the attributes of a Python object (python/rollmesh/runtime/engine_options.py).
+// options.c: what an engine is made of, read from the attributes of a rollmesh.runtime.engine_options.EngineOptions.
 #include "engine_object.h"
 
 #include <string.h>
 
 #include "attributes.h"
 
-#define N_ENTRIES(table) (sizeof(table) / sizeof(table)[0])
+typedef struct names {          // attributes that stand for something else
+  const char *dtype, *isa, *ep_backend;
+  int64_t tp, dp, ep;
+} names;
 
 #define OPTION(python_name, type, member) {python_name, type, offsetof(rm_ranks_options, member)}
 static const rm_attribute option_fields[] = {
@@ -22,104 +25,49 @@ static const rm_attribute option_fields[] = {
     OPTION("enforce_eager", RM_ATTR_BOOL, engine.enforce_eager),
     OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
     OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),
+    OPTION("cuda_library", RM_ATTR_TEXT, cuda_library),
+    OPTION("cuda_family", RM_ATTR_TEXT, cuda_family),
+    OPTION("nccl_library", RM_ATTR_TEXT, engine.nccl_library),
+    OPTION("nccl_gpu", RM_ATTR_TEXT, engine.nccl_gpu),
+    OPTION("cublas_library", RM_ATTR_TEXT, engine.cublas_library),
+};
+static const rm_attribute name_fields[] = {
+    {"dtype", RM_ATTR_TEXT, offsetof(names, dtype)},
+    {"isa", RM_ATTR_TEXT, offsetof(names, isa)},
+    {"ep_backend", RM_ATTR_TEXT, offsetof(names, ep_backend)},
+    {"tp", RM_ATTR_I64, offsetof(names, tp)},
+    {"dp", RM_ATTR_I64, offsetof(names, dp)},
+    {"ep", RM_ATTR_I64, offsetof(names, ep)},
 };
 
-static int is_word(PyObject *object, const char *word) {
-  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
+static int is(const char *name, const char *word) { return name && strcmp(name, word) == 0; }
+
+static rm_code choose_dtype(const char *name, rm_dtype *dtype, rm_error *err) {
+  *dtype = is(name, "float32") ? RM_F32 : RM_BF16;
+  if (*dtype == RM_F32 || is(name, "bfloat16")) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "expected dtype='bfloat16' or 'float32', got %.64s", name ? name : "None");
 }
 
-static int choose_dtype(PyObject *module, PyObject *name, rm_dtype *dtype) {
-  if (is_word(name, "bfloat16")) *dtype = RM_BF16;
-  else if (is_word(name, "float32")) *dtype = RM_F32;
-  else {
-    rm_raise_code(module, RM_E_CONFIG, "dtype = %R, wanted 'bfloat16' or 'float32'", name);
-    return -1;
-  }
-  return 0;
-}
-
-// None leaves the choice to the engine; a name asks for exactly that instruction set.
-static int choose_kernels(PyObject *module, PyObject *isa, const rm_kernels **kernels) {
-  *kernels = NULL;
-  if (isa == Py_None) return 0;
-  for (int i = 0; i < RM_N_ISA; i++)
-    if (is_word(isa, rm_isa_name((rm_isa)i))) *kernels = rm_kernels_for((rm_isa)i);
-  if (*kernels) return 0;
-  rm_raise_code(module, RM_E_CONFIG, "isa = %R is not an instruction set that this build has and this processor can run", isa);
-  return -1;
-}
-
-// A view of `word`; NULL for None.
-static int optional_text(PyObject *word, const char **text) {
-  *text = NULL;
-  if (word == Py_None) return 0;
-  return (*text = PyUnicode_AsUTF8AndSize(word, NULL)) ? 0 : -1;
-}
-
-typedef struct degrees {
-  int64_t tp, dp, ep;
-} degrees;
-static const rm_attribute degree_fields[] = {
-    {"tp", RM_ATTR_I64, offsetof(degrees, tp)},
-    {"dp", RM_ATTR_I64, offsetof(degrees, dp)},
-    {"ep", RM_ATTR_I64, offsetof(degrees, ep)},
-};
-
-static int choose_mesh(PyObject *module, PyObject *object, rm_mesh *mesh) {
-  degrees d;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_attributes_read(object, degree_fields, N_ENTRIES(degree_fields), &d)) return -1;
-  if (!rm_mesh_create(d.tp, d.dp, d.ep, 1, 1, mesh, &err)) return 0;
-  rm_raise(module, &err);
-  return -1;
-}
-
-static int choose_dispatcher(PyObject *module, PyObject *name, rm_dispatcher *dispatcher) {
-  for (int i = 0; i < RM_N_DISPATCHER; i++)
-    if (is_word(name, rm_dispatcher_name((rm_dispatcher)i))) {
-      *dispatcher = (rm_dispatcher)i;
-      return 0;
-    }
-  rm_raise_code(module, RM_E_CONFIG, "ep_backend = %R is no token dispatcher of this build", name);
-  return -1;
-}
-
-// Attributes that are texts or None, views of which go into the options.
-static const struct {
-  const char *name;
-  size_t offset;
-} text_fields[] = {
-    {"cuda_library", offsetof(rm_ranks_options, cuda_library)},
-    {"cuda_family", offsetof(rm_ranks_options, cuda_family)},
-    {"nccl_library", offsetof(rm_ranks_options, engine.nccl_library)},
-    {"nccl_gpu", offsetof(rm_ranks_options, engine.nccl_gpu)},
-    {"cublas_library", offsetof(rm_ranks_options, engine.cublas_library)},
-};
-enum { N_TEXTS = N_ENTRIES(text_fields), HELD_DTYPE = N_TEXTS, HELD_ISA, HELD_BACKEND, HELD_EOS, N_HELD };
-static const char *const held_names[N_HELD - N_TEXTS] = {"dtype", "isa", "ep_backend", "eos_token_ids"};
-
-static int read_texts(PyObject *held, rm_ranks_options *options) {
-  for (Py_ssize_t i = 0; i < N_TEXTS; i++) {
-    const char *text;
-    if (optional_text(PyTuple_GetItem(held, i), &text)) return -1;
-    memcpy((char *)options + text_fields[i].offset, &text, sizeof text);
-  }
-  return 0;
+// Without a name the engine chooses.
+static rm_code choose_kernels(const char *name, const rm_kernels **kernels, rm_error *err) {
+  if (!name || (*kernels = rm_kernels_named(name))) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "expected an instruction set that this build has and this processor runs, got isa='%.64s'", name);
 }
 
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_options *out) {
-  PyObject *held = PyTuple_New(N_HELD);
+  PyObject *held = PyList_New(0), *eos = PyObject_GetAttrString(object, "eos_token_ids");
+  rm_error err = RM_ERROR_INIT;
+  names n;
   *out = (rm_ranks_options){0};
-  for (Py_ssize_t i = 0; held && i < N_HELD; i++) {
-    PyObject *value = PyObject_GetAttrString(object, i < N_TEXTS ? text_fields[i].name : held_names[i - N_TEXTS]);
-    if (!value || PyTuple_SetItem(held, i, value)) Py_CLEAR(held);
-  }
-  rm_engine_options *engine = &out->engine;
-  if (!held || rm_attributes_read(object, option_fields, N_ENTRIES(option_fields), out) || choose_mesh(module, object, &out->mesh) ||
-      choose_dispatcher(module, PyTuple_GetItem(held, HELD_BACKEND), &out->dispatcher) ||
-      choose_dtype(module, PyTuple_GetItem(held, HELD_DTYPE), &engine->dtype) ||
-      choose_kernels(module, PyTuple_GetItem(held, HELD_ISA), &engine->kernels) || read_texts(held, out) ||
-      rm_array_ids(module, PyTuple_GetItem(held, HELD_EOS), "eos_token_ids", &engine->eos_ids, &engine->n_eos))
+  if (!held || !eos || PyList_Append(held, eos) || rm_attributes_read(object, option_fields, RM_LENGTH(option_fields), out, held) ||
+      rm_attributes_read(object, name_fields, RM_LENGTH(name_fields), &n, held) ||
+      rm_array_ids(module, eos, "eos_token_ids", &out->engine.eos_ids, &out->engine.n_eos)) {
     Py_CLEAR(held);
+  } else if (rm_mesh_create(n.tp, n.dp, n.ep, 1, 1, &out->mesh, &err) || rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
+             choose_dtype(n.dtype, &out->engine.dtype, &err) || choose_kernels(n.isa, &out->engine.kernels, &err)) {
+    Py_CLEAR(held);
+    rm_raise(module, &err);
+  }
+  Py_XDECREF(eos);
   return held;
 }

@@ -2,6 +2,7 @@
 // let go afterwards whatever happened.
 #include "engine_object.h"
 
+#include "attributes.h"
 #include "base/memory.h"
 #include "tensor.h"
 #include "weights/resharding.h"
@@ -33,9 +34,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   Py_BEGIN_ALLOW_THREADS
     code = rm_ranks_sync_begin(self->engine, &options, &err);
   Py_END_ALLOW_THREADS
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  Py_RETURN_NONE;
+  return rm_engine_finish(self, code, &err);
 }
 
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
@@ -81,11 +80,7 @@ PyObject *rm_engine_py_sync_wanted(rm_engine_object *self, PyObject *name) {
     rm_raise(module, &err);
     goto out;
   }
-  shape = PyTuple_New(target.n_dims);
-  for (int d = 0; shape && d < target.n_dims; d++) {
-    PyObject *size = PyLong_FromLongLong(target.shape[d]);
-    if (!size || PyTuple_SetItem(shape, d, size)) Py_CLEAR(shape);
-  }
+  shape = rm_tuple_of(target.shape, target.n_dims);
   _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
   if (shape) array = rm_array_new(NPY_INT64, 2, (const int64_t[]){parts.n, 9}, parts.list);
 out:
@@ -214,31 +209,37 @@ static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
   static const char *const words[] = {"refuse", "restart", "abort", "keep", "keep_kv"};
   _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "words are in the order of rm_inflight");
   for (int i = 0; i < 5; i++) {
-    if (PyUnicode_Check(word) && PyUnicode_CompareWithASCIIString(word, words[i]) == 0) {
-      *out = (rm_inflight)i;
-      return 0;
-    }
+    *out = (rm_inflight)i;
+    if (PyUnicode_Check(word) && PyUnicode_CompareWithASCIIString(word, words[i]) == 0) return 0;
   }
-  rm_raise_code(module, RM_E_CONFIG, "inflight = %R, wanted refuse, restart, abort, keep or keep_kv", word);
+  rm_raise_code(module, RM_E_CONFIG, "expected inflight to be refuse, restart, abort, keep or keep_kv, got %R", word);
   return -1;
 }
+
+#define REPORT(key, type, member) {key, type, offsetof(rm_sync_report, member)}
+static const rm_attribute report_fields[] = {
+    REPORT("version", RM_ATTR_I64, version),
+    REPORT("num_tensors", RM_ATTR_I64, n_tensors),
+    REPORT("num_parameters", RM_ATTR_I64, n_parameters),
+    REPORT("num_skipped", RM_ATTR_I64, n_skipped),
+    REPORT("bytes", RM_ATTR_U64, bytes),
+    REPORT("seconds", RM_ATTR_F64, seconds),
+    REPORT("copy_seconds", RM_ATTR_F64, copy_seconds),
+    REPORT("digest", RM_ATTR_U64, digest),
+};
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   PyObject *module = rm_engine_module(self);
   rm_inflight inflight;
   if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
-  rm_sync_report r;
+  rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_sync_commit(self->engine, inflight, &r, &err);
+    code = rm_ranks_sync_commit(self->engine, inflight, &report, &err);
   Py_END_ALLOW_THREADS
   rm_engine_leave(self);
-  if (code) return rm_raise(module, &err);
-  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:K,s:d,s:d,s:K}", "version", (long long)r.version, "num_tensors", (long long)r.n_tensors,
-                       "num_parameters", (long long)r.n_parameters, "num_skipped", (long long)r.n_skipped, "bytes",
-                       (unsigned long long)r.bytes, "seconds", r.seconds, "copy_seconds", r.copy_seconds, "digest",
-                       (unsigned long long)r.digest);
+  return code ? rm_raise(module, &err) : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {

@@ -2,6 +2,7 @@
 // the caller's.
 #include "engine_object.h"
 
+#include "attributes.h"
 #include "weights/names.h"
 
 static const char *finish_name(rm_finish finish) {
@@ -144,26 +145,46 @@ out:
   return result;
 }
 
+#define STAT(key, type, member) {key, type, offsetof(rm_engine_stats, member)}
+static const rm_attribute stats_fields[] = {
+    STAT("version", RM_ATTR_I64, version),
+    STAT("waiting", RM_ATTR_I64, waiting),
+    STAT("running", RM_ATTR_I64, running),
+    STAT("steps", RM_ATTR_I64, steps),
+    STAT("rows", RM_ATTR_I64, rows),
+    STAT("generated_tokens", RM_ATTR_I64, generated_tokens),
+    STAT("prompt_tokens", RM_ATTR_I64, prompt_tokens),
+    STAT("cached_tokens", RM_ATTR_I64, cached_tokens),
+    STAT("preemptions", RM_ATTR_I64, preemptions),
+    STAT("graph_replays", RM_ATTR_I64, replays),
+    STAT("kv_pages", RM_ATTR_I64, kv_pages),
+    STAT("kv_pages_free", RM_ATTR_I64, kv_pages_free),
+    STAT("prefix_hits", RM_ATTR_I64, prefix_hits),
+    STAT("prefix_misses", RM_ATTR_I64, prefix_misses),
+    STAT("evictions", RM_ATTR_I64, evictions),
+    STAT("weight_bytes", RM_ATTR_U64, weight_bytes),
+    STAT("kv_bytes", RM_ATTR_U64, kv_bytes),
+    STAT("workspace_bytes", RM_ATTR_U64, workspace_bytes),
+    STAT("threads", RM_ATTR_INT, n_threads),
+    STAT("asleep", RM_ATTR_INT, asleep),
+    STAT("device", RM_ATTR_TEXT, device),
+    STAT("isa", RM_ATTR_TEXT, isa),
+    STAT("family", RM_ATTR_TEXT, family),
+    STAT("forward_seconds", RM_ATTR_F64, forward_seconds),
+    STAT("schedule_seconds", RM_ATTR_F64, schedule_seconds),
+    STAT("commit_seconds", RM_ATTR_F64, commit_seconds),
+    STAT("comm_bytes", RM_ATTR_U64, comm_bytes),
+    STAT("comm_calls", RM_ATTR_I64, comm_calls),
+    STAT("comm_seconds", RM_ATTR_F64, comm_seconds),
+};
+
 PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
+  rm_engine_stats stats;
   if (rm_engine_enter(self)) return NULL;
-  rm_engine_stats s;
-  rm_ranks_statistics(self->engine, &s);
+  rm_ranks_statistics(self->engine, &stats);
   rm_engine_leave(self);
-  // clang-format off
-  return Py_BuildValue(
-    "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:K,s:K,s:K,s:i,s:I,s:z,s:z,s:z,s:d,s:d,s:d,s:K,s:L,s:d}",
-    "version", (long long)s.version, "waiting", (long long)s.waiting, "running", (long long)s.running, "steps", (long long)s.steps,
-    "rows", (long long)s.rows, "generated_tokens", (long long)s.generated_tokens, "prompt_tokens", (long long)s.prompt_tokens,
-    "cached_tokens", (long long)s.cached_tokens, "preemptions", (long long)s.preemptions, "graph_replays", (long long)s.replays,
-    "kv_pages", (long long)s.kv_pages, "kv_pages_free", (long long)s.kv_pages_free, "prefix_hits", (long long)s.prefix_hits,
-    "prefix_misses", (long long)s.prefix_misses, "evictions", (long long)s.evictions,
-    "weight_bytes", (unsigned long long)s.weight_bytes, "kv_bytes", (unsigned long long)s.kv_bytes,
-    "workspace_bytes", (unsigned long long)s.workspace_bytes, "threads", s.n_threads, "asleep", s.asleep,
-    "device", s.device, "isa", s.isa, "family", s.family, "forward_seconds", s.forward_seconds, "schedule_seconds", s.schedule_seconds,
-    "commit_seconds", s.commit_seconds, "comm_bytes", (unsigned long long)s.comm_bytes, "comm_calls", (long long)s.comm_calls,
-    "comm_seconds", s.comm_seconds);
-  // clang-format on
+  return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
 static PyObject *manifest_entry(const rm_param *param) {

@@ -1,18 +1,8 @@
 // kernels.c: _core.Kernels, and the function over arrays that needs none. See ops.h.
 #include "ops.h"
 
-#include <string.h>
-
 #include "base/memory.h"
 #include "device/cuda.h"
-
-static const rm_kernels *table_named(PyObject *module, const char *isa) {
-  int known = 0;
-  while (known < RM_N_ISA && strcmp(rm_isa_name((rm_isa)known), isa) != 0) known++;
-  const rm_kernels *table = known < RM_N_ISA ? rm_kernels_for((rm_isa)known) : NULL;
-  if (!table) rm_raise_code(module, RM_E_CONFIG, "isa='%s' is not one that this build and processor have", isa);
-  return table;
-}
 
 static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"isa", "threads", "queue", "stream", NULL};
@@ -25,9 +15,9 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   if (queue != Py_None && !rm_is(module, queue, RM_TYPE_QUEUE))
     return rm_raise_code(module, RM_E_CONFIG, "expected a Queue or None as queue, got %R", queue);
   const rm_kernels *table = NULL;
-  if (queue == Py_None) table = table_named(module, isa);
-  else if (rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) rm_raise(module, &err);
-  if (!table) return NULL;
+  if (queue != Py_None && rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) return rm_raise(module, &err);
+  if (queue == Py_None && !(table = rm_kernels_named(isa)))
+    return rm_raise_code(module, RM_E_CONFIG, "isa='%s' is not one that this build and processor have", isa);
   rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;

@@ -146,6 +146,12 @@ rm_isa_state rm_isa_ask(rm_isa isa) {
 
 const rm_kernels *rm_kernels_for(rm_isa isa) { return rm_isa_ask(isa).refused ? NULL : TABLES[isa]; }
 
+const rm_kernels *rm_kernels_named(const char *isa) {
+  for (int i = 0; i < RM_N_ISA; i++)
+    if (strcmp(isa, NAMES[i]) == 0) return rm_kernels_for((rm_isa)i);
+  return NULL;
+}
+
 // A token takes as long as its share of a prefill and a decode step of few rows: both rates count.
 static double speed(rm_isa isa) {
   const rm_isa_state s = rm_isa_ask(isa);
