@@ -105,6 +105,7 @@ class Scratch:
         self.tree, self.lib, self.temp, self.native = (self.work / name for name in ("tree", "lib", "temp", "native"))
         if self.clean.exists():
             self.restore()
+            shutil.rmtree(self.lib, ignore_errors=True)  # modules that are gone would stay; objects are kept
         copy_tree(self.tree)
 
     def restore(self) -> None:
