@@ -8,9 +8,8 @@
 //
 // Everything here happens under the GIL but the wait itself. (A CPython without one switches it on when this module is imported, since
 // the module does not say that it can do without.)
+#include "base/clock.h"
 #include "core.h"
-
-#include <time.h>
 
 // A caller in the queue; owned by its thread. On the heap: a daemon thread that the interpreter ends while it waits never comes back.
 typedef struct waiter {
@@ -54,11 +53,7 @@ static void pass_on(turn_object *turn) {
   PyThread_release_lock(next->gate);
 }
 
-static double seconds_until(double deadline) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return deadline - ((double)now.tv_sec + 1e-9 * (double)now.tv_nsec);
-}
+static double seconds_until(double deadline) { return deadline - rm_now(); }
 
 // Waits at the gate until the turn is this thread's, the deadline or an exception of a signal handler. 1: it is; 0: too late; −1.
 static int wait_at(turn_object *turn, const waiter *mine, double deadline) {

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "base/checked.h"
+#include "base/hash.h"
 
 enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
 
@@ -157,11 +158,7 @@ uint64_t rm_memory_name(const char *card) {
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
   if ((!file || !fgets(machine, sizeof machine, file)) && gethostname(machine, sizeof machine - 1)) machine[0] = 0;
   if (file) fclose(file);
-  uint64_t name = UINT64_C(0xCBF29CE484222325);
-  const char *const parts[] = {machine, card};
-  for (int i = 0; i < 2; i++)
-    for (const char *at = parts[i]; *at; at++) name = (name ^ (unsigned char)*at) * UINT64_C(0x100000001B3);
-  return name;
+  return rm_hash_bytes(rm_hash_bytes(RM_HASH_SEED, machine, strlen(machine)), card, strlen(card));
 }
 
 size_t rm_memory_mapped(void) { return atomic_load(&mapped_bytes); }

@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/clock.h"
+#include "base/hash.h"
 #include "base/memory.h"
 #include "comm/block.h"
 #include "device/devices.h"
@@ -52,12 +54,6 @@ static const char *const op_names[RM_N_COMM_OP] = {
 };
 
 const char *rm_comm_op_name(rm_comm_op op) { return (unsigned)op < RM_N_COMM_OP ? op_names[op] : "an unknown operation"; }
-
-static double seconds_now(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 static double within_clock(double seconds) { return !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS; }
 
@@ -171,20 +167,16 @@ static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const r
   return RM_OK;
 }
 
-static uint64_t stir(uint64_t digest, uint64_t word) {
-  digest = (digest ^ word) * UINT64_C(0x9E3779B97F4A7C15);
-  return digest ^ digest >> 32;
-}
-
 // A call that went well, or was enqueued, into the digests.
 static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
-  const uint64_t call = stir(stir(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
-  comm->digest = stir(comm->digest, call);
+  const uint64_t call = rm_hash_word(rm_hash_word(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
+  comm->digest = rm_hash_word(comm->digest, call);
   for (int r = 0; r < comm->size; r++) {
     const uint64_t given = r == comm->rank ? 0 : rm_block_bytes(&send[r]), taken = r == comm->rank ? 0 : rm_block_bytes(&recv[r]);
-    comm->given[r] = stir(stir(comm->given[r], call), given);
-    comm->taken[r] = stir(stir(comm->taken[r], call), taken);
-    if (op == RM_COMM_GATHER) comm->digest = stir(comm->digest, r == comm->rank ? rm_block_bytes(&send[(r + 1) % comm->size]) : taken);
+    comm->given[r] = rm_hash_word(rm_hash_word(comm->given[r], call), given);
+    comm->taken[r] = rm_hash_word(rm_hash_word(comm->taken[r], call), taken);
+    if (op == RM_COMM_GATHER)
+      comm->digest = rm_hash_word(comm->digest, r == comm->rank ? rm_block_bytes(&send[(r + 1) % comm->size]) : taken);
   }
 }
 
@@ -205,7 +197,7 @@ static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
 }
 
 static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[], rm_error *err) {
-  const double start = seconds_now();
+  const double start = rm_now();
   comm->sequence++;
   rm_code code = check_call(comm, op, send, recv, err);
   if (code) return refuse(comm, code, err);
@@ -213,7 +205,7 @@ static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm
   if (code) return keep(comm, code, err);
   note(comm, op, send, recv);
   comm->stats.calls[op]++;
-  comm->stats.seconds += seconds_now() - start;
+  comm->stats.seconds += rm_now() - start;
   return RM_OK;
 }
 
@@ -303,10 +295,10 @@ static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, d
 }
 
 static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
-  const double start = seconds_now();
+  const double start = rm_now();
   for (double looked = start;;) {
     const rm_device_status status = mark == QUEUE_END ? device->poll(device->self) : device->reached(device->self, mark);
-    const double now = seconds_now();
+    const double now = rm_now();
     if (status == RM_DEVICE_OK) return look_back(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
     if (now - looked >= LOOK_SECONDS || now - start >= timeout) {

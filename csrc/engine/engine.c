@@ -5,7 +5,6 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "engine/state.h"
 
@@ -247,12 +246,6 @@ void rm_engine_destroy(rm_engine *engine) {
 }
 
 // ---------------------------------------------------------------------------------------------- a step
-double rm_now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static int has_work(const rm_engine *engine) { return !engine->paused && engine->n_live > 0; }
 
 // What was moved by a step that broke off is undefined, and so is what would follow.

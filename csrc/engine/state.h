@@ -9,6 +9,7 @@
 // A plan is one step's batch. Its arrays are made once, for the largest step.
 #pragma once
 
+#include "base/clock.h"
 #include "base/fields.h"
 #include "scheduler/kv_cache.h"
 #include "scheduler/sequence.h"
@@ -143,7 +144,6 @@ static inline void rm_leave(const rm_engine *engine, rm_entered entered) {
 // engine.c
 rm_model_options rm_model_options_of(const rm_engine *engine);
 uint64_t rm_engine_workspace(const rm_engine *engine);             // bytes that it has mapped, without weights and KV cache
-double rm_now(void);              // seconds
 rm_code rm_engine_ready(const rm_engine *engine, rm_error *err);   // whether a step may be made
 // Of those who step together the largest word; and, into the plan, which has its rows, what all of theirs come to.
 rm_code rm_engine_ask_all(rm_engine *engine, int mine, int *most, rm_error *err);

@@ -1,5 +1,6 @@
 // ranks_requests.c: which replica has a request, and the calls of requests, on all ranks of that replica that are here. What is no step is
 // done one engine after the other. Replicas are told apart by asking who has a request: ids are unique in the process.
+#include "base/hash.h"
 #include "local_mesh/ranks_state.h"
 
 // Requests' worth of work that a replica may be ahead of the least busy one for a prefix.
@@ -11,8 +12,7 @@ static rm_engine *engine_of(const rm_ranks *ranks, int replica, int i) { return 
 static rm_engine *leader(const rm_ranks *ranks, int replica) { return engine_of(ranks, replica, 0); }
 
 static uint64_t hash_beginning(const rm_request *request, int64_t n) {
-  uint64_t hash = 0xCBF29CE484222325u;
-  for (int64_t i = 0; i < n; i++) hash = (hash ^ (uint64_t)(uint32_t)request->prompt[i]) * 0x9E3779B97F4A7C15u;
+  const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, request->prompt, (size_t)n * sizeof *request->prompt);
   return hash ? hash : 1;
 }
 

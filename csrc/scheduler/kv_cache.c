@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/checked.h"
+#include "base/hash.h"
 #include "base/memory.h"
 
 typedef struct rm_page {
@@ -82,14 +83,9 @@ void rm_kv_destroy(rm_kv_cache *cache) {
 }
 
 // ---------------------------------------------------------------------------------------------- the index
-static uint64_t mix(uint64_t h, uint64_t value) {
-  h = (h ^ value) * 0x9E3779B97F4A7C15u;
-  return h ^ (h >> 29);
-}
-
 static uint64_t hash_key(const rm_kv_cache *cache, int64_t version, uint64_t parent, const int32_t *tokens) {
-  uint64_t h = mix(mix(0x243F6A8885A308D3u, (uint64_t)version), parent);
-  for (int64_t i = 0; i < cache->options.page_size; i++) h = mix(h, (uint32_t)tokens[i]);
+  uint64_t h = rm_hash_word(rm_hash_word(RM_HASH_SEED, (uint64_t)version), parent);
+  for (int64_t i = 0; i < cache->options.page_size; i++) h = rm_hash_word(h, (uint32_t)tokens[i]);
   return h;
 }
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "base/fields.h"
+#include "base/hash.h"
 #include "scheduler/sequence.h"
 
 enum { MAX_SAMPLES = 16384 };
@@ -168,12 +169,7 @@ static rm_group *allocate(const rm_group *values, const rm_request *request, con
   return group;
 }
 
-static uint64_t splitmix(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
+static uint64_t splitmix(uint64_t x) { return rm_hash_finish(x + RM_HASH_STEP); }
 
 static rm_group values_of(const rm_request *request, int64_t capacity) {
   const int score = request->kind == RM_SCORE;

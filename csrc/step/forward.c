@@ -1,6 +1,7 @@
 // forward.c: the part of a step that touches the device: from the batch to results. First everything is enqueued, the forward and then what
 // sampler.c does with the wanted rows; then the device is waited for, once but for rows of logits that a caller wants; then results go
 // into the records. Steps that the device has recorded go by graph_replay.c.
+#include "base/hash.h"
 #include "engine/state.h"
 
 static void *there(const rm_engine *engine, const void *here) { return rm_paired_on_device(&engine->paired, here); }
@@ -15,7 +16,7 @@ static rm_code agree_on_batch(rm_engine *engine, rm_error *err) {
   size_t bytes[RM_MAX_TP];
   for (int64_t r = 0; r < plan->n_rows; r++)
     digest =
-        (digest ^ (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32) * 0x9E3779B97F4A7C15u + (uint64_t)plan->positions[r];
+        rm_hash_word(rm_hash_word(digest, (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32), (uint64_t)plan->positions[r]);
   for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof digest;
   const rm_code code = rm_comm_all_gather(tp, &digest, all, bytes, err);
   for (int r = 0; r < rm_comm_size(tp) && !code; r++)

@@ -9,9 +9,10 @@
 #include <assert.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/checked.h"
+#include "base/clock.h"
+#include "base/hash.h"
 #include "base/memory.h"
 #include "weights/check.h"
 #include "weights/host_offload.h"
@@ -53,12 +54,6 @@ struct rm_store {
   int64_t n_entries;            // pushes, whatever became of them
   double began;
 };
-
-static double now_seconds(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 // ------------------------------------------------------------------------------------------------ the store
 static int create_state(version_state *state, int64_t n) {
@@ -237,7 +232,7 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
   if (code) return code;
   rm_sync_abort(store);
   rm_store_forget(store);
-  store->began = now_seconds();
+  store->began = rm_now();
   store->options = *options;
   store->options.version = version;
   store->version_before = store->version;
@@ -301,19 +296,11 @@ rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm
 }
 
 // ------------------------------------------------------------------------------------------------ push
-static uint64_t mix64(uint64_t x) {
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
-  return x ^ x >> 31;
-}
-
 // Of a parameter's Hugging Face name and its values, so that versions can be compared by one number.
 static uint64_t named_digest(const rm_param *param, uint64_t values) {
   char name[128];
-  const int length = rm_param_name(param, name, sizeof name);
-  uint64_t hash = 0xCBF29CE484222325u;
-  for (int i = 0; i < length; i++) hash = (hash ^ (unsigned char)name[i]) * 0x100000001B3u;
-  return mix64(hash ^ mix64(values + 0x9E3779B97F4A7C15u));
+  const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(param, name, sizeof name));
+  return rm_hash_finish(hash ^ rm_hash_finish(values + RM_HASH_STEP));
 }
 
 // The other half of a tied pair, when it is here and this one must therefore be equal to it; −1 otherwise.
@@ -409,10 +396,10 @@ static rm_code judge_units(rm_store *store, rm_error *err) {
 }
 
 static rm_code make_units(rm_store *store, rm_error *err) {
-  const double start = now_seconds();
+  const double start = rm_now();
   rm_code code = rm_units_make(&store->units, &store->staging, &store->ctx, err);
   if (!code) code = judge_units(store, err);
-  store->report.copy_seconds += now_seconds() - start;
+  store->report.copy_seconds += rm_now() - start;
   store->units.n = 0;
   return code;
 }
@@ -557,7 +544,7 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   store->version = store->last_version = store->options.version;
   store->open = 0;
   store->report.digest = store->serving.digest;
-  store->report.seconds = now_seconds() - store->began;
+  store->report.seconds = rm_now() - store->began;
   if (report) *report = store->report;
 }
 

@@ -4,8 +4,8 @@
 #include "comm_object.h"
 
 #include <string.h>
-#include <time.h>
 
+#include "base/clock.h"
 #include "base/memory.h"
 #include "comm/block.h"
 #include "comm/shm/region.h"
@@ -16,7 +16,7 @@ typedef struct comm_object {
   rm_comm *comm;                // owned; NULL: taken by an engine, or closed
   PyObject *exchange; // owned: (op, sequence, epoch, timeout, [bytes for each rank], [bytes from each rank]) → [bytes-like]; or NULL
   int size, rank;
-  int64_t looked; // when exchange.look was called last, in ns; 0: never
+  double looked;  // rm_now() of the last exchange.look; 0: never
 } comm_object;
 
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
@@ -135,13 +135,11 @@ static void call_abort(void *self, rm_code why) {
 
 // Calls exchange.look(), where it has one; not more often than every 100 ms, since each call waits for the GIL.
 static rm_code call_look(void *self, rm_error *err) {
-  static const int64_t EVERY_NANOSECONDS = 100000000;
+  static const double EVERY_SECONDS = 0.1;
   comm_object *c = self;
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  const int64_t at = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-  if (!c->exchange || (c->looked && at - c->looked < EVERY_NANOSECONDS)) return RM_OK;
-  c->looked = at;
+  const double now = rm_now();
+  if (!c->exchange || (c->looked > 0 && now - c->looked < EVERY_SECONDS)) return RM_OK;
+  c->looked = now;
   rm_code code = RM_OK;
   const PyGILState_STATE gil = PyGILState_Ensure();
   PyObject *method = PyObject_GetAttrString(c->exchange, "look"), *done = method ? PyObject_CallNoArgs(method) : NULL;

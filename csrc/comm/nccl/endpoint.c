@@ -13,18 +13,13 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "base/memory.h"
 #include "comm/device_block.h"
 
 static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;
 static const double LEAVING_SECONDS = 5;    // that a rank waits for the others before it leaves
 static const double NAMING_SECONDS = 0.2;   // a connection breaks before the end of a process shows
-
-double rm_nccl_clock(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 static void nap(double seconds) { nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL); }
 
@@ -86,9 +81,9 @@ static rm_code code_of(int result, int how) {
 
 // The host's group knows who has ended or given up; RM_OK when it knows of nobody after a while.
 static rm_code ask_the_host(rm_nccl_end *end, double seconds, rm_error *err) {
-  const double until = rm_nccl_clock() + seconds;
+  const double until = rm_now() + seconds;
   rm_code code;
-  while (!(code = rm_comm_look(end->host, err)) && rm_nccl_clock() < until) nap(5e-3);
+  while (!(code = rm_comm_look(end->host, err)) && rm_now() < until) nap(5e-3);
   return code;
 }
 
@@ -123,12 +118,12 @@ static rm_code gone(rm_nccl_end *end, rm_error *err) {
 }
 
 rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int how, rm_error *err) {
-  const double start = rm_nccl_clock();
+  const double start = rm_now();
   double looked = start;
   for (int state;;) {
     if (!ask(end, &state)) return gone(end, err);
     if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_judge(end, what, state, how, err);
-    const double now = rm_nccl_clock();
+    const double now = rm_now();
     if (now - start > seconds) {
       rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not come", what,
               end->rank, seconds);

@@ -26,7 +26,6 @@ typedef struct rm_nccl_end {    // the transport's self
   int has_aborter;
 } rm_nccl_end;
 
-double rm_nccl_clock(void);
 static inline size_t rm_nccl_words_bytes(const rm_nccl_end *end) { return 3 * (size_t)end->size * sizeof *end->words; }
 // How a failure is taken: whether the host's group is told, and whether this is while the end is made, when a mistake is one of settings.
 enum { RM_NCCL_TELLS = 1, RM_NCCL_MAKING = 2 };

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/hash.h"
 #include "base/memory.h"
 #include "comm/nccl/endpoint.h"
 #include "device/devices.h"
@@ -21,9 +22,8 @@ typedef struct hello {          // what each rank tells all
 } hello;
 
 static uint64_t digest_of(const char *name) {
-  uint64_t digest = UINT64_C(0xCBF29CE484222325);
   if (!name) return 0;
-  for (; *name; name++) digest = (digest ^ (unsigned char)*name) * UINT64_C(0x100000001B3);
+  const uint64_t digest = rm_hash_bytes(RM_HASH_SEED, name, strlen(name));
   return digest ? digest : 1;
 }
 

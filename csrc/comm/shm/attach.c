@@ -112,7 +112,7 @@ static rm_code make_file(attaching *a, rm_error *err) {
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
     if (errno != EEXIST) return rm_fail(err, RM_E_CAPACITY, "%s cannot be made: %s", a->path, strerror(errno));
     if ((code = replace_stale(a, err))) return code;
-    if (rm_region_clock() > a->deadline) return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s is made again and again by others", a->path);
+    if (rm_now() > a->deadline) return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s is made again and again by others", a->path);
   }
   return RM_OK;
 }
@@ -127,7 +127,7 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
     const int alive = file >= 0 && !is_dead(head->maker);
     if (alive && head->nonce == a->nonce) break;
     ours_is_dead = file >= 0 && !alive && head->nonce == a->nonce;
-    const int late = rm_region_clock() >= a->deadline;
+    const int late = rm_now() >= a->deadline;
     if (late && ours_is_dead) remove_name(a, file);
     if (file >= 0) close(file);
     if (alive) return rm_fail(err, RM_E_AUTH, "%s has another nonce: it is of process %d", a->path, process_of(head->maker));
@@ -200,7 +200,7 @@ static rm_code gather(attaching *a, rm_error *err) {
     if (dead)
       end_gathering(a, rm_region_judge(region, a->rank, RM_E_RANK_LOST, "lost %s: the process has ended (attaching to \"%s\")",
                                        rm_region_names(dead, who, sizeof who), a->name));
-    else if (rm_region_clock() >= a->deadline)
+    else if (rm_now() >= a->deadline)
       end_gathering(a, rm_region_judge(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not come to the region \"%s\" within %.3g s",
                                        rm_region_names(absent, who, sizeof who), a->name, region->options.timeout));
   }
@@ -246,7 +246,7 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce, const rm_re
     return rm_fail(err, RM_E_CONFIG, "\"%.*s\" is not 1 … %d letters, digits, '-', '_' and '.'", NAME_MAX_LENGTH, name, NAME_MAX_LENGTH);
   if (rank < 0 || rank >= options->world) return rm_fail(err, RM_E_CONFIG, "rank=%d, wanted 0 … %d", rank, options->world - 1);
   if (options->world == 1) return rm_region_create(options, out, err);
-  attaching a = {.name = name, .rank = rank, .nonce = nonce, .deadline = rm_region_clock() + options->timeout};
+  attaching a = {.name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
   rm_code code = rm_region_new(options, &a.region, err);
   if (code) return code;

@@ -121,7 +121,7 @@ static rm_code round_of(rm_region_end *end, const rm_region_call *call, rm_regio
 rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                            const rm_block recv[], rm_error *err) {
   rm_region_end *end = self;
-  const rm_region_call call = {.op = op, .sequence = sequence, .seconds = timeout, .deadline = rm_region_clock() + timeout};
+  const rm_region_call call = {.op = op, .sequence = sequence, .seconds = timeout, .deadline = rm_now() + timeout};
   rm_region_header mine = {.sequence = sequence, .epoch = epoch, .op = (uint32_t)op};
   size_t at[RM_REGION_RANKS];
   if (atomic_load(&end->group->bell) & RM_BELL_CAUSE) return rm_region_report(end, err);

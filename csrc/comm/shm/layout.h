@@ -17,6 +17,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "base/clock.h"
 #include "comm/shm/region.h"
 
 enum { RM_REGION_RANKS = 64, RM_REGION_LINE = 64, RM_REGION_TEXT = 360 };
@@ -97,7 +98,7 @@ typedef struct rm_region_end {
 typedef struct rm_region_call {
   rm_comm_op op;
   uint64_t sequence;
-  double seconds, deadline;     // allowed; on the clock of rm_region_clock
+  double seconds, deadline;     // allowed; by rm_now
 } rm_region_call;
 
 static inline rm_region_slot *rm_region_slot_of(const rm_region *region, int index, int rank) {
@@ -120,7 +121,6 @@ rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t
                            const rm_block recv[], rm_error *err);
 
 // wait.c
-double rm_region_clock(void);
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void rm_region_futex_wake(_Atomic uint32_t *word);
 // This rank has come to the round `turn`, what it has written is there for all; waits until all have come. Fails when the group is

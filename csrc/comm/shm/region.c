@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "base/checked.h"
+#include "base/hash.h"
 #include "base/memory.h"
 #include "comm/shm/layout.h"
 
@@ -126,8 +127,7 @@ static rm_code check_members(const rm_region *region, int index, const int32_t *
 
 // Never 0.
 static uint64_t digest_of(const int32_t *members, int n) {
-  uint64_t digest = UINT64_C(0xCBF29CE484222325) ^ (uint64_t)n;
-  for (int i = 0; i < n; i++) digest = (digest ^ (uint64_t)members[i]) * UINT64_C(0x100000001B3);
+  const uint64_t digest = rm_hash_bytes(RM_HASH_SEED, members, (size_t)n * sizeof *members);
   return digest ? digest : 1;
 }
 

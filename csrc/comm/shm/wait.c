@@ -14,12 +14,6 @@
 
 enum { LEAST_SPINS = 64 };   // 2 µs: less than falling asleep and being woken costs
 
-double rm_region_clock(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 // Not the private kind of futex: the word may be shared with other processes.
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds) {
   const struct timespec limit = {.tv_sec = (time_t)seconds, .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))};
@@ -148,12 +142,12 @@ rm_code rm_region_look(void *self, rm_error *err) {
 
 // ------------------------------------------------------------------------------------------------ waiting
 static uint32_t sleep_on(rm_region_end *end, const rm_region_call *call) {
-  double next_look = rm_region_clock() + RM_REGION_SLICE;
+  double next_look = rm_now() + RM_REGION_SLICE;
   uint32_t bell;
   while (!is_over(end, bell = atomic_load(&end->group->bell))) {
-    const double now = rm_region_clock(), until = next_look < call->deadline ? next_look : call->deadline;
+    const double now = rm_now(), until = next_look < call->deadline ? next_look : call->deadline;
     if (now < until) rm_region_futex_wait(&end->group->bell, bell, until - now);
-    const double then = rm_region_clock();
+    const double then = rm_now();
     check(end, call, then >= next_look, then);
     if (then >= next_look) next_look = then + RM_REGION_SLICE;
   }

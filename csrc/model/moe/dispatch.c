@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/fields.h"
+#include "base/hash.h"
 #include "comm/block.h"
 
 struct rm_dispatch {
@@ -168,7 +169,7 @@ static rm_code check_row(const rm_dispatch *d, const int32_t *ids, int64_t row, 
 // The home's own part of the plan: how many rows for which expert, and the place of each.
 static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_t *ids, int64_t n_rows, rm_error *err) {
   int32_t *starts = starts_of(d, plan, d->me);
-  uint64_t digest = 0xCBF29CE484222325u;   // of the ids in their order: with local_allreduce all ranks must have the same
+  uint64_t digest = RM_HASH_SEED;   // of the ids in their order: with local_allreduce all ranks must have the same
   if (n_rows < 0 || n_rows > d->max_rows)
     return rm_fail(err, RM_E_CAPACITY, "%lld rows, wanted at most max_rows=%lld", (long long)n_rows, (long long)d->max_rows);
   plan->n_rows = n_rows;
@@ -180,7 +181,7 @@ static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_
     for (int64_t i = 0; i < d->top_k && ids[i] >= 0; i++) {
       starts[ids[i] + 1]++;
       plan->ids[plan->n_choices++] = ids[i];
-      digest = (digest ^ (uint64_t)ids[i]) * 0x9E3779B97F4A7C15u;
+      digest = rm_hash_word(digest, (uint64_t)ids[i]);
     }
   }
   for (int64_t e = 0; e < d->n_experts; e++) starts[e + 1] += starts[e];

@@ -1,0 +1,10 @@
+// clock.h: the one clock that durations and deadlines are measured by. Monotonic; its zero means nothing.
+#pragma once
+
+#include <time.h>
+
+static inline double rm_now(void) {   // seconds
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
