@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SUMMARY
+from conftest import SUMMARY, full
 
 FIXED_SEED = "20261121"
 NO_VARIANT = 3  # exit status: the reference had nothing to be compared with
@@ -52,12 +52,13 @@ def test_all_ops_are_listed(native: Callable[..., Path]) -> None:
     assert tuple(line.split()[1] for line in output.splitlines() if line.startswith("op ")) == OPS
 
 
-@pytest.mark.parametrize("seed", [FIXED_SEED, None])
+@pytest.mark.parametrize("seed", [FIXED_SEED, full(None)])
 def test_variants_give_the_bits_of_the_reference(native: Callable[..., Path], pytestconfig: pytest.Config, seed: str | None) -> None:
     output = check(native("checkops"), "--quick", *(["--seed", seed] if seed else []))
     summarize(pytestconfig, "fixed" if seed else "random", output)
 
 
+@pytest.mark.full
 def test_emulated_variants_give_the_bits_of_the_reference(native: Callable[..., Path], pytestconfig: pytest.Config) -> None:
     """The sources of every variant, their instructions replaced by what these compute: none is left out on any machine."""
     output = check(native("checkops", emulate=True), "--trials", "60")
@@ -75,6 +76,7 @@ def test_one_wrong_bit_is_seen(native: Callable[..., Path], op: str) -> None:
     assert f"again: checkops --op {op} --trial" in output
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="valgrind is not installed: reads of uninitialised memory are not looked for")
 def test_valgrind_sees_no_read_of_what_was_not_written(native: Callable[..., Path]) -> None:
     """Reference and AVX2 on exact allocations: outputs, workspace and what stands behind an input have no value there. What an

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import full
 from test_native import MEMORY, note, passes, run
 
 import rollmesh as rm
@@ -31,6 +32,7 @@ def test_every_exchange_brings_what_was_sent(native: Build, seed: int, pytestcon
     note(pytestconfig, "threads", printed)
 
 
+@pytest.mark.full
 def test_exchanges_do_not_race(native: Build, pytestconfig: pytest.Config) -> None:
     program = native("mesh_comm", "thread")
     planted = run([program, "--cases", "20", "--plant", "4"])
@@ -38,6 +40,7 @@ def test_exchanges_do_not_race(native: Build, pytestconfig: pytest.Config) -> No
     note(pytestconfig, "TSan, 0 reports", passes([program, "--cases", "60"]))
 
 
+@pytest.mark.full
 def test_exchanges_touch_only_their_memory(native: Build) -> None:
     passes([native("mesh_comm", MEMORY), "--cases", "60", "--seed", "3"])
 
@@ -46,6 +49,10 @@ def test_processes_come_together_or_say_why_not(native: Build) -> None:
     done = run([native("mesh_attach"), "--plant", "1"])
     assert done.returncode == 1, done.stdout
     passes([native("mesh_attach")])
+
+
+@pytest.mark.full
+def test_processes_that_come_together_touch_only_their_memory(native: Build) -> None:
     passes([native("mesh_attach", MEMORY)])
 
 
@@ -66,12 +73,13 @@ def test_planted_survivors_are_seen(native: Build, fault: int) -> None:
     assert done.returncode == 1, done.stdout
 
 
-def test_a_killed_rank_is_named(native: Build, pytestconfig: pytest.Config, seed: int) -> None:
-    kill(native, pytestconfig, "--kills", "30", "--seed", str(seed))
+@pytest.mark.parametrize("kills", [5, full(30)])
+def test_a_killed_rank_is_named(native: Build, pytestconfig: pytest.Config, seed: int, kills: int) -> None:
+    kill(native, pytestconfig, "--kills", str(kills), "--seed", str(seed))
 
 
 def test_a_killed_rank_is_named_without_pidfds(native: Build, pytestconfig: pytest.Config) -> None:
-    kill(native, pytestconfig, "--kills", "10", "--without-pidfd", "1")
+    kill(native, pytestconfig, "--kills", "4", "--without-pidfd", "1")
 
 
 @pytest.mark.slow

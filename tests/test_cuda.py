@@ -15,7 +15,7 @@ from pathlib import Path
 
 import cuda_build
 import pytest
-from conftest import SUMMARY
+from conftest import SUMMARY, full
 from cuda_device import no_gpu
 
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
@@ -75,7 +75,7 @@ def test_simt_gives_the_bits_of_the_tensor_cores_order(check: Path, op: str, lea
     assert int(re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)[1]) >= least  # type: ignore[index]
 
 
-@pytest.mark.parametrize("op", ["gemm", "sample"])
+@pytest.mark.parametrize("op", ["gemm", full("sample")])
 def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
     """What a memory checker is given: as many cases in one order as the comparison has in two."""
     found = [re.fullmatch(r"OK cases=(\d+) elements=\d+\n", said(check, op, "3", "fma", *words)[1]) for words in ((), ("touch",))]
@@ -117,6 +117,7 @@ def test_the_shim_catches(check: Path, fault: str, message: str) -> None:
     assert message in text
 
 
+@pytest.mark.full
 @needs_nvcc
 def test_no_kernel_spills(library: Path, cuda_folder: Path, pytestconfig: pytest.Config) -> None:
     """Each __global__ of the sources for each architecture that was asked for, in ptxas' own words. The largest are told in the summary,
@@ -145,6 +146,7 @@ CONTRACT = re.compile(
 )
 
 
+@pytest.mark.full
 @needs_nvcc
 @pytest.mark.parametrize("arch", ["80", "90a", "100"])  # the ends of what CI compiles for, and the one that is written for
 def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path, arch: str) -> None:
@@ -167,6 +169,7 @@ def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path, arc
     assert sorted(name for name in floats if not CONTRACT.fullmatch(name)) == []
 
 
+@pytest.mark.full
 @needs_nvcc
 def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> None:
     needed = subprocess.run(["readelf", "-d", str(library)], stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -177,6 +180,7 @@ def test_library_loads_without_a_driver_and_says_what_it_is(library: Path) -> No
     assert loaded.rm_cuda_devices() >= -1
 
 
+@pytest.mark.full
 @needs_nvcc
 def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: int) -> None:
     program = cuda_build.gpu(cuda_folder)  # compiled in any case

@@ -298,7 +298,7 @@ def test_values_are_close_and_the_rest_is_the_cpus(make: Make, name: str) -> Non
 @pytest.mark.parametrize("isa", ["cuda_fma", "cuda_mma"])
 def test_the_other_ops_are_a_family_of_choice(make: Make, isa: str) -> None:
     fast = make(isa=isa)
-    assert fast.metrics()["family"] .startswith(isa)
+    assert fast.metrics()["family"].startswith(isa)
     close(make, DENSE, fast.score(SEQUENCES))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import full
 from native_build import standin
 from test_cuda_engine import is_simt, library  # noqa: F401  (a fixture)
 from test_grpo import DENSE, MOE, TIMES, run, weights_of
@@ -24,7 +25,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in m.items() if k not in TIMES} for m in metrics.read(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("file", [MOE, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("file", [MOE, full(DENSE)], ids=["moe", "dense"])
 def test_a_run_on_a_device_is_the_cpus(file: Path, tmp_path: Path) -> None:
     weights = [
         weights_of(run(file, tmp_path / device, ["train.steps=3", f"generator.device={device}", "generator.max_num_seqs=16"]))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import full
 from native_build import standin
 from test_native import MEMORY, note, passes, run
 
@@ -38,6 +39,7 @@ def test_devices_get_what_threads_get(native: Build, seed: int, pytestconfig: py
     note(pytestconfig, "staged and nccl", passes([program, "--cases", "40", "--seed", str(seed)], **beside(program)))
 
 
+@pytest.mark.full
 def test_a_device_group_does_not_race(native: Build, pytestconfig: pytest.Config) -> None:
     program = native("mesh_device", "thread")
     planted = run([program, "--cases", "3", "--plant", "3"], **beside(program, "thread"))
@@ -45,6 +47,7 @@ def test_a_device_group_does_not_race(native: Build, pytestconfig: pytest.Config
     note(pytestconfig, "TSan, 0 reports", passes([program, "--cases", "6"], **beside(program, "thread")))
 
 
+@pytest.mark.full
 def test_a_device_group_touches_only_its_memory(native: Build) -> None:
     program = native("mesh_device", MEMORY)
     passes([program, "--cases", "6", "--seed", "3"], **beside(program, MEMORY))
@@ -57,9 +60,10 @@ def test_a_fault_that_is_left_out_is_missed(native: Build, fault: int) -> None:
     assert done.returncode == 1, done.stdout
 
 
-def test_every_fault_of_nccl_is_an_error(native: Build, seed: int, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("cases", [1, full(3)])
+def test_every_fault_of_nccl_is_an_error(native: Build, seed: int, cases: int, pytestconfig: pytest.Config) -> None:
     program = native("mesh_device_faults")
-    printed = passes([program, "--cases", "3", "--seed", str(seed)], **beside(program))
+    printed = passes([program, "--cases", str(cases), "--seed", str(seed)], **beside(program))
     found = re.search(r"of (\d+) faults; a killed rank was named by all within (\d+) ms", printed)
     assert found, printed
     assert int(found[1]) == FAULTS
@@ -67,6 +71,7 @@ def test_every_fault_of_nccl_is_an_error(native: Build, seed: int, pytestconfig:
     note(pytestconfig, "nccl", printed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sanitize", ["thread", MEMORY])
 def test_every_fault_under_the_sanitizers(native: Build, sanitize: str) -> None:
     program = native("mesh_device_faults", sanitize)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SUMMARY
+from conftest import SUMMARY, full
 from dispatch_cases import (
     BACKENDS,
     EXPERTS,
@@ -456,12 +456,12 @@ def of_processes(function: Callable[[int, str], list[Any]], folder: Path, transp
     return lines
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", ["shm", full("torch")])
 def test_over_processes(tmp_path: Path, transport: str) -> None:
     assert of_processes(of_a_process, tmp_path, transport) == [of_a_process(r, "") for r in range(2)]
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", ["shm", full("torch")])
 def test_a_process_that_gives_up_is_heard_of(tmp_path: Path, transport: str, pytestconfig: pytest.Config) -> None:
     """At once, and not at the deadline of 300 s; it does not end."""
     theirs, mine = of_processes(refused_on_rank_1, tmp_path, transport)

@@ -2,7 +2,7 @@
 tests/native/fuzz_*.c and tests/config_fuzz.py; each says at its head what it changes and what its oracle is. Every oracle is shown
 its planted faults first.
 
-Of each kind RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 4), shared by the plain and the sanitized build, from a seed fixed by
+Of each kind RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), shared by the plain and the sanitized build, from a seed fixed by
 the test's id: what decides whether a change is accepted must not be a throw of dice. RM_TEST_SEED=n replaces it, and
 `python -m benchmarks.fuzz --seed n` runs them by count."""
 
@@ -18,7 +18,7 @@ import pytest
 from test_native import MEMORY, note, passes, run
 
 Build = Callable[..., Path]
-SECONDS = int(os.environ.get("RM_FUZZ_SECONDS", "4"))
+SECONDS = int(os.environ.get("RM_FUZZ_SECONDS", "2"))
 # Of each driver: how many faults it can plant, and cases in which each of them shows and everything is tried that it tries.
 DRIVERS = {"fuzz_weights": (6, 400_000), "fuzz_requests": (4, 40_000), "fuzz_calls": (5, 300)}
 REFUSALS = (
@@ -50,7 +50,7 @@ def test_everything_is_tried(native: Build, driver: str, pytestconfig: pytest.Co
     note(pytestconfig, "fuzz", printed)
 
 
-@pytest.mark.parametrize("sanitize", ["", MEMORY], ids=["plain", "sanitized"])
+@pytest.mark.parametrize("sanitize", ["", pytest.param(MEMORY, marks=pytest.mark.full)], ids=["plain", "sanitized"])
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_nothing_breaks_it(native: Build, driver: str, sanitize: str, seed: int, pytestconfig: pytest.Config) -> None:
     seconds = max(1, SECONDS // 2)

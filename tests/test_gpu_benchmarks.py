@@ -32,6 +32,7 @@ def gpu(library: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 # ------------------------------------------------------------------------------------------------ benchmarks.gpu
+@pytest.mark.full
 def test_every_part_runs_on_the_simulated_device(simt_library: Path, tmp_path: Path) -> None:
     done = gpu(simt_library, "--smoke", "--families", "cuda_fma", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -58,6 +59,7 @@ def test_every_part_runs_on_the_simulated_device(simt_library: Path, tmp_path: P
     assert "ops      not measured" in done.stdout
 
 
+@pytest.mark.full
 def test_streams_run_on_the_simulated_device(simt_library: Path, tmp_path: Path) -> None:
     """Over Gloo in place of torch's NCCL. A digest that differs is said, and is the status."""
     pytest.importorskip("torch")
@@ -142,6 +144,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_a_part_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     hangs = Part("hangs", 4, f'echo begun; "$PYTHON" -c "{deaf}" & echo $! > "$DIR/child"; wait')
@@ -155,6 +158,7 @@ def test_a_part_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
     assert (tmp_path / "hangs.log").read_text() == "begun\n"
 
 
+@pytest.mark.full
 def test_what_the_time_cuts_is_run_again(tmp_path: Path) -> None:
     plan = [Part("long", 10, 'test -e "$DIR/seen" && exit 0; touch "$DIR/seen"; sleep 300'), Part("longer", 1000, "true")]
     assert first(plan, tmp_path, within=3.0) == {"long": "cut", "longer": "left"}
@@ -186,6 +190,7 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
     assert "- good: passed" in text
 
 
+@pytest.mark.full
 def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
     """Else a part would pass that has asked nothing of the card."""
     environment = gpu_first.environment(tmp_path, 1)
@@ -229,6 +234,7 @@ def test_a_warning_of_an_untried_compiler_ends_nothing(tmp_path: Path, name: str
     assert (done.returncode, (tmp_path / "told").read_text().split()) == (status, told.split())
 
 
+@pytest.mark.full
 def test_the_figures_of_the_plan_are_asked_for_rightly(simt_library: Path) -> None:
     """Each line of options is parsed as it will be; only then does the device, which is none, end it."""
     lines = [part.words for part in gpu_first.parts() if "benchmarks.gpu " in part.words]

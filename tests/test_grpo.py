@@ -416,6 +416,13 @@ def test_metrics_of_a_killed_run_are_cut_at_the_resumed_step(tmp_path: Path) -> 
 
 
 # -------------------------------------------------------------------------------------------------- the loop
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """draw_curves, which takes longer than all else of these small runs: only one test calls it."""
+    monkeypatch.setattr(loop, "draw_curves", lambda lines, path: path.touch())
+    return metrics.draw_curves
+
+
 def run(file: Path, out: Path, changes: list[str], resume: Path | None = None) -> loop.Run:
     this = loop.prepare(config.load(file, [*TINY, *changes]), resume)
     try:
@@ -454,7 +461,8 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(file: Path, tmp_path: Path) -
     assert [m["step"] for m in lines[0]] == list(range(5))
 
 
-def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
+def test_a_run_leaves_what_it_promises(tmp_path: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "draw_curves", drawn)
     run(MOE, tmp_path, ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "train.micro_batch=5"])
     lines = metrics.read(tmp_path / "metrics.jsonl")
     wanted = {"step", "reward_mean", "logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_differ", "tokens_per_s", "sync_s"}

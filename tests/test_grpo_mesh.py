@@ -57,6 +57,7 @@ def compare(tmp_path: Path, changes: list[str], seconds: float) -> list[dict[str
     return one
 
 
+@pytest.mark.full
 def test_four_processes_learn_as_one_does(tmp_path: Path) -> None:
     lines = compare(tmp_path, SHORT, 300)
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -16,6 +16,7 @@ from typing import Any
 
 import helpers
 import pytest
+from conftest import full
 from test_cuda_engine import DENSE, MOE, everything
 from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
 
@@ -74,7 +75,7 @@ def pages_that_fit(share: float, free_of: dict[int, int], card_of: list[int], si
 
 
 # ------------------------------------------------------------------------------------------------ threads
-@pytest.mark.parametrize("share", [0.9, 1.0])
+@pytest.mark.parametrize("share", [full(0.9), 1.0])
 @pytest.mark.parametrize(
     "config, mesh, device, cards, fuller",
     [
@@ -214,10 +215,10 @@ def ranks(servers: dict[str, Server], library: Path) -> Run:  # noqa: F811
     return run
 
 
-@pytest.mark.parametrize("host", ["shm", "torch"])
+@pytest.mark.parametrize("host", ["shm", full("torch")])
 @pytest.mark.parametrize(
     "mesh, device, less",
-    [((2, 1, 1), "cuda", 0), ((2, 1, 1), "cuda", 9 * MIB), ((2, 1, 1), "cuda:1", 0), ((1, 2, 2), "cuda:0", 4 * MIB)],
+    [full((2, 1, 1), "cuda", 0), ((2, 1, 1), "cuda", 9 * MIB), full((2, 1, 1), "cuda:1", 0), ((1, 2, 2), "cuda:0", 4 * MIB)],
     ids=str,
 )
 def test_processes_agree(ranks: Run, host: str, mesh: tuple[int, int, int], device: str, less: int) -> None:
@@ -246,7 +247,7 @@ def test_processes_on_the_cpu_share_the_machines_memory(ranks: Run) -> None:
     assert [rank["bits"] for rank in got] == [alone["bits"]] * 2
 
 
-@pytest.mark.parametrize("host", ["shm", "torch"])
+@pytest.mark.parametrize("host", ["shm", full("torch")])
 def test_weights_that_do_not_fit_one_process_are_an_error_on_all(ranks: Run, host: str) -> None:
     """Said to all by the same words, although each gives up its groups as soon as it knows."""
     for rank in ranks("sized", (1, 3, 1), host, model="moe", victim=1, victims={"ROLLMESH_SIMT_MEMORY": str(4 * MIB)}):
@@ -255,7 +256,7 @@ def test_weights_that_do_not_fit_one_process_are_an_error_on_all(ranks: Run, hos
         assert re.match(figures, rank["error"][1])
 
 
-@pytest.mark.parametrize("host", ["shm", "torch"])
+@pytest.mark.parametrize("host", ["shm", full("torch")])
 def test_a_size_that_one_rank_says_and_another_does_not(ranks: Run, host: str) -> None:
     start = time.monotonic()
     for rank in ranks("sized", (1, 2, 1), host, each=[{}, {"kv_cache_gib": 0.01}]):
@@ -265,7 +266,7 @@ def test_a_size_that_one_rank_says_and_another_does_not(ranks: Run, host: str) -
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.parametrize("host", ["shm", "torch"])
+@pytest.mark.parametrize("host", ["shm", full("torch")])
 @pytest.mark.parametrize("how", ["fails", "ends"])
 def test_a_rank_that_does_not_come_is_waited_for_by_nobody(ranks: Run, host: str, how: str) -> None:
     got = ranks("unmade", (2, 2, 1), host, model="dense", victim=2, how=how)

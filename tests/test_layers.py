@@ -119,22 +119,20 @@ def c_violations(root: Path) -> Iterator[str]:
             yield from (f"{where}: chooses an instruction set by {match[0].strip()}" for match in ISA_IFDEF.finditer(code))
 
 
-def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
-    """(absolute module name, is it at run time and at module level) of each import."""
-    lazy: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        is_type_checking = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        if is_function or is_type_checking:
-            lazy.update(ast.walk(node))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node not in lazy) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from . import x` may name a module or an attribute; both spellings are offered, the tables know modules only.
-            yield from ((f"{module}.{alias.name}", node not in lazy) for alias in node.names)
+def imports(node: ast.AST, package: str, at_import: bool = True) -> Iterator[tuple[str, bool]]:
+    """(absolute module name, is it imported at run time and at module level) of each import; expressions have none."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, at_import) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        # `from . import x` may name a module or an attribute; both spellings are offered, the tables know modules only.
+        yield from ((f"{module}.{alias.name}", at_import) for alias in node.names)
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    is_type_checking = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield from imports(child, package, at_import and not (is_function or is_type_checking))
 
 
 def group_of(module: str) -> str:

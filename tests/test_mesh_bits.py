@@ -13,7 +13,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
-from conftest import SUMMARY
+from conftest import SUMMARY, full
 
 import rollmesh as rm
 from rollmesh.distributed.traffic import step_traffic
@@ -79,7 +79,9 @@ class Model:
 
 
 @pytest.fixture(
-    scope="module", params=[(name, dtype) for name in SHAPES for dtype in ("bfloat16", "float32")], ids=lambda p: f"{p[0]}-{p[1]}"
+    scope="module",
+    params=[*[(name, "bfloat16") for name in SHAPES], *[full((name, "float32")) for name in SHAPES]],
+    ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def model(request: pytest.FixtureRequest) -> Model:
     return Model(*request.param)

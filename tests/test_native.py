@@ -80,6 +80,7 @@ def test_no_data_race(native: Build, driver: str, pytestconfig: pytest.Config) -
     note(pytestconfig, "TSan, 0 reports", printed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("driver", RACES)
 def test_races_touch_only_their_memory(native: Build, driver: str) -> None:
     passes([native(driver, MEMORY), "--seed", "2"])
@@ -103,6 +104,7 @@ def test_every_allocation_may_fail(native: Build, pytestconfig: pytest.Config) -
     note(pytestconfig, "allocations", printed)
 
 
+@pytest.mark.full
 def test_every_allocation_may_fail_under_the_sanitizers(native: Build, pytestconfig: pytest.Config) -> None:
     few: list[str | Path] = ["--kind", "2", "--adds", "4"]  # 66 of the sites are one line of add
     plain = passes([native("alloc_fail"), *few])
@@ -111,6 +113,7 @@ def test_every_allocation_may_fail_under_the_sanitizers(native: Build, pytestcon
     note(pytestconfig, "ASan, UBSan and leaks, 0 reports", printed)
 
 
+@pytest.mark.full
 def test_sanitizers_and_instruction_sets_agree(native: Build) -> None:
     """Six rollouts of tiny models, hashed: one thread, three, each instruction set, and under the sanitizers."""
     program, checked = native("tiny_run"), native("tiny_run", MEMORY)
@@ -129,6 +132,7 @@ def test_sanitizers_and_instruction_sets_agree(native: Build) -> None:
 VALGRIND = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite,indirect,possible"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed; the engine was not run under it")
 @pytest.mark.parametrize("isa", ["ref", "avx2"])
 def test_valgrind_finds_nothing(native: Build, isa: str, pytestconfig: pytest.Config) -> None:

@@ -230,9 +230,7 @@ def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "ordinal, world, found", [(-1, 2, "unset"), (-1, 8, "unset"), (-1, 9, "1"), (3, 1, "unset"), (3, 2, "1")], ids=lambda value: str(value)
 )
-def test_threads_on_one_gpu(
-    stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch, ordinal: int, world: int, found: str
-) -> None:
+def test_threads_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.MonkeyPatch, ordinal: int, world: int, found: str) -> None:
     monkeypatch.setattr(rm._core, "cuda_count", lambda library: 8)
     where = Device("library", ordinal)
     assert rm.comm.nccl(None, stand_in).place(where, rm.Mesh(tp=world)) == where

@@ -14,6 +14,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
+from conftest import full
 from test_cuda_engine import MOE, told
 from test_cuda_graphs import PARAMS, PROMPTS
 from test_hosted import asked
@@ -47,10 +48,10 @@ def counts(generator: rm.Generator) -> tuple[int, int]:
     "mesh, changes",
     [
         (TWO, {"ep_backend": "alltoall"}),
-        (TWO, {"ep_backend": "allgather_reducescatter", "dtype": "float32"}),
-        (FOUR, {"ep_backend": "alltoall", "sequence_parallel": True}),
+        full(TWO, {"ep_backend": "allgather_reducescatter", "dtype": "float32"}),
+        full(FOUR, {"ep_backend": "alltoall", "sequence_parallel": True}),
         (FOUR, {"ep_backend": "allgather_reducescatter"}),
-        (rm.Mesh(dp=4, ep=4), {"device": "cuda:0"}),
+        full(rm.Mesh(dp=4, ep=4), {"device": "cuda:0"}),
     ],
     ids=str,
 )

@@ -36,6 +36,7 @@ def grown(*plant: str) -> list[set[str]]:
     return [set(re.findall(r"^  (.+) grew by .+ per operation$", part, re.MULTILINE)) for part in parts]
 
 
+@pytest.mark.full
 def test_planted_memory_is_reported() -> None:
     """64 bytes for each operation, by every part, and nothing else is. A glibc before 2.33 does not count its heap."""
     for names in grown("leak-memory"):
@@ -58,6 +59,7 @@ def passes(config: pytest.Config, *counts: int, timeout: float = 600) -> None:
         config.stash[SUMMARY].append(f"soak, {line}")
 
 
+@pytest.mark.full
 def test_nothing_grows(pytestconfig: pytest.Config) -> None:
     passes(pytestconfig, 1500, 1500, 60_000)
 

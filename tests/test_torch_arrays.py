@@ -115,9 +115,7 @@ def on(batch: Batch, device: str) -> Batch:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("ranks, backend", [(1, "disabled"), *((2, backend) for backend in BACKENDS)])
-def test_dispatch_and_its_gradients_on_a_gpu(
-    cuda: str, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype
-) -> None:
+def test_dispatch_and_its_gradients_on_a_gpu(cuda: str, rng: np.random.Generator, ranks: int, backend: str, dtype: torch.dtype) -> None:
     """Sums of the contract have the CPU's bits. What torch computes (tanh, the gradient of gates) is rounded otherwise on a GPU."""
     batch, weights = Batch.random(rng, 17, dtype), random_rows(rng, EXPERTS, dtype)
     ends = token_dispatchers(ranks, backend=backend, **SIZES)

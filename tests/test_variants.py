@@ -36,6 +36,7 @@ def test_rollouts_have_the_bits_of_the_reference(native: Callable[..., Path], py
     check(pytestconfig, native("variants"))
 
 
+@pytest.mark.full
 def test_emulated_rollouts_have_the_bits_of_the_reference(native: Callable[..., Path], pytestconfig: pytest.Config) -> None:
     assert "did not run" not in check(pytestconfig, native("variants", emulate=True), "--quick", "1")
 

@@ -141,7 +141,8 @@ class Scratch:
 
     def test(self, tests: list[str]) -> tuple[int, str]:
         """pytest's exit status and its last words: the test that failed first, or in which the process died."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE", *tests]
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE", "-m", "not slow"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         status, said = self.call(command, PYTHONPATH=str(self.lib))
         if failed := re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE):
             return status, failed[1]
