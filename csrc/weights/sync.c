@@ -1,12 +1,9 @@
-// sync.c: two blocks and a swap. What is known of each parameter during a sync is a byte of flags; what a version is, is its
-// block, the sums of its parameters and which router biases it carries, and all three change hands in commit, after the last
-// thing that can fail.
+// sync.c: see sync.h. During a sync each parameter has a byte of flags. Commit swaps the two versions after the last thing that can fail.
 //
-// In place there is one block: begin takes it out of service and makes it the staged one, so that everything after is the
-// same code. Until the first byte is written it can go back as it was.
+// In place there is one block: begin takes it out of service and makes it the staged one, so that the rest is the same code. Until the
+// first byte is written, abort can put it back.
 #include "weights/sync.h"
 
-#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -15,172 +12,10 @@
 #include "base/hash.h"
 #include "base/memory.h"
 #include "weights/check.h"
-#include "weights/host_offload.h"
-#include "weights/parallel_copy.h"
+#include "weights/store_internal.h"
 
-enum { MAX_ENTRIES = 1000000, MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 };
-enum { SEEN = 1, DIRTY = 2 };   // came whole; its place in staging has been written to
-
-typedef struct version_state {
-  char *block;                  // of the device, owned; NULL: none
-  uint64_t number;              // of the block
-  uint64_t *sums;               // [2][n] of the stored values for which this rank answers, and of all that it holds
-  uint8_t *counts;              // [n] the parameter is part of the version: all are but absent biases and a tied lm_head
-  uint64_t digest;              // of names and sums, over the whole mesh
-} version_state;
-
-struct rm_store {
-  const rm_params *params;      // view
-  const rm_device *device;      // view
-  rm_ctx ctx;
-  rm_staging staging;
-  version_state serving, staged;
-  char *kept;                   // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
-  int64_t kept_version;
-  uint64_t n_blocks;            // that were mapped
-  int64_t version;              // of serving, −1
-  int64_t last_version;         // ever committed, −1
-  uint8_t *has_bias;            // [n_layers] the last committed version carried a router bias here
-  int64_t tied_head, tied_embed;  // indices; −1 when not tied
-
-  int open;
-  rm_sync_options options;      // with the version resolved
-  int64_t version_before;       // in place: what serves again if nothing gets written
-  int has_base;                 // partial, and staging began as what served
-  uint8_t *flags;               // [n]
-  rm_target target;             // of the tensor at hand
-  rm_units units;               // of the push at hand, not yet made
-  rm_sync_report report;
-  int64_t n_entries;            // pushes, whatever became of them
-  double began;
-};
-
-// ------------------------------------------------------------------------------------------------ the store
-static int create_state(version_state *state, int64_t n) {
-  state->sums = rm_alloc((size_t)n, 2 * sizeof *state->sums);
-  state->counts = rm_alloc((size_t)n, sizeof *state->counts);
-  return state->sums && state->counts;
-}
-
-rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team, rm_store **out, rm_error *err) {
-  *out = NULL;
-  rm_store *store = rm_alloc(1, sizeof *store);
-  if (!store) goto no_memory;
-  store->params = params;
-  store->device = store->staging.device = device;
-  store->staging.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES); // of float64 4 times
-  store->ctx = (rm_ctx){.stream = device->stream, .n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
-  store->version = store->last_version = -1;
-  store->tied_head = store->tied_embed = -1;
-  if (params->spec->tie_word_embeddings) {
-    store->tied_head = rm_params_find(params, RM_P_LM_HEAD, -1, -1);
-    store->tied_embed = rm_params_find(params, RM_P_EMBED, -1, -1);
-  }
-  store->flags = rm_alloc((size_t)params->n, sizeof *store->flags);
-  store->has_bias = rm_alloc((size_t)params->spec->n_layers, sizeof *store->has_bias);
-  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) || !create_state(&store->staged, params->n))
-    goto no_memory;
-  *out = store;
-  return RM_OK;
-
-no_memory:
-  rm_store_destroy(store);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the books of %lld parameters", (long long)params->n);
-}
-
-static void drop_block(rm_store *store, version_state *state) {
-  rm_device_unmap(store->device, state->block, store->params->bytes);
-  state->block = NULL;
-}
-
-static void destroy_state(rm_store *store, version_state *state) {
-  drop_block(store, state);
-  rm_free(state->sums);
-  rm_free(state->counts);
-}
-
-void rm_store_destroy(rm_store *store) {
-  if (!store) return;
-  destroy_state(store, &store->serving);
-  destroy_state(store, &store->staged);
-  rm_unmap(store->kept, store->params->bytes);
-  rm_free(store->has_bias);
-  rm_free(store->flags);
-  rm_staging_free(&store->staging);
-  rm_target_clear(&store->target);
-  rm_units_free(&store->units);
-  rm_free(store);
-}
-
-int64_t rm_store_version(const rm_store *store) { return store->version; }
-const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
-uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
-uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
-int rm_store_is_open(const rm_store *store) { return store->open; }
-size_t rm_store_staging_bytes(const rm_store *store) { return rm_staging_bytes(&store->staging); }
-const rm_params *rm_store_params(const rm_store *store) { return store->params; }
-int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
-
-static void drop_kept(rm_store *store) {
-  rm_unmap(store->kept, store->params->bytes);
-  store->kept = NULL;
-}
-
-static void drop_blocks(rm_store *store) {
-  drop_block(store, &store->serving);
-  drop_block(store, &store->staged);
-  rm_staging_free(&store->staging);
-  store->version = -1;
-}
-
-void rm_store_discard(rm_store *store) {
-  rm_sync_abort(store);
-  drop_kept(store);
-  drop_blocks(store);
-}
-
-size_t rm_store_bytes_to_keep(const rm_store *store) {
-  return !store->serving.block || store->kept || store->device->on_host ? 0 : store->params->bytes;
-}
-
-rm_code rm_store_keep(rm_store *store, rm_error *err) {
-  if (!rm_store_bytes_to_keep(store)) return RM_OK;
-  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
-}
-
-void rm_store_rest(rm_store *store) {
-  assert(!store->serving.block || store->kept || store->device->on_host);
-  if (store->serving.block) store->kept_version = store->version;
-  if (store->device->on_host && store->serving.block) { // the block is the copy
-    store->kept = store->serving.block;
-    store->serving.block = NULL;
-  }
-  drop_blocks(store);
-}
-
-rm_code rm_store_restore(rm_store *store, rm_error *err) {
-  if (store->serving.block || !store->kept) return RM_OK;
-  if (store->device->on_host) {
-    store->serving.block = store->kept;
-    store->kept = NULL;
-  } else {
-    const rm_code code = rm_restore_block(store->device, store->kept, store->params->bytes, &store->ctx, &store->serving.block, err);
-    if (code) return code;
-  }
-  store->serving.number = ++store->n_blocks;
-  store->version = store->kept_version;
-  return RM_OK;
-}
-
-void rm_store_forget(rm_store *store) {
-  if (store->serving.block) drop_kept(store);
-}
-
-static void swap_states(rm_store *store) {
-  const version_state other = store->serving;
-  store->serving = store->staged;
-  store->staged = other;
-}
+enum { MAX_ENTRIES = 1000000 };
+enum { SEEN = 1, DIRTY = 2 };   // came whole; its staged values have been written to
 
 // ------------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
@@ -196,8 +31,8 @@ static rm_code check_version(const rm_store *store, int64_t *version, rm_error *
 // The block that pushes will write: new, the one left by the last swap, or in place the serving one.
 static rm_code take_staging(rm_store *store, rm_error *err) {
   if (store->options.in_place && store->serving.block) {
-    drop_block(store, &store->staged);
-    swap_states(store);
+    rm_store_drop_block(store, &store->staged);
+    rm_store_swap_blocks(store);
     store->version = -1;
     return RM_OK;
   }
@@ -474,6 +309,8 @@ static int is_absent(const rm_store *store, int64_t index) {
   return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
 }
 
+int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
+
 int rm_sync_complete(const rm_store *store) {
   for (int64_t i = 0; i < store->params->n; i++)
     if (is_absent(store, i)) return 0;
@@ -540,7 +377,7 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   store->staged.digest = 0;
   for (int64_t i = 0; i < store->params->n; i++)
     if (store->staged.counts[i]) store->staged.digest += named_digest(&store->params->list[i], sums[i]);
-  swap_states(store);
+  rm_store_swap_blocks(store);
   store->version = store->last_version = store->options.version;
   store->open = 0;
   store->report.digest = store->serving.digest;
@@ -565,7 +402,7 @@ void rm_sync_abort(rm_store *store) {
   store->open = 0;
   // In place with nothing written yet: the block is the old version still.
   if (store->options.in_place && store->version_before >= 0 && store->version < 0 && !anything_written(store)) {
-    swap_states(store);
+    rm_store_swap_blocks(store);
     store->version = store->version_before;
   }
 }

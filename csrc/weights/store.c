@@ -1,0 +1,137 @@
+// store.c: see store.h. What belongs to a version (its block, the sums of its parameters, which router biases it carries) is one struct,
+// and a commit swaps two of them.
+#include "weights/store.h"
+
+#include <assert.h>
+
+#include "base/checked.h"
+#include "base/memory.h"
+#include "weights/host_offload.h"
+#include "weights/store_internal.h"
+
+enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 };   // of the staging buffer
+
+static int create_state(rm_version_state *state, int64_t n) {
+  state->sums = rm_alloc((size_t)n, 2 * sizeof *state->sums);
+  state->counts = rm_alloc((size_t)n, sizeof *state->counts);
+  return state->sums && state->counts;
+}
+
+rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team, rm_store **out, rm_error *err) {
+  *out = NULL;
+  rm_store *store = rm_alloc(1, sizeof *store);
+  if (!store) goto no_memory;
+  store->params = params;
+  store->device = store->staging.device = device;
+  store->staging.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES); // of float64 4 times
+  store->ctx = (rm_ctx){.stream = device->stream, .n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
+  store->version = store->last_version = -1;
+  store->tied_head = store->tied_embed = -1;
+  if (params->spec->tie_word_embeddings) {
+    store->tied_head = rm_params_find(params, RM_P_LM_HEAD, -1, -1);
+    store->tied_embed = rm_params_find(params, RM_P_EMBED, -1, -1);
+  }
+  store->flags = rm_alloc((size_t)params->n, sizeof *store->flags);
+  store->has_bias = rm_alloc((size_t)params->spec->n_layers, sizeof *store->has_bias);
+  if (!store->flags || !store->has_bias || !create_state(&store->serving, params->n) || !create_state(&store->staged, params->n))
+    goto no_memory;
+  *out = store;
+  return RM_OK;
+
+no_memory:
+  rm_store_destroy(store);
+  return rm_fail(err, RM_E_MEMORY, "no memory for the books of %lld parameters", (long long)params->n);
+}
+
+void rm_store_drop_block(rm_store *store, rm_version_state *state) {
+  rm_device_unmap(store->device, state->block, store->params->bytes);
+  state->block = NULL;
+}
+
+static void destroy_state(rm_store *store, rm_version_state *state) {
+  rm_store_drop_block(store, state);
+  rm_free(state->sums);
+  rm_free(state->counts);
+}
+
+void rm_store_destroy(rm_store *store) {
+  if (!store) return;
+  destroy_state(store, &store->serving);
+  destroy_state(store, &store->staged);
+  rm_unmap(store->kept, store->params->bytes);
+  rm_free(store->has_bias);
+  rm_free(store->flags);
+  rm_staging_free(&store->staging);
+  rm_target_clear(&store->target);
+  rm_units_free(&store->units);
+  rm_free(store);
+}
+
+int64_t rm_store_version(const rm_store *store) { return store->version; }
+const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
+uint64_t rm_store_block(const rm_store *store) { return store->serving.block ? store->serving.number : 0; }
+uint64_t rm_store_digest(const rm_store *store) { return store->serving.block ? store->serving.digest : 0; }
+int rm_store_is_open(const rm_store *store) { return store->open; }
+size_t rm_store_staging_bytes(const rm_store *store) { return rm_staging_bytes(&store->staging); }
+const rm_params *rm_store_params(const rm_store *store) { return store->params; }
+
+static void drop_kept(rm_store *store) {
+  rm_unmap(store->kept, store->params->bytes);
+  store->kept = NULL;
+}
+
+static void drop_blocks(rm_store *store) {
+  rm_store_drop_block(store, &store->serving);
+  rm_store_drop_block(store, &store->staged);
+  rm_staging_free(&store->staging);
+  store->version = -1;
+}
+
+void rm_store_discard(rm_store *store) {
+  rm_sync_abort(store);
+  drop_kept(store);
+  drop_blocks(store);
+}
+
+size_t rm_store_bytes_to_keep(const rm_store *store) {
+  return !store->serving.block || store->kept || store->device->on_host ? 0 : store->params->bytes;
+}
+
+rm_code rm_store_keep(rm_store *store, rm_error *err) {
+  if (!rm_store_bytes_to_keep(store)) return RM_OK;
+  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
+}
+
+void rm_store_rest(rm_store *store) {
+  assert(!store->serving.block || store->kept || store->device->on_host);
+  if (store->serving.block) store->kept_version = store->version;
+  if (store->device->on_host && store->serving.block) { // the block is the copy
+    store->kept = store->serving.block;
+    store->serving.block = NULL;
+  }
+  drop_blocks(store);
+}
+
+rm_code rm_store_restore(rm_store *store, rm_error *err) {
+  if (store->serving.block || !store->kept) return RM_OK;
+  if (store->device->on_host) {
+    store->serving.block = store->kept;
+    store->kept = NULL;
+  } else {
+    const rm_code code = rm_restore_block(store->device, store->kept, store->params->bytes, &store->ctx, &store->serving.block, err);
+    if (code) return code;
+  }
+  store->serving.number = ++store->n_blocks;
+  store->version = store->kept_version;
+  return RM_OK;
+}
+
+void rm_store_forget(rm_store *store) {
+  if (store->serving.block) drop_kept(store);
+}
+
+void rm_store_swap_blocks(rm_store *store) {
+  const rm_version_state other = store->serving;
+  store->serving = store->staged;
+  store->staged = other;
+}
