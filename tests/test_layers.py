@@ -54,7 +54,7 @@ PYTHON_LAYERS = {
     "weights": {"errors", "runtime", "model", "distributed", "request"},
     "ops": {"errors", "runtime"},
     "comm": {"distributed"},
-    "sources": {"weights"},
+    "sources": {"runtime", "weights"},
     "generator": {*_BASE},
     "": {*_BASE, "generator", "comm", "ops", "sources"},
     "torch": {*_BASE, "", "ops"},

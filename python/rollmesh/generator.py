@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Nccl, check_surroundings
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.distributed.spmd import PUSHES, AnyEngine, SpmdEngine, join
+from rollmesh.distributed.rank_engine import PUSHES
+from rollmesh.distributed.spmd import join
 from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import check_vocabulary, eos_ids, naming_prompt, param_list, prompt_list, request_ids
@@ -174,18 +175,13 @@ class Generator:
             nccl_gpu=None if nccl is None else nccl.gpu,
         )
         values = spec.engine_values(self.max_model_len)
-        self._engine: AnyEngine
-        if comm is None or (nccl is not None and nccl.group is None):
-            self._engine = _core.Engine(values, options)
-        else:
-            self._engine = join(values, options, comm, self.mesh)
+        self._engine = join(values, options, None if nccl is not None and nccl.group is None else comm, self.mesh)
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
         self._turn = _core.Turn()
         self._pid = os.getpid()
         self._submitted: set[int] = set()  # ids for poll
         self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
-        self._is_paused = False  # not a threading.Event: a Ctrl-C in its set() can leave its lock taken for ever
         self._closed = False
 
     # ---------------------------------------------------------------------------------------- state
@@ -208,7 +204,7 @@ class Generator:
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        own = {"version": self._weights.version, "asleep": asleep, "paused": self._is_paused, "kv_usage": usage}
+        own = {"version": self._weights.version, "asleep": asleep, "paused": self._engine.paused, "kv_usage": usage}
         return {**stats, **own, "nccl": self._nccl, "cublas": self._cublas and str(self._cublas), "invariant": self._cublas is None}
 
     def _check_alive(self) -> None:
@@ -317,7 +313,7 @@ class Generator:
         try:
             while more:
                 try:
-                    with self._call(None if isinstance(self._engine, SpmdEngine) else deadline):
+                    with self._call(self._engine.own_deadline(deadline)):
                         more = self._poll_step(outputs, deadline) and len(outputs) < min_outputs
                 except DeadlineError:
                     break  # the turn did not come in time
@@ -337,7 +333,7 @@ class Generator:
         self._submitted.intersection_update(self._requests.live())
         waiting = self._submitted - self._requests.done_of(self._submitted)
         rows, late = 0, False
-        if waiting and (not self._is_paused or isinstance(self._engine, SpmdEngine)):  # paused, one hears of what was aborted
+        if waiting:  # paused too: other ranks tell what they have aborted
             rows, late = self._requests.step_with_all(deadline)
         for request in sorted(self._requests.done_of(self._submitted)):
             outputs[request] = self._requests.output_or_error(request)
@@ -365,7 +361,7 @@ class Generator:
     def _before_step(self) -> None:
         """What a call that is about to run the engine to an end has to find."""
         self._weights.close_unscoped()
-        if self._is_paused:
+        if self._engine.paused:
             raise StateError("the generator is paused; resume() it first")
         asleep = self._engine.stats()["asleep"]
         if asleep:
@@ -373,27 +369,28 @@ class Generator:
 
     def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
         """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
-        open_ids, late = set(ids), set[int]()
+        open_ids = set(ids)
         try:
             with progress:
                 while open_ids:
-                    if deadline is not None and self._agreed(time.monotonic() >= deadline):
-                        late, deadline = self._cut_off(open_ids), None
+                    if deadline is not None and self._engine.agree(time.monotonic() >= deadline):
+                        self._cut_off(open_ids)
+                        deadline = None
                     done = self._drive_step(open_ids)
                     open_ids -= done
                     progress.advance(len(done))
-                    if not done and self._is_paused:
+                    if not done and self._engine.paused:
                         time.sleep(PAUSE_POLL_S)
         except BaseException as error:
             self._leave(error)
             raise
-        return self._engine.late(ids) if isinstance(self._engine, SpmdEngine) else late
+        return self._engine.late(ids)
 
     def _drive_step(self, open_ids: set[int]) -> set[int]:
         """Those of open_ids that are done, after a step unless some are already."""
         with self._call():
             done = self._requests.done_of(open_ids)
-            if not done and not self._is_paused:
+            if not done and not self._engine.paused:
                 self._weights.close_unscoped()
                 rows = self._requests.step_for(open_ids)
                 done = self._requests.done_of(open_ids)
@@ -402,22 +399,13 @@ class Generator:
                     raise Error(f"the engine has nothing to do, but {len(open_ids)} requests are not finished")
             return done
 
-    def _agreed(self, late: bool) -> bool:
-        """Of processes that step together either all see the deadline pass or none."""
-        return self._engine.agree(late) if isinstance(self._engine, SpmdEngine) else late
-
-    def _cut_off(self, ids: set[int]) -> set[int]:
+    def _cut_off(self, ids: set[int]) -> None:
         with self._call():
-            running = ids - self._requests.done_of(ids)
-            if isinstance(self._engine, SpmdEngine):
-                self._engine.cut_off(running)
-            else:
-                self._requests.abort(running)
-        return running
+            self._engine.cut_off(ids - self._requests.done_of(ids))
 
     def _leave(self, error: BaseException) -> None:
         """A call of the whole mesh ends on this rank by an exception."""
-        if isinstance(self._engine, SpmdEngine) and not self._closed and os.getpid() == self._pid:
+        if not self._closed and os.getpid() == self._pid:
             self._engine.leave(error)
 
     def _forget(self, ids: Sequence[int], error: BaseException) -> None:
@@ -525,7 +513,7 @@ class Generator:
         """
         with self._refusing(BEGINNING):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
-            if source is not None or not isinstance(self._engine, SpmdEngine):  # another process may have it
+            if source is not None or not self._engine.has_peers:  # another process may have it
                 check_source(source)
             deadline = deadline_of(timeout)
         with self._call(deadline):
@@ -537,9 +525,7 @@ class Generator:
         try:
             yield
         except Error as error:
-            if isinstance(self._engine, SpmdEngine):
-                with self._call():
-                    self._engine.refuse(where, error)
+            self._engine.refuse(where, error, self._call)
             raise
 
     def begin_sync(
@@ -593,16 +579,14 @@ class Generator:
         with self._call():
             if mode == "abort":
                 self._requests.abort(self._requests.live())
-            while mode == "wait" and not self._is_paused and self._engine.unfinished():
+            while mode == "wait" and not self._engine.paused and self._engine.unfinished():
                 if self._requests.step() == 0 and (left := self._engine.unfinished()):
                     raise StateError(f"{left} requests cannot finish while a part is asleep")
-            self._is_paused = True
             self._engine.pause(True)
 
     def resume(self) -> None:
         """Schedules again."""
         with self._call():
-            self._is_paused = False
             self._engine.pause(False)
 
     def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:

@@ -12,9 +12,10 @@ Nothing here unpickles, listens on a port, or imports torch before it is needed.
 
 from __future__ import annotations
 
+from rollmesh.runtime.dtypes import BF16
 from rollmesh.weights.safetensors_folder import SafetensorsFolder
 from rollmesh.weights.transport.store import SharedReader, SharedWriter
 from rollmesh.weights.transport.stream import receive_weights, send_weights
-from rollmesh.weights.transport.tensors import BF16, bucketed
+from rollmesh.weights.transport.tensors import bucketed
 
 __all__ = ["BF16", "SafetensorsFolder", "SharedReader", "SharedWriter", "bucketed", "receive_weights", "send_weights"]

@@ -23,6 +23,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -32,34 +33,26 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Ends, check_alike
 from rollmesh.distributed.mesh import Mesh
+from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
 from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import (
     CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DeadlineError,
-    DeviceError,
     Error,
     RankLostError,
     SyncAbortedError,
 )
-from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView, SampleView, Stats
+from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView, SampleView
 from rollmesh.runtime.messages import reason
 
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
-ALONE = (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    RankLostError,
-    DeadlineError,
-    DeviceError,
-)  # not every rank need have the same of these
-PUSHES = "a set of weights that is pushed"
 # Options that the bits do not depend on.
 OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal", "nccl_library", "nccl_gpu", "cublas_library")
 
 
-class SpmdEngine:
+class SpmdEngine(RankEngine):
     """A _core.Engine that is one rank of several processes."""
+
+    has_peers = True
 
     def __init__(
         self,
@@ -73,7 +66,8 @@ class SpmdEngine:
     ):
         """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together. apart: replicas are
         given requests of their own (by vLLM), which are not compared."""
-        self._engine, self._comm, self.control, self._lockstep = engine, comm, control, lockstep
+        super().__init__(engine)
+        self._comm, self.control, self._lockstep = comm, control, lockstep
         self.rank, self._leads, self._spans, self._apart = comm.rank, leads, spans, apart
         self._asked = hashlib.sha256()  # of all requests so far
         self._announced = True  # nothing was asked since the ranks last compared that
@@ -81,14 +75,7 @@ class SpmdEngine:
         self._foreign: dict[int, Record | None] = {}  # None until settled
         self._logits: dict[int, NDArray[np.float32]] = {}
         self._settled: set[int] = set()
-        self._late: set[int] = set()  # that a deadline cut off, on the rank that keeps them
-        self._paused = False
         self._told: BaseException | None = None  # an exception that all ranks know of
-        self.fault: Exception | None = None  # of this rank's own source, until the end of the sync
-
-    def __getattr__(self, name: str) -> Any:
-        """What concerns this rank alone, or is a collective of the engine's own: syncs, sleep, wake, the manifest."""
-        return getattr(self._engine, name)
 
     def close(self) -> None:
         self._engine.close()
@@ -121,6 +108,11 @@ class SpmdEngine:
         if self._lockstep is None:
             return flag
         return b"1" in self._lockstep.all_gather(b"1" if flag else b"0")
+
+    def own_deadline(self, deadline: float | None) -> float | None:
+        """None: all ranks act on a deadline together."""
+        del deadline
+        return None
 
     def _announce(self, call: str) -> None:
         """Before the first step for new requests: all have been given the same."""
@@ -193,10 +185,10 @@ class SpmdEngine:
 
     def _still(self) -> bool:
         """No step can be made; all ranks are paused and asleep together."""
-        return self._paused or bool(self._engine.stats()["asleep"])
+        return self.paused or bool(self._engine.stats()["asleep"])
 
     def _refuse_asleep(self) -> None:
-        if self._waiting() and not self._paused and self._still():
+        if self._waiting() and not self.paused and self._still():
             self._engine.step()
 
     def runs_besides(self, numbers: set[int]) -> bool:
@@ -272,10 +264,6 @@ class SpmdEngine:
             self._late.add(number)
             self._engine.abort(number)
 
-    def late(self, numbers: Iterable[int]) -> set[int]:
-        """Of settled requests those that were cut off, by whichever rank kept them."""
-        return self._late.intersection(numbers)
-
     def abort(self, number: int) -> None:
         """The ranks that keep it end it; all make this call."""
         self._note(b"abort", str(number).encode())
@@ -294,10 +282,6 @@ class SpmdEngine:
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
         if number not in self._foreign:
             self._engine.stop_sample(number, sample, n_tokens)
-
-    def pause(self, paused: bool) -> None:
-        self._paused = paused
-        self._engine.pause(paused)
 
     # ---------------------------------------------------------------------------------------- results
     def request(self, number: int) -> RequestView:
@@ -326,28 +310,20 @@ class SpmdEngine:
             raise CollectiveMismatchError(f"request {number} is another rank's, and was asked for before it was finished")
         return record
 
-    def stats(self) -> Stats:
-        return self._engine.stats()
-
     # ---------------------------------------------------------------------------------------- weights
-    def settle_sync(self, where: str, error: Exception | None) -> None:
-        """Every rank has come so far with its part of a sync, or failed: all go on or none does."""
-        self.tell_of_sync(where, None, error)
-
     def tell_of_sync(self, where: str, value: Any, error: Exception | None) -> list[Any]:
-        """As settle_sync; every rank's value."""
         error, self.fault = error or self.fault, None
         everyone = self.meet(where, [value, None if error is None else reason(error)])
         self.end_on_all(error, [why for _, why in everyone])
         return [value for value, _ in everyone]
 
-    def refuse(self, where: str, error: Exception) -> None:
-        """Arguments of a sync that this rank refuses: the others, which have come to it, learn that, and this rank what they say."""
-        try:
-            self.settle_sync(where, error)
-        except BaseException as raised:
-            self.leave(raised)
-            raise
+    def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        with turn():
+            try:
+                self.settle_sync(where, error)
+            except BaseException as raised:
+                self.leave(raised)
+                raise
 
     def compare(self, what: str, values: list[str]) -> None:
         """All ranks have heard the same values: CollectiveMismatchError on all, naming two that differ, and the mesh goes on."""
@@ -379,16 +355,13 @@ class SpmdEngine:
         return everyone
 
 
-AnyEngine = _core.Engine | SpmdEngine
-
-
-def join(values: Any, options: Any, comm: Comm, mesh: Mesh, may_differ: Iterable[str] = ()) -> AnyEngine:
+def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: Iterable[str] = ()) -> RankEngine:
     """This process's rank, once all have come and were made alike; a rank may have threads, an isa, and what may_differ names of the
     options for itself. Raises what made this rank fail, MeshMismatchError, or RankLostError when another has failed. A world of one
     rank is an engine and has nobody to ask."""
-    ends = comm.connect(mesh)
-    if ends.control is None:
-        return _core.Engine(values, options)
+    ends = None if comm is None else comm.connect(mesh)
+    if comm is None or ends is None or ends.control is None:
+        return RankEngine(_core.Engine(values, options))
     try:
         sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}  # with None ranks meet while they are made
         told = [decode(part) for part in ends.control.all_gather(encode([comm.tells(), sized]))]

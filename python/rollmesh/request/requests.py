@@ -7,7 +7,6 @@ RequestOutput. Used under the generator's turn only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.distributed.spmd import AnyEngine, SpmdEngine
+from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
 from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, TopLogprobs
@@ -84,7 +83,7 @@ class Requests:
     """All requests of one engine."""
 
     def __init__(
-        self, engine: AnyEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True
+        self, engine: RankEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True
     ):
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
@@ -136,14 +135,13 @@ class Requests:
 
     def step_for(self, requests: set[int]) -> int:
         """One engine step on the way to the end of these."""
-        if isinstance(self._engine, SpmdEngine) and self._engine.runs_besides(requests):
+        if self._engine.runs_besides(requests):
             return self.step_with_all(None)[0]
         return self.step()
 
     def step_with_all(self, deadline: float | None) -> tuple[int, bool]:
         """One engine step, after which all ranks see the same requests finished. Returns its rows, and whether the deadline has passed."""
-        if not isinstance(self._engine, SpmdEngine):
-            return self.step(), deadline is not None and time.monotonic() >= deadline
+        self._is_behind = not self._engine.has_peers  # with peers an error of watching was raised on all ranks, and is not met again
         together = self._engine.step_with_all(self._watch_all, deadline)
         self._watch_all()  # what other ranks have finished
         return together

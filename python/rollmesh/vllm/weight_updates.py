@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollmesh.distributed.spmd import AnyEngine
+from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
 from rollmesh.runtime.arguments import PARTS
 from rollmesh.runtime.messages import reason, shown
@@ -62,7 +62,7 @@ class _Hosted:
 class WeightUpdates:
     """Of one worker. `engine` is this rank's; `rank` counts the workers of one executor."""
 
-    def __init__(self, engine: AnyEngine, vllm_config: Any, rank: int):
+    def __init__(self, engine: RankEngine, vllm_config: Any, rank: int):
         self._engine, self._config = engine, vllm_config
         parallel = vllm_config.parallel_config
         self.rank = rank

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.distributed.spmd import AnyEngine, SpmdEngine
+from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
@@ -95,7 +95,7 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     return bytes_of(views[0] if len(views) == 1 and views[0].flags.c_contiguous else np.concatenate([view.reshape(-1) for view in views]))
 
 
-def spread(ranks: SpmdEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
+def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
     """The entries for this rank to push, one after another. Where all ranks have a source of whole tensors each takes its own, and
     nothing is sent. Otherwise every rank gets what it wants of the tensors: of those that come in pieces from all that have some,
     else from the first that has a source. An exception of a source ends the sync on all."""
@@ -113,7 +113,7 @@ def spread(ranks: SpmdEngine, source: Any, options: Any) -> Iterator[tuple[str, 
     return resharding.entries(own if ranks.rank in givers else None, ahead)
 
 
-def _own(ranks: SpmdEngine, source: Source) -> Iterator[tuple[str, Any]]:
+def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
     try:
         yield from source
     except Exception as error:  # noqa: BLE001 (told to all ranks by settle_sync, then raised)
@@ -125,7 +125,7 @@ class Resharding:
 
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: RankEngine,
         control: _core.Comm,
         rank: int,
         meet: Callable[[str, Any], list[Any]],

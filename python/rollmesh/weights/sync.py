@@ -36,7 +36,7 @@ from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.transport.loans import LentSource
 
 if TYPE_CHECKING:
-    from rollmesh.distributed.spmd import AnyEngine
+    from rollmesh.distributed.rank_engine import RankEngine
 
 MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
@@ -72,7 +72,7 @@ class SyncOptions:
             raise VersionError(f"version = {shown(version)}, wanted an integer in [0, 2^63)")
         object.__setattr__(self, "version", int(version))
 
-    def begin(self, engine: AnyEngine) -> None:
+    def begin(self, engine: RankEngine) -> None:
         engine.sync_begin(
             -1 if self.version is None else self.version,
             cast=self.cast,
@@ -122,7 +122,7 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
             raise kind(f"{len(faults[kind])} of the weights: {head}{listed(faults[kind])}" + (f" (besides: {others})" if others else ""))
 
 
-def check_mapping(engine: AnyEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
+def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
     """All that can be said before a byte is copied. A tensor that would have to be gathered first is checked at its push."""
     limit = 8 * len(manifest) + 1024
     if len(source) > limit:
@@ -150,7 +150,7 @@ def check_mapping(engine: AnyEngine, manifest: list[ManifestEntry], source: Mapp
     raise_faults(faults)
 
 
-def push_mapping(engine: AnyEngine, source: Mapping[str, Any], deadline: float | None) -> None:
+def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float | None) -> None:
     """Copies every entry. Values that are not finite, or not tied as they should be, are only seen here; all are listed."""
     faults: dict[type[Error], list[str]] = {}
     for batch in batches(source, deadline):
@@ -185,7 +185,7 @@ def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[
         yield batch
 
 
-def push_all(engine: AnyEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
+def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
     """Takes every entry to the end, whatever is wrong with one: ranks that hear of the same entries stay together. Returns what was
     wrong; listing: as push_mapping says it."""
     fault: Exception | None = None
@@ -226,7 +226,7 @@ def check_deadline(deadline: float | None, name: object) -> None:
         raise DeadlineError(f"the sync did not finish within its timeout; it stood at {short(name)}")
 
 
-def push_entries(engine: AnyEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
+def push_entries(engine: RankEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
     """Copies what an iterator gives, entry by entry."""
     for entry in entries:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:

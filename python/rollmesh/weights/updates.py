@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rollmesh.distributed.spmd import ALONE, PUSHES, AnyEngine, SpmdEngine
+from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.request.outputs import SyncReport
 from rollmesh.request.requests import Requests
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Weights:
     """State of the syncs of one engine."""
 
-    def __init__(self, engine: AnyEngine, requests: Requests):
+    def __init__(self, engine: RankEngine, requests: Requests):
         self._engine, self._requests = engine, requests
         self.manifest = engine.manifest()
         self.version: int | None = None
@@ -46,8 +46,8 @@ class Weights:
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
         """A whole set from a mapping or an iterator."""
-        if isinstance(self._engine, SpmdEngine):
-            return self._sync_together(self._engine, source, options, deadline)
+        if self._engine.has_peers:
+            return self._sync_together(source, options, deadline)
         self._check_version(options)
         self.reset("a later sync began")
         if options.mode == "inplace":
@@ -66,9 +66,10 @@ class Weights:
             self._abort()
             raise
 
-    def _sync_together(self, engine: SpmdEngine, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
-        """As sync, one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
+    def _sync_together(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
+        """As sync, on one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
         the same place when they tell. A deadline is looked at when all are, too."""
+        engine = self._engine
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
         kinds, timed = [its for its, _ in told], any(its for _, its in told)
@@ -86,7 +87,7 @@ class Weights:
                 listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
                 fault = push_all(engine, spread(engine, source, options), listing, deadline)
                 engine.settle_sync("a sync after its entries", fault or _fault_of(still[0]))
-                self._await_turn_to_commit(engine, options, timed, deadline)
+                self._await_turn_to_commit(options, timed, deadline)
                 voting = True
                 report = self._commit(options, None)
                 voting = False
@@ -102,25 +103,25 @@ class Weights:
         self.reset("a later sync began")
         return everyone
 
-    def _await_turn_to_commit(self, engine: SpmdEngine, options: SyncOptions, timed: bool, deadline: float | None) -> None:
+    def _await_turn_to_commit(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
         """A deadline is looked at when all ranks have finished what runs. timed: some rank has one."""
         if timed:
             self._finish_running(options, None)
-            engine.settle_sync("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
+            self._engine.settle_sync("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
 
     def begin(self, sync: Sync) -> None:
         """Opens the set of a handle; another open one is reset."""
-        if isinstance(self._engine, SpmdEngine):
-            self._begin_together(self._engine, sync)
-            return
-        self._check_version(sync.options)
-        self.reset("a later sync began")
-        if sync.options.mode == "inplace":
-            self._finish_running(sync.options, None)
+        options = sync.options
+        # Ranks may differ in the version: the two-phase commit compares it.
+        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
         try:
-            self._begun(sync)
-        except BaseException:
+            self._engine.compare("a set of weights", told)
+            if options.mode == "inplace":
+                self._finish_running(options, None)
+            self._engine.settle_sync(PUSHES, _fault_of(self._begun, sync))
+        except BaseException as error:
             self._abort()
+            self._engine.leave(error)
             raise
 
     def _begun(self, sync: Sync) -> None:
@@ -130,20 +131,6 @@ class Weights:
 
     def is_open(self, sync: Sync) -> bool:
         return self._open is sync
-
-    def _begin_together(self, engine: SpmdEngine, sync: Sync) -> None:
-        options = sync.options
-        # Ranks may differ in the version: which one it is, the vote finds out.
-        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
-        try:
-            engine.compare("a set of weights", told)
-            if options.mode == "inplace":
-                self._finish_running(options, None)
-            engine.settle_sync(PUSHES, _fault_of(self._begun, sync))
-        except BaseException as error:
-            self._abort()
-            engine.leave(error)
-            raise
 
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
         """fault: why there is no tensor."""
@@ -155,24 +142,20 @@ class Weights:
         try:
             if fault is None:
                 fault = _fault_of(self._engine.sync_push, name, tensor)
-            if isinstance(self._engine, SpmdEngine):
-                self._meet_among_pushes(self._engine, sync, "push", fault)
-            elif fault is not None:
-                raise fault
+            self._meet_among_pushes(sync, "push", fault)
         except BaseException as error:
-            if isinstance(self._engine, SpmdEngine):
-                self._engine.leave(error)
+            self._engine.leave(error)
             raise
         sync.names.add(name)
 
-    def _meet_among_pushes(self, engine: SpmdEngine, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
+    def _meet_among_pushes(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
         """Hears from every rank; one that cannot go on ends the set on all. Returns the places where they are."""
-        everyone = engine.among_pushes(at, None if fault is None else reason(fault))
+        everyone = self._engine.among_pushes(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
         refused_by_all = all(its_at == "push" and why is not None for its_at, why in everyone)
         if not refused_by_all and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
-        engine.end_on_all(fault, reasons)
+        self._engine.end_on_all(fault, reasons)
         return {its_at for its_at, _ in everyone}
 
     def abort(self, sync: Sync, error: BaseException | None) -> None:
@@ -180,11 +163,10 @@ class Weights:
         if self._open is not sync:
             return
         self.reset("it was aborted", only=sync)
-        if isinstance(self._engine, SpmdEngine):
-            if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-                self._engine.among_pushes("abort", "the set was aborted" if error is None else reason(error))
-            else:
-                self._engine.leave(error)
+        if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
+            self._engine.among_pushes("abort", "the set was aborted" if error is None else reason(error))
+        else:
+            self._engine.leave(error)
 
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
         """Commits the open set. Whatever happens, it is closed afterwards."""
@@ -192,18 +174,17 @@ class Weights:
         self._open, sync.closed = None, "it failed"
         voting = False
         try:
-            if isinstance(self._engine, SpmdEngine):
+            if self._engine.has_peers:
                 at = "commit" if deadline is None else TIMED
-                while not {"commit", TIMED}.issuperset(places := self._meet_among_pushes(self._engine, sync, at)):
+                while not {"commit", TIMED}.issuperset(places := self._meet_among_pushes(sync, at)):
                     pass  # others push on
-                self._await_turn_to_commit(self._engine, sync.options, TIMED in places, deadline)
+                self._await_turn_to_commit(sync.options, TIMED in places, deadline)
                 deadline = None
             voting = True
             sync.report = self._commit(sync.options, deadline)
         except BaseException as error:
             self._abort()
-            if isinstance(self._engine, SpmdEngine):
-                self._engine.leave(error, voting)
+            self._engine.leave(error, voting)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -238,7 +219,7 @@ class Weights:
 
     def _require_host_room(self) -> None:
         """Processes of one host ask it for what all of them need, before the first takes any: CapacityError on all ranks of the mesh."""
-        if not isinstance(self._engine, SpmdEngine):
+        if not self._engine.has_peers:
             return
         pools: dict[int, list[tuple[int, int, int]]] = {}  # of the machine's memory, and of a control group's share of it
         for rank, (wanted, its_pools) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
@@ -269,21 +250,15 @@ class Weights:
 
     def _tell(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
         """Every rank's value; of one process its own. fault: why this rank goes no further; raised, and SyncAbortedError elsewhere."""
-        if isinstance(self._engine, SpmdEngine):
-            try:
-                return self._engine.tell_of_sync(where, value, fault)
-            except BaseException as error:
-                self._engine.leave(error)
-                raise
-        if fault is not None:
-            raise fault
-        return [value]
+        try:
+            return self._engine.tell_of_sync(where, value, fault)
+        except BaseException as error:
+            self._engine.leave(error)
+            raise
 
     def alike(self, what: str, value: str) -> None:
         """All ranks have come to it with the same value, or CollectiveMismatchError on all."""
-        told = self._tell(what, value)
-        if isinstance(self._engine, SpmdEngine):
-            self._engine.compare(what, told)
+        self._engine.compare(what, self._tell(what, value))
 
     def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with
@@ -294,14 +269,10 @@ class Weights:
         except Exception as error:  # noqa: BLE001 (raised when all ranks know)
             fault = error
         except BaseException as error:
-            self._leave(error)
+            self._engine.leave(error)
             raise
         self._tell(where, None, fault)
         return result
-
-    def _leave(self, error: BaseException) -> None:
-        if isinstance(self._engine, SpmdEngine):
-            self._engine.leave(error)
 
     def forget(self) -> None:
         """The generator is being closed: the engine will be gone."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from rollmesh.distributed.spmd import ALONE, AnyEngine, SpmdEngine
+from rollmesh.distributed.rank_engine import ALONE, RankEngine
 from rollmesh.errors import CapacityError, Error, NotSyncedError, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.runtime.messages import reason
@@ -75,7 +75,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: RankEngine,
         updates: WeightUpdates,
         host: HostLogits,
         spec: ModelSpec,
@@ -110,7 +110,7 @@ class Runner:
         try:
             output = self._make_step(scheduled, grammar)
         except BaseException as error:
-            self._leave(error)
+            self._engine.leave(error)
             raise
         self._remember(getattr(output, FAILED, {}))
         return output
@@ -147,7 +147,7 @@ class Runner:
         except NO_STEP:
             pass  # nor do the others make it
         except BaseException as error:
-            self._leave(error)
+            self._engine.leave(error)
             raise
 
     def _close_set(self) -> Error | None:
@@ -174,11 +174,6 @@ class Runner:
         first prompt."""
         part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
         return next((why for known, why in reversed(self._failed.items()) if name in known and part.fullmatch(known)), None)
-
-    def _leave(self, error: BaseException) -> None:
-        """This rank ends here; where others would wait for it they learn so."""
-        if isinstance(self._engine, SpmdEngine):
-            self._engine.leave(error)
 
     def _fail(self, scheduled: Any) -> None:
         """No step is made: its requests end, and pages that vLLM counts as computed from here on hold nothing."""

@@ -26,7 +26,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rollmesh import _core
 from rollmesh.distributed import comm
-from rollmesh.distributed.spmd import AnyEngine, join
+from rollmesh.distributed.rank_engine import RankEngine
+from rollmesh.distributed.spmd import join
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.model.placement import placements
 from rollmesh.model.sizes import kv_bytes_per_token, matrices, rank_bytes
@@ -58,7 +59,7 @@ def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
 class _Made(NamedTuple):
     """What a worker has once vLLM has said how many pages there are."""
 
-    engine: AnyEngine
+    engine: RankEngine
     updates: WeightUpdates
     runner: Runner
 
@@ -192,10 +193,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
         return get_world_group() if self.mesh.dp > 1 else get_tp_group()
 
-    def _make_engine(self, options: EngineOptions) -> AnyEngine:
+    def _make_engine(self, options: EngineOptions) -> RankEngine:
         values = self.spec.engine_values(options.max_model_len)
         if self.mesh.world == 1:
-            return _core.Engine(values, options)
+            return join(values, options, None, self.mesh)
         group = self._comm()
         if config.options(self.vllm_config).exchange == "nccl":
             group = nccl = comm.nccl(group)

@@ -1,0 +1,155 @@
+"""The engine of this process and the other ranks of its mesh: one interface for the generator, requests, weight updates and vLLM's runner.
+
+RankEngine       this process is alone (its ranks, if several, are threads): requests go to the C engine, what would ask other ranks
+                 returns at once
+SpmdEngine       (spmd.py) this process is one rank of several: the same calls, answered by all ranks together
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh import _core
+from rollmesh.errors import CollectiveMismatchError, CollectiveTimeoutError, DeadlineError, DeviceError, RankLostError
+from rollmesh.runtime.engine_views import Finish, Ids, RequestView, SampleView, Stats
+
+# Errors that one rank may have while the others do not.
+ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)
+PUSHES = "a set of weights that is pushed"
+
+
+class RankEngine:
+    """A _core.Engine whose process has no others to ask."""
+
+    has_peers = False  # other processes make the same calls in the same order
+    rank = 0
+
+    def __init__(self, engine: _core.Engine):
+        self._engine = engine
+        self.paused = False
+        self.fault: Exception | None = None  # of this rank's own source, until the end of the sync
+        self._late: set[int] = set()  # cut off by a deadline, until their release
+
+    def __getattr__(self, name: str) -> Any:
+        """Calls that concern this rank alone, or are collectives of the C engine: syncs, sleep, wake, the manifest."""
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    # ---------------------------------------------------------------------------------------- among ranks
+    def meet(self, call: str, value: Any = None) -> list[Any]:
+        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given different requests."""
+        del call
+        return [value]
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank of the lockstep group says so."""
+        return flag
+
+    def own_deadline(self, deadline: float | None) -> float | None:
+        """The deadline that this rank may act on without the others."""
+        return deadline
+
+    def leave(self, error: BaseException, voting: bool = False) -> None:
+        """This rank leaves a call by an exception. One that the others neither get nor learn of ends the mesh, since they would wait.
+        voting: the two-phase commit of a sync has begun, in which a MemoryError is a vote."""
+
+    # ---------------------------------------------------------------------------------------- requests
+    def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
+        return self._engine.add(prompt, stop_token_ids, request, logits)
+
+    def step(self) -> tuple[int, bool]:
+        """One step on the way to the end of all requests: (rows, whether there is more to do)."""
+        return self._engine.step()
+
+    def runs_besides(self, numbers: set[int]) -> bool:
+        """Requests other than these are unfinished elsewhere, so that a call for these must not go to the end of all."""
+        del numbers
+        return False
+
+    def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
+        """One step, after which all ranks see the same requests finished. watch() looks for stop strings in this rank's own requests
+        before ranks meet. Returns (rows of all replicas, whether any rank has seen its deadline pass)."""
+        del watch  # the caller looks after the step
+        rows = 0 if self.paused else self._engine.step()[0]
+        return rows, deadline is not None and time.monotonic() >= deadline
+
+    def finished(self) -> set[int]:
+        return self._engine.finished()
+
+    def unfinished(self) -> int:
+        return self._engine.unfinished()
+
+    def ids(self) -> list[int]:
+        """Requests that were added and not released, oldest first."""
+        return self._engine.ids()
+
+    def cut_off(self, numbers: Iterable[int]) -> None:
+        """The deadline of these has passed: those that still run are aborted."""
+        for number in set(numbers).difference(self.finished()):
+            self._late.add(number)
+            self._engine.abort(number)
+
+    def late(self, numbers: Iterable[int]) -> set[int]:
+        """Those that a deadline cut off."""
+        return self._late.intersection(numbers)
+
+    def abort(self, number: int) -> None:
+        self._engine.abort(number)
+
+    def release(self, number: int) -> None:
+        self._engine.release(number)
+        self._late.discard(number)
+
+    def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
+        self._engine.stop_sample(number, sample, n_tokens)
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        self._engine.pause(paused)
+
+    def request(self, number: int) -> RequestView:
+        return self._engine.request(number)
+
+    def sample(self, number: int, index: int) -> SampleView:
+        return self._engine.sample(number, index)
+
+    def tokens(self, number: int, index: int, start: int) -> tuple[Finish, Ids]:
+        return self._engine.tokens(number, index, start)
+
+    def stats(self) -> Stats:
+        return self._engine.stats()
+
+    # ---------------------------------------------------------------------------------------- weights
+    def tell_of_sync(self, where: str, value: Any, error: Exception | None) -> list[Any]:
+        """Every rank's value, once all have come this far with their part of a sync. error: why this rank goes no further; it is raised
+        here, and SyncAbortedError with the reason on the other ranks."""
+        self.end_on_all(error, [])
+        return self.meet(where, value)
+
+    def settle_sync(self, where: str, error: Exception | None) -> None:
+        """The same without a value."""
+        self.tell_of_sync(where, None, error)
+
+    def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        """This rank refuses the arguments of a call of the whole mesh: the others, which have made it, learn why. turn: the generator's."""
+
+    def compare(self, what: str, values: list[str]) -> None:
+        """All ranks have the same values; else CollectiveMismatchError on all, naming two that differ. The mesh goes on."""
+
+    def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
+        """Raises this rank's own error, or SyncAbortedError with the first of the other ranks' reasons, if there is one."""
+        del reasons
+        if error is not None:
+            raise error
+
+    def among_pushes(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
+        """Where each rank is in a pushed set ("push", "abort", "commit"), and why it goes no further."""
+        return [(at, why)]
