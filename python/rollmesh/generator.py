@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +31,7 @@ from rollmesh.request.arguments import check_vocabulary, eos_ids, naming_prompt,
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import TextCodec
+from rollmesh.request.text import TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
     PARTS,
@@ -183,6 +184,23 @@ class Generator:
         self._submitted: set[int] = set()  # ids for poll
         self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
         self._closed = False
+
+    @classmethod
+    def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
+        """A generator for the model of a Hugging Face folder or config. Weights are not read: sync_weights brings them.
+
+        folder_or_config  a local folder with config.json, whose tokenizer is taken too if it has one; or a transformers config object,
+                          its dict, or the path of a config.json
+        ignore            keys of the config that are known not to matter, as in ModelSpec.from_hf
+        options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
+
+        Raises ConfigError naming the path, or the key and value, for what cannot be read or is not supported; FormatError for a
+        config.json that is not a JSON object; and what Generator raises.
+        """
+        spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
+        if "tokenizer" not in options and isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
+            options["tokenizer"] = tokenizer_of_folder(Path(folder_or_config))
+        return cls(spec, **options)
 
     # ---------------------------------------------------------------------------------------- state
     @property

@@ -17,7 +17,6 @@ import rollmesh as rm
 from rollmesh.cli.options import (
     add_engine,
     checkpoint_of,
-    load_tokenizer,
     make_generator,
     read_json,
     read_model_config,
@@ -25,6 +24,7 @@ from rollmesh.cli.options import (
     tokenizer_file,
 )
 from rollmesh.cli.weights import random_weights
+from rollmesh.request.text import load_tokenizer
 from rollmesh.runtime.messages import shown
 
 

@@ -135,14 +135,3 @@ def tokenizer_size(where: Path) -> int:
         return len(tokens | {added["content"] for added in content.get("added_tokens") or ()})
     except (KeyError, TypeError, IndexError) as e:
         raise rm.ConfigError(f"{plain(file)} is no tokenizer.json: it has no vocabulary") from e
-
-
-def load_tokenizer(file: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as e:
-        raise rm.ConfigError(f"reading tokenizer.json needs the package tokenizers: {INSTALL_TRAIN}") from e
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as e:  # the package raises no narrower class
-        raise rm.ConfigError(f"{plain(file)} is no tokenizer.json: {plain(e)}") from e

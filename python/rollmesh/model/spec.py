@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model.rope import MAX_FLOAT
-from rollmesh.runtime.messages import listed, shown
+from rollmesh.runtime.messages import listed, plain, shown
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 
@@ -234,12 +234,12 @@ def _as_dict(config: Any) -> dict[str, Any]:
     try:
         path = Path(config)
     except TypeError:
-        raise ConfigError(f"config is a {type(config).__name__}, wanted a config object, a dict or a folder with config.json") from None
+        raise ConfigError(f"config: expected a config object, a dict or a folder with config.json, got a {type(config).__name__}") from None
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
+        raise ConfigError(f"{plain(file)}: {error.strerror}; expected a local folder with config.json, or that file") from error
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):

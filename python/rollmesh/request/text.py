@@ -1,16 +1,50 @@
-"""Text at the edge of the engine, which knows only token ids: one face for both kinds of tokenizer, and the search for stop
-strings while tokens come in.
+"""Text in and out; the engine knows only token ids. One interface for both kinds of tokenizer, how one is read from a folder, and the
+search for stop strings while tokens come in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, RequestError
+from rollmesh.runtime.messages import plain
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_BACK = 8  # tokens; a character has at most four bytes, so longer runs of undecodable text are final
+
+
+def tokenizer_of_folder(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder, None where it has none. A transformers tokenizer where there is a tokenizer_config.json and
+    transformers is installed, else a tokenizers.Tokenizer from tokenizer.json. Only local files are read, and no code of the folder is run.
+
+    ConfigError: the files are no tokenizer, or the package to read them is missing.
+    """
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not (settings.is_file() and (find_spec("transformers") or not file.is_file())):
+        return load_tokenizer(file) if file.is_file() else None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"{plain(folder)}: reading its tokenizer needs the package transformers, or a tokenizer.json") from error
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"{plain(folder)}: expected the files of a tokenizer: {plain(error)}") from error
+
+
+def load_tokenizer(file: Path) -> Any:
+    """A tokenizers.Tokenizer from a tokenizer.json."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("reading tokenizer.json needs the package tokenizers: pip install tokenizers") from error
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(f"{plain(file)} is no tokenizer.json: {plain(error)}") from error
 
 
 class TextCodec:

@@ -1,0 +1,116 @@
+"""Generator.from_hf: a folder or a config object gives the generator that ModelSpec and Generator give by hand, and never reads weights.
+
+Input: folders as transformers writes them (tiny random configs, the tokenizer of data/chars), and broken ones. Oracle: a generator made
+by hand, with the same weights, bit for bit; the path or value that an error must name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+
+import rollmesh as rm
+
+CHARS = Path(__file__).resolve().parent.parent / "data/chars"
+CONFIG = {**helpers.tiny_config(), "vocab_size": 128}
+SMALL: dict[str, Any] = {"max_model_len": 64, "kv_cache_gib": 0.01, "threads": 1}
+PARAMS = rm.SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+
+
+def folder_of(path: Path, *files: str, config: Any = CONFIG) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (path / "model.safetensors").write_bytes(b"not weights")  # nobody may look
+    for name in files:
+        shutil.copy(CHARS / name, path / name)
+    return path
+
+
+def sampled(gen: rm.Generator, prompt: Any) -> list[Any]:
+    gen.sync_weights(helpers.numpy_state_dict(CONFIG), cast=True)
+    sample = gen.generate([prompt], PARAMS)[0].outputs[0]
+    return [sample.token_ids.tolist(), sample.logprobs.tobytes()]
+
+
+def test_a_folder_a_config_and_a_spec_give_the_same_bits(tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    folder = folder_of(tmp_path / "model")
+    made = [
+        rm.Generator(rm.ModelSpec.from_hf(CONFIG), **SMALL),
+        *(rm.Generator.from_hf(source, **SMALL) for source in (folder, str(folder), folder / "config.json", CONFIG)),
+        rm.Generator.from_hf(Qwen3Config(**CONFIG), **SMALL),
+    ]
+    outcomes = []
+    for gen in made:
+        with gen:
+            assert gen.tokenizer is None
+            assert gen.version is None
+            outcomes.append(sampled(gen, np.arange(5)))
+    assert outcomes == [outcomes[0]] * len(made)
+
+
+@pytest.mark.parametrize("files", [("tokenizer.json",), ("tokenizer.json", "tokenizer_config.json")])
+def test_the_folders_tokenizer_is_taken(tmp_path: Path, files: tuple[str, ...]) -> None:
+    folder = folder_of(tmp_path / "model", *files)
+    with rm.Generator.from_hf(folder, **SMALL) as gen, rm.Generator.from_hf(folder, tokenizer=None, **SMALL) as plain:
+        assert plain.tokenizer is None
+        encoded = gen.tokenizer.encode("abc")
+        ids = getattr(encoded, "ids", encoded)
+        assert sampled(gen, "abc") == sampled(plain, ids)
+        own = getattr(gen.tokenizer, "eos_token_id", None)
+        assert gen.eos_token_ids == plain.eos_token_ids + (() if own is None else (own,))
+
+
+def test_without_transformers_tokenizer_json_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmesh.request.text.find_spec", lambda name: None)
+    folder = folder_of(tmp_path / "model", "tokenizer.json", "tokenizer_config.json")
+    with rm.Generator.from_hf(folder, **SMALL) as gen:
+        assert type(gen.tokenizer).__module__.startswith("tokenizers")
+    (folder / "tokenizer.json").unlink()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(rm.ConfigError, match=r"model: reading its tokenizer needs the package transformers"):
+        rm.Generator.from_hf(folder, **SMALL)
+
+
+def test_options_and_ignored_keys_pass(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", config={**CONFIG, "new_key": 3})
+    with pytest.raises(rm.ConfigError, match="new_key=3"):
+        rm.Generator.from_hf(folder, **SMALL)
+    with rm.Generator.from_hf(folder, ignore=("new_key",), dtype="float32", **SMALL) as gen:
+        assert gen.dtype == "float32"
+        assert gen.max_model_len == 64
+    with pytest.raises(TypeError, match="no_option"):
+        rm.Generator.from_hf(folder, ignore=("new_key",), no_option=1)
+
+
+@pytest.mark.parametrize(
+    "source, error, said",
+    [
+        ("Qwen/Qwen3-0.6B", rm.ConfigError, r"Qwen/Qwen3-0\.6B: No such file or directory; expected a local folder with config\.json"),
+        (3, rm.ConfigError, "config: expected a config object, a dict or a folder with config.json, got a int"),
+        ({**CONFIG, "model_type": "llama"}, rm.ConfigError, "model_type='llama' is not supported"),
+        ({**CONFIG, "hidden_size": -1}, rm.ConfigError, "hidden_size=-1"),
+        ("empty", rm.ConfigError, r"empty/config\.json: No such file or directory"),
+        ("broken", rm.FormatError, r"broken/config\.json is not JSON"),
+        ("list", rm.FormatError, r"list/config\.json holds a list"),
+        ("tokenizer", rm.ConfigError, r"tokenizer/tokenizer\.json is no tokenizer\.json"),
+        ("settings", rm.ConfigError, "settings: expected the files of a tokenizer"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any, error: type[Exception], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    folder_of(Path("broken"), config="{")
+    folder_of(Path("list"), config="[1]")
+    (folder_of(Path("tokenizer")) / "tokenizer.json").write_text("{}")
+    (folder_of(Path("settings")) / "tokenizer_config.json").write_text("{")
+    with pytest.raises(error, match=said):
+        rm.Generator.from_hf(source, **SMALL)
