@@ -152,8 +152,8 @@ class Weights:
         """Hears from every rank; one that cannot go on ends the set on all. Returns the places where they are."""
         everyone = self._engine.among_pushes(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
-        refused_by_all = all(its_at == "push" and why is not None for its_at, why in everyone)
-        if not refused_by_all and any(reasons):
+        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]  # no generator: a Ctrl-C would hit its end
+        if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         self._engine.end_on_all(fault, reasons)
         return {its_at for its_at, _ in everyone}
