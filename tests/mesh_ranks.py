@@ -362,13 +362,13 @@ def forked(rank: Rank) -> Any:
     if pid == 0:
         told = []
         engine = generator._engine
-        for call in (engine._control.look, lambda: engine._control.all_gather(b"child")):
+        for call in (engine.control.look, lambda: engine.control.all_gather(b"child")):
             try:
                 call()
             except rm.StateError as error:
                 told.append(str(error))
         wanted = f"process {os.getppid()}, and this is process {os.getpid()}"
-        engine._control.abort()
+        engine.control.abort()
         engine._comm.abort()
         if rank.job["how"] == "close":
             engine.close()
