@@ -30,6 +30,7 @@ import helpers
 import numpy as np
 
 import rollmesh as rm
+from rollmesh.distributed import comm as comms
 from rollmesh.runtime.arguments import PARTS
 
 LIMIT = 120.0
@@ -328,14 +329,14 @@ def interrupted(rank: Rank) -> Any:
     generator = rank.make()
     generator.sync_weights(rank.source(), cast=True)
     rank.job["signal"] = signal.SIGINT
-    check = rm.comm._Exchange._check
+    check = comms._Exchange._check
 
     def checked(*args: Any) -> None:
         rank.end_itself()
         check(*args)
 
     def cut_short() -> None:
-        rm.comm._Exchange._check = checked
+        comms._Exchange._check = checked
 
     method = "sync_push" if rank.job["where"] == "sync" else "step"
     rank.after(3, method, cut_short if rank.job["where"] == "exchange" else None)

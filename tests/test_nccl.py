@@ -22,8 +22,8 @@ from native_build import ROOT, standin
 from test_native import passes
 
 import rollmesh as rm
-from rollmesh import comm as comms
 from rollmesh.cli import doctor
+from rollmesh.distributed import comm as comms
 from rollmesh.runtime import nccl
 from rollmesh.runtime.devices import Device
 
