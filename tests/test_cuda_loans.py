@@ -538,7 +538,7 @@ def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
     assert (array.shape, array.strides, array.dtype, array.nbytes) == ((6, 8), strides, "float16", 96)
     assert flags_of(array.__dlpack__(max_version=(1, 0))) == 1  # read-only: it is another's
     assert as_array("a", array).tobytes() == wanted.tobytes()
-    with pytest.raises(rm.UnsupportedTensorError, match="a NumPy array of a float16 tensor on cuda:1, wanted one of the host"):
+    with pytest.raises(rm.UnsupportedTensorError, match="a NumPy array of a float16 array on cuda:1, wanted one of the host"):
         np.asarray(array)
     words = as_array("a", gpus.array(ordinal, address, "bfloat16", shape, strides))
     assert (words.dtype.metadata, words.tobytes()) == ({"rollmesh": "bfloat16"}, wanted.tobytes())

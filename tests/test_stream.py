@@ -32,7 +32,7 @@ KINDS = ("nccl", "shm", "gloo", "torch")
 LOSING = KINDS[:3]  # torch's groups alike
 DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
 SOON = 20.0  # seconds in which a fault has to be known, far above what it takes
-GIVEN = {"nccl": "GpuArray", "shm": "ndarray", "gloo": "ndarray", "torch": "Tensor"}
+GIVEN = {"nccl": "DeviceArray", "shm": "ndarray", "gloo": "ndarray", "torch": "Tensor"}
 
 
 class Ranks:

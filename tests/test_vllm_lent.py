@@ -241,7 +241,7 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, count: int, happens: Callable
     """Once, when so many tensors that are lent have been looked at."""
     looked, array = iter(range(count)), Borrowed.array
 
-    def look(borrowed: Borrowed, name: str) -> _core.GpuArray:
+    def look(borrowed: Borrowed, name: str) -> _core.DeviceArray:
         if next(looked, None) is None:
             monkeypatch.setattr(Borrowed, "array", array)
             happens()

@@ -2,11 +2,14 @@
 // for all work of the device first, a consumer's too. A pool of blocks lost: what another library's stream still reads would be written.
 #include "gpu_array.h"
 
+#include <stdio.h>
 #include <string.h>
+#include <structmember.h>
 
 #include "base/checked.h"
 #include "base/memory.h"
 #include "dlpack.h"
+#include "gpu/loans.h"
 #include "tensor.h"
 
 static const struct {
@@ -19,16 +22,18 @@ static const struct {
     {"float64", DL_FLOAT, 64, NPY_FLOAT64},
 };
 enum { N_DTYPES = sizeof dtypes / sizeof *dtypes, MAX_DIMS = 4 };
+#define GIVEN_BACK "the tensor was given back to the process that lent it"
 #define DTYPES "bfloat16, float32, int32, uint8, int64, float16 or float64"
 
 typedef struct array_object {
   PyObject_HEAD
-  rm_queue_object *queue;       // owned
-  void *data;                   // owned where `owner` is NULL, else a view of the owner's; may be NULL where there is no element
-  PyObject *owner;              // owned: an array that this is a part of, or what a producer gave
+  rm_queue_object *queue;       // owned; NULL: an array of `gpus`
+  PyObject *gpus;               // owned _core.Gpus; NULL: an array of `queue`, which is C-contiguous
+  PyObject *owner;              // owned: what keeps `data`. NULL: the array itself, of a queue; somebody else, of gpus
+  void *data;                   // NULL: no element, or dropped
   size_t bytes;
-  int dtype, n_dims, read_only;
-  int64_t shape[MAX_DIMS];      // in C order, without gaps
+  int ordinal, dtype, n_dims, read_only, is_dropped;
+  int64_t shape[MAX_DIMS], strides[MAX_DIMS];   // in elements
 } array_object;
 
 // ------------------------------------------------------------------------------------------------ making arrays
@@ -68,7 +73,42 @@ static array_object *new_array(PyObject *module, rm_queue_object *queue, int dty
     return NULL;
   }
   self->bytes = (size_t)bytes;
+  self->ordinal = queue->device.ordinal;
+  int64_t step = 1;
+  for (int i = self->n_dims - 1; i >= 0; i--) {
+    self->strides[i] = step;
+    step *= rm_max64(self->shape[i], 1);
+  }
   return self;
+}
+
+// (ordinal, address, dtype, shape, strides, owner or None): a view, read-only, of memory that is another process's or a GpuBlock's.
+PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
+  PyObject *module = rm_module_of(gpus), *shape, *strides, *owner = NULL;
+  int ordinal;
+  unsigned long long address;
+  const char *name;
+  if (!PyArg_ParseTuple(args, "iKsO!O!|O:array", &ordinal, &address, &name, &PyTuple_Type, &shape, &PyTuple_Type, &strides, &owner))
+    return NULL;
+  const int dtype = dtype_named(module, name);
+  const Py_ssize_t n = PyTuple_Size(shape);
+  if (dtype < 0) return NULL;
+  if (n > MAX_DIMS || PyTuple_Size(strides) != n)
+    return rm_raise_code(module, RM_E_SHAPE, "expected at most %d sizes and as many strides, got %zd and %zd", (int)MAX_DIMS, n,
+                         PyTuple_Size(strides));
+  array_object *array = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
+  if (!array) return NULL;
+  array->gpus = Py_NewRef(gpus);
+  array->owner = Py_XNewRef(owner);
+  array->data = (void *)(uintptr_t)address;
+  array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n, array->read_only = 1;
+  if (rm_numbers_of(shape, array->shape, (int)n) || rm_numbers_of(strides, array->strides, (int)n)) {
+    Py_DECREF(array);
+    return NULL;
+  }
+  array->bytes = dtypes[dtype].bits / 8;
+  for (int i = 0; i < array->n_dims; i++) array->bytes *= (size_t)array->shape[i];   // of an allocation, so it does not overflow
+  return (PyObject *)array;
 }
 
 // Zeros; where `from` is given its bytes, waited for.
@@ -161,11 +201,7 @@ PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObjec
   if (dtype < 0) return NULL;
   if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
     return rm_raise_code(module, RM_E_SHAPE, "%.200U has %d dims, wanted at most %d", name, t->n_dims, (int)MAX_DIMS);
-  PyObject *shape = PyTuple_New(t->n_dims);
-  for (int i = 0; shape && i < t->n_dims; i++) {
-    PyObject *size = PyLong_FromLongLong(t->shape[i]);
-    if (!size || PyTuple_SetItem(shape, i, size)) Py_CLEAR(shape);
-  }
+  PyObject *shape = rm_tuple_of(t->shape, t->n_dims);
   array_object *array = shape ? new_array(module, queue, dtype, shape) : NULL;
   Py_XDECREF(shape);
   if (!array) return NULL;
@@ -178,6 +214,13 @@ PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObjec
 
 // ------------------------------------------------------------------------------------------------ arguments of ops
 int rm_is_device_array(PyObject *module, PyObject *object) { return rm_is(module, object, RM_TYPE_DEVICE_ARRAY); }
+
+static const char *device_name(const array_object *array) {
+  static _Thread_local char name[16];
+  if (array->queue) return array->queue->device.name;
+  snprintf(name, sizeof name, "cuda:%d", array->ordinal);
+  return name;
+}
 
 int rm_device_array_type(PyObject *array) { return dtypes[((array_object *)array)->dtype].type; }
 
@@ -199,7 +242,7 @@ int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *obj
     rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is %R of the CPU, wanted an array of %s on %s", want->name,
                   (PyObject *)Py_TYPE(object), type_name(want->type), where);
   } else if (array->queue != queue) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is on %s, wanted %s", want->name, array->queue->device.name, where);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is on %s, wanted %s", want->name, device_name(array), where);
   } else if (dtypes[array->dtype].type != want->type) {
     rm_raise_code(module, RM_E_DTYPE, "%s has dtype %s, wanted %s", want->name, dtypes[array->dtype].name, type_name(want->type));
   } else if (array->n_dims != want->n_dims) {
@@ -255,15 +298,12 @@ static void end_capsule(PyObject *capsule) {   // one that no consumer has taken
 static PyObject *capsule_of(array_object *self, int versioned) {
   capsule_held *held = rm_alloc(1, sizeof *held);
   if (!held) return PyErr_NoMemory();
-  int64_t step = 1;
-  for (int i = self->n_dims - 1; i >= 0; i--) {
-    held->shape[i] = self->shape[i], held->strides[i] = step;
-    step *= rm_max64(self->shape[i], 1);
-  }
+  memcpy(held->shape, self->shape, sizeof held->shape);
+  memcpy(held->strides, self->strides, sizeof held->strides);
   held->array = Py_NewRef((PyObject *)self);
   const dl_tensor tensor = {
       .data = self->data,
-      .device = {DL_CUDA, self->queue->device.ordinal},
+      .device = {DL_CUDA, self->ordinal},
       .n_dims = self->n_dims,
       .dtype = {dtypes[self->dtype].code, dtypes[self->dtype].bits, 1},
       .shape = held->shape,
@@ -278,7 +318,8 @@ static PyObject *capsule_of(array_object *self, int versioned) {
   return capsule;
 }
 
-// `stream` comes after what ops have enqueued. As DLPack has it: None is the default stream, −1 asks for nothing.
+// `stream` waits for the ops enqueued so far. As DLPack has it: None is the default stream, −1 asks for nothing. What is lent was written
+// before.
 static int hand_over(array_object *self, PyObject *stream) {
   const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
   const rm_device *device = &self->queue->device;
@@ -286,7 +327,7 @@ static int hand_over(array_object *self, PyObject *stream) {
   int saved;
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
-  if (handle == -1) return 0;
+  if (handle == -1 || !self->queue) return 0;
   if (rm_queue_check_stream(rm_module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
   if (rm_queue_enter(rm_module_of((PyObject *)self), self->queue, &saved)) return -1;
   device->lead(device->self, (void *)(uintptr_t)handle);
@@ -301,45 +342,69 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
   array_object *self = (array_object *)object;
   PyObject *stream = Py_None, *version = Py_None, *device = Py_None, *copy = Py_None;
-  int major = 0, minor = 0, type = DL_CUDA, number = self->queue->device.ordinal;
+  int major = 0, minor = 0, type = DL_CUDA, number = self->ordinal;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
   if ((version != Py_None && !PyTuple_Check(version)) || (device != Py_None && !PyTuple_Check(device)))
     return PyErr_SetString(PyExc_TypeError, "wanted tuples of two integers as max_version and dl_device"), NULL;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
   if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
-  if (type != DL_CUDA || number != self->queue->device.ordinal || copy == Py_True)
-    return PyErr_Format(PyExc_BufferError, "wanted the array where it is, on %s, without a copy", self->queue->device.name);
+  if (type != DL_CUDA || number != self->ordinal || copy == Py_True)
+    return PyErr_Format(PyExc_BufferError, "wanted the array where it is, on %s, without a copy", device_name(self));
+  if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   if (major < 1 && self->read_only) return PyErr_SetString(PyExc_BufferError, "a read-only array, wanted DLPack 1.x"), NULL;
   return hand_over(self, stream) ? NULL : capsule_of(self, major >= 1);
 }
 
 static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
   (void)ignored;
-  return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->queue->device.ordinal);
+  return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->ordinal);
 }
 
 // ------------------------------------------------------------------------------------------------ DeviceArray
+// Bytes of its memory, from `low` bytes after element 0 on, waited for.
+static int read_bytes(const array_object *self, void *to, int64_t low, size_t bytes) {
+  PyObject *module = rm_module_of((PyObject *)self);
+  rm_error err = RM_ERROR_INIT;
+  rm_code code;
+  int saved = 0;
+  const rm_device *device = self->queue ? &self->queue->device : rm_gpus_device(self->gpus, self->ordinal);
+  if (!device || (self->queue && rm_queue_enter(module, self->queue, &saved))) return -1;
+  Py_BEGIN_ALLOW_THREADS
+    if (!self->queue) saved = device->enter(device->self);
+    device->get(device->self, to, (const char *)self->data + low, bytes);
+    code = rm_device_wait(device, &err);
+    if (self->queue) rm_queue_leave(self->queue, saved);
+    else device->leave(device->self, saved);
+  Py_END_ALLOW_THREADS
+  if (code) rm_raise(module, &err);
+  return code ? -1 : 0;
+}
+
+// A strided array is copied from its first element in memory to its last, and rearranged on the host.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
-  const rm_device *device = &self->queue->device;
-  rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
-  int saved;
+  const int type = dtypes[self->dtype].type;
+  const int64_t each = dtypes[self->dtype].bits / 8;
+  int64_t low = 0, high = each;
+  npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
   (void)ignored;
-  PyObject *out = rm_array_new(dtypes[self->dtype].type, self->n_dims, self->shape, NULL);
-  if (!out || !self->bytes) return out;
-  if (rm_queue_enter(rm_module_of(object), self->queue, &saved)) {
-    Py_DECREF(out);
-    return NULL;
+  if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
+  for (int i = 0; i < self->n_dims; i++) {
+    dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * each);
+    const int64_t reach = self->bytes ? (self->shape[i] - 1) * steps[i] : 0;
+    *(reach < 0 ? &low : &high) += reach;
   }
-  Py_BEGIN_ALLOW_THREADS
-    device->get(device->self, PyArray_DATA((PyArrayObject *)out), self->data, self->bytes);
-    code = rm_device_wait(device, &err);
-    rm_queue_leave(self->queue, saved);
-  Py_END_ALLOW_THREADS
-  if (!code) return out;
-  Py_DECREF(out);
-  return rm_raise(rm_module_of(object), &err);
+  if (!self->bytes) return rm_array_new(type, self->n_dims, self->shape, NULL);
+  PyObject *copy = NULL, *bytes = rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL);
+  if (!bytes) return NULL;
+  char *to = PyArray_DATA((PyArrayObject *)bytes);
+  if (!read_bytes(self, to, low, (size_t)(high - low))) {
+    PyObject *view = PyArray_New(&PyArray_Type, self->n_dims, dims, type, steps, to - low, 0, NPY_ARRAY_ALIGNED, NULL);
+    copy = view ? PyArray_NewCopy((PyArrayObject *)view, NPY_CORDER) : NULL;
+    Py_XDECREF(view);
+  }
+  Py_DECREF(bytes);
+  return copy;
 }
 
 // (first, shape): elements first … of it, in C order, as an array of that shape.
@@ -347,6 +412,7 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   array_object *self = (array_object *)object;
   PyObject *place, *shape, *module = rm_module_of(object);
   if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
+  if (!self->queue) return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected an array of an op, got one that another process lends");
   if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape is %R, wanted a tuple of sizes", shape);
   const long long first = size_of(module, place);
   array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->queue, self->dtype, shape);
@@ -366,8 +432,31 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
 
 static int array_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(((array_object *)object)->queue);
+  Py_VISIT(((array_object *)object)->gpus);
   Py_VISIT(((array_object *)object)->owner);
   return rm_object_visit(object, visit, arg);
+}
+
+// Of memory that is not its own.
+static void drop(array_object *self) {
+  PyObject *owner = self->owner;
+  self->owner = NULL;
+  self->data = NULL;
+  self->is_dropped = 1;
+  rm_tensor_release(owner);
+}
+
+static int array_clear(PyObject *object) {
+  if (((array_object *)object)->owner) drop((array_object *)object);
+  return 0;
+}
+
+static PyObject *array_drop(PyObject *object, PyObject *ignored) {
+  (void)ignored;
+  array_object *self = (array_object *)object;
+  if (!self->gpus) return rm_raise_code(rm_module_of(object), RM_E_STATE, "expected an array that another process lends");
+  drop(self);
+  Py_RETURN_NONE;
 }
 
 static void array_dealloc(PyObject *object) {
@@ -384,18 +473,13 @@ static void array_dealloc(PyObject *object) {
   }
   rm_tensor_release(self->owner);
   Py_XDECREF((PyObject *)queue);
+  Py_XDECREF(self->gpus);
   rm_object_free(object);
 }
 
-static PyObject *array_shape(PyObject *object, void *ignored) {
+static PyObject *array_shape(PyObject *object, void *strides) {
   const array_object *self = (array_object *)object;
-  (void)ignored;
-  PyObject *tuple = PyTuple_New(self->n_dims);
-  for (int i = 0; tuple && i < self->n_dims; i++) {
-    PyObject *size = PyLong_FromLongLong(self->shape[i]);
-    if (!size || PyTuple_SetItem(tuple, i, size)) Py_CLEAR(tuple);
-  }
-  return tuple;
+  return rm_tuple_of(strides ? self->strides : self->shape, self->n_dims);
 }
 
 static PyObject *array_dtype(PyObject *self, void *ignored) {
@@ -403,24 +487,9 @@ static PyObject *array_dtype(PyObject *self, void *ignored) {
   return PyUnicode_FromString(dtypes[((array_object *)self)->dtype].name);
 }
 
-static PyObject *array_ndim(PyObject *self, void *ignored) {
-  (void)ignored;
-  return PyLong_FromLong(((array_object *)self)->n_dims);
-}
-
-static PyObject *array_nbytes(PyObject *self, void *ignored) {
-  (void)ignored;
-  return PyLong_FromSize_t(((array_object *)self)->bytes);
-}
-
 static PyObject *array_device(PyObject *self, void *ignored) {
   (void)ignored;
-  return PyUnicode_FromString(((array_object *)self)->queue->device.name);
-}
-
-static PyObject *array_queue(PyObject *self, void *ignored) {
-  (void)ignored;
-  return Py_NewRef((PyObject *)((array_object *)self)->queue);
+  return PyUnicode_FromString(device_name((array_object *)self));
 }
 
 // Nothing is copied, and waited for, unasked: not for NumPy, which without __array__ makes an array of one object of it, nor for the truth
@@ -428,7 +497,7 @@ static PyObject *array_queue(PyObject *self, void *ignored) {
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
   return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s a %s array on %s, wanted one of the host: its .numpy() is a copy",
-                       what, dtypes[self->dtype].name, self->queue->device.name);
+                       what, dtypes[self->dtype].name, device_name(self));
 }
 
 static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
@@ -450,28 +519,37 @@ static PyMethodDef array_methods[] = {
      PyDoc_STR("A capsule; the consumer's stream comes after the ops so far.")},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS, PyDoc_STR("(2, ordinal).")},
     {"numpy", array_numpy, METH_NOARGS, PyDoc_STR("A copy on the host, of bfloat16 its words in uint16; waits for the ops so far.")},
+    {"drop", array_drop, METH_NOARGS, PyDoc_STR("Of a lent array, whose memory goes: StateError from now on.")},
     {"part", array_part, METH_VARARGS, PyDoc_STR("(first, shape): its elements from the first on, as a view of that shape.")},
     {0},
 };
 
 static PyGetSetDef array_members[] = {
     {"shape", array_shape, NULL, PyDoc_STR("Sizes."), NULL},
-    {"ndim", array_ndim, NULL, PyDoc_STR("How many."), NULL},
+    {"strides", array_shape, NULL, PyDoc_STR("In elements."), (void *)1},
     {"dtype", array_dtype, NULL, PyDoc_STR("'bfloat16', 'float32', …"), NULL},
-    {"nbytes", array_nbytes, NULL, PyDoc_STR("Of its elements."), NULL},
     {"device", array_device, NULL, PyDoc_STR("'cuda:0', …"), NULL},
-    {"queue", array_queue, NULL, PyDoc_STR("Its Queue."), NULL},
+    {0},
+};
+
+static PyMemberDef array_fields[] = {
+    {"ndim", T_INT, offsetof(array_object, n_dims), READONLY, PyDoc_STR("Number of dims.")},
+    {"nbytes", T_PYSSIZET, offsetof(array_object, bytes), READONLY, PyDoc_STR("Bytes of its elements.")},
+    {"queue", T_OBJECT, offsetof(array_object, queue), READONLY, PyDoc_STR("Its Queue; None of a lent array.")},
     {0},
 };
 
 static PyType_Slot slots[] = {
     {Py_tp_dealloc, array_dealloc},
     {Py_tp_traverse, array_traverse},
+    {Py_tp_clear, array_clear},
+    {Py_tp_members, array_fields},
     {Py_tp_methods, array_methods},
     {Py_tp_getset, array_members},
     {Py_sq_length, array_length},
     {Py_nb_bool, array_bool},
-    {Py_tp_doc, "An array on a GPU, C-contiguous: what ops of rollmesh.ops give where they were given arrays of a GPU."},
+    {Py_tp_doc,
+     "An array on a GPU: what rollmesh.ops gives for arrays of a GPU, or a view of memory that another process lends or another rank sent."},
     {0, NULL},
 };
 PyType_Spec rm_device_array_spec = RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);

@@ -43,6 +43,8 @@ PyObject *rm_device_array_zeros(PyObject *module, rm_queue_object *queue, const 
 PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObject *array);
 PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObject *name, const rm_dlpack *taken);
 
+PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args);   // _core.Gpus.array
+
 int rm_is_device_array(PyObject *module, PyObject *object);
 // As rm_array_data, of a DeviceArray of `queue`'s device; another array gives UnsupportedTensorError, which names both places. *bytes
 // (NULL: not wanted) is their number.

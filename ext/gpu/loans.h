@@ -1,5 +1,5 @@
 // loans.h: tensors of GPUs between processes. `_core.Gpus` says where a trainer's tensor lies and what lets another process open that
-// memory; there it opens it. `_core.GpuArray` is such a tensor again: a DLPack producer over memory that is somebody else's.
+// memory; there it opens it, and makes a DeviceArray over it.
 #pragma once
 
 #include "core.h"

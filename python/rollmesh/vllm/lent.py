@@ -87,7 +87,7 @@ class LentBlock(Mapping[str, Any], LentSource):
                 borrowed, self._borrowed = self._borrowed, None
                 borrowed.close()
 
-    def __getitem__(self, name: str) -> NDArray[Any] | _core.GpuArray:
+    def __getitem__(self, name: str) -> NDArray[Any] | _core.DeviceArray:
         if name in self._arrays:
             return self._arrays[name]
         if self._borrowed is None:

@@ -303,7 +303,7 @@ class NcclBucket:
         self._carrier.group.wait()
         self._kept = []
 
-    def take(self, entry: Entry, verify: bool) -> _core.GpuArray:
+    def take(self, entry: Entry, verify: bool) -> _core.DeviceArray:
         if len(entry.shape) > GPU_DIMS:
             raise FormatError(f"{entry.name}: {len(entry.shape)} dims on a GPU, wanted at most {GPU_DIMS}")
         strides = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))

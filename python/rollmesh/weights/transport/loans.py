@@ -264,7 +264,7 @@ class Borrowed:
         self._loan = loan
         self._gpus = gpus()
         self._open: list[tuple[int, int]] = []  # ordinal, address
-        self._arrays: dict[str, _core.GpuArray] = {}
+        self._arrays: dict[str, _core.DeviceArray] = {}
         try:
             for allocation in loan.allocations:
                 ordinal, address, size = self._gpus.borrow(allocation.bus, allocation.handle)
@@ -275,7 +275,7 @@ class Borrowed:
             self.close()
             raise
 
-    def array(self, name: str) -> _core.GpuArray:
+    def array(self, name: str) -> _core.DeviceArray:
         if name not in self._arrays:
             tensor = self._loan.tensors[name]
             ordinal, address = self._open[tensor.allocation]

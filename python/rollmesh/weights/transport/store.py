@@ -364,7 +364,7 @@ class SharedReader(Mapping[str, Any], LentSource):
             raise FormatError(f"{self._path} is no weight store: magic {magic!r}, header of {length} in {status.st_size} bytes")
         return np.frombuffer(memory, np.uint8), memory[FIXED.size : FIXED.size + length], start
 
-    def __getitem__(self, name: str) -> NDArray[Any] | _core.GpuArray:
+    def __getitem__(self, name: str) -> NDArray[Any] | _core.DeviceArray:
         if self._loan is not None and name in self._loan.tensors:
             if self._borrowed is None:
                 raise StateError(f"{name} is lent: it is open in sync_weights, or inside of `with reader.lent()`")

@@ -59,7 +59,7 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
         if array.dtype.isnative and array.dtype.name in DTYPES:
             return array
         raise DTypeError(f"{name}: {array.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
-    if isinstance(tensor, _core.GpuArray):
+    if isinstance(tensor, _core.DeviceArray):
         return _from_gpu(tensor)
     if not is_torch(tensor):
         raise UnsupportedTensorError(f"{name}: {type(tensor).__name__} is neither a NumPy array nor a torch tensor")
@@ -88,11 +88,8 @@ def dense(name: str, tensor: Any) -> Any:
     return tensor.detach()
 
 
-def _from_gpu(tensor: _core.GpuArray) -> NDArray[Any]:
-    block, at = tensor.host()
-    dtype = DTYPES[tensor.dtype]
-    steps = tuple(stride * dtype.itemsize for stride in tensor.strides)
-    return np.array(np.ndarray(tensor.shape, dtype, block, at, steps), order="C", copy=True)
+def _from_gpu(tensor: _core.DeviceArray) -> NDArray[Any]:
+    return tensor.numpy().view(DTYPES[tensor.dtype])
 
 
 def _objection(tensor: Any) -> str | None:
