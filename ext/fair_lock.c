@@ -1,15 +1,15 @@
-// fair_lock.c: _core.Turn, one caller at a time in the order of arrival, and _core.Holding, the context manager that takes it for a block.
+// fair_lock.c: _core.Turn, a fair lock (threads get it in the order of arrival), and _core.Holding, its context manager.
 //
-// It is in C because CPython looks for signals when a Python function begins: a Ctrl-C at the first instruction of an __exit__ in
-// Python, or of contextlib's, leaves the turn taken, and the call's own clean-up is refused as re-entry. Between the block and a C
-// __exit__ it looks for none, nor between a C __enter__ and the block, but from 3.14 on: there the Holding ends, which passes the turn on
-// as well. threading.Lock has both, but is not fair: a thread that steps the
-// engine in a loop would take it again before a waiting one wakes up, and a sync would wait for the whole rollout.
+// It is in C because CPython handles signals when a Python function begins: a Ctrl-C at the first instruction of a Python __exit__ would
+// leave the turn taken. Between the block and a C __exit__ no signal is handled, nor between a C __enter__ and the block, except from
+// CPython 3.14 on, where the end of the Holding passes the turn on. threading.Lock is in C too, but not fair: a thread that steps the
+// engine in a loop would take it again before a waiting one wakes up.
 //
-// Everything here happens under the GIL but the wait itself. (A CPython without one switches it on when this module is imported, since
-// the module does not say that it can do without.)
-#include "base/clock.h"
+// All of it holds the GIL except the wait itself. (A free-threaded CPython enables the GIL when this module is imported, since the module
+// does not declare that it can do without.)
 #include "core.h"
+
+#include "base/clock.h"
 
 // A caller in the queue; owned by its thread. On the heap: a daemon thread that the interpreter ends while it waits never comes back.
 typedef struct waiter {

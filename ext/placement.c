@@ -1,5 +1,5 @@
-// placement.c: where a model's parts lie on a mesh, as numbers; rollmesh.model.placement gives them names. And what goes from where to where when a
-// trainer has other parts (rollmesh.weights.resharding).
+// placement.c: which part of each tensor a rank has, as numbers (rollmesh.model.placement names them), and which copies bring a trainer's pieces
+// there (rollmesh.weights.resharding).
 #include "arrays.h"
 
 #include <string.h>

@@ -1,10 +1,9 @@
-// tensor.h: a trainer's tensor, whatever library it is of, as an rm_tensor. NumPy arrays come through their C API (with
-// ml_dtypes' bfloat16, or uint16 words whose dtype carries the metadata {"rollmesh": "bfloat16"}); everything else through
-// DLPack, both kinds of capsule. No byte of the data is read here and nothing is converted or copied.
+// tensor.h: a trainer's tensor of any library as an rm_tensor, without reading, converting or copying its data. NumPy arrays come through
+// their C API (bfloat16 as ml_dtypes' type, or as uint16 with the dtype metadata {"rollmesh": "bfloat16"}), all others through DLPack.
 //
-// A producer may be anybody's code, so what it says is checked: dims, sizes, overflow, device, element type; and where the
-// buffer behind it can be seen (a NumPy base, a torch storage) its ends go into span_lo and span_hi for the engine to check
-// the strides against. Exceptions of that code pass through, but for BufferError, which is DLPack's way to refuse.
+// What the producer says is checked: dims, sizes, overflow, device, element type. Where the buffer behind the tensor is known (a NumPy
+// base, a torch storage), span_lo and span_hi get its ends, and the engine checks the strides against them. The producer's exceptions
+// pass through, except BufferError, by which DLPack refuses.
 #pragma once
 
 #include "core.h"

@@ -1,10 +1,9 @@
-// engine_object.h: _core.Engine, the Python object over the ranks of this process, most often one. Split over engine.c (life, requests, steps),
-// options.c (what one is made of), views.c (results, copied out as arrays), external_scheduler.c (steps that a host schedules) and
-// sync.c (weights).
+// engine_object.h: _core.Engine, the Python object over the ranks of this process. engine.c has its life, requests and steps, options.c its
+// options, views.c its results, external_scheduler.c the steps that an external scheduler decides, sync.c and weights.c the weights.
 //
-// One writer: every method that touches them stands between rm_engine_enter and rm_engine_leave. A second thread
-// inside, a closed engine, and an engine of the parent process after fork are refused with StateError. The lock that makes
-// threads wait for one another is generator.py's; this flag only makes a mistake there an exception and not a race.
+// One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse a second thread, a closed engine and an
+// engine of the parent process with StateError. Threads wait for one another in fair_lock.c; this flag only turns a mistake there into an
+// exception.
 #pragma once
 
 #include "arrays.h"

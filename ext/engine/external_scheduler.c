@@ -1,5 +1,5 @@
-// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays. A step of n requests is columns of n numbers in and columns out, so that a
-// Python layer above does nothing for each request but look into them.
+// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays. A step of n requests is arrays of n numbers in and out, so that the
+// Python layer has no work for each request.
 #include "engine_object.h"
 
 #include <string.h>

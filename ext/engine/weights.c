@@ -1,6 +1,5 @@
-// weights.c: the serving weights as the ops of rollmesh.ops take them, for a model that somebody else's runner drives op by
-// op. The arrays are read-only views into the store's block, in the packed layouts of params.h. They hold the engine, and they are
-// valid until its next commit, sleep or close: whoever asks for them asks again after each, and copies nothing.
+// weights.c: the serving weights as the ops of rollmesh.ops take them, for a model that another runner drives op by op. The arrays are
+// read-only views of the packed layouts of params.h. They keep the engine, and are valid until its next commit, sleep or close.
 #include "engine_object.h"
 
 typedef struct serving {

@@ -1,5 +1,5 @@
-// gpu_array.c: see gpu_array.h. An array has its memory for itself, from the driver, and gives it back to the driver, which waits
-// for all work of the device first, a consumer's too. A pool of blocks lost: what another library's stream still reads would be written.
+// gpu_array.c: see gpu_array.h. An array of a queue is an allocation of its own. It is freed through the driver, which waits for all work of
+// the device, also a consumer's; a pool would let a new array overwrite what another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -27,13 +27,13 @@ enum { N_DTYPES = sizeof dtypes / sizeof *dtypes, MAX_DIMS = 4 };
 
 typedef struct array_object {
   PyObject_HEAD
-  rm_queue_object *queue;       // owned; NULL: an array of `gpus`
-  PyObject *gpus;               // owned _core.Gpus; NULL: an array of `queue`, which is C-contiguous
-  PyObject *owner;              // owned: what keeps `data`. NULL: the array itself, of a queue; somebody else, of gpus
-  void *data;                   // NULL: no element, or dropped
+  rm_queue_object *queue; // owned; NULL: an array of `gpus`
+  PyObject *gpus; // owned _core.Gpus; NULL: an array of `queue`, which is C-contiguous
+  PyObject *owner; // owned: what keeps `data`. NULL: the array itself, of a queue; somebody else, of gpus
+  void *data; // NULL: no element, or dropped
   size_t bytes;
   int ordinal, dtype, n_dims, read_only, is_dropped;
-  int64_t shape[MAX_DIMS], strides[MAX_DIMS];   // in elements
+  int64_t shape[MAX_DIMS], strides[MAX_DIMS]; // in elements
 } array_object;
 
 // ------------------------------------------------------------------------------------------------ making arrays
@@ -107,7 +107,7 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
     return NULL;
   }
   array->bytes = dtypes[dtype].bits / 8;
-  for (int i = 0; i < array->n_dims; i++) array->bytes *= (size_t)array->shape[i];   // of an allocation, so it does not overflow
+  for (int i = 0; i < array->n_dims; i++) array->bytes *= (size_t)array->shape[i]; // of an allocation, so it does not overflow
   return (PyObject *)array;
 }
 
@@ -159,10 +159,10 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
 
 // ------------------------------------------------------------------------------------------------ other libraries' arrays
 static int dtype_of(PyObject *module, PyObject *name, dl_dtype dtype) {
-  if (dtype.lanes == 1 && dtype.code == DL_UINT && dtype.bits == 16) return 0;   // words of bfloat16, as in a numpy array
+  if (dtype.lanes == 1 && dtype.code == DL_UINT && dtype.bits == 16) return 0; // words of bfloat16, as in a numpy array
   for (int i = 0; i < N_DTYPES; i++)
     if (dtype.lanes == 1 && dtypes[i].code == dtype.code && dtypes[i].bits == dtype.bits) return i;
-  static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};   // by DLPack's code
+  static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"}; // by DLPack's code
   const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "another type, of bits ";
   rm_raise_code(module, RM_E_DTYPE, "%.200U has dtype %s%d%s, wanted " DTYPES, name, kind, (int)dtype.bits,
                 dtype.lanes == 1 ? "" : " in vectors");
@@ -265,7 +265,7 @@ int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *obj
 }
 
 // ------------------------------------------------------------------------------------------------ DLPack
-typedef struct dl_managed {     // DLPack before versions
+typedef struct dl_managed { // DLPack before versions
   dl_tensor tensor;
   void *context;
   void (*deleter)(struct dl_managed *);
@@ -276,11 +276,11 @@ typedef struct capsule_held {
   dl_versioned versioned;
   dl_managed old;
   int64_t shape[MAX_DIMS], strides[MAX_DIMS];
-  PyObject *array;              // owned
+  PyObject *array; // owned
 } capsule_held;
 
 static void let_go(capsule_held *held) {
-  if (!Py_IsInitialized()) return;   // the process ends
+  if (!Py_IsInitialized()) return; // the process ends
   const PyGILState_STATE gil = PyGILState_Ensure();
   Py_DECREF(held->array);
   PyGILState_Release(gil);
@@ -290,7 +290,7 @@ static void let_go(capsule_held *held) {
 static void delete_versioned(dl_versioned *managed) { let_go(managed->context); }
 static void delete_old(dl_managed *managed) { let_go(managed->context); }
 
-static void end_capsule(PyObject *capsule) {   // one that no consumer has taken
+static void end_capsule(PyObject *capsule) { // one that no consumer has taken
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
   if (PyCapsule_IsValid(capsule, "dltensor")) delete_old(PyCapsule_GetPointer(capsule, "dltensor"));
 }

@@ -1,7 +1,7 @@
-// gpu_group.c: see gpu_group.h. Every block is memory of its own, which nothing here writes again once it was given out: a consumer's
-// stream may still read it when the consumer has let go of it (torch.from_dlpack asks for no word of its end). To map it once, and use
-// again what nobody has any more, lost by that. It is freed where the group has waited, without the GIL: the device waits then for all
-// that it still does, and would for a broadcast that never ends. So a block that goes only puts its memory aside.
+// gpu_group.c: see gpu_group.h. Each block is a new allocation that is never written again once it was given out, since a consumer's stream
+// may still read it after the consumer has released it (torch.from_dlpack reports no end). So blocks are not pooled. Freeing waits for the
+// device, and would wait for a broadcast that never ends; a released block is therefore put aside and freed after the next wait, without
+// the GIL.
 #include "gpu_group.h"
 
 #include <string.h>
@@ -14,25 +14,25 @@
 
 enum { MAX_DIMS = 4 };
 
-typedef struct run {            // of the device's memory
+typedef struct run { // of the device's memory
   struct run *next;
-  char *data;                   // owned
+  char *data; // owned
   size_t bytes;
 } run;
 
 typedef struct group_object {
   PyObject_HEAD
-  PyObject *gpus, *end;         // owned: the _core.Gpus that has the device, the _core.Comm that `host` is of
-  const rm_device *device;      // view
-  rm_comm *host, *there;        // owned; NULL: closed
-  run *spare;                   // owned, of no block: to be freed when the group has waited
-  int is_busy;                  // a thread is in a call that has let go of the GIL
+  PyObject *gpus, *end; // owned: the _core.Gpus that has the device, the _core.Comm that `host` is of
+  const rm_device *device; // view
+  rm_comm *host, *there; // owned; NULL: closed
+  run *spare; // owned, of no block: to be freed when the group has waited
+  int is_busy; // a thread is in a call that has let go of the GIL
 } group_object;
 
 typedef struct block_object {
   PyObject_HEAD
-  group_object *group;          // owned
-  run *run;                     // owned; goes back to the group
+  group_object *group; // owned
+  run *run; // owned; goes back to the group
 } block_object;
 
 // Before a call that uses the device without the GIL; −1 with an exception. `saved` is for leave.
@@ -70,7 +70,7 @@ static void drop_runs(const rm_device *device, run *first) {
   }
 }
 
-static run *detach_spare(group_object *self) {   // with the GIL, which guards it
+static run *detach_spare(group_object *self) { // with the GIL, which guards it
   run *first = self->spare;
   self->spare = NULL;
   return first;
@@ -167,13 +167,13 @@ static PyObject *block_put(PyObject *object, PyObject *args) {
 // A tensor of at most four dims as runs of bytes that lie together: dims of size 1 are left out, and those that go on where the next one
 // ends are one with it.
 typedef struct runs {
-  int64_t size[MAX_DIMS], step[MAX_DIMS];   // of runs; the last ones are used, those before have size 1; steps in bytes
-  size_t width;                 // bytes of one run
+  int64_t size[MAX_DIMS], step[MAX_DIMS]; // of runs; the last ones are used, those before have size 1; steps in bytes
+  size_t width; // bytes of one run
 } runs;
 
 static runs runs_of(int n_dims, const int64_t shape[], const int64_t strides[], int64_t each) {
   runs r = {.size = {1, 1, 1, 1}, .width = (size_t)each};
-  int at = MAX_DIMS;            // of the outermost run so far
+  int at = MAX_DIMS; // of the outermost run so far
   int64_t lies_together = each; // bytes from which on the next dim goes on with the run
   for (int i = n_dims - 1; i >= 0; i--) {
     const int64_t step = strides[i] * each;
@@ -213,7 +213,7 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
     return rm_raise_code(rm_module_of(object), RM_E_SHAPE, "%d dims, wanted at most 4", n);
   if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
   int64_t bytes = each;
-  for (int i = 0; i < n; i++) bytes *= sizes[i];   // of a tensor that is there: Gpus.lend
+  for (int i = 0; i < n; i++) bytes *= sizes[i]; // of a tensor that is there: Gpus.lend
   if (check_inside(self, offset, (size_t)bytes)) return NULL;
   const runs r = runs_of(n, sizes, steps, each);
   if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
@@ -299,7 +299,7 @@ static PyObject *group_close(PyObject *object, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
-static int group_traverse(PyObject *object, visitproc visit, void *arg) {   // cycles through it end in the Comm: comm.c
+static int group_traverse(PyObject *object, visitproc visit, void *arg) { // cycles through it end in the Comm: comm.c
   Py_VISIT(((group_object *)object)->gpus);
   Py_VISIT(((group_object *)object)->end);
   return rm_object_visit(object, visit, arg);

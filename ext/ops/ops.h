@@ -1,17 +1,14 @@
-// ops.h: what the files of the op table over arrays share. `_core.Kernels(isa, threads)` holds one variant, a thread team and a workspace
-// that grows on demand (kernels.c); its methods are the ops of kernels.h, in dense.c, attention.c, moe.c and logits.c.
-// Outputs are arrays that the caller brings. Everything the kernels take on trust is checked (call.c): dtypes, sizes, ranges of
-// indices; rollmesh.ops gives the methods names and defaults.
+// ops.h: what the files of _core.Kernels share. `Kernels(isa, threads)` has one op table, a thread team and a workspace that grows
+// (kernels.c); its methods are the ops of kernels.h (dense.c, attention.c, moe.c, logits.c). The caller allocates the outputs. All that the
+// kernels trust is checked here (call.c): dtypes, sizes, ranges of indices. rollmesh.ops adds names and defaults.
 //
-// A method is one rm_op_call: views of its arguments, checks, begin, the op, finish. The first fault sets the exception, later checks
-// are passed over, and begin ends the call. It checks with the GIL, then computes without it under the object's mutex, so that two Python
-// threads may share one. Indices are copied before they are checked: another thread may write to the array meanwhile, and an output may
-// lie over it.
+// A method is one rm_op_call: views of its arguments, checks, begin, the op, finish. The first error sets the exception, later checks are
+// skipped, and begin ends the call. Checks hold the GIL; the op runs without it, under the object's mutex. Indices are copied before they
+// are checked, since another thread may write to the array and an output may overlap it.
 //
-// `_core.Kernels(family, 1, queue, stream)` is a table of a CUDA device over DeviceArrays (gpu_array.h), enqueued on the queue's
-// stream. With a stream of the caller's the op comes after what that stream has, and what it gets later comes after the op; without one
-// (0) the call returns when the op is done. An index array, of the host or of the device, is copied to pinned memory, checked there, and
-// followed from a copy of that, so a call waits for indices that lie on the device and for nothing else.
+// `Kernels(family, 1, queue, stream)` has the table of a CUDA device over DeviceArrays, on the queue's stream. With a caller's stream the
+// op waits for that stream, and the stream's later work waits for the op; without one (0) the call returns when the op is done. Indices
+// are copied to pinned memory, checked there, and read from a device copy of that; a call waits only for indices that are on the device.
 #pragma once
 
 #include "arrays.h"
@@ -25,29 +22,29 @@
 
 typedef struct rm_kernels_object {
   PyObject_HEAD
-  const rm_kernels *table;      // view
-  rm_queue_object *queue;       // owned; NULL: the CPU
-  void *stream;                 // the caller's, which ops are ordered with; NULL: none
-  rm_team *team;                // owned, as is the workspace; on a device both are the queue's
+  const rm_kernels *table; // view
+  rm_queue_object *queue; // owned; NULL: the CPU
+  void *stream; // the caller's, which ops are ordered with; NULL: none
+  rm_team *team; // owned, as is the workspace; on a device both are the queue's
   void *workspace;
   size_t workspace_bytes;
-  pthread_mutex_t mutex;        // of team and workspace
-  pid_t owner;                  // a forked child may have inherited the mutex locked, by a thread that it does not have
+  pthread_mutex_t mutex; // of team and workspace
+  pid_t owner; // a forked child may have inherited the mutex locked, by a thread that it does not have
 } rm_kernels_object;
 
 // Of every size: then sums of sizes and rounding up are exact in int64_t, and products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
-enum { RM_OP_MAX_INDICES = 4 };   // index arrays of one op
+enum { RM_OP_MAX_INDICES = 4 }; // index arrays of one op
 
 typedef struct rm_op_call {
-  rm_kernels_object *self;      // view
-  PyObject *module;             // view
+  rm_kernels_object *self; // view
+  PyObject *module; // view
   int failed;
-  void *copies[RM_OP_MAX_INDICES];   // owned, of index arrays of the host, until the call ends
-  int is_open, saved;           // on a device: the queue is entered
-  int n_mirrors, is_fetching;   // mirrors that index arrays are in; whether one is on its way to the host
-  size_t mirrored[RM_QUEUE_MIRRORS];   // bytes that go to the device before the op
-  rm_ctx ctx;                   // from begin on, as all below
+  void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
+  int is_open, saved; // on a device: the queue is entered
+  int n_mirrors, is_fetching; // mirrors that index arrays are in; whether one is on its way to the host
+  size_t mirrored[RM_QUEUE_MIRRORS]; // bytes that go to the device before the op
+  rm_ctx ctx; // from begin on, as all below
   uint32_t fp;
   PyThreadState *thread;
 } rm_op_call;
@@ -55,26 +52,26 @@ typedef struct rm_op_call {
 // The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 takes what is found.
 void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1, int64_t *d2);
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
-void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted);   // or one that is no array
+void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted); // or one that is no array
 int rm_op_numpy_type(rm_dtype dtype);
 // Where the host sees what a view of indices points to; NULL of NULL, or after a fault.
 const void *rm_op_seen(rm_op_call *c, const void *view);
 // On a device: room for so many bytes that both have: the host's end, until begin. NULL: a fault.
 void *rm_op_mirror(rm_op_call *c, size_t bytes);
-const void *rm_op_there(const rm_op_call *c, const void *here);   // the device's end
+const void *rm_op_there(const rm_op_call *c, const void *here); // the device's end
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *wanted, long long limit);
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
-void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high);   // a[i] in [low, high)
+void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high); // a[i] in [low, high)
 void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n, int64_t low, int64_t high);
-int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b);   // 0 after a fault
-int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n, int64_t k);   // rm_packed_elems, checked
+int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after a fault
+int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n, int64_t k); // rm_packed_elems, checked
 
 // 0: the ctx may be used, and finish must follow. −1: an exception is set, and the call has ended.
 int rm_op_begin(rm_op_call *c, rm_limits limits);
-PyObject *rm_op_finish(rm_op_call *c);   // None; on a device NULL where it has failed
+PyObject *rm_op_finish(rm_op_call *c); // None; on a device NULL where it has failed
 void rm_op_fail(rm_op_call *c, rm_error *err);
 
 #define RUN(op, limits, args) \
