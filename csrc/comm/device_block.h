@@ -1,5 +1,5 @@
-// device_block.h: what transports of a device's memory do with blocks: into a run of bytes, out of it, and this rank's own. All of it is
-// enqueued. A run is a block's rows laid end to end; one of a flat block is the block itself.
+// device_block.h: blocks (comm.h) of device memory for transports: pack rows into contiguous bytes, unpack them, and copy this rank's own
+// block. All of it is enqueued. A contiguous block needs no packing.
 #pragma once
 
 #include "comm/block.h"

@@ -111,7 +111,7 @@ static rm_code make_run(const rm_device *device, run *r, size_t bytes, rm_error 
   const rm_device_status status = device->pin(device->self, bytes, &here);
   if (status == RM_DEVICE_OK) return r->here = here, RM_OK;
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_MEMORY, "no memory of the host for %zu bytes, half of what exchanges need", bytes);
+  return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes, half of what exchanges need", bytes);
 }
 
 static rm_code make_runs(staged *s, rm_error *err) {

@@ -1,6 +1,6 @@
-// ready_queues.h: for each CUDA device the queue that is told when tensors of it are ready. A producer makes a stream of the tensor's own
-// device wait for what writes it (DLPack's protocol), and that device need not be one that the engine runs on: then one is opened for
-// this alone, when its first tensor comes, and stays.
+// ready_queues.h: one queue per CUDA device for synchronising with producers of tensors. A DLPack producer makes a stream of the tensor's
+// device wait for pending writes. That device need not be one of the engine's: then it is opened for this, at the first such tensor.
+// Used by the thread that owns the engine.
 #pragma once
 
 #include "device/devices.h"
@@ -8,14 +8,14 @@
 enum { RM_MAX_GPUS = 64 };
 
 typedef struct rm_readers {
-  char *library;                            // owned; NULL: the CPU, which reads no GPU
-  const rm_device *own[RM_MAX_GPUS];        // by ordinal, views: those of the engine
-  rm_device opened[RM_MAX_GPUS];            // by ordinal, owned; zeros: not opened
+  char *library;                            // owned; NULL: a CPU engine, which reads no GPU tensors
+  const rm_device *own[RM_MAX_GPUS];        // [ordinal] views: the engine's devices
+  rm_device opened[RM_MAX_GPUS];            // [ordinal] owned; zeros: not opened
 } rm_readers;
 
-rm_code rm_readers_init(rm_readers *readers, const char *library, rm_error *err);   // on zeros; NULL: as they are
-void rm_readers_destroy(rm_readers *readers);                                       // safe on zeros
-// A view. RM_E_CONFIG: there is no such device; RM_E_DEVICE: it cannot be opened.
+rm_code rm_readers_init(rm_readers *readers, const char *library, rm_error *err);   // on a zeroed struct; library NULL: CPU
+void rm_readers_destroy(rm_readers *readers);                                       // safe on a zeroed struct
+// *out: view. RM_E_CONFIG: no such device; RM_E_DEVICE: it cannot be opened.
 rm_code rm_readers_find(rm_readers *readers, int ordinal, const rm_device **out, rm_error *err);
-// Until the device has done what it was to wait for; one that was found before.
+// Waits until the device has reached the producer's writes; after rm_…_find of the same ordinal.
 rm_code rm_readers_wait(rm_readers *readers, int ordinal, rm_error *err);

@@ -1,8 +1,8 @@
-// host_indices.c: what the host says to a forward where tp > 1: indices, which ops read and only the host knows. The vocabulary is cut, so a row
-// is looked up by the rank that has its id; with sequence parallelism the rows are cut too, and so are those whose output is wanted.
+// host_indices.c: with tp > 1, the indices that the host computes for a forward's ops. The vocabulary is sharded, so a row is embedded by
+// the rank that holds its id; with sequence parallelism the rows and the wanted outputs are sharded too.
 //
-// Each rank looks up its own rows, as many as there are. In a step of few rows it looks up as many as all have, any row for those of
-// other ranks: what is exchanged then has a size that depends on no id, and costs tp times as much.
+// Each rank looks up its own rows. In a step of few rows it looks up as many as all ranks have, any embedding for the rows of others: the
+// exchange then has a size that depends on no id, at tp times the bytes, and can be captured.
 #include "model/model_internal.h"
 
 static int owner_of(const rm_shard *shard, int32_t id) {

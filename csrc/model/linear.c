@@ -1,9 +1,7 @@
-// linear.c: the dense matrix products of a layer: which matrix meets which rows, and who multiplies. By the op table, whose sums are the
-// contract's; or, where params are plain, by a library of the device's vendor, for which they are named once, with the same functions
-// that say them in a step. Experts, the router and lm_head are the table's in any case: their rows are grouped on the device, or what
-// they give is no matrix.
+// linear.c: the dense linear layers: arguments of each product, and the choice between the op table (the contract's sums) and the
+// vendor's library (cuBLASLt, where params are plain). Experts, the router and lm_head always use the op table.
 //
-// y is a whole matrix, of which a rank writes the columns of its cut.
+// y is a whole matrix, of which a rank writes the columns of its shard.
 #include "model/model_internal.h"
 
 static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, int64_t m, int64_t k) {

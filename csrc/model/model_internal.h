@@ -1,5 +1,5 @@
-// model_internal.h: the inside of a model, shared by model.c (the walk of a token), linear.c (its dense matrix products), host_indices.c (what the
-// host says to it) and head.c (from hidden states to logits).
+// model_internal.h: the struct of a model, shared by model.c (the forward), linear.c (its linear layers), host_indices.c (indices that
+// the host computes) and head.c (lm_head).
 #pragma once
 
 #include "model/model.h"

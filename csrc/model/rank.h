@@ -1,12 +1,12 @@
-// rank.h: who this rank is: its place on the mesh, its ends of the groups that it is in, and how its tokens travel to experts.
-// Everything is a view that the model's owner keeps.
+// rank.h: this rank's position on the mesh, its endpoints of its groups, and its token dispatcher. All pointers are views, owned by the
+// model's owner.
 #pragma once
 
 #include "comm/comm.h"
 #include "mesh/mesh.h"
 #include "model/spec.h"
 
-// The token dispatchers, by the field's names. What they move differs, what they give does not: the sums are the contract's.
+// Token dispatchers. They differ in what they move; results are the same bits.
 typedef enum rm_dispatcher {
   RM_DISPATCH_DISABLED,               // ep = 1 only: no token travels
   RM_DISPATCH_LOCAL_ALLREDUCE,        // ep = tp: every rank has all tokens of its tp group and computes its experts' part
@@ -18,19 +18,19 @@ typedef enum rm_dispatcher {
 typedef struct rm_rank {
   rm_mesh mesh;
   int32_t index;                // 0 … world − 1
-  rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1. Of blocks that the host has
-  rm_comm *tp_there, *ep_there; // the same groups, of blocks in the device's memory; NULL: tp and ep serve, or there is none. May be one
+  rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1. For host memory
+  rm_comm *tp_there, *ep_there; // the same groups for device memory; NULL: use tp and ep, or no group. May be equal
   rm_dispatcher dispatcher;
   int sequence_parallel;        // no effect when tp = 1
 } rm_rank;
 
-// Whether ranks of different replicas compute together: their steps then go in lock-step.
+// Whether experts are spread over replicas, whose ranks then form a lockstep group.
 static inline int rm_rank_spans_dp(const rm_rank *rank) { return rank->mesh.dp > 1 && rank->mesh.ep > rank->mesh.tp; }
 // A rank alone: a mesh of one.
 static inline rm_rank rm_rank_alone(void) { return (rm_rank){.mesh = {.tp = 1, .dp = 1, .ep = 1}}; }
 
-// What whoever works for this rank calls instead of device->wait and device->reach: where groups have put calls into the device's queue it
-// waits for other ranks too, with the groups' deadline, and a rank that is lost is an error (rm_comm_wait).
+// Called instead of device->wait and device->reach: also watches the groups whose calls are in the device's queue (rm_comm_wait), with
+// their timeout.
 rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err);
 rm_code rm_rank_reach(const rm_rank *rank, const rm_device *device, int mark, rm_error *err);
 

@@ -1,10 +1,9 @@
-// resharding.h: which bytes of a tensor go from where to where, when the ranks of a trainer hold it in pieces and the ranks of a generator
-// want other pieces. Both are boxes of the tensor's own index space, so every mesh of a trainer and every placement of a generator
-// is the same thing here. Nothing is ever gathered: a copy goes from one that has the elements to one that wants them.
+// resharding.h: which bytes of a tensor go from which rank to which, when the ranks of a trainer hold pieces of it and the ranks of a
+// generator want other pieces. Both are boxes in the tensor's index space, whatever the meshes. Nothing is gathered: each copy goes from
+// a rank that holds the elements to one that wants them.
 //
-// A rank that wants what it holds has it from itself. Otherwise holders are asked in the order of their ranks from the one that
-// wants on, round the end, so that replicas of a piece share the work. The result depends on the arguments alone: all ranks that were
-// told the same have the same plan. Pure functions.
+// A rank that holds what it wants copies it from itself. Otherwise the holder with the next higher rank (cyclically) sends, so that
+// replicas share the load. Pure functions: ranks with the same arguments compute the same plan.
 #pragma once
 
 #include "mesh/mesh.h"

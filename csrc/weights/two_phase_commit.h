@@ -1,16 +1,16 @@
-// two_phase_commit.h: the vote between the two phases of a commit. Every rank has prepared, or failed to; they tell one another, and swap all
-// or none. With a vote goes what this rank answers for of the digest, so that the digest of a version is that of one rank.
+// two_phase_commit.h: the commit of a sync on a mesh. Every rank prepares; they exchange votes; all swap, or none. The votes carry each rank's
+// part of the version's digest.
 //
-// Ranks that hold the same part of a parameter must have been sent the same values of it: replicas of a trainer that have drifted apart
-// would otherwise serve different models under one version. Of KV heads that two ranks share in part only, it is not compared.
+// Ranks that hold the same part of a parameter must have been sent the same values: otherwise replicas of a trainer that have diverged
+// would serve different models as one version. KV heads that two ranks share only partly are not compared.
 //
-// After a vote that all have heard each rank knows that every other can swap, and swapping cannot fail. If a rank ends in between,
-// the others serve a version that it may not; but then the group is dead (comm.h), and nobody steps again on this mesh.
+// After a successful vote every rank knows that all others can swap, and swap cannot fail. If a rank ends in between, the others serve a
+// version that it may not; the group is dead then (comm.h), and no rank of the mesh steps again.
 #pragma once
 
 #include "model/rank.h"
 #include "weights/sync.h"
 
-// Prepares, votes and swaps, or closes the sync on every rank: this rank's own error, or RM_E_SYNC_ABORTED with the first other rank that
-// failed and why, or RM_E_MESH_MISMATCH when versions or values differ. A rank alone does not vote.
+// Called by all ranks. On failure the sync is closed on every rank: with this rank's own error, RM_E_SYNC_ABORTED naming the first other
+// rank that failed and why, or RM_E_MESH_MISMATCH when versions or values differ. A mesh of one rank does not vote.
 rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_report *report, rm_error *err);

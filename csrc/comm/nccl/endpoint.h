@@ -1,4 +1,4 @@
-// endpoint.h: one rank's end of an NCCL group, which nccl.c makes and endpoint.c works with. Only they include it.
+// endpoint.h: one rank's endpoint of an NCCL group, shared by nccl.c (creation) and endpoint.c (calls, errors, destruction).
 #pragma once
 
 #include <pthread.h>
