@@ -24,7 +24,6 @@ DEVICE = {"kernels", "csrc/base", "csrc/device"}
 COMM = DEVICE | {"csrc/comm"}
 MODEL = COMM | {"csrc/mesh", "csrc/model"}
 BELOW = MODEL | {"csrc/weights", "csrc/comm/shm", "csrc/comm/nccl"}
-ROOMS = {"csrc/scheduler", "csrc/step", "csrc/engine"}
 C_LAYERS = {
     "kernels": {"kernels"},
     "csrc/base": {"kernels", "csrc/base"},
@@ -35,11 +34,11 @@ C_LAYERS = {
     "csrc/mesh": {"csrc/base", "csrc/mesh"},
     "csrc/model": MODEL,
     "csrc/weights": MODEL | {"csrc/weights"},
-    "csrc/scheduler": BELOW | ROOMS,
-    "csrc/step": BELOW | ROOMS,
-    "csrc/engine": BELOW | ROOMS,
-    "csrc/local_mesh": BELOW | ROOMS | {"csrc/local_mesh"},
-    "ext": BELOW | ROOMS | {"csrc/local_mesh", "ext"},
+    "csrc/scheduler": {"kernels", "csrc/base", "csrc/scheduler"},
+    "csrc/step": BELOW | {"csrc/scheduler", "csrc/step"},
+    "csrc/engine": BELOW | {"csrc/scheduler", "csrc/step", "csrc/engine"},
+    "csrc/local_mesh": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh"},
+    "ext": BELOW | {"csrc/scheduler", "csrc/engine", "csrc/local_mesh", "ext"},
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
@@ -214,6 +213,8 @@ def test_the_tree_keeps_its_layers() -> None:
         ("kernels/cpu/planted.c", "#ifdef __AVX512F__\n#endif\n", "chooses an instruction set"),
         ("csrc/base/planted.c", '#include "model/spec.h"\n', 'csrc/base must not include "model/spec.h"'),
         ("csrc/model/planted.c", '#include "engine/engine.h"\n', "csrc/model must not include"),
+        ("csrc/scheduler/planted.c", '#include "step/runner.h"\n', "csrc/scheduler must not include"),
+        ("csrc/step/planted.c", '#include "engine/state.h"\n', "csrc/step must not include"),
         ("csrc/engine/planted.c", "#include <Python.h>\n", "includes <Python.h>"),
         ("csrc/engine/planted.c", '#include "core.h"\n', "csrc/engine must not include"),
         ("csrc/planted.c", "", "in no layer"),

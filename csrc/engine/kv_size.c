@@ -43,8 +43,8 @@ static claim claim_of(const rm_engine *engine) {
              .fixed = 2 * engine->params->bytes + rm_store_staging_bytes(engine->store),
              .page = rm_model_page_bytes(engine->model),
              .fraction = engine->options.memory_fraction};
-  if (device->on_host) c.fixed += rm_engine_workspace(engine);
-  if (device->on_host) c.page += rm_kv_record_bytes(engine->options.page_size, engine->routed_per_token);
+  if (device->on_host) c.fixed += rm_runner_workspace(&engine->runner) + engine->scheduler.memory_bytes;
+  if (device->on_host) c.page += rm_kv_record_bytes(engine->options.page_size, engine->runner.routed_per_token);
   snprintf(c.device, sizeof c.device, "%s", device->name);
   return c;
 }

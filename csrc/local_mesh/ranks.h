@@ -12,7 +12,7 @@
 // When ranks fail differently the error is that of the first rank that did not merely hear of another's.
 #pragma once
 
-#include "scheduler/external_scheduler.h"
+#include "engine/engine.h"
 
 typedef struct rm_ranks rm_ranks;
 

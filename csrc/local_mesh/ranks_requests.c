@@ -170,17 +170,17 @@ rm_code rm_ranks_external_draw(rm_ranks *ranks, const rm_external_draw *draws, i
 }
 
 void rm_ranks_external_forget(rm_ranks *ranks, const int32_t *pages, int64_t n) {
-  rm_engine_external_forget(ranks->members[0].engine, pages, n);
+  rm_external_forget(rm_engine_scheduler(ranks->members[0].engine), pages, n);
 }
 
 rm_code rm_ranks_external_fail(rm_ranks *ranks, uint64_t id, rm_error *err) {
-  return rm_engine_external_fail(ranks->members[0].engine, id, err);
+  return rm_external_fail(rm_engine_scheduler(ranks->members[0].engine), id, err);
 }
 
 rm_code rm_ranks_external_preempt(rm_ranks *ranks, uint64_t id, rm_error *err) {
-  return rm_engine_external_preempt(ranks->members[0].engine, id, err);
+  return rm_external_preempt(rm_engine_scheduler(ranks->members[0].engine), id, err);
 }
 
 rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err) {
-  return rm_engine_external_tokens(ranks->members[0].engine, id, tokens, n, err);
+  return rm_external_tokens(rm_engine_scheduler(ranks->members[0].engine), id, tokens, n, err);
 }

@@ -12,7 +12,7 @@
 //             └───┴─ preempt (the pages are the host's again; the next step brings others)
 #pragma once
 
-#include "engine/engine.h"
+#include "scheduler/scheduler.h"
 
 typedef struct rm_external_part { // of a step: one request
   uint64_t id;
@@ -23,13 +23,13 @@ typedef struct rm_external_part { // of a step: one request
   int replace;
 } rm_external_part;
 
-typedef struct rm_external_step { // views during the call
+struct rm_external_step { // views during the call
   const rm_external_part *parts; // [n_parts] in the order of the host's decisions: a page may be read behind who writes it
   int64_t n_parts;
   float *logits; // [n_logits][vocab] of requests with host_draws that are at their last row, in the order of the parts
   float *stats; // [n_logits][2] of those rows: the largest logit, and the sum of exp(logit − it)
   int64_t n_logits; // as many as there are of those rows, or more
-} rm_external_step;
+};
 
 enum { RM_EXTERNAL_NO_TOKEN = -1, RM_EXTERNAL_FAILED = -2, RM_EXTERNAL_DRAWS = -3 };
 
@@ -40,23 +40,25 @@ typedef struct rm_external_result { // of a part
   int32_t row; // RM_EXTERNAL_DRAWS: of logits and stats
 } rm_external_result;
 
-// All ranks of a tp group get the same; ranks whose experts span replicas all make the call, also with no parts. RM_E_REQUEST for a part
-// that breaks a rule: nothing was done. Of a part whose request has ended by an error the result says so.
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,
-                                rm_error *err);
+// Checks a step, which then runs as the plans that the policy makes of it, until rm_external_end. RM_E_REQUEST for a part that breaks a rule:
+// nothing was done. end: results [n_parts] or NULL.
+rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err);
+void rm_external_end(rm_scheduler *scheduler, rm_external_result *results);
 
 typedef struct rm_external_draw { // one row of the last step's logits
   uint64_t id;
   const float *raw, *stats; // as the step gave them
   const float *edited; // [vocab] what is drawn from, by the request's own parameters; −inf and NaN are never drawn
 } rm_external_draw;
-rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err);
+// The sequence of a request whose logits wait for this draw. NULL: RM_E_REQUEST or RM_E_STATE, in *code.
+rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_code *code, rm_error *err);
 
+// ---------------------------------------------------------------------------------------------- between steps
 // What these pages hold is not what the host believes: they were given to a request that was not fed. Numbers that are none are passed.
-void rm_engine_external_forget(rm_engine *engine, const int32_t *pages, int64_t n);
+void rm_external_forget(rm_scheduler *scheduler, const int32_t *pages, int64_t n);
 // The request ends, and what its pages hold is not to be used: a step that was to feed it was not made.
-rm_code rm_engine_external_fail(rm_engine *engine, uint64_t id, rm_error *err);
+rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err);
 // The host has taken its pages back.
-rm_code rm_engine_external_preempt(rm_engine *engine, uint64_t id, rm_error *err);
+rm_code rm_external_preempt(rm_scheduler *scheduler, uint64_t id, rm_error *err);
 // What it has generated is this, as the host knows it: tokens that the host dropped are drawn again.
-rm_code rm_engine_external_tokens(rm_engine *engine, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);
+rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);

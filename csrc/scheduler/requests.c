@@ -1,36 +1,38 @@
 // requests.c: requests from outside, by number: add, look at, end, release. (sequence_group.c says what one may ask for.)
-#include "engine/state.h"
+#include <stdio.h>
+
+#include "scheduler/scheduler.h"
 
 // ---------------------------------------------------------------------------------------------- groups by id
 // Ids count up, so the low bits spread them evenly.
-static rm_group **bucket(const rm_engine *engine, uint64_t id) { return &engine->buckets[id & (engine->n_buckets - 1)]; }
+static rm_group **bucket(const rm_scheduler *scheduler, uint64_t id) { return &scheduler->buckets[id & (scheduler->n_buckets - 1)]; }
 
-static int grow_buckets(rm_engine *engine) {
-  if (engine->n_groups < (int64_t)engine->n_buckets) return 1;
-  const uint64_t n_old = engine->n_buckets, n = n_old ? 2 * n_old : 64;
-  rm_group **old = engine->buckets, **buckets = rm_alloc(n, sizeof *buckets);
+static int grow_buckets(rm_scheduler *scheduler) {
+  if (scheduler->n_groups < (int64_t)scheduler->n_buckets) return 1;
+  const uint64_t n_old = scheduler->n_buckets, n = n_old ? 2 * n_old : 64;
+  rm_group **old = scheduler->buckets, **buckets = rm_alloc(n, sizeof *buckets);
   if (!buckets) return 0;
-  engine->buckets = buckets;
-  engine->n_buckets = n;
+  scheduler->buckets = buckets;
+  scheduler->n_buckets = n;
   for (uint64_t b = 0; b < n_old; b++)
     for (rm_group *group = old[b], *next; group; group = next) {
       next = group->next_in_bucket;
-      group->next_in_bucket = *bucket(engine, group->id);
-      *bucket(engine, group->id) = group;
+      group->next_in_bucket = *bucket(scheduler, group->id);
+      *bucket(scheduler, group->id) = group;
     }
   rm_free(old);
   return 1;
 }
 
-rm_group *rm_find_group(const rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_group *group = engine->n_buckets ? *bucket(engine, id) : NULL;
+rm_group *rm_find_group(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  rm_group *group = scheduler->n_buckets ? *bucket(scheduler, id) : NULL;
   while (group && group->id != id) group = group->next_in_bucket;
   if (!group) rm_fail(err, RM_E_REQUEST, "there is no request %llu", (unsigned long long)id);
   return group;
 }
 
-static rm_sequence *find_sample(const rm_engine *engine, uint64_t id, int32_t sample, rm_error *err) {
-  rm_group *group = rm_find_group(engine, id, err);
+static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample, rm_error *err) {
+  rm_group *group = rm_find_group(scheduler, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
   rm_fail(err, RM_E_REQUEST, "request %llu has no sample %d, only 0 … %d", (unsigned long long)id, sample, group->n - 1);
@@ -38,82 +40,43 @@ static rm_sequence *find_sample(const rm_engine *engine, uint64_t id, int32_t sa
 }
 
 // ---------------------------------------------------------------------------------------------- in
-static rm_request_rules rules_of(const rm_engine *engine) {
-  return (rm_request_rules){
-      .vocab = engine->spec->vocab_size,
-      .max_model_len = engine->options.max_model_len,
-      .page_size = engine->options.page_size,
-      .n_pages = engine->n_pages,
-      .routed_per_token = engine->routed_per_token,
-      .hosted = rm_is_external(engine),
-      .eos_ids = engine->options.eos_ids,
-      .n_eos = engine->options.n_eos,
-      .engine_seed = engine->options.seed,
-  };
-}
-
-static rm_code check_state(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "a request while the weights are asleep");
-  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a request before any weights were synced");
-  return RM_OK;
-}
-
-rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err) {
-  const rm_request_rules rules = rules_of(engine);
-  const rm_code code = check_state(engine, err);
-  return code ? code : rm_group_check(request, &rules, err);
-}
-
-rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
-  const rm_request_rules rules = rules_of(engine);
-  rm_code code = check_state(engine, err);
-  if (code) return code;
-  const uint64_t number = request->id ? request->id : engine->next_id;
-  if (number < engine->next_id)
+rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t *id, rm_error *err) {
+  const uint64_t number = request->id ? request->id : scheduler->next_id;
+  if (number < scheduler->next_id)
     return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one", (unsigned long long)number,
-                   (unsigned long long)engine->next_id - 1);
+                   (unsigned long long)scheduler->next_id - 1);
   rm_group *group;
-  code = rm_group_create(request, &rules, number, engine->next_order, &group, err);
+  const rm_code code = rm_group_create(request, &scheduler->options.limits, number, scheduler->next_order, &group, err);
   if (code) return code;
-  if (!grow_buckets(engine)) {
+  if (!grow_buckets(scheduler)) {
     rm_free(group);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests", (long long)engine->n_groups + 1);
+    return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests", (long long)scheduler->n_groups + 1);
   }
-  engine->next_id = number + 1;
-  engine->next_order += (uint64_t)group->n;
-  engine->n_groups++;
-  engine->n_live++;
-  group->next_in_bucket = *bucket(engine, group->id);
-  *bucket(engine, group->id) = group;
-  rm_list_insert_before(&engine->live, &group->link);
-  for (int32_t i = 0; i < group->n; i++) rm_enqueue(engine, &group->sequences[i]);
+  scheduler->next_id = number + 1;
+  scheduler->next_order += (uint64_t)group->n;
+  scheduler->n_groups++;
+  scheduler->n_live++;
+  group->next_in_bucket = *bucket(scheduler, group->id);
+  *bucket(scheduler, group->id) = group;
+  rm_list_insert_before(&scheduler->live, &group->link);
+  for (int32_t i = 0; i < group->n; i++) rm_enqueue(scheduler, &group->sequences[i]);
   *id = group->id;
   return RM_OK;
 }
 
 // ---------------------------------------------------------------------------------------------- out
-int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
+int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t capacity) {
   int64_t n = 0;
-  for (; n < capacity && !rm_list_empty(&engine->finished); n++) {
-    rm_group *group = (rm_group *)engine->finished.next;
+  for (; n < capacity && !rm_list_empty(&scheduler->finished); n++) {
+    rm_group *group = (rm_group *)scheduler->finished.next;
     rm_list_remove(&group->link);
     ids[n] = group->id;
   }
   return n;
 }
 
-uint64_t rm_engine_next_finished(const rm_engine *engine) {
-  return rm_list_empty(&engine->finished) ? 0 : ((const rm_group *)engine->finished.next)->id;
-}
-
-int rm_engine_has(const rm_engine *engine, uint64_t id) {
-  const rm_group *group = engine->n_buckets ? *bucket(engine, id) : NULL;
-  while (group && group->id != id) group = group->next_in_bucket;
-  return group != NULL;
-}
-
-rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {
-  const rm_group *group = rm_find_group(engine, id, err);
+rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out, rm_error *err) {
+  const rm_group *group = rm_find_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   *out = (rm_request_view){
       .id = id,
@@ -134,8 +97,8 @@ rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *ou
   return RM_OK;
 }
 
-rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err) {
-  const rm_sequence *seq = find_sample(engine, id, sample, err);
+rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample, rm_sample_view *out, rm_error *err) {
+  const rm_sequence *seq = find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   *out = (rm_sample_view){
       .finish = seq->finish,
@@ -155,29 +118,58 @@ rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t samp
   return RM_OK;
 }
 
-rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_group *group = rm_find_group(engine, id, err);
+rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  rm_group *group = rm_find_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   if (group->n_done < group->n) return rm_fail(err, RM_E_STATE, "request %llu is not finished; abort it first", (unsigned long long)id);
-  rm_group **at = bucket(engine, id);
+  rm_group **at = bucket(scheduler, id);
   while (*at != group) at = &(*at)->next_in_bucket;
   *at = group->next_in_bucket;
   rm_list_remove(&group->link);
-  engine->n_groups--;
+  scheduler->n_groups--;
   rm_free(group);
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- ends from outside
-rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_group *group = rm_find_group(engine, id, err);
-  if (!group) return RM_E_REQUEST;
-  rm_finish_group(engine, group, RM_FINISH_ABORT);
-  return RM_OK;
+// ---------------------------------------------------------------------------------------------- ends
+static void finish_if_all_done(rm_scheduler *scheduler, rm_group *group) {
+  if (group->n_done < group->n) return;
+  rm_list_remove(&group->link);
+  rm_list_insert_before(&scheduler->finished, &group->link);
+  scheduler->n_live--;
 }
 
-rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
-  rm_sequence *seq = find_sample(engine, id, sample, err);
+static void put_away(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
+  rm_leave_lists(scheduler, seq);
+  seq->status = RM_DONE;
+  seq->finish = finish;
+  seq->group->n_done++;
+}
+
+void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
+  put_away(scheduler, seq, finish);
+  finish_if_all_done(scheduler, seq->group);
+}
+
+void rm_finish_group(rm_scheduler *scheduler, rm_group *group, rm_finish finish) {
+  if (group->n_done == group->n) return;
+  for (int32_t i = 0; i < group->n; i++)
+    if (group->sequences[i].status != RM_DONE) put_away(scheduler, &group->sequences[i], finish);
+  finish_if_all_done(scheduler, group);
+}
+
+void rm_fail_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position, const char *what) {
+  rm_group *group = seq->group;
+  group->error = RM_E_NUMERICS;
+  snprintf(group->message, sizeof group->message, "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
+           seq->index, position, what);
+  scheduler->options.policy->distrust_pages(scheduler, seq);
+  rm_finish_group(scheduler, group, RM_FINISH_ERROR);
+}
+
+// ---------------------------------------------------------------------------------------------- ends from outside
+rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {
+  rm_sequence *seq = find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   if (n_tokens < 0 || n_tokens > seq->n_tokens)
     return rm_fail(err, RM_E_REQUEST, "sample %d of request %llu cannot stop at %lld tokens: it has %lld", sample, (unsigned long long)id,
@@ -185,7 +177,7 @@ rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, in
   if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
     return rm_fail(err, RM_E_STATE, "sample %d of request %llu was %s", sample, (unsigned long long)id,
                    seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
-  if (seq->status != RM_DONE) rm_finish_sequence(engine, seq, RM_FINISH_STOP);
+  if (seq->status != RM_DONE) rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
   seq->finish = RM_FINISH_STOP;
   seq->stop_token = -1;
   seq->n_tokens = n_tokens;

@@ -9,8 +9,67 @@
 // computes the prompt's last row they join: as many as there are places draw from that row and share the leader's pages. The
 // last page, where they part, is copied by each when it first writes there, except by the last one left.
 #include <assert.h>
+#include <stdio.h>
 
-#include "engine/state.h"
+#include "base/fields.h"
+#include "scheduler/scheduler.h"
+
+// ---------------------------------------------------------------------------------------------- creation
+#define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
+
+rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options, rm_error *err) {
+  const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
+  rm_plan *plan = &scheduler->plan;
+  const rm_field fields[] = {
+      {&scheduler->places, seqs, sizeof *scheduler->places},
+      {&scheduler->page_versions, (size_t)options->external_pages, sizeof *scheduler->page_versions},
+      {&plan->scheduled, seqs, sizeof *plan->scheduled},
+      {&plan->ids, rows, sizeof *plan->ids},
+      {&plan->positions, rows, sizeof *plan->positions},
+      {&plan->seq_of_row, rows, sizeof *plan->seq_of_row},
+      {&plan->slots, rows, sizeof *plan->slots},
+      {&plan->outs, rows, sizeof *plan->outs},
+      {&plan->out_rows, rows, sizeof *plan->out_rows},
+      {&plan->targets, rows, sizeof *plan->targets},
+      {&plan->draws, seqs, sizeof *plan->draws},
+      {&plan->table_changed, seqs, sizeof *plan->table_changed},
+  };
+  scheduler->options = *options;
+  scheduler->max_pages = (options->limits.max_model_len + options->limits.page_size - 1) / options->limits.page_size;
+  scheduler->next_id = 1;
+  rm_list_init(&scheduler->waiting);
+  rm_list_init(&scheduler->active);
+  rm_list_init(&scheduler->live);
+  rm_list_init(&scheduler->finished);
+  scheduler->memory_bytes = rm_fields_bytes(fields, N_FIELDS(fields));
+  scheduler->memory = scheduler->memory_bytes ? rm_map(scheduler->memory_bytes) : NULL;
+  if (!scheduler->memory)
+    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
+                   scheduler->memory_bytes, rows, seqs);
+  rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);   // what was asked for fits
+  for (scheduler->n_places = 0; scheduler->n_places < options->max_num_seqs; scheduler->n_places++)
+    scheduler->places[scheduler->n_places] = (int32_t)(options->max_num_seqs - 1 - scheduler->n_places);
+  return RM_OK;
+}
+
+rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_error *err) {
+  rm_scheduler_options *options = &scheduler->options;
+  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token, options->zero_page, options->pages};
+  options->limits.n_pages = n_pages;
+  for (int64_t i = 0; i < options->external_pages; i++) scheduler->page_versions[i] = -1;
+  return rm_kv_create(&kv, &scheduler->cache, err);
+}
+
+void rm_scheduler_destroy(rm_scheduler *scheduler) {
+  for (uint64_t b = 0; b < scheduler->n_buckets; b++)
+    for (rm_group *group = scheduler->buckets[b], *next; group; group = next) {
+      next = group->next_in_bucket;
+      rm_free(group);
+    }
+  rm_free(scheduler->buckets);
+  rm_kv_destroy(scheduler->cache);
+  rm_unmap(scheduler->memory, scheduler->memory_bytes);
+}
 
 // ---------------------------------------------------------------------------------------------- lists and pages
 static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
@@ -23,51 +82,50 @@ static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
 }
 
 // From the end when it is new, from the front when it was preempted: both are where it belongs, nearly always.
-void rm_enqueue(rm_engine *engine, rm_sequence *seq) {
-  const rm_link *last = engine->waiting.prev;
-  insert_by_order(&engine->waiting, seq, last == &engine->waiting || ((const rm_sequence *)last)->order < seq->order);
+void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
+  const rm_link *last = scheduler->waiting.prev;
+  insert_by_order(&scheduler->waiting, seq, last == &scheduler->waiting || ((const rm_sequence *)last)->order < seq->order);
   seq->status = RM_WAITING;
-  engine->n_waiting++;
+  scheduler->n_waiting++;
 }
 
-void rm_activate(rm_engine *engine, rm_sequence *seq) {
-  assert(engine->n_places > 0);
-  seq->place = engine->places[--engine->n_places];
+void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
+  assert(scheduler->n_places > 0);
+  seq->place = scheduler->places[--scheduler->n_places];
   seq->status = RM_ACTIVE;
-  insert_by_order(&engine->active, seq, 1);
-  engine->n_active++;
+  insert_by_order(&scheduler->active, seq, 1);
+  scheduler->n_active++;
 }
 
-void rm_release_places(rm_engine *engine, rm_sequence *seq) {
+void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_list_remove(&seq->link);
-  if (seq->status == RM_WAITING) engine->n_waiting--;
-  if (seq->status == RM_JOINING) engine->n_joining--;
+  if (seq->status == RM_WAITING) scheduler->n_waiting--;
+  if (seq->status == RM_JOINING) scheduler->n_joining--;
   if (seq->status == RM_ACTIVE) {
-    const int32_t *table = rm_block_table(engine, seq);
-    while (!rm_is_external(engine) && seq->n_pages > 0) rm_kv_release(engine->cache, table[--seq->n_pages]);
+    scheduler->options.policy->release_pages(scheduler, seq);
     seq->n_pages = 0;
-    engine->places[engine->n_places++] = seq->place;
-    engine->n_active--;
+    scheduler->places[scheduler->n_places++] = seq->place;
+    scheduler->n_active--;
   }
   if (seq->group->leader == seq) seq->group->leader = NULL;
-  if (engine->blocked == seq) engine->blocked = NULL;
+  if (scheduler->blocked == seq) scheduler->blocked = NULL;
   seq->place = -1;
   seq->kv_len = seq->next = seq->n_indexed = seq->n_rows = 0;
   seq->stale = 0;
 }
 
-void rm_preempt(rm_engine *engine, rm_sequence *seq) {
-  rm_release_places(engine, seq);
-  rm_enqueue(engine, seq);
+void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq) {
+  rm_leave_lists(scheduler, seq);
+  rm_enqueue(scheduler, seq);
 }
 
-void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *leader) {
-  engine->n_joining--;
-  rm_activate(engine, seq);
-  int32_t *table = rm_change_table(engine, seq);
-  const int32_t *from = rm_block_table(engine, leader);
+void rm_share_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_sequence *leader) {
+  scheduler->n_joining--;
+  rm_activate(scheduler, seq);
+  int32_t *table = rm_change_table(scheduler, seq);
+  const int32_t *from = rm_block_table(scheduler, leader);
   for (seq->n_pages = 0; seq->n_pages < leader->n_pages; seq->n_pages++) {
-    rm_kv_retain(engine->cache, from[seq->n_pages]);
+    rm_kv_retain(scheduler->cache, from[seq->n_pages]);
     table[seq->n_pages] = from[seq->n_pages];
   }
   seq->kv_len = seq->next = leader->kv_len;
@@ -75,53 +133,53 @@ void rm_share_pages(rm_engine *engine, rm_sequence *seq, const rm_sequence *lead
   seq->n_rows = 0;
 }
 
-static int64_t pages_for(const rm_engine *engine, int64_t n_positions) {
-  return (n_positions + engine->options.page_size - 1) / engine->options.page_size;
+static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
+  return (n_positions + scheduler->options.limits.page_size - 1) / scheduler->options.limits.page_size;
 }
 
 // Takes pages until n_positions fit. There are enough.
-static void extend(rm_engine *engine, rm_sequence *seq, int64_t n_positions) {
-  const int64_t n = pages_for(engine, n_positions);
+static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
+  const int64_t n = pages_for(scheduler, n_positions);
   if (seq->n_pages >= n) return;
-  for (int32_t *table = rm_change_table(engine, seq); seq->n_pages < n; seq->n_pages++) {
-    table[seq->n_pages] = rm_kv_alloc(engine->cache);
+  for (int32_t *table = rm_change_table(scheduler, seq); seq->n_pages < n; seq->n_pages++) {
+    table[seq->n_pages] = rm_kv_alloc(scheduler->cache);
     assert(table[seq->n_pages] >= 0);
   }
 }
 
 // Index of a page that is shared and about to be written, −1: none. Only where the KV ends can that be.
-static int64_t shared_page(const rm_engine *engine, const rm_sequence *seq, int64_t n_positions) {
-  const int64_t index = seq->kv_len / engine->options.page_size;
+static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t n_positions) {
+  const int64_t index = seq->kv_len / scheduler->options.limits.page_size;
   if (n_positions <= seq->kv_len || index >= seq->n_pages) return -1;
-  return rm_kv_references(engine->cache, rm_block_table(engine, seq)[index]) > 1 ? index : -1;
+  return rm_kv_references(scheduler->cache, rm_block_table(scheduler, seq)[index]) > 1 ? index : -1;
 }
 
 // Logprobs need no copy: they are written when the page is full.
-static void copy_page(rm_engine *engine, rm_sequence *seq, int64_t index) {
-  int32_t *entry = &rm_change_table(engine, seq)[index];
-  const int32_t to = rm_kv_alloc(engine->cache), from = *entry;
+static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) {
+  int32_t *entry = &rm_change_table(scheduler, seq)[index];
+  const int32_t to = rm_kv_alloc(scheduler->cache), from = *entry;
   assert(to >= 0);
-  rm_model_copy_page(engine->model, engine->kv, engine->n_pages, to, from);
-  if (engine->routed_per_token)
-    memcpy(rm_kv_routed(engine->cache, to), rm_kv_routed(engine->cache, from),
-           (size_t)(engine->options.page_size * engine->routed_per_token) * sizeof(int16_t));
-  rm_kv_release(engine->cache, from);
+  scheduler->options.copy_page(scheduler->options.pages, to, from);
+  if (scheduler->options.limits.routed_per_token)
+    memcpy(rm_kv_routed(scheduler->cache, to), rm_kv_routed(scheduler->cache, from),
+           (size_t)(scheduler->options.limits.page_size * scheduler->options.limits.routed_per_token) * sizeof(int16_t));
+  rm_kv_release(scheduler->cache, from);
   *entry = to;
 }
 
 // Makes the pages of [0, n_positions) writable where they will be written, preempting newer sequences. 0: seq itself went.
-static int reserve(rm_engine *engine, rm_sequence *seq, int64_t n_positions) {
+static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   for (;;) {
-    const int64_t shared = shared_page(engine, seq, n_positions);
-    const int64_t wanted = rm_max64(pages_for(engine, n_positions) - seq->n_pages, 0) + (shared >= 0);
-    if (wanted <= rm_kv_free_pages(engine->cache)) {
-      if (shared >= 0) copy_page(engine, seq, shared);
-      extend(engine, seq, n_positions);
+    const int64_t shared = shared_page(scheduler, seq, n_positions);
+    const int64_t wanted = rm_max64(pages_for(scheduler, n_positions) - seq->n_pages, 0) + (shared >= 0);
+    if (wanted <= rm_kv_free_pages(scheduler->cache)) {
+      if (shared >= 0) copy_page(scheduler, seq, shared);
+      extend(scheduler, seq, n_positions);
       return 1;
     }
-    rm_sequence *newest = (rm_sequence *)engine->active.prev;
-    rm_preempt(engine, newest);
-    engine->stats.preemptions++;
+    rm_sequence *newest = (rm_sequence *)scheduler->active.prev;
+    rm_preempt(scheduler, newest);
+    scheduler->preemptions++;
     if (newest == seq) return 0;
   }
 }
@@ -129,60 +187,60 @@ static int reserve(rm_engine *engine, rm_sequence *seq, int64_t n_positions) {
 // ---------------------------------------------------------------------------------------------- admission
 // Whether a cached page would lose nothing that the group must record: 2 yes, 1 if the page has logprobs, 0 no. Row p gives
 // the logprob of token p + 1, so the tokens of page i come from the rows up to its last but one.
-static int page_serves(const rm_engine *engine, const rm_group *group, int64_t page) {
-  const int64_t rows = rm_min64((page + 1) * engine->options.page_size - 1, group->n_targets);
+static int page_serves(const rm_scheduler *scheduler, const rm_group *group, int64_t page) {
+  const int64_t rows = rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
   return !group->prompt_top && !group->score_sampling && !group->wants_logits;
 }
 
-static void take_records(rm_engine *engine, rm_sequence *seq, int64_t index, int32_t page) {
+static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t index, int32_t page) {
   rm_group *group = seq->group;
-  const int64_t size = engine->options.page_size, start = index * size, per_token = engine->routed_per_token;
+  const int64_t size = scheduler->options.limits.page_size, start = index * size, per_token = scheduler->options.limits.routed_per_token;
   for (int64_t position = rm_max64(start, group->n_scored + 1); position < start + size && position <= group->n_targets; position++) {
-    group->prompt_logprobs[position - 1] = rm_kv_logprobs(engine->cache, page)[position - start];
+    group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
     group->n_scored = position;
   }
   for (int64_t p = rm_max64(start, group->n_prompt_routed); per_token && p < rm_min64(start + size, group->n_prompt); p++) {
-    memcpy(group->prompt_routed + p * per_token, rm_kv_routed(engine->cache, page) + (p - start) * per_token,
+    memcpy(group->prompt_routed + p * per_token, rm_kv_routed(scheduler->cache, page) + (p - start) * per_token,
            (size_t)per_token * sizeof(int16_t));
     group->n_prompt_routed = p + 1;
   }
 }
 
 // Takes the cached pages that its tokens begin with. Records are taken over later, when it is sure to start.
-static void match_prefix(rm_engine *engine, rm_sequence *seq) {
-  int32_t *table = rm_change_table(engine, seq), parent = -1;
-  const int64_t size = engine->options.page_size, n = rm_sequence_length(seq) / size;
+static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
+  int32_t *table = rm_change_table(scheduler, seq), parent = -1;
+  const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
   seq->n_pages = 0;
-  if (!engine->options.prefix_caching) return;
+  if (!scheduler->options.prefix_caching) return;
   for (int64_t i = 0; i < n; i++) {
-    const int serves = page_serves(engine, seq->group, i);
+    const int serves = page_serves(scheduler, seq->group, i);
     if (!serves) break;
-    parent = rm_kv_find(engine->cache, rm_store_version(engine->store), parent, seq->ids + i * size, serves == 1);
+    parent = rm_kv_find(scheduler->cache, scheduler->version, parent, seq->ids + i * size, serves == 1);
     if (parent < 0) break;
     table[seq->n_pages++] = parent;
   }
 }
 
 // Gives a waiting sequence its place and all pages of its known tokens, or changes nothing and returns 0.
-static int start(rm_engine *engine, rm_sequence *seq) {
-  const int64_t length = rm_sequence_length(seq), size = engine->options.page_size;
+static int start(rm_scheduler *scheduler, rm_sequence *seq) {
+  const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
   rm_group *group = seq->group;
-  if (engine->blocked == seq && engine->n_active && rm_kv_free_pages(engine->cache) <= engine->blocked_free) return 0;
+  if (scheduler->blocked == seq && scheduler->n_active && rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free) return 0;
   rm_link *next = seq->link.next;
   rm_list_remove(&seq->link);
-  rm_activate(engine, seq);
-  match_prefix(engine, seq);
-  if (pages_for(engine, length) - seq->n_pages > rm_kv_free_pages(engine->cache)) {
-    rm_release_places(engine, seq);
+  rm_activate(scheduler, seq);
+  match_prefix(scheduler, seq);
+  if (pages_for(scheduler, length) - seq->n_pages > rm_kv_free_pages(scheduler->cache)) {
+    rm_leave_lists(scheduler, seq);
     rm_list_insert_before(next, &seq->link);
     seq->status = RM_WAITING;
-    engine->blocked = seq;
-    engine->blocked_free = rm_kv_free_pages(engine->cache);
+    scheduler->blocked = seq;
+    scheduler->blocked_free = rm_kv_free_pages(scheduler->cache);
     return 0;
   }
-  engine->n_waiting--;
-  for (int64_t i = 0; i < seq->n_pages; i++) take_records(engine, seq, i, rm_block_table(engine, seq)[i]);
+  scheduler->n_waiting--;
+  for (int64_t i = 0; i < seq->n_pages; i++) take_records(scheduler, seq, i, rm_block_table(scheduler, seq)[i]);
   seq->kv_len = seq->n_pages * size;
   seq->n_indexed = seq->n_pages;
   seq->next = rm_min64(seq->kv_len, length - 1);
@@ -190,11 +248,11 @@ static int start(rm_engine *engine, rm_sequence *seq) {
   if (!group->started) {
     group->started = 1;
     group->n_cached = rm_min64(seq->next, group->n_prompt);
-    engine->stats.prompt_tokens += group->n_prompt;
-    engine->stats.cached_tokens += group->n_cached;
+    scheduler->prompt_tokens += group->n_prompt;
+    scheduler->cached_tokens += group->n_cached;
   }
   if (!seq->n_tokens) group->leader = seq;
-  extend(engine, seq, length);
+  extend(scheduler, seq, length);
   return 1;
 }
 
@@ -209,22 +267,22 @@ static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t t
 static void add_draw(rm_plan *plan, rm_sequence *seq) { plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1}; }
 
 // Siblings that have not begun join while there are places.
-static void join_siblings(rm_engine *engine, rm_group *group) {
-  for (int32_t i = 0; i < group->n && engine->n_active + engine->n_joining < engine->options.max_num_seqs; i++) {
+static void join_siblings(rm_scheduler *scheduler, rm_group *group) {
+  for (int32_t i = 0; i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs; i++) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_WAITING || seq->n_tokens) continue;
-    rm_release_places(engine, seq);
+    rm_leave_lists(scheduler, seq);
     seq->status = RM_JOINING;
-    engine->n_joining++;
-    add_draw(&engine->plan, seq);
+    scheduler->n_joining++;
+    add_draw(&scheduler->plan, seq);
   }
 }
 
-void rm_plan_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows) {
-  rm_plan *plan = &engine->plan;
+void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
+  rm_plan *plan = &scheduler->plan;
   const rm_group *group = seq->group;
-  const int64_t end = seq->next + n_rows, size = engine->options.page_size;
-  const int32_t *table = rm_block_table(engine, seq);
+  const int64_t end = seq->next + n_rows, size = scheduler->options.limits.page_size;
+  const int32_t *table = rm_block_table(scheduler, seq);
   seq->first_row = plan->n_rows;
   seq->n_rows = n_rows;
   plan->scheduled[plan->n_scheduled++] = seq;
@@ -238,40 +296,75 @@ void rm_plan_rows(rm_engine *engine, rm_sequence *seq, int64_t n_rows) {
     add_out(plan, seq, p, p + 1 < group->n_prompt ? seq->ids[p + 1] : -1, 0);
   if (group->kind != RM_GENERATE || end < rm_sequence_length(seq)) return;
   add_out(plan, seq, end - 1, -1, 1);
-  if (group->host_draws) seq->host_row = (int32_t)plan->n_host++;
+  if (group->host_draws) seq->external_row = (int32_t)plan->n_external++;
   else add_draw(plan, seq);
-  if (group->leader == seq) join_siblings(engine, seq->group);
+  if (group->leader == seq) join_siblings(scheduler, seq->group);
 }
 
 // A sequence that computes its first token waits for the leader of its group, if there is one.
 static int must_wait(const rm_sequence *seq) { return !seq->n_tokens && seq->group->leader; }
 
-static void admit(rm_engine *engine) {
-  const int64_t max_rows = engine->options.max_num_batched_tokens;
-  for (rm_link *at = engine->waiting.next; at != &engine->waiting;) {
+static void admit(rm_scheduler *scheduler) {
+  const int64_t max_rows = scheduler->options.max_num_batched_tokens;
+  for (rm_link *at = scheduler->waiting.next; at != &scheduler->waiting;) {
     rm_sequence *seq = (rm_sequence *)at;
-    if (engine->plan.n_rows == max_rows || engine->n_active + engine->n_joining == engine->options.max_num_seqs) return;
+    if (scheduler->plan.n_rows == max_rows || scheduler->n_active + scheduler->n_joining == scheduler->options.max_num_seqs) return;
     if (must_wait(seq)) {
       at = at->next;
       continue;
     }
     rm_link *before = at->prev;
-    if (!start(engine, seq)) return;
-    rm_plan_rows(engine, seq, rm_min64(rm_sequence_length(seq) - seq->next, max_rows - engine->plan.n_rows));
+    if (!start(scheduler, seq)) return;
+    rm_plan_rows(scheduler, seq, rm_min64(rm_sequence_length(seq) - seq->next, max_rows - scheduler->plan.n_rows));
     at = before->next;   // siblings that joined are gone from the list; what stood before was passed over and is still there
   }
 }
 
-void rm_schedule(rm_engine *engine) {
-  rm_plan *plan = &engine->plan;
-  const int64_t max_rows = engine->options.max_num_batched_tokens, preemptions = engine->stats.preemptions;
-  plan->n_rows = plan->n_out = plan->n_scheduled = plan->n_draws = 0;
-  for (rm_link *at = engine->active.next; at != &engine->active && plan->n_rows < max_rows;) {
+static rm_progress schedule(rm_scheduler *scheduler) {
+  rm_plan *plan = &scheduler->plan;
+  const int64_t max_rows = scheduler->options.max_num_batched_tokens, preemptions = scheduler->preemptions;
+  rm_plan_clear(plan);
+  if (scheduler->paused || !scheduler->n_live) return RM_NO_WORK;
+  for (rm_link *at = scheduler->active.next; at != &scheduler->active && plan->n_rows < max_rows;) {
     rm_sequence *seq = (rm_sequence *)at;
     const int64_t n_rows = rm_min64(rm_sequence_length(seq) - seq->next, max_rows - plan->n_rows);
-    if (!reserve(engine, seq, seq->next + n_rows)) break;
+    if (!reserve(scheduler, seq, seq->next + n_rows)) break;
     at = seq->link.next;
-    rm_plan_rows(engine, seq, n_rows);
+    rm_plan_rows(scheduler, seq, n_rows);
   }
-  if (engine->stats.preemptions == preemptions) admit(engine);
+  if (scheduler->preemptions == preemptions) admit(scheduler);
+  assert(plan->n_rows > 0);   // the oldest can always go on
+  return RM_LAST_BATCH;
 }
+
+// ---------------------------------------------------------------------------------------------- the policy
+static void nothing_more(rm_scheduler *scheduler) { (void)scheduler; }
+
+static void token_added(rm_scheduler *scheduler, rm_sequence *seq) {
+  const rm_group *group = seq->group;
+  const int32_t token = seq->ids[group->n_prompt + seq->n_tokens - 1];
+  if (rm_group_stops_at(group, token)) {
+    seq->stop_token = token;
+    rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
+  } else if (seq->n_tokens == group->capacity) {
+    rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
+  }
+}
+
+static void release_pages(rm_scheduler *scheduler, rm_sequence *seq) {
+  const int32_t *table = rm_block_table(scheduler, seq);
+  while (seq->n_pages > 0) rm_kv_release(scheduler->cache, table[--seq->n_pages]);
+}
+
+// Its pages are not in the prefix index, and nobody reads a page again that was given back.
+static void distrust_pages(rm_scheduler *scheduler, const rm_sequence *seq) { (void)scheduler, (void)seq; }
+
+const rm_policy rm_own_policy = {
+    .schedule = schedule,
+    .committed = nothing_more,
+    .token_added = token_added,
+    .release_pages = release_pages,
+    .distrust_pages = distrust_pages,
+    .weights_changed = rm_apply_inflight,
+    .pages_lost = rm_preempt_all,
+};

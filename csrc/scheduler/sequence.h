@@ -10,8 +10,8 @@
 // Fields below stand under the file that writes them. sequence_group.c writes all of them once, at add.
 #pragma once
 
-#include "engine/engine.h"
 #include "scheduler/list.h"
+#include "scheduler/request.h"
 
 typedef enum rm_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_status;
 
@@ -40,10 +40,10 @@ typedef struct rm_sequence {
   int16_t *routed;              // [capacity][routed_per_token]
   int32_t *ranks;               // [capacity] with ranks
   // external_scheduler.c
-  int64_t host_computed, host_end;   // of the step at hand: positions before it, and where it ends; host_end 0: not in it
-  int host_last;                // it ends with the last token known, so that another follows
-  int32_t host_row;             // of its logits on their way to the host, −1: none
-  int host_begun;               // its first row is known
+  int64_t external_computed, external_end;   // of the step at hand: positions before it, and where it ends; external_end 0: not in it
+  int external_last;                // it ends with the last token known, so that another follows
+  int32_t external_row;             // of its logits on their way to the host, −1: none
+  int external_begun;               // its first row is known
   // sampler.c
   int32_t *top_ids;             // [capacity][logprobs]
   float *top_logprobs;
@@ -96,19 +96,19 @@ struct rm_group {
 static inline int64_t rm_sequence_length(const rm_sequence *seq) { return seq->group->n_prompt + seq->n_tokens; }
 
 // The limits that a request is held against.
-typedef struct rm_request_rules {
+typedef struct rm_request_limits {
   int64_t vocab, max_model_len, page_size, n_pages;
   int64_t routed_per_token;
-  int hosted;
+  int external;                 // an external scheduler decides: one sample a request, and it may end one token late
   const int32_t *eos_ids;       // [n_eos]
   int64_t n_eos;
   uint64_t engine_seed;
-} rm_request_rules;
+} rm_request_limits;
 
 // sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
-rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
+rm_code rm_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order, rm_group **out,
                         rm_error *err);
-rm_code rm_group_check(const rm_request *request, const rm_request_rules *rules, rm_error *err);   // create's refusals
+rm_code rm_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's refusals
 // Back to the state after create, but for records already allocated: nothing generated, nothing recorded.
 void rm_group_rewind(rm_group *group);
 int rm_group_stops_at(const rm_group *group, int32_t token);

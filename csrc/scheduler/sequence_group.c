@@ -5,6 +5,7 @@
 
 #include "base/fields.h"
 #include "base/hash.h"
+#include "kernels.h"
 #include "scheduler/sequence.h"
 
 enum { MAX_SAMPLES = 16384 };
@@ -36,8 +37,8 @@ static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error
   return RM_OK;
 }
 
-static rm_code check_lengths(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
-  const long long n_prompt = request->n_prompt, longest = rules->max_model_len;
+static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+  const long long n_prompt = request->n_prompt, longest = limits->max_model_len;
   REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "the prompt is empty");
   if (request->kind == RM_SCORE) {
     REFUSE_UNLESS(n_prompt <= longest, "a prompt of %lld tokens is longer than max_model_len=%lld", n_prompt, longest);
@@ -53,34 +54,34 @@ static rm_code check_lengths(const rm_request *request, const rm_request_rules *
 
 // Tokens that each sample may generate. Of lengths that were checked: others overflow here. A host may be one step late in saying that
 // a request has ended.
-static int64_t capacity_of(const rm_request *request, const rm_request_rules *rules) {
-  const int64_t left = rules->max_model_len - request->n_prompt;
-  return request->kind == RM_SCORE ? 0 : request->max_tokens < left ? request->max_tokens + (rules->hosted != 0) : left;
+static int64_t capacity_of(const rm_request *request, const rm_request_limits *limits) {
+  const int64_t left = limits->max_model_len - request->n_prompt;
+  return request->kind == RM_SCORE ? 0 : request->max_tokens < left ? request->max_tokens + (limits->external != 0) : left;
 }
 
 // Positions that get KV: the last token generated is never fed back.
-static rm_code check_capacity(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
-  const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, rules) - 1, 0);
-  const int64_t n_pages = (n_positions + rules->page_size - 1) / rules->page_size;
-  if (n_pages <= rules->n_pages) return RM_OK;
+static rm_code check_capacity(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+  const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, limits) - 1, 0);
+  const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;
+  if (n_pages <= limits->n_pages) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY, "%lld tokens need %lld pages of %lld positions; the KV cache has %lld", (long long)n_positions,
-                 (long long)n_pages, (long long)rules->page_size, (long long)rules->n_pages);
+                 (long long)n_pages, (long long)limits->page_size, (long long)limits->n_pages);
 }
 
-rm_code rm_group_check(const rm_request *request, const rm_request_rules *rules, rm_error *err) {
+rm_code rm_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
-  if ((code = check_lengths(request, rules, err))) return code;
-  if ((code = check_ids("token id", request->prompt, request->n_prompt, rules->vocab, err))) return code;
+  if ((code = check_lengths(request, limits, err))) return code;
+  if ((code = check_ids("token id", request->prompt, request->n_prompt, limits->vocab, err))) return code;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if (draws && (code = check_sampling(request, err))) return code;
-  if ((code = check_logprobs(request, rules->vocab, err))) return code;
+  if ((code = check_logprobs(request, limits->vocab, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
-  if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, rules->vocab, err))) return code;
-  REFUSE_UNLESS(rules->hosted || !request->host_draws, "host_draws without a host: the engine's pages are its own");
-  REFUSE_UNLESS(!rules->hosted || (request->kind == RM_GENERATE && request->n == 1),
+  if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
+  REFUSE_UNLESS(limits->external || !request->host_draws, "host_draws without a host: the engine's pages are its own");
+  REFUSE_UNLESS(!limits->external || (request->kind == RM_GENERATE && request->n == 1),
                 "a host's request has one sample and is generated, not %d, nor scored", request->n);
-  return rules->hosted ? RM_OK : check_capacity(request, rules, err);
+  return limits->external ? RM_OK : check_capacity(request, limits, err);
 }
 
 // ---------------------------------------------------------------------------------------------- token sets
@@ -97,10 +98,10 @@ static int64_t sort_unique(int32_t *ids, int64_t n) {
   return kept;
 }
 
-static int64_t fill_set(int32_t *out, const rm_request *request, const rm_request_rules *rules, int with_eos) {
+static int64_t fill_set(int32_t *out, const rm_request *request, const rm_request_limits *limits, int with_eos) {
   if (request->n_stop_ids) memcpy(out, request->stop_ids, (size_t)request->n_stop_ids * sizeof *out);
-  if (with_eos && rules->n_eos) memcpy(out + request->n_stop_ids, rules->eos_ids, (size_t)rules->n_eos * sizeof *out);
-  return sort_unique(out, request->n_stop_ids + (with_eos ? rules->n_eos : 0));
+  if (with_eos && limits->n_eos) memcpy(out + request->n_stop_ids, limits->eos_ids, (size_t)limits->n_eos * sizeof *out);
+  return sort_unique(out, request->n_stop_ids + (with_eos ? limits->n_eos : 0));
 }
 
 int rm_group_stops_at(const rm_group *group, int32_t token) {
@@ -110,9 +111,9 @@ int rm_group_stops_at(const rm_group *group, int32_t token) {
 // ---------------------------------------------------------------------------------------------- the block
 enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 9 };
 
-static void group_fields(rm_group *group, const rm_request *request, const rm_request_rules *rules, rm_field fields[GROUP_FIELDS]) {
+static void group_fields(rm_group *group, const rm_request *request, const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {
   const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;   // one too many, so that none is not NULL
-  const size_t top = group->prompt_top ? targets : 0, set = (size_t)request->n_stop_ids + (size_t)rules->n_eos;
+  const size_t top = group->prompt_top ? targets : 0, set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
       {&group->sequences, (size_t)group->n, sizeof *group->sequences},
       {&group->stops, set, sizeof *group->stops},
@@ -122,12 +123,12 @@ static void group_fields(rm_group *group, const rm_request *request, const rm_re
       {&group->prompt_ranks, group->want_ranks ? targets : 0, sizeof *group->prompt_ranks},
       {&group->prompt_top_ids, top, (size_t)group->prompt_top * sizeof *group->prompt_top_ids},
       {&group->prompt_top_logprobs, top, (size_t)group->prompt_top * sizeof *group->prompt_top_logprobs},
-      {&group->prompt_routed, rules->routed_per_token ? (size_t)group->n_prompt : 0, (size_t)rules->routed_per_token * sizeof(int16_t)},
+      {&group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0, (size_t)limits->routed_per_token * sizeof(int16_t)},
   };
   memcpy(fields, all, sizeof all);
 }
 
-static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_request_rules *rules, rm_field fields[SEQUENCE_FIELDS]) {
+static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_request_limits *limits, rm_field fields[SEQUENCE_FIELDS]) {
   const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
   const rm_field all[SEQUENCE_FIELDS] = {
       {&seq->ids, (size_t)group->n_prompt + capacity, sizeof *seq->ids},
@@ -135,7 +136,7 @@ static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_re
       {&seq->sampling_logprobs, capacity, sizeof *seq->sampling_logprobs},
       {&seq->versions, capacity, sizeof *seq->versions},
       {&seq->no_contract, capacity, sizeof *seq->no_contract},
-      {&seq->routed, rules->routed_per_token ? capacity : 0, (size_t)rules->routed_per_token * sizeof *seq->routed},
+      {&seq->routed, limits->routed_per_token ? capacity : 0, (size_t)limits->routed_per_token * sizeof *seq->routed},
       {&seq->ranks, group->want_ranks ? capacity : 0, sizeof *seq->ranks},
       {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
       {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
@@ -144,13 +145,13 @@ static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_re
 }
 
 // The group, its records, then n equal parts for the sequences.
-static rm_group *allocate(const rm_group *values, const rm_request *request, const rm_request_rules *rules) {
+static rm_group *allocate(const rm_group *values, const rm_request *request, const rm_request_limits *limits) {
   rm_group model = *values;
   rm_sequence sample = {0};
   rm_field fields[GROUP_FIELDS + SEQUENCE_FIELDS];
   size_t total, parts;
-  group_fields(&model, request, rules, fields);
-  sequence_fields(&sample, &model, rules, fields + GROUP_FIELDS);
+  group_fields(&model, request, limits, fields);
+  sequence_fields(&sample, &model, limits, fields + GROUP_FIELDS);
   const size_t own = rm_fields_bytes(fields, GROUP_FIELDS), part = rm_fields_bytes(fields + GROUP_FIELDS, SEQUENCE_FIELDS);
   if (!own || !part || !rm_mul_size(part, (size_t)model.n, &parts) || !rm_add_size(own, parts, &total) ||
       !rm_add_size(total, sizeof model, &total))
@@ -159,11 +160,11 @@ static rm_group *allocate(const rm_group *values, const rm_request *request, con
   if (!group) return NULL;
   *group = model;
   char *at = (char *)(group + 1);
-  group_fields(group, request, rules, fields);
+  group_fields(group, request, limits, fields);
   rm_fields_place(fields, GROUP_FIELDS, at, own);
   at += own;
   for (int32_t i = 0; i < group->n; i++, at += part) {
-    sequence_fields(&group->sequences[i], group, rules, fields);
+    sequence_fields(&group->sequences[i], group, limits, fields);
     rm_fields_place(fields, SEQUENCE_FIELDS, at, part);
   }
   return group;
@@ -196,26 +197,26 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
   return group;
 }
 
-rm_code rm_group_create(const rm_request *request, const rm_request_rules *rules, uint64_t id, uint64_t first_order, rm_group **out,
+rm_code rm_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order, rm_group **out,
                         rm_error *err) {
   *out = NULL;
-  const rm_code code = rm_group_check(request, rules, err);
+  const rm_code code = rm_group_check(request, limits, err);
   if (code) return code;
-  const int64_t capacity = capacity_of(request, rules);
+  const int64_t capacity = capacity_of(request, limits);
   const rm_group values = values_of(request, capacity);
-  rm_group *group = allocate(&values, request, rules);
+  rm_group *group = allocate(&values, request, limits);
   if (!group)
     return rm_fail(err, RM_E_MEMORY, "no memory for the records of %d samples of %lld + %lld tokens", values.n, (long long)values.n_prompt,
                    (long long)capacity);
-  group->n_stops = fill_set(group->stops, request, rules, !request->ignore_eos);
-  group->n_banned = fill_set(group->banned, request, rules, 1);
-  if (group->min_tokens && group->n_banned >= rules->vocab) {
+  group->n_stops = fill_set(group->stops, request, limits, !request->ignore_eos);
+  group->n_banned = fill_set(group->banned, request, limits, 1);
+  if (group->min_tokens && group->n_banned >= limits->vocab) {
     rm_free(group);
     return rm_fail(err, RM_E_REQUEST, "min_tokens=%lld, but every token of the vocabulary is a stop token", (long long)request->min_tokens);
   }
   group->id = id;
   rm_list_init(&group->link);
-  const uint64_t seed = request->has_seed ? request->seed : splitmix(rules->engine_seed ^ splitmix(request->seed));
+  const uint64_t seed = request->has_seed ? request->seed : splitmix(limits->engine_seed ^ splitmix(request->seed));
   for (int32_t i = 0; i < group->n; i++) {
     rm_sequence *seq = &group->sequences[i];
     seq->group = group;
@@ -238,7 +239,7 @@ void rm_group_rewind(rm_group *group) {
     rm_sequence *seq = &group->sequences[i];
     seq->status = RM_WAITING;
     seq->finish = RM_RUNNING;
-    seq->stop_token = seq->place = seq->host_row = -1;
+    seq->stop_token = seq->place = seq->external_row = -1;
     seq->n_tokens = seq->n_routed = 0;
   }
 }

@@ -4,64 +4,29 @@
 // them has.
 #include <stdio.h>
 
-#include "engine/state.h"
+#include "step/commit.h"
 
-// ---------------------------------------------------------------------------------------------- ends
-static void finish_if_all_done(rm_engine *engine, rm_group *group) {
-  if (group->n_done < group->n) return;
-  rm_list_remove(&group->link);
-  rm_list_insert_before(&engine->finished, &group->link);
-  engine->n_live--;
-}
-
-static void put_away(rm_engine *engine, rm_sequence *seq, rm_finish finish) {
-  rm_release_places(engine, seq);
-  seq->status = RM_DONE;
-  seq->finish = finish;
-  seq->group->n_done++;
-}
-
-void rm_finish_sequence(rm_engine *engine, rm_sequence *seq, rm_finish finish) {
-  put_away(engine, seq, finish);
-  finish_if_all_done(engine, seq->group);
-}
-
-void rm_finish_group(rm_engine *engine, rm_group *group, rm_finish finish) {
-  if (group->n_done == group->n) return;
-  for (int32_t i = 0; i < group->n; i++)
-    if (group->sequences[i].status != RM_DONE) put_away(engine, &group->sequences[i], finish);
-  finish_if_all_done(engine, group);
-}
-
-void rm_fail_group(rm_engine *engine, const rm_sequence *seq, long long position, const char *what) {
-  rm_group *group = seq->group;
-  group->error = RM_E_NUMERICS;
-  snprintf(group->message, sizeof group->message, "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
-           seq->index, position, what);
-  if (rm_is_external(engine)) rm_external_distrust(engine, seq);
-  rm_finish_group(engine, group, RM_FINISH_ERROR);
-}
-
-static void fail_flagged(rm_engine *engine, const rm_sequence *seq) {
-  const rm_plan *plan = &engine->plan;
+// ---------------------------------------------------------------------------------------------- failures
+static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq) {
+  const rm_plan *plan = &scheduler->plan;
   for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
     if (plan->row_flags[r]) {
-      rm_fail_group(engine, seq, plan->positions[r], plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
+      rm_fail_group(scheduler, seq, plan->positions[r], plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
       return;
     }
 }
 
 // ---------------------------------------------------------------------------------------------- what was fed
-static void record_routed(rm_engine *engine, rm_sequence *seq) {
-  const rm_plan *plan = &engine->plan;
-  const int64_t per_token = engine->routed_per_token, size = engine->options.page_size;
+static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
+  const rm_plan *plan = &scheduler->plan;
+  const int64_t per_token = scheduler->options.limits.routed_per_token, size = scheduler->options.limits.page_size;
   const size_t bytes = (size_t)per_token * sizeof(int16_t);
-  const int32_t *table = rm_block_table(engine, seq);
+  const int32_t *table = rm_block_table(scheduler, seq);
   rm_group *group = seq->group;
   for (int64_t i = 0; i < seq->n_rows; i++) {
     const int16_t *routed = plan->routed + (seq->first_row + i) * per_token;
     const int64_t p = seq->next + i, generated = p - group->n_prompt;
-    if (p >= seq->kv_len) memcpy(rm_kv_routed(engine->cache, table[p / size]) + p % size * per_token, routed, bytes);
+    if (p >= seq->kv_len) memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
     if (p == group->n_prompt_routed && generated < 0) {
       memcpy(group->prompt_routed + p * per_token, routed, bytes);
       group->n_prompt_routed++;
@@ -73,42 +38,42 @@ static void record_routed(rm_engine *engine, rm_sequence *seq) {
 }
 
 // Logprobs of the page's tokens, as the request recorded them. 0: not all of them are.
-static int fill_logprobs(rm_engine *engine, const rm_sequence *seq, int64_t index, int32_t page) {
+static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index, int32_t page) {
   const rm_group *group = seq->group;
-  const int64_t start = index * engine->options.page_size;
-  float *out = rm_kv_logprobs(engine->cache, page);
+  const int64_t start = index * scheduler->options.limits.page_size;
+  float *out = rm_kv_logprobs(scheduler->cache, page);
   if (!group->want_prompt_logprobs || group->mixed) return 0;
-  for (int64_t i = 0; i < engine->options.page_size; i++) {
+  for (int64_t i = 0; i < scheduler->options.limits.page_size; i++) {
     const int64_t p = start + i;
     out[i] = p == 0 ? 0 : p < group->n_prompt ? group->prompt_logprobs[p - 1] : seq->logprobs[p - group->n_prompt];
   }
   return 1;
 }
 
-static void index_pages(rm_engine *engine, rm_sequence *seq) {
-  const int64_t size = engine->options.page_size;
-  const int32_t *table = rm_block_table(engine, seq);
-  if (!engine->options.prefix_caching || seq->stale) return;
+static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
+  const int64_t size = scheduler->options.limits.page_size;
+  const int32_t *table = rm_block_table(scheduler, seq);
+  if (!scheduler->options.prefix_caching || seq->stale) return;
   for (; (seq->n_indexed + 1) * size <= seq->kv_len; seq->n_indexed++) {
     const int64_t i = seq->n_indexed;
-    const int has_logprobs = fill_logprobs(engine, seq, i, table[i]);
-    rm_kv_index(engine->cache, table[i], rm_store_version(engine->store), i ? table[i - 1] : -1, seq->ids + i * size, has_logprobs);
+    const int has_logprobs = fill_logprobs(scheduler, seq, i, table[i]);
+    rm_kv_index(scheduler->cache, table[i], scheduler->version, i ? table[i - 1] : -1, seq->ids + i * size, has_logprobs);
   }
 }
 
-static void advance(rm_engine *engine, rm_sequence *seq) {
+static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_group *group = seq->group;
   const int64_t end = seq->next + seq->n_rows;
-  if (engine->routed_per_token) record_routed(engine, seq);
+  if (scheduler->options.limits.routed_per_token) record_routed(scheduler, seq);
   group->n_scored = rm_max64(group->n_scored, rm_min64(end, group->n_targets));
   seq->kv_len = rm_max64(seq->kv_len, end);
   seq->next = end;
-  index_pages(engine, seq);
-  if (group->kind == RM_SCORE && end == group->n_prompt) rm_finish_sequence(engine, seq, RM_FINISH_LENGTH);
+  index_pages(scheduler, seq);
+  if (group->kind == RM_SCORE && end == group->n_prompt) rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
 }
 
 // ---------------------------------------------------------------------------------------------- what was drawn
-void rm_append(rm_engine *engine, rm_sequence *seq, const rm_drawn *drawn) {
+void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
   const rm_group *group = seq->group;
   const int64_t at = seq->n_tokens++;
   const int32_t token = drawn->token;
@@ -116,35 +81,30 @@ void rm_append(rm_engine *engine, rm_sequence *seq, const rm_drawn *drawn) {
   seq->logprobs[at] = drawn->logprob;
   seq->sampling_logprobs[at] = drawn->sampling_logprob;
   if (group->want_ranks) seq->ranks[at] = drawn->rank;
-  seq->versions[at] = rm_store_version(engine->store);
+  seq->versions[at] = scheduler->version;
   seq->no_contract[at] = seq->stale != 0;
-  engine->stats.generated_tokens++;
-  if (rm_is_external(engine)) return;   // which says when it has enough
-  if (rm_group_stops_at(group, token)) {
-    seq->stop_token = token;
-    rm_finish_sequence(engine, seq, RM_FINISH_STOP);
-  } else if (seq->n_tokens == group->capacity) {
-    rm_finish_sequence(engine, seq, RM_FINISH_LENGTH);
-  }
+  scheduler->generated_tokens++;
+  scheduler->options.policy->token_added(scheduler, seq);
 }
 
-void rm_commit(rm_engine *engine) {
-  const rm_plan *plan = &engine->plan;
+void rm_commit(rm_scheduler *scheduler) {
+  const rm_plan *plan = &scheduler->plan;
   for (int64_t i = 0; i < plan->n_scheduled; i++)
-    if (plan->scheduled[i]->status != RM_DONE) fail_flagged(engine, plan->scheduled[i]);
+    if (plan->scheduled[i]->status != RM_DONE) fail_flagged(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE && plan->tokens[d] < 0)
-      rm_fail_group(engine, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
+      rm_fail_group(scheduler, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
-    if (plan->scheduled[i]->status != RM_DONE) advance(engine, plan->scheduled[i]);
+    if (plan->scheduled[i]->status != RM_DONE) advance(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++) {
     rm_sequence *seq = plan->draws[d].seq;
-    if (seq->status == RM_JOINING) rm_share_pages(engine, seq, plan->outs[plan->draws[d].out].seq);
+    if (seq->status == RM_JOINING) rm_share_pages(scheduler, seq, plan->outs[plan->draws[d].out].seq);
     else if (seq->group->leader == seq) seq->group->leader = NULL;
   }
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE) {
       const rm_drawn drawn = {plan->tokens[d], plan->ranks[d], plan->logprobs[d], plan->sampling_logprobs[d]};
-      rm_append(engine, plan->draws[d].seq, &drawn);
+      rm_append(scheduler, plan->draws[d].seq, &drawn);
     }
+  scheduler->options.policy->committed(scheduler);
 }

@@ -1,91 +1,101 @@
 // device_comms.c: the groups by which this engine's rank exchanges what lies in its device's memory, and all that a step waits for there.
 //
-// On a device each group of the host has a second one beside it, of the same ranks: staged by way of the host's, or NCCL over it. What
-// is no activation (batches, draws, flags, votes) goes by the host's, whose headers compare what the ranks are doing; NCCL's calls have
-// none, and are compared once a step.
+// Beside each of the host's comms stands one for device memory, of the same ranks: staged through the host's, or NCCL. Batches, draws,
+// flags and votes go by the host's, whose headers show when ranks do different things; NCCL's calls have none and are compared once a step.
 #define _GNU_SOURCE
 #include <time.h>
 
+#include "base/clock.h"
 #include "comm/nccl/nccl.h"
 #include "comm/staged.h"
-#include "engine/state.h"
 #include "model/exchange_sizes.h"
+#include "step/runner.h"
 
 // ---------------------------------------------------------------------------------------------- making
-static rm_code join(rm_engine *engine, rm_comm *host, rm_exchanged most, rm_comm **out, rm_error *err) {
-  const rm_engine_options *options = &engine->options;
-  if (!options->nccl_library) return rm_comm_create_staged(host, engine->device, most.all, out, err);
+static rm_code join(rm_runner *runner, rm_comm *host, rm_exchanged most, rm_comm **out, rm_error *err) {
+  const rm_runner_options *options = &runner->options;
+  if (!options->nccl_library) return rm_comm_create_staged(host, runner->device, most.all, out, err);
   const rm_nccl_options nccl = {.library = options->nccl_library,
-                                .gpu = options->nccl_gpu ? options->nccl_gpu : engine->device->name,
+                                .gpu = options->nccl_gpu ? options->nccl_gpu : runner->device->name,
                                 .capacity = most.apart,
                                 .timeout = rm_comm_timeout(host)};
-  return rm_comm_create_nccl(host, engine->device, &nccl, out, err);
+  return rm_comm_create_nccl(host, runner->device, &nccl, out, err);
 }
 
-rm_code rm_join_peers(rm_engine *engine, rm_error *err) {
-  rm_rank *rank = &engine->options.rank;
-  const int calls_ep = rank->ep != NULL;
-  const rm_model_options model = rm_model_options_of(engine);
+rm_code rm_comms_join(rm_runner *runner, rm_error *err) {
+  rm_rank *rank = &runner->rank;
+  const rm_model_options *model = &runner->options.model;
+  const rm_spec *spec = runner->options.spec;
   rm_code code = RM_OK;
-  if (engine->device->on_host) return RM_OK;
-  if (rank->tp) code = join(engine, rank->tp, rm_exchanged_tp(engine->spec, &model), &engine->tp_there, err);
-  if (code) return code;
-  if (calls_ep && rank->mesh.ep == rank->mesh.tp) engine->ep_there = engine->tp_there;   // the same ranks
-  else if (calls_ep && (code = join(engine, rank->ep, rm_exchanged_ep(engine->spec, &model), &engine->ep_there, err))) return code;
-  rank->tp_there = engine->tp_there;
-  rank->ep_there = engine->ep_there;
-  return RM_OK;
+  if (runner->device->on_host) return RM_OK;
+  if (rank->tp) code = join(runner, rank->tp, rm_exchanged_tp(spec, model), &rank->tp_there, err);
+  if (code || !rank->ep) return code;
+  if (rank->mesh.ep == rank->mesh.tp) rank->ep_there = rank->tp_there; // the same ranks
+  else code = join(runner, rank->ep, rm_exchanged_ep(spec, model), &rank->ep_there, err);
+  return code;
 }
 
-void rm_leave_peers(rm_engine *engine) {
-  if (engine->ep_there != engine->tp_there) rm_comm_destroy(engine->ep_there);
-  rm_comm_destroy(engine->tp_there);
-  engine->tp_there = engine->ep_there = NULL;
+void rm_comms_leave(rm_runner *runner) {
+  rm_rank *rank = &runner->rank;
+  if (rank->ep_there != rank->tp_there) rm_comm_destroy(rank->ep_there);
+  rm_comm_destroy(rank->tp_there);
+  rank->tp_there = rank->ep_there = NULL;
 }
 
 // ---------------------------------------------------------------------------------------------- a step
-rm_code rm_engine_wait(rm_engine *engine, rm_error *err) { return rm_rank_wait(&engine->options.rank, engine->device, err); }
+void rm_comms_set_epoch(const rm_runner *runner, int64_t version) {
+  const rm_rank *rank = &runner->rank;
+  rm_comm *const groups[] = {rank->tp, rank->ep, rank->tp_there, rank->ep_there};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_set_epoch(groups[i], version);
+}
+
+rm_code rm_runner_wait(rm_runner *runner, rm_error *err) { return rm_rank_wait(&runner->rank, runner->device, err); }
 
 static rm_code compare(rm_comm *there, rm_comm *host, rm_error *err) {
   return there && rm_comm_can_be_recorded(there) ? rm_comm_compare(there, host, err) : RM_OK;
 }
 
-rm_code rm_compare_forward(rm_engine *engine, rm_error *err) {
-  return engine->ep_there == engine->tp_there ? RM_OK : compare(engine->ep_there, engine->options.rank.ep, err);
+rm_code rm_compare_forward(rm_runner *runner, rm_error *err) {
+  const rm_rank *rank = &runner->rank;
+  return rank->ep_there == rank->tp_there ? RM_OK : compare(rank->ep_there, rank->ep, err);
 }
 
-rm_code rm_compare_outs(rm_engine *engine, rm_error *err) { return compare(engine->tp_there, engine->options.rank.tp, err); }
+rm_code rm_compare_outs(rm_runner *runner, rm_error *err) { return compare(runner->rank.tp_there, runner->rank.tp, err); }
 
-// A rank that waits for this one in another group has to hear of it too. What stands in the device's queue for others comes to its end.
-void rm_abandon_peers(rm_engine *engine, rm_code why) {
-  const rm_rank *rank = &engine->options.rank;
-  rm_comm *const groups[] = {engine->tp_there, engine->ep_there, rank->tp, rank->ep, rank->world};
+// In every group: another rank may wait for this one in a group that did not fail. What is in the device's queue for others runs to its
+// end.
+void rm_comms_abort(rm_runner *runner, rm_code why) {
+  const rm_rank *rank = &runner->rank;
+  rm_comm *const groups[] = {rank->tp_there, rank->ep_there, rank->tp, rank->ep, rank->world};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
     if (groups[i]) rm_comm_abort(groups[i], why);
 }
 
-void rm_settle_peers(rm_engine *engine) {
-  const rm_device *device = engine->device;
-  const rm_comm *const tp = engine->tp_there, *const ep = engine->ep_there;
+void rm_comms_settle(rm_runner *runner) {
+  const rm_device *device = runner->device;
+  const rm_comm *const tp = runner->rank.tp_there, *const ep = runner->rank.ep_there;
   const double until = rm_now() + (tp || ep ? rm_comm_timeout(tp ? tp : ep) : 0);
   if (!tp && !ep) rm_device_wait(device, NULL);
   while ((tp || ep) && device->poll(device->self) == RM_DEVICE_BUSY && rm_now() < until)
     nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
 }
 
-// ---------------------------------------------------------------------------------------------- figures
-// What is staged is counted by the host's groups.
-void rm_peers_traffic(const rm_engine *engine, rm_engine_stats *out) {
-  const rm_rank *rank = &engine->options.rank;
-  const rm_comm *const tp = engine->tp_there, *const ep = engine->ep_there == tp ? NULL : engine->ep_there;
+// ---------------------------------------------------------------------------------------------- statistics
+// A staged comm is counted by the host's comm that it uses.
+rm_traffic rm_comms_traffic(const rm_runner *runner) {
+  const rm_rank *rank = &runner->rank;
+  const rm_comm *const tp = rank->tp_there, *const ep = rank->ep_there == tp ? NULL : rank->ep_there;
   const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world, tp && rm_comm_can_be_recorded(tp) ? tp : NULL,
                                    ep && rm_comm_can_be_recorded(ep) ? ep : NULL};
+  rm_traffic traffic = {runner->comm_bytes, runner->comm_calls, 0};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
     rm_comm_stats its;
     if (!groups[i]) continue;
     rm_comm_statistics(groups[i], &its);
-    out->comm_bytes += its.bytes_sent;
-    out->comm_seconds += its.seconds;
-    for (int op = 0; op < RM_N_COMM_OP; op++) out->comm_calls += its.calls[op];
+    traffic.bytes += its.bytes_sent;
+    traffic.seconds += its.seconds;
+    for (int op = 0; op < RM_N_COMM_OP; op++) traffic.calls += its.calls[op];
   }
+  return traffic;
 }

@@ -1,16 +1,15 @@
-// forward.c: the part of a step that touches the device: from the batch to results. First everything is enqueued, the forward and then what
-// sampler.c does with the wanted rows; then the device is waited for, once but for rows of logits that a caller wants; then results go
-// into the records. Steps that the device has recorded go by graph_replay.c.
+// forward.c: the part of a step that touches the device. All of it is enqueued, by one function whether or not it is captured as a graph:
+// inputs put, the model, then what sampler.c does with the wanted rows, results got. Then the device is waited for, once but for rows of
+// logits that a caller wants, and the results go into the records.
+#include "base/fields.h"
 #include "base/hash.h"
-#include "engine/state.h"
-
-static void *there(const rm_engine *engine, const void *here) { return rm_paired_on_device(&engine->paired, here); }
+#include "step/runner.h"
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
-// They were told the same and have scheduled alike, or what they exchange would be of different batches.
-static rm_code agree_on_batch(rm_engine *engine, rm_error *err) {
-  const rm_plan *plan = &engine->plan;
-  rm_comm *tp = engine->options.rank.tp;
+// They got the same calls and scheduled alike; a digest of the batch shows when they did not.
+static rm_code agree_on_batch(rm_runner *runner, rm_error *err) {
+  const rm_plan *plan = runner->plan;
+  rm_comm *tp = runner->rank.tp;
   if (!tp) return RM_OK;
   uint64_t digest = (uint64_t)plan->n_rows, all[RM_MAX_TP];
   size_t bytes[RM_MAX_TP];
@@ -28,99 +27,169 @@ static rm_code agree_on_batch(rm_engine *engine, rm_error *err) {
 }
 
 // A row of K or V that is not finite is seen by the ranks that have its head, and ends its request on all.
-static rm_code share_flags(rm_engine *engine, rm_error *err) {
-  rm_comm *tp = engine->options.rank.tp;
-  rm_plan *plan = &engine->plan;
+static rm_code share_flags(rm_runner *runner, rm_error *err) {
+  rm_comm *tp = runner->rank.tp;
+  rm_plan *plan = runner->plan;
   if (!tp || !plan->n_rows) return RM_OK;
   size_t bytes[RM_MAX_TP];
   for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = (size_t)plan->n_rows;
-  const rm_code code = rm_comm_all_gather(tp, plan->row_flags, plan->all_flags, bytes, err);
-  for (int64_t i = 0; i < plan->n_rows * rm_comm_size(tp) && !code; i++) plan->row_flags[i % plan->n_rows] |= plan->all_flags[i];
+  const rm_code code = rm_comm_all_gather(tp, plan->row_flags, runner->all_flags, bytes, err);
+  for (int64_t i = 0; i < plan->n_rows * rm_comm_size(tp) && !code; i++) plan->row_flags[i % plan->n_rows] |= runner->all_flags[i];
   return code;
 }
 
-// ---------------------------------------------------------------------------------------------- a step
-// Those that were changed, neighbours together. Nothing where the memory is one.
-static void put_tables(const rm_engine *engine) {
-  uint8_t *changed = engine->table_changed;
-  for (int64_t i = 0, end; i < engine->options.max_num_seqs && !engine->device->on_host; i = end + 1) {
-    for (end = i; end < engine->options.max_num_seqs && changed[end]; end++) changed[end] = 0;
-    rm_paired_put(&engine->paired, engine->block_tables + i * engine->max_pages,
-                  (size_t)((end - i) * engine->max_pages) * sizeof *engine->block_tables);
+// ---------------------------------------------------------------------------------------------- the step buffer
+enum { STEP_FIELDS = 16 };
+
+static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs, size_t draws, rm_field fields[STEP_FIELDS]) {
+  const size_t routed = (size_t)runner->routed_per_token;
+  rows = rows ? rows : 1, outs = outs ? outs : 1, draws = draws ? draws : 1;   // so that no array is NULL
+  const rm_field all[STEP_FIELDS] = {
+      {&b->slots, rows, sizeof *b->slots},
+      {&b->params, draws, sizeof *b->params},
+      {&b->ids, rows, sizeof *b->ids},
+      {&b->positions, rows, sizeof *b->positions},
+      {&b->seq_of_row, rows, sizeof *b->seq_of_row},
+      {&b->out_rows, outs, sizeof *b->out_rows},
+      {&b->targets, outs, sizeof *b->targets},
+      {&b->row_flags, rows, sizeof *b->row_flags},
+      {&b->out_flags, outs, sizeof *b->out_flags},
+      {&b->tokens, draws, sizeof *b->tokens},
+      {&b->ranks, draws, sizeof *b->ranks},
+      {&b->logprobs, draws, sizeof *b->logprobs},
+      {&b->sampling_logprobs, draws, sizeof *b->sampling_logprobs},
+      {&b->target_logprobs, outs, sizeof *b->target_logprobs},
+      {&b->routed, routed ? rows : 0, routed * sizeof *b->routed},
+      {&b->end, 1, 1},
+  };
+  memcpy(fields, all, sizeof all);
+}
+
+size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws) {
+  rm_step_buffer unused;
+  rm_field fields[STEP_FIELDS];
+  list_fields(runner, &unused, rows, outs, draws, fields);
+  return rm_fields_bytes(fields, STEP_FIELDS);
+}
+
+// Copies the plan's inputs into the buffer, and points the plan's results into it.
+static void fill(rm_runner *runner) {
+  rm_plan *plan = runner->plan;
+  rm_step_buffer *b = &runner->step;
+  rm_field fields[STEP_FIELDS];
+  const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out, draws = (size_t)plan->n_draws;
+  list_fields(runner, b, rows, outs, draws, fields);
+  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes);   // made for the largest step
+  memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
+  memcpy(b->ids, plan->ids, rows * sizeof *b->ids);
+  memcpy(b->positions, plan->positions, rows * sizeof *b->positions);
+  memcpy(b->seq_of_row, plan->seq_of_row, rows * sizeof *b->seq_of_row);
+  memcpy(b->out_rows, plan->out_rows, outs * sizeof *b->out_rows);
+  memcpy(b->targets, plan->targets, outs * sizeof *b->targets);
+  for (size_t d = 0; d < draws; d++) b->params[d] = rm_params_of(plan->draws[d].seq);
+  memset(b->row_flags, 0, rows);
+  memset(b->out_flags, 0, outs);
+  plan->row_flags = b->row_flags;
+  plan->out_flags = b->out_flags;
+  plan->target_logprobs = b->target_logprobs;
+  plan->tokens = b->tokens;
+  plan->ranks = b->ranks;
+  plan->logprobs = b->logprobs;
+  plan->sampling_logprobs = b->sampling_logprobs;
+  plan->routed = b->routed;
+}
+
+// The tables of neighbours together. Nothing where host and device have one memory.
+static void put_tables(const rm_runner *runner) {
+  const rm_plan *plan = runner->plan;
+  const int64_t n = runner->options.max_num_seqs, max_pages = runner->options.max_pages;
+  for (int64_t i = 0, end; i < n && !runner->device->on_host; i = end + 1) {
+    for (end = i; end < n && plan->table_changed[end]; end++) plan->table_changed[end] = 0;
+    rm_paired_put(&runner->paired, plan->block_tables + i * max_pages, (size_t)((end - i) * max_pages) * sizeof *plan->block_tables);
   }
 }
 
-static void put_inputs(const rm_engine *engine) {
-  const rm_plan *plan = &engine->plan;
-  const rm_paired *paired = &engine->paired;
-  const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
-  rm_paired_put(paired, plan->ids, rows * sizeof *plan->ids);
-  rm_paired_put(paired, plan->positions, rows * sizeof *plan->positions);
-  rm_paired_put(paired, plan->seq_of_row, rows * sizeof *plan->seq_of_row);
-  rm_paired_put(paired, plan->slots, rows * sizeof *plan->slots);
-  rm_paired_put(paired, plan->out_rows, outs * sizeof *plan->out_rows);
-  rm_paired_put(paired, plan->targets, outs * sizeof *plan->targets);
-  rm_device_zero(engine->device, there(engine, plan->row_flags), rows);
-  rm_device_zero(engine->device, there(engine, plan->out_flags), outs);
+// ---------------------------------------------------------------------------------------------- a step
+// Padding rows: token 0 at position 0 of the first row's sequence, which has a page there, or of whoever had the first place last: every
+// number in the tables is a page's. They write no KV, and belong to a sequence whose results nobody reads.
+static void pad(rm_plan *plan, int64_t rows) {
+  static rm_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1};
+  static rm_sequence nobody = {.group = &nobody_group};
+  const int32_t first = plan->n_rows ? plan->seq_of_row[0] : 0;
+  for (int64_t i = plan->n_rows; i < rows; i++) {
+    plan->slots[i] = -1;
+    plan->ids[i] = plan->positions[i] = 0;
+    plan->seq_of_row[i] = first;
+    plan->out_rows[i] = (int32_t)i;
+    plan->targets[i] = -1;
+    plan->outs[i] = (rm_out_row){.seq = &nobody, .target = -1, .draws = 1};
+    plan->draws[i] = (rm_draw){&nobody, (int32_t)i};
+  }
+  plan->n_rows = plan->n_out = plan->n_draws = plan->most_rows = rows;
 }
 
-static rm_code get_results(rm_engine *engine, rm_error *err) {
-  const rm_plan *plan = &engine->plan;
-  const rm_paired *paired = &engine->paired;
-  rm_paired_get(paired, plan->row_flags, (size_t)plan->n_rows);
-  rm_paired_get(paired, plan->out_flags, (size_t)plan->n_out);
-  rm_paired_get(paired, plan->target_logprobs, (size_t)plan->n_out * sizeof *plan->target_logprobs);
-  if (plan->routed) rm_paired_get(paired, plan->routed, (size_t)(plan->n_rows * engine->routed_per_token) * sizeof *plan->routed);
-  return rm_results_fetch(&engine->results, err);
-}
-
-static rm_code enqueue(rm_engine *engine, rm_error *err) {
-  const rm_plan *plan = &engine->plan;
-  const void *hidden;
-  const rm_batch batch = {
-      .paired = &engine->paired,
+static rm_batch batch_of(const rm_runner *runner) {
+  const rm_plan *plan = runner->plan;
+  const rm_step_buffer *b = &runner->step;
+  return (rm_batch){
+      .paired = &runner->paired,
       .n_rows = plan->n_rows,
       .most_rows = plan->most_rows,
-      .n_seqs = engine->options.max_num_seqs,
-      .max_pages = engine->max_pages,
-      .ids = plan->ids,
-      .positions = plan->positions,
-      .seq_of_row = plan->seq_of_row,
-      .slots = plan->slots,
-      .block_tables = engine->block_tables,
+      .n_seqs = runner->options.max_num_seqs,
+      .max_pages = runner->options.max_pages,
+      .ids = b->ids,
+      .positions = b->positions,
+      .seq_of_row = b->seq_of_row,
+      .slots = b->slots,
+      .block_tables = plan->block_tables,
       .n_out = plan->n_out,
-      .out_rows = plan->out_rows,
-      .routed = plan->routed,
-      .row_flags = plan->row_flags,
+      .out_rows = b->out_rows,
+      .routed = b->routed,
+      .row_flags = b->row_flags,
   };
-  rm_code code = rm_model_prepare(engine->model, &batch, err);
-  if (code) return code;
-  put_inputs(engine);
-  code = rm_model_forward(engine->model, rm_store_weights(engine->store), engine->kv, engine->n_pages, &batch, &hidden, err);
-  if (!code) code = rm_compare_forward(engine, err);
-  return code ? code : rm_sample_outs(engine, hidden, err);
 }
 
-static rm_code run(rm_engine *engine, rm_error *err) {
-  put_tables(engine);
-  if (engine->plan.is_recorded) return rm_decode_run(engine, err);
-  const rm_code code = enqueue(engine, err);
-  return code ? code : get_results(engine, err);
+static rm_code enqueue(rm_runner *runner, rm_error *err) {
+  const rm_batch batch = batch_of(runner);
+  const rm_step_buffer *b = &runner->step;
+  const void *hidden;
+  rm_paired_put(&runner->paired, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
+  rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv, runner->n_pages, &batch, &hidden, err);
+  if (!code && !runner->plan->is_recorded) code = rm_compare_forward(runner, err);
+  if (!code) code = rm_sample_outs(runner, hidden, err);
+  rm_paired_get(&runner->paired, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
+  return code;
 }
 
-rm_code rm_forward(rm_engine *engine, rm_error *err) {
-  rm_plan *plan = &engine->plan;
-  rm_code code = agree_on_batch(engine, err);
-  if (!code) code = run(engine, err);
+static rm_code run(rm_runner *runner, rm_error *err) {
+  const int is_recorded = runner->plan->is_recorded;
+  fill(runner);
+  put_tables(runner);
+  const rm_batch batch = batch_of(runner);
+  rm_code code = rm_model_prepare(runner->model, &batch, err);
+  if (!code) code = is_recorded ? rm_graphs_run(runner, enqueue, err) : enqueue(runner, err);
+  if (!code && is_recorded) code = rm_compare_forward(runner, err);
+  if (!code && is_recorded) code = rm_compare_outs(runner, err);
+  if (!code) code = rm_results_fetch(&runner->results, err);
+  return code ? code : rm_share_draws(runner, err);
+}
+
+rm_code rm_forward(rm_runner *runner, rm_error *err) {
+  rm_plan *plan = runner->plan;
+  const int64_t n_rows = plan->n_rows, n_out = plan->n_out, n_draws = plan->n_draws;
+  rm_code code = agree_on_batch(runner, err);
+  if (plan->is_recorded) pad(plan, rm_graphs_size(runner, plan->most_rows));
+  if (!code) code = run(runner, err);
+  plan->n_rows = n_rows, plan->n_out = n_out, plan->n_draws = n_draws;
   if (code) {
-    rm_abandon_peers(engine, code);
-    rm_settle_peers(engine); // for what would be written to records, which may go
-    rm_results_drop(&engine->results);
+    rm_comms_abort(runner, code);
+    rm_comms_settle(runner); // for what would be written to records, which may go
+    rm_results_drop(&runner->results);
     return code;
   }
   for (int64_t i = 0; i < plan->n_out; i++) plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (!plan->draws[d].seq->group->want_ranks) plan->ranks[d] = 0;
   rm_record_outs(plan);
-  return share_flags(engine, err);
+  return share_flags(runner, err);
 }

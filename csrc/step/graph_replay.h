@@ -1,57 +1,55 @@
-// graph_replay.h: steps in which each row draws one token, on a device that can record what is enqueued (CUDA graphs). Such a step is the same
-// ops at the same addresses as another of as many rows, so it is enqueued once, kept, and replayed: one launch in the place of hundreds.
+// graph_replay.h: decode steps as CUDA graphs. A step in which each row draws one token is the same ops at the same addresses as another
+// of as many rows, so it is captured once and replayed: one launch in place of hundreds. forward.c enqueues both; here is what is
+// captured, and when.
 //
-// What ops read and write there lies in one run of the engine's paired, inputs before results, so that a step is one put, the forward,
-// the draws, and one get. Rows are made up to one of a few sizes; those behind the batch's are of no sequence that counts: they write
-// no KV and what they give is not looked at. No row knows of another, so they change no bit.
+// The batch is padded to a captured size. Padding rows write no KV and their results are ignored; rows do not depend on each other, so
+// padding changes no bit.
 //
-// A recording holds addresses: of the KV cache, which stays until it sleeps, and of the weights, of which a store has two blocks that
-// take turns. So there are two sets of recordings, and a sync costs none of them. A size is recorded when it comes for the second time
-// with weights of that block: the first run loads what other libraries load late. One that another thread spoils, by
-// waiting for the whole device, is tried again at the next step; this one is enqueued.
+// A graph holds addresses: of the KV cache, which moves only by sleeping, and of the weights, of which a store has two allocations that
+// serve in turns. So there are two sets of graphs, and a sync keeps both. A size is captured when it comes for the second time with those
+// weights: the first run lets libraries load what they load late. A capture that another thread spoils, by synchronizing the device, is
+// tried again at the next step.
 //
-// Ranks record and replay alike, exchanges included. Those of a tp group have seen the same batches and blocks. Where experts span
-// replicas each has a batch of its own, and what they agree on before a step (rm_engine_ask_all) is whether it goes this way at all,
-// its size, which is that of the most rows of any, and whether ranks are wanted. A replica without rows has rows that do not count alone.
+// Ranks capture and replay together, since exchanges are in the graphs. Ranks of a tp group have the same batches. Across replicas the
+// lockstep group agrees before each step (lockstep.c) whether to replay, on the size (that of the most rows), and whether ranks of tokens
+// are wanted; a replica without rows replays padding rows only.
 #pragma once
 
 #include "base/status.h"
 #include "kernels.h"
 
-typedef struct rm_engine rm_engine;
+typedef struct rm_runner rm_runner;
 
-enum { RM_DECODE_SETS = 2, RM_DECODE_SIZES = 32 };
+enum { RM_GRAPH_SETS = 2, RM_GRAPH_SIZES = 32 };
 
-typedef struct rm_recording {
-  void *kept; // the device's; NULL: none yet
-  uint64_t comm_bytes; // that its exchanges send to other ranks, as was counted when it was recorded
+typedef struct rm_graph {
+  void *captured;               // the device's; NULL: none yet
+  uint64_t comm_bytes;          // what its exchanges send to other ranks, and how many they are, counted at capture
   int64_t comm_calls;
-  int was_run; // so that the next may be recorded
-  int is_refused; // the device had no memory for it
-} rm_recording;
+  int was_run;                  // so that the next step may be captured
+  int is_refused;               // the device had no memory for it
+} rm_graph;
 
-typedef struct rm_recordings {
-  uint64_t block; // of the store, by its number; 0: none
-  rm_recording list[RM_DECODE_SIZES][2]; // without ranks, with
-} rm_recordings;
+typedef struct rm_graph_set {
+  uint64_t weights;             // the store's allocation, by its number; 0: none
+  rm_graph graphs[RM_GRAPH_SIZES][2];   // without ranks of tokens, with
+} rm_graph_set;
 
-typedef struct rm_decode {
-  int64_t sizes[RM_DECODE_SIZES]; // ascending
-  int64_t n_sizes; // 0: no step is recorded
-  char *block; // view: in the engine's paired
-  size_t block_bytes;
-  rm_recordings sets[RM_DECODE_SETS];
-  int last; // the set that was used last
-  int has_forgotten; // since ranks that step together heard of it
-} rm_decode;
+typedef struct rm_graphs {
+  int64_t sizes[RM_GRAPH_SIZES];   // ascending
+  int64_t n_sizes;              // 0: nothing is captured
+  rm_graph_set sets[RM_GRAPH_SETS];
+  int last;                     // the set that was used last
+  int was_reset;                // since the lockstep group heard of it
+} rm_graphs;
 
-// Sizes, up to 512 rows, and bytes for them. None where the device records nothing, the options say so, or exchanges wait for the host
-// (staged.h).
-void rm_decode_plan(rm_engine *engine);
-// Whether the plan is such a step, as far as this rank knows; one without rows is. *with_ranks: it wants those of its tokens.
-int rm_decode_serves(const rm_engine *engine, int *with_ranks);
-// Where the plan says that it is recorded, in the place of enqueueing it op by op and fetching: inputs put, results in the plan. What is
-// enqueued on an error is not waited for.
-rm_code rm_decode_run(rm_engine *engine, rm_error *err);
-// Before memory goes that recordings know. Waits for the device.
-void rm_decode_forget(rm_engine *engine);
+// The sizes, up to 512 rows. None where the device captures nothing, with enforce_eager, or where exchanges wait for the host (staged.h).
+void rm_graphs_plan(rm_runner *runner);
+// Whether the plan can run as a graph as far as this rank knows, which includes a plan without rows. *with_ranks: some draw wants its rank.
+int rm_graphs_serve(const rm_runner *runner, int *with_ranks);
+int64_t rm_graphs_size(const rm_runner *runner, int64_t rows);   // the captured size that `rows` are padded to
+// Runs `enqueue`, which enqueues the whole padded step, or captures it, or replays what was captured.
+typedef rm_code (*rm_enqueue_step)(rm_runner *runner, rm_error *err);
+rm_code rm_graphs_run(rm_runner *runner, rm_enqueue_step enqueue, rm_error *err);
+// Before memory goes away that graphs hold. Waits for the device.
+void rm_graphs_forget(rm_runner *runner);

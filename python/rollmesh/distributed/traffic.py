@@ -3,7 +3,7 @@
 Everything is of the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts
 once for each receiver. Tokens are taken to choose experts evenly; everything else is exact, and held to the engine's own count. With
 `static` it is of the form that steps of few rows have on a GPU, whose sizes do not depend on what is chosen (csrc/model/moe/slots.c);
-with `recorded` of a step that goes by a graph over NCCL (csrc/step/graph_replay.c), of the recorded size that its rows are made up to.
+with `recorded` of a step that replays a CUDA graph over NCCL (csrc/step/graph_replay.h), of the size that its rows are padded to.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Step:
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
         kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
         head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
-        told = ACCOUNT if self.recorded else self.rows * 4  # calls, or the logit of each target by who has it
+        told = ACCOUNT if self.recorded else 0  # the calls
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
         return looked_up + layers + routed + last + head + (told + 8 + self.rows) * pairs
 

@@ -1,0 +1,56 @@
+// draw_edited.c: draws from rows of logits that an external scheduler has edited on the host.
+#include <math.h>
+
+#include "step/runner.h"
+
+// The draw from a row that the host has.
+static rm_code run_sample(rm_runner *runner, const float *logits, const float *stats, rm_sample_params params, rm_external_result *out,
+                          float *logprob, float *sampling_logprob, rm_error *err) {
+  static const uint8_t flags = 0;
+  rm_results *results = &runner->results;
+  const int64_t vocab = runner->options.spec->vocab_size;
+  const size_t row = (size_t)vocab * sizeof *logits, banned = (size_t)params.n_banned * sizeof *params.banned;
+  const rm_code code = rm_results_reserve(results, 8, row + banned + 256, err);
+  if (code) return code;
+  params.banned = rm_results_give(results, params.banned, banned);
+  const rm_sample_args args = {
+      .tokens = rm_results_take(results, &out->token, sizeof out->token),
+      .logprobs = rm_results_take(results, logprob, sizeof *logprob),
+      .sampling_logprobs = rm_results_take(results, sampling_logprob, sizeof *sampling_logprob),
+      .logits = rm_results_give(results, logits, row),
+      .stats = rm_results_give(results, stats, 2 * sizeof *stats),
+      .params = rm_results_give(results, &params, sizeof params),
+      .row_flags = rm_results_give(results, &flags, sizeof flags),
+      .rows = 1,
+      .vocab = vocab,
+      .ld_logits = vocab,
+  };
+  runner->kernels->sample(rm_model_ctx(runner->model), &args);
+  return rm_results_fetch(results, err);
+}
+
+static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
+  int32_t rank = 0;
+  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= logits[token];
+  return rank;
+}
+
+// A banned token that there is not: without one, and at temperature 1, the op takes the model's logprob for that of the draw, and here
+// the two are of different logits.
+rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *result, rm_error *err) {
+  static const int32_t nobody = -1;
+  float unused;
+  *result = (rm_external_result){.token = -1, .row = -1};
+  for (int64_t v = 0; v < runner->options.spec->vocab_size; v++)
+    if (isnan(draw->edited[v])) return RM_OK; // the sampler would pass over it
+  rm_sample_params params = rm_params_of(seq);
+  if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
+  rm_code code = run_sample(runner, draw->edited, draw->stats, params, result, &unused, &result->sampling_logprob, err);
+  if (code) return code;
+  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1; // the largest of a row of nothing
+  if (result->token < 0) return RM_OK;
+  const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
+  code = run_sample(runner, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);
+  if (!code && seq->group->want_ranks) result->rank = rank_of(draw->raw, runner->options.spec->vocab_size, result->token);
+  return code;
+}

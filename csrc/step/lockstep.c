@@ -1,0 +1,39 @@
+// lockstep.c: what the ranks of a lockstep group tell each other before a forward. Experts over several replicas make them step together:
+// a replica without requests steps on with an empty batch, and where the step of one is not to be captured none is.
+#include "step/runner.h"
+
+enum { RECORDED = 1, WITH_RANKS = 2, RESET = 4 };
+
+typedef struct rank_status {
+  int32_t rows;
+  int16_t progress, flags;
+} rank_status;
+
+rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err) {
+  const rm_rank *rank = &runner->rank;
+  rm_plan *plan = runner->plan;
+  rank_status all[RM_MAX_WORLD];
+  size_t bytes[RM_MAX_WORLD];
+  int flags = 0;                // of any rank
+  plan->is_recorded = rm_graphs_serve(runner, &plan->with_ranks);
+  plan->most_rows = plan->n_rows;
+  if (!rm_rank_spans_dp(rank)) return RM_OK;
+  const rank_status own = {
+      .rows = (int32_t)plan->n_rows,
+      .progress = (int16_t)*progress,
+      .flags = (int16_t)(plan->is_recorded * RECORDED + plan->with_ranks * WITH_RANKS + runner->graphs.was_reset * RESET),
+  };
+  for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
+  const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);
+  if (code) return code;
+  for (int r = 0; r < rm_comm_size(rank->ep); r++) {
+    if (all[r].progress > (int16_t)*progress) *progress = (rm_progress)all[r].progress;
+    plan->most_rows = rm_max64(plan->most_rows, all[r].rows);
+    plan->is_recorded &= (all[r].flags & RECORDED) != 0;
+    flags |= all[r].flags;
+  }
+  plan->with_ranks = (flags & WITH_RANKS) != 0;
+  if (flags & RESET) rm_graphs_forget(runner);   // a rank that slept has no graphs: all capture anew, together
+  runner->graphs.was_reset = 0;
+  return RM_OK;
+}

@@ -1,0 +1,96 @@
+// runner.c: see runner.h; its sizes and its memory.
+#include "step/runner.h"
+
+#include <stdio.h>
+
+#include "base/fields.h"
+
+enum {
+  STATIC_ROWS = 512,               // of a step that may have sizes for the worst case: beyond, they are more than is worth a wait
+  LOGITS_BYTES = 64 << 20,         // of logits at a time; but …
+  MIN_OUT_ROWS = 32,               // … lm_head's weights should serve that many rows a pass
+  RESULTS_BYTES = 1 << 20,         // of results that a step keeps before it has to wait; at least one row's top logprobs, and the
+                                   // parameters of one draw with all tokens banned
+};
+
+void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
+  rm_model_options *model = &runner->options.model;
+  const int64_t vocab = options->spec->vocab_size, max_rows = options->model.max_rows;
+  runner->options = *options;
+  runner->device = options->device;
+  runner->kernels = options->device->kernels;
+  runner->rank = options->model.rank;
+  runner->routed_per_token = options->spec->n_moe_layers * options->spec->top_k;
+  runner->ld_logits = rm_round_up(vocab, RM_VOCAB_BLOCK);
+  runner->max_out_rows = rm_min64(rm_max64(LOGITS_BYTES / (runner->ld_logits * (int64_t)sizeof(float)), MIN_OUT_ROWS), max_rows);
+  runner->max_draws = rm_min64(rm_max64(options->max_num_seqs, runner->max_out_rows), max_rows);
+  model->max_out_rows = runner->max_out_rows;
+  model->static_rows = runner->device->on_host ? 0 : rm_min64(rm_min64(options->max_num_seqs, max_rows), STATIC_ROWS);
+}
+
+#define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
+
+rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan, rm_error *err) {
+  const rm_runner_options *options = &runner->options;
+  const size_t rows = (size_t)options->model.max_rows, seqs = (size_t)options->max_num_seqs;
+  const size_t outs = (size_t)runner->max_out_rows, draws = (size_t)runner->max_draws, tp = (size_t)runner->rank.mesh.tp;
+  const size_t results = RESULTS_BYTES + 2 * sizeof(float) * (size_t)options->spec->vocab_size;
+  char what[96];
+  runner->model = model;
+  runner->store = store;
+  runner->plan = plan;
+  rm_graphs_plan(runner);
+  runner->buffer_bytes = rm_step_buffer_bytes(runner, rows, rows, seqs);
+  const rm_field host[] = {
+      {&runner->all_flags, runner->rank.tp ? rows : 0, tp},
+      {&runner->drawn, runner->rank.tp ? seqs : 0, sizeof *runner->drawn},
+      {&runner->params, draws, sizeof *runner->params},
+  };
+  const rm_field device[] = {
+      {&runner->logits, outs, (size_t)runner->ld_logits * sizeof(float)},
+      {&runner->stats, outs, 2 * sizeof(float)},
+      {&runner->unused_logprobs, draws, sizeof(float)},
+      {&runner->unused_tokens, draws, sizeof(int32_t)},
+  };
+  const rm_field both[] = {
+      {&plan->block_tables, seqs, (size_t)options->max_pages * sizeof *plan->block_tables},
+      {&runner->buffer, runner->buffer_bytes, 1},
+  };
+  snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);
+  runner->host_bytes = rm_fields_bytes(host, N_FIELDS(host));
+  runner->scratch_bytes = rm_fields_bytes(device, N_FIELDS(device));
+  runner->host = runner->host_bytes ? rm_map(runner->host_bytes) : NULL;
+  if (!runner->host) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", runner->host_bytes, what);
+  rm_code code = rm_device_map(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
+  if (!code) code = rm_paired_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what, &runner->paired, err);
+  if (!code) code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
+  if (code) return code;
+  rm_fields_place(host, N_FIELDS(host), runner->host, runner->host_bytes);   // what was asked for fits
+  rm_fields_place(device, N_FIELDS(device), runner->scratch, runner->scratch_bytes);
+  rm_fields_place(both, N_FIELDS(both), runner->paired.host, runner->paired.bytes);
+  return RM_OK;
+}
+
+void rm_runner_destroy(rm_runner *runner) {
+  if (!runner->device) return;
+  rm_graphs_forget(runner);
+  rm_results_destroy(&runner->results);
+  rm_paired_destroy(&runner->paired);
+  rm_unmap(runner->host, runner->host_bytes);
+  rm_device_unmap(runner->device, runner->scratch, runner->scratch_bytes);
+}
+
+uint64_t rm_runner_workspace(const rm_runner *runner) {
+  return rm_model_workspace_bytes(runner->model) + runner->host_bytes + runner->scratch_bytes + runner->paired.bytes +
+         runner->results.paired.bytes;
+}
+
+void rm_runner_zero_page(void *runner, int32_t page) {
+  const rm_runner *r = runner;
+  rm_model_zero_page(r->model, r->kv, r->n_pages, page);
+}
+
+void rm_runner_copy_page(void *runner, int32_t to, int32_t from) {
+  const rm_runner *r = runner;
+  rm_model_copy_page(r->model, r->kv, r->n_pages, to, from);
+}

@@ -1,0 +1,120 @@
+// runner.h: what computes a plan on a device (vLLM's model runner). A step is three calls:
+//
+//   schedule    (scheduler.h)   which rows of which sequences: fills the plan, hands out pages
+//   rm_forward  (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c): fills the plan's results. Inputs are put, ops
+//                               enqueued or a captured graph replayed (graph_replay.c), results waited for once
+//   rm_commit   (commit.c)      results into the records of the requests
+//
+// Of these only rm_forward touches the device and other ranks. All memory is allocated at creation.
+#pragma once
+
+#include "model/model.h"
+#include "scheduler/external_scheduler.h"
+#include "step/commit.h"
+#include "step/graph_replay.h"
+#include "step/results.h"
+#include "weights/sync.h"
+
+// The arrays of one step that host and device both have, in one run of the paired buffer: what the device reads, what it reads and
+// writes, what it writes. So a step is one put and one get.
+typedef struct rm_step_buffer {
+  int64_t *slots;               // [n_rows]
+  rm_sample_params *params;     // [n_draws]
+  int32_t *ids, *positions, *seq_of_row;   // [n_rows]
+  int32_t *out_rows, *targets;  // [n_out]
+  uint8_t *row_flags;           // [n_rows] zeros at first
+  uint8_t *out_flags;           // [n_out] zeros at first
+  int32_t *tokens, *ranks;      // [n_draws]
+  float *logprobs, *sampling_logprobs;   // [n_draws]
+  float *target_logprobs;       // [n_out]
+  int16_t *routed;              // [n_rows][routed_per_token]
+  char *end;
+} rm_step_buffer;
+
+typedef struct rm_runner_options {   // all pointers are views; the strings during creation
+  const rm_spec *spec;
+  const rm_device *device;
+  rm_model_options model;       // but for max_out_rows and static_rows, which rm_runner_init chooses
+  int64_t max_num_seqs, max_pages;   // max_pages: of one sequence
+  int enforce_eager;            // no graphs
+  const char *nccl_library, *nccl_gpu;   // as rm_engine_options
+} rm_runner_options;
+
+typedef struct rm_runner {
+  rm_runner_options options;
+  const rm_device *device;      // views, as the next four
+  const rm_kernels *kernels;    // of the device
+  rm_plan *plan;                // the scheduler's
+  rm_store *store;
+  rm_model *model;
+  void *kv;                     // view: [n_pages] in the device's memory; NULL while asleep
+  int64_t n_pages;
+  rm_rank rank;                 // tp_there and ep_there are owned (device_comms.c), the rest views
+  int64_t routed_per_token, max_out_rows, ld_logits;   // ld_logits: elements from one row of logits to the next
+  int64_t max_draws;            // tokens of one call of the sample op
+  // owned
+  rm_paired paired;             // the block tables and the step buffer
+  rm_results results;           // what goes to records directly
+  void *host, *scratch;         // the arrays that only the host has, and those that only the device has
+  size_t host_bytes, scratch_bytes;
+  char *buffer;                 // in `paired`; `step` is placed in it anew for each step
+  size_t buffer_bytes;
+  rm_step_buffer step;
+  rm_graphs graphs;
+  // the host's
+  uint8_t *all_flags;           // [tp][max_rows] scratch; where tp > 1, as is the next
+  rm_drawn *drawn;              // [max_num_seqs] scratch
+  rm_sample_params *params;     // [max_draws] scratch
+  // the device's
+  float *logits;                // [max_out_rows][ld_logits]
+  float *stats;                 // [max_out_rows][2]
+  float *unused_logprobs;       // [max_draws], as is the next
+  int32_t *unused_tokens;
+  // counts since creation: replays, and what these have exchanged beyond what the comms count
+  int64_t replays, comm_calls;
+  uint64_t comm_bytes;
+} rm_runner;
+
+// ---------------------------------------------------------------------------------------------- runner.c
+// Creation, into zeroed memory, in this order: init, rm_comms_join, model and store (the engine's), create.
+void rm_runner_init(rm_runner *runner, const rm_runner_options *options);   // the sizes
+rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan, rm_error *err);   // the memory
+void rm_runner_destroy(rm_runner *runner);               // before its model; safe on a zeroed one
+uint64_t rm_runner_workspace(const rm_runner *runner);   // bytes mapped, the model's included, without weights and KV cache
+// Enqueued, so before the next forward's ops. `runner` is a void * for rm_scheduler_options.
+void rm_runner_zero_page(void *runner, int32_t page);
+void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
+static inline void *rm_there(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
+
+// ---------------------------------------------------------------------------------------------- a step
+// Max-reduces *progress over the lockstep group (lockstep.c); into the plan goes whether and how its ranks replay a graph together.
+// Nothing where this rank steps alone.
+rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
+rm_code rm_forward(rm_runner *runner, rm_error *err);
+size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws);
+
+// ---------------------------------------------------------------------------------------------- sampler.c
+rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err);   // enqueues what is wanted of the plan's outs
+rm_code rm_share_draws(rm_runner *runner, rm_error *err);   // tells the tp group the tokens that this rank drew; after the wait
+void rm_record_outs(const rm_plan *plan);   // copies results into records, after the wait
+rm_sample_params rm_params_of(const rm_sequence *seq);      // of its next token
+// The draw from one row of logits that an external scheduler has edited. token < 0: the row leaves nothing to draw.
+rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *out, rm_error *err);
+
+// ---------------------------------------------------------------------------------------------- device_comms.c
+rm_code rm_comms_join(rm_runner *runner, rm_error *err);    // makes rank.tp_there and rank.ep_there; together on all ranks
+void rm_comms_leave(rm_runner *runner);
+void rm_comms_set_epoch(const rm_runner *runner, int64_t version);   // a rank that serves another version fails at its next exchange
+rm_code rm_runner_wait(rm_runner *runner, rm_error *err);   // for all that is enqueued, with the groups' deadline
+// NCCL's calls carry no headers, so each group compares what its ranks have called before one of them waits for the queue: the ep group
+// after a forward, where it is not the tp group, and the tp group after each lm_head, or where a step has none.
+rm_code rm_compare_forward(rm_runner *runner, rm_error *err);
+rm_code rm_compare_outs(rm_runner *runner, rm_error *err);
+void rm_comms_abort(rm_runner *runner, rm_code why);        // all groups of this rank: whoever waits for it gets an error
+void rm_comms_settle(rm_runner *runner);                    // after it: until the device is through, or a group's deadline
+typedef struct rm_traffic {
+  uint64_t bytes;               // sent to other ranks
+  int64_t calls;
+  double seconds;
+} rm_traffic;
+rm_traffic rm_comms_traffic(const rm_runner *runner);       // since creation; replays included, but for their seconds
