@@ -60,7 +60,7 @@ def bits(value: Any) -> Any:
     """What a value is made of, arrays as bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, rm.outputs.TopLogprobs):
+    if isinstance(value, rm.TopLogprobs):
         return bits(value.ids), bits(value.logprobs)
     if isinstance(value, (list, tuple)):
         return [bits(item) for item in value]
@@ -465,7 +465,7 @@ def test_the_cache_takes_what_is_left(make: Callable[..., rm.Generator], simt: N
     assert 4 << 20 < gpu.metrics()["kv_bytes"] < 8 << 20
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=2), cast=True)
-    with pytest.raises(rm.CapacityError, match=r"memory_fraction=0\.0001 .* wanted more than two copies"):
+    with pytest.raises(rm.CapacityError, match=r"memory_fraction=0\.0001 .* expected more than two copies"):
         make(kv_cache_gib=None, memory_fraction=0.0001)
     for wrong in (0, -1, 1.5, True, "all"):
         with pytest.raises(rm.ConfigError, match="memory_fraction"):
@@ -479,7 +479,7 @@ def test_a_device_with_next_to_no_memory(
     """Whatever is the first that has no room, of one rank and where ranks exchange; the figures show how little there is."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(memory))
     for changes in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=2, dp=2, ep=4)}, {"kv_cache_gib": None}):
-        with pytest.raises(rm.CapacityError, match=r"( takes |wanted more than)") as caught:
+        with pytest.raises(rm.CapacityError, match=r"( takes |expected more than)") as caught:
             make(MOE, device="cuda:0", max_num_batched_tokens=2048, **changes)
         assert not re.search(r"\b0\.00 ", str(caught.value))
 

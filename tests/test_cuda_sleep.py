@@ -126,7 +126,7 @@ def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(simt_library: P
     assert done.returncode == 0, done.stderr
     one, two = done.stdout.splitlines()
     assert one == "asleep"
-    assert re.fullmatch(r"the weights of 2 ranks take [1-9][\d.]+ KiB and the host has [1-9][\d.]+ KiB left to keep them in 0", two)
+    assert re.fullmatch(r"the weights of 2 ranks take [1-9][\d.]+ KiB and the host has [1-9][\d.]+ KiB left to offload them to 0", two)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float32"}, TWO, {"device": "cpu"}, {"device": "cpu", **TWO}], ids=str)

@@ -125,8 +125,8 @@ def test_all_ranks_get_the_pages_that_fit_where_there_is_least_room(
 @pytest.mark.parametrize(
     "mesh, device, words",
     [
-        (rm.Mesh(dp=2), "cuda", r"rank 1: memory_fraction=0\.9 of the .* MiB that cuda:1 has free is .* wanted more than two .* bytes$"),
-        (rm.Mesh(dp=4), "cuda:0", r"rank \d: memory_fraction=.* that cuda:0 has free is .* wanted more .* for the 4 ranks that share it$"),
+        (rm.Mesh(dp=2), "cuda", r"rank 1: memory_fraction=0\.9 of the .* MiB that cuda:1 has free is .* expected more than two .* bytes$"),
+        (rm.Mesh(dp=4), "cuda:0", r"rank \d: memory_fraction=.* that cuda:0 has free is .* expected more .* for the 4 ranks .*$"),
     ],
     ids=str,
 )
@@ -191,7 +191,7 @@ def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
     workspace = wide.metrics()["workspace_bytes"]
     wide.close()
     assert workspace > 100 * MIB
-    with pytest.raises(rm.CapacityError, match=r"that cpu has free is .* two copies of the weights and what goes with them"):
+    with pytest.raises(rm.CapacityError, match=r"that cpu has free is .* two copies of the weights and their buffers"):
         make(small, "cpu", kv_cache_gib=None, memory_fraction=0.5 * workspace / machine_has(), **rows)
     before = machine_has()
     cpu = make(small, "cpu", kv_cache_gib=None, memory_fraction=0.01)
@@ -252,7 +252,7 @@ def test_weights_that_do_not_fit_one_process_are_an_error_on_all(ranks: Run, hos
     """Said to all by the same words, although each gives up its groups as soon as it knows."""
     for rank in ranks("sized", (1, 3, 1), host, model="moe", victim=1, victims={"ROLLMESH_SIMT_MEMORY": str(4 * MIB)}):
         assert rank["error"][0] == "CapacityError"
-        figures = r"rank 1: memory_fraction=0\.9 of the [1-9]\S+ [KM]iB that cuda:1 has free is [1-9]\S+ [KM]iB, wanted more than"
+        figures = r"rank 1: memory_fraction=0\.9 of the [1-9]\S+ [KM]iB that cuda:1 has free is [1-9]\S+ [KM]iB: expected more than"
         assert re.match(figures, rank["error"][1])
 
 

@@ -37,12 +37,12 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if (options->dtype != RM_BF16 && options->dtype != RM_F32)
     return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
   if (options->nccl_library && (!options->device || options->device->on_host))
-    return rm_fail(err, RM_E_CONFIG, "NCCL for an engine on the CPU, wanted one on a GPU: it moves what lies in GPUs' memories");
+    return rm_fail(err, RM_E_CONFIG, "NCCL: expected an engine on a GPU, got one on the CPU");
   if (options->cublas_library && (!options->device || !options->device->products))
-    return rm_fail(err, RM_E_CONFIG, "fast=True for an engine on the CPU, wanted one on a GPU: cuBLASLt multiplies what lies there");
-  if (options->cublas_library && options->dtype != RM_BF16) return rm_fail(err, RM_E_CONFIG, "fast=True for float32, wanted bfloat16");
+    return rm_fail(err, RM_E_CONFIG, "fast=True (cuBLASLt): expected an engine on a GPU, got one on the CPU");
+  if (options->cublas_library && options->dtype != RM_BF16) return rm_fail(err, RM_E_CONFIG, "fast=True: expected bfloat16, got float32");
   if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
-    return rm_fail(err, RM_E_CONFIG, "%lld eos ids but no array", (long long)options->n_eos);
+    return rm_fail(err, RM_E_CONFIG, "expected an array of %lld eos ids, got none", (long long)options->n_eos);
   for (int64_t i = 0; i < options->n_eos; i++)
     if ((code = check_range("eos_token_id", options->eos_ids[i], 0, spec->vocab_size - 1, err))) return code;
   return RM_OK;
@@ -181,8 +181,9 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
 
 static rm_code check_ready(rm_engine *engine, rm_error *err) {
   if (engine->asleep)
-    return rm_fail(err, RM_E_STATE, "a step while %s asleep", engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
-  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a step before any weights were synced");
+    return rm_fail(err, RM_E_STATE, "cannot step while %s asleep; wake up first",
+                   engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
+  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "cannot step before weights are synced");
   if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
   engine->scheduler.version = rm_store_version(engine->store);
   return RM_OK;
@@ -218,7 +219,8 @@ static rm_code run_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   *n_work = 0;
   engine->had_work = 0;
-  if (engine->options.host_pages > 0) return rm_fail(err, RM_E_STATE, "a step of its own in an engine that a host schedules");
+  if (engine->options.host_pages > 0)
+    return rm_fail(err, RM_E_STATE, "this engine has an external scheduler: expected host_step, got step");
   rm_code code = check_ready(engine, err);
   if (code) return code;
   const rm_entered saved = rm_enter(engine);
@@ -233,7 +235,7 @@ int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,
                                 rm_error *err) {
   *n_work = 0;
-  if (!engine->options.host_pages) return rm_fail(err, RM_E_STATE, "a host's step in an engine that schedules for itself");
+  if (!engine->options.host_pages) return rm_fail(err, RM_E_STATE, "this engine schedules its own requests: expected step, got host_step");
   rm_code code = check_ready(engine, err);
   if (code || (code = rm_external_begin(&engine->scheduler, step, err))) return code;
   const rm_entered saved = rm_enter(engine);
@@ -259,7 +261,7 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws
     if (result->token >= 0) {
       rm_append(scheduler, seq, &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
     } else {
-      rm_fail_group(scheduler, seq, rm_sequence_length(seq) - 1, "logits that the host has edited leave nothing to draw; they are");
+      rm_fail_group(scheduler, seq, rm_sequence_length(seq) - 1, "the edited logits leave no token to draw and are");
       result->token = RM_EXTERNAL_FAILED;
     }
   }
@@ -271,7 +273,7 @@ rm_scheduler *rm_engine_scheduler(rm_engine *engine) { return &engine->scheduler
 
 // ---------------------------------------------------------------------------------------------- requests
 static rm_code check_weights(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "a request while the weights are asleep");
+  if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "cannot add a request while the weights are asleep; wake up first");
   if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a request before any weights were synced");
   return RM_OK;
 }

@@ -1,17 +1,16 @@
-// engine.h: the generator in C. It owns the weights, the KV cache, the requests and their records.
+// engine.h: the generator in C. It owns the weights, the KV cache, the requests and their records; inside, a scheduler (scheduler/) and a
+// runner (step/).
 //
-// One thread at a time may call it (the Python layer holds the lock); inside a call it uses its own thread team. A failed
-// call changes nothing that can be observed. Order:
+// One thread at a time may call it (the Python layer holds the lock); inside a call it uses its own thread team. A failed call changes
+// nothing. Order:
 //
 //   create ─► sync_begin/push/commit ─► add … ─► step … (schedule, forward, commit) ─► result ─► release ─► destroy
 //
-// On a mesh there is an engine for each rank. The ranks of a tp group get the same calls in the same order and schedule alike; those
-// of different replicas have requests of their own. A step, a commit and nothing else talk to other ranks; when that fails
-// (comm.h's codes) the engine is lost: every later step says so, results stay readable. (ranks.h makes and drives all ranks of
-// a process.)
+// On a mesh each rank has an engine. The ranks of a tp group get the same calls in the same order and schedule alike; replicas have
+// requests of their own. Only a step and a commit talk to other ranks. When that fails (comm.h's codes) the engine is lost: every later
+// step returns that error, and results stay readable. local_mesh/ranks.h makes and drives the ranks of one process.
 //
-// A request is one prompt and n samples of it. It is refused at add when malformed (RM_E_REQUEST) or when it can never fit
-// (RM_E_CAPACITY). Numbers of the contract: the logprob of a token depends on the weights and the tokens before it only.
+// The logprob of a token depends on the weights and the tokens before it only (docs/numerics.md).
 #pragma once
 
 #include "model/model.h"
@@ -23,26 +22,27 @@ typedef struct rm_engine rm_engine;
 typedef struct rm_engine_options {
   rm_dtype dtype;
   const rm_kernels *kernels;    // of the CPU; NULL: rm_kernels_best()
-  const rm_device *device;      // NULL: the CPU; else a view, this engine's alone, and `kernels` is not looked at
+  const rm_device *device;      // NULL: the CPU; else a view, this engine's alone, and `kernels` is ignored
   int n_threads;                // 0: one per core this process may run on
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens;  // rows of one step: the chunk of a prefill
   int64_t page_size;            // a multiple of 16
   uint64_t kv_bytes;            // of KV cache; at least one page. 0: what memory_fraction leaves
-  double memory_fraction;       // in (0, 1], of what the device has free once all ranks are made but for their KV caches: for two copies
-                                // of the weights and the KV cache of every rank there. All ranks of the mesh get as many pages
-  uint64_t memory;              // a name of that memory, alike on ranks that have the same (rm_memory_name)
-  uint64_t seed;                // seeds of requests that bring none
+  double memory_fraction;       // in (0, 1], of the device's free memory: for two copies of the weights and the KV cache of every rank
+                                // there (kv_size.c)
+  uint64_t memory;              // a name of that memory, equal on ranks that share it (rm_memory_name)
+  uint64_t seed;                // for requests without one
   int prefix_caching;
-  int enforce_eager;            // record nothing (graph_replay.h)
-  int64_t host_pages;           // > 0: a host schedules, on so many pages, and kv_bytes is not looked at (external_scheduler.h)
+  int enforce_eager;            // capture no graphs (step/graph_replay.h)
+  int64_t host_pages;           // > 0: an external scheduler decides, on so many pages, and kv_bytes is ignored (external_scheduler.h)
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
   rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
-  const char *nccl_library;     // the path of a libnccl.so.2, by which activations travel; NULL: by way of the host. View during create
-  const char *cublas_library;   // the path of a libcublasLt.so.13, for bf16 on a GPU: the dense products are its, in sums that may depend
-                                // on the batch (model/linear.c). NULL: the ops'. View during create
-  const char *nccl_gpu;         // names this rank's GPU, alike where two ranks have the same one; NULL: its number. View during create
+  // paths and names: views during create
+  const char *nccl_library;     // of a libnccl.so.2, for exchanges between GPUs; NULL: staged through the host
+  const char *cublas_library;   // of a libcublasLt.so.13, for bf16 matrix products on a GPU, whose sums may depend on the batch
+                                // (model/linear.c); NULL: the op table's
+  const char *nccl_gpu;         // names this rank's GPU, equal where two ranks have the same one; NULL: its number
 } rm_engine_options;
 
 // The spec is a view and must outlive the engine; the options are copied.
@@ -81,8 +81,8 @@ void rm_engine_pause(rm_engine *engine, int paused);           // a paused engin
 void rm_engine_reset_prefix_cache(rm_engine *engine);
 
 // Weights: sync.h with the engine's rules on top (rm_inflight says what happens to running requests).
-// Steps may go on while a staged sync is open. An in-place sync begins only when no request is unfinished (RM_E_STATE), and
-// until its commit there are no weights to step with.
+// Steps may go on while a staged sync is open. An in-place sync begins only when no request is unfinished (RM_E_STATE), and until its
+// commit there are no weights to step with.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
 rm_code rm_engine_sync_check(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
 rm_code rm_engine_sync_push(rm_engine *engine, const char *name, size_t length, const rm_tensor *tensor, rm_error *err);
@@ -90,32 +90,31 @@ rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int6
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 
-// Sleep by part. Weights: unsynced after wake; not while a sync is open. KV: running requests are preempted and recomputed after
-// wake; a sync may come meanwhile. A part that is asleep already, or awake, is left as it is.
-// With RM_SLEEP_KEEP what serves waits in the host's memory and serves again after wake; on the CPU it stays where it is. Without it,
-// weights that were kept are so no more. Each does all of it, or fails with nothing changed. Where several engines sleep or wake
-// together, all copies are made first (keep) and stay until the last is awake (forget): what needs no new copy cannot fail, so the
-// others' sleep or wake can be taken back.
+// Sleep by part; a part that is asleep or awake already stays so. Weights: unsynced after wake; not while a sync is open. KV: running
+// requests are preempted, and recomputed after wake; a sync may come meanwhile. With RM_SLEEP_KEEP the weights are offloaded to the host's
+// memory and serve again after wake; on the CPU they stay where they are. Without it, weights offloaded before are dropped. Each call does
+// all of it, or fails with nothing changed. Where several engines sleep or wake together, all copies are made first (keep) and stay until
+// the last is awake (forget): a sleep or wake that needs no new copy cannot fail, so the others' can be undone.
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_KEEP = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
-size_t rm_engine_bytes_to_keep(const rm_engine *engine);            // of the host, that keep would take
+size_t rm_engine_bytes_to_keep(const rm_engine *engine);            // of the host's memory, for keep
 rm_code rm_engine_keep_weights(rm_engine *engine, rm_error *err);   // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
 void rm_engine_forget_kept(rm_engine *engine);    // the copy of weights that are awake
 
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens, preemptions;
-  int64_t replays;              // of steps, as recordings (graph_replay.h)
+  int64_t replays;              // steps that were captured graphs
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;
   unsigned asleep;
   const char *isa, *family, *device;
   double forward_seconds, schedule_seconds, commit_seconds;
-  uint64_t comm_bytes;          // that this rank has sent to others
-  int64_t comm_calls;           // exchanges it took part in
-  double comm_seconds;          // of forward_seconds and commits, inside exchanges; what a replay has them do is not in it
+  uint64_t comm_bytes;          // sent to other ranks
+  int64_t comm_calls;           // exchanges
+  double comm_seconds;          // inside exchanges, without those of captured graphs
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
 const rm_params *rm_engine_params(const rm_engine *engine);

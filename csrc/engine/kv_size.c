@@ -1,14 +1,13 @@
 // kv_size.c: how many pages the KV cache has.
 //
-// Ranks of a tp group schedule alike, so every rank of a mesh has as many pages; and how many one can have depends on who else takes of
-// the same memory: ranks may share a card, and ranks on a machine's CPUs share its memory. So where the cache takes what memory_fraction
-// leaves, each rank, with all but its cache made, looks what is free, and tells all what it saw and what it is going to take. Nobody maps
-// a cache before all have looked, and who looks last finds the others made: the least that the ranks of one memory saw is what is free
-// there before their weights and caches. From the same table each makes the same number, or the same error. Of one memory it is the pages
-// with which the weights and caches of all that share it fit together; of the mesh it is the least.
+// Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a machine's RAM. So with memory_fraction each
+// rank, when all but its cache is made, all-gathers what memory is free and what it is going to take. No rank maps a cache before all have
+// looked, so the least that the ranks of one memory saw is what is free there before their caches. All ranks then compute the same number
+// from the same table, or the same error: for one memory the pages with which the weights and caches of all its ranks fit together, for
+// the mesh the least of these.
 //
-// Each for itself, and the least of what they find, lost: who comes second would count what the first has mapped as taken by strangers,
-// and who comes first what the second is going to map as free.
+// The alternative, each rank for itself and then the minimum, counts wrong: the second rank would count what the first has mapped as
+// taken by strangers, and the first what the second is going to map as free.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -17,7 +16,7 @@
 
 enum { MOST_PAGES = INT32_MAX / 2 };
 
-typedef struct claim {          // what a rank tells all; in bytes
+typedef struct claim {          // what a rank all-gathers; in bytes
   uint64_t memory;              // its name
   uint64_t available;           // of it, before any weights and caches of ours; UINT64_MAX: not known
   uint64_t fixed;               // what this rank is going to take besides its cache …
@@ -34,7 +33,7 @@ typedef struct pool {           // of one memory
 
 static double share_of(const claim *c) { return c->fraction * (double)c->available; }
 
-// What the host's memory is asked for is promised, and taken when it is written to: so a workspace counts there, and records of pages.
+// The system takes the host's memory when it is written to: so what is mapped already counts there too, and the records of pages.
 static claim claim_of(const rm_engine *engine) {
   const rm_device *device = engine->device;
   const size_t available = device->available(device->self);
@@ -67,8 +66,8 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
   if (size > 1) snprintf(rank, sizeof rank, "rank %d: ", p->tightest);
   if (p->n > 1) snprintf(sharing, sizeof sharing, " for the %d ranks that share it", p->n);
   return rm_fail(err, RM_E_CAPACITY,
-                 "%smemory_fraction=%g of the %s that %s has free is %s, wanted more than two copies of the weights and what goes with "
-                 "them, %s, and a page of KV cache, %.0f bytes%s",
+                 "%smemory_fraction=%g of the %s that %s has free is %s: expected more than two copies of the weights and their "
+                 "buffers, %s, and a page of KV cache, %.0f bytes%s",
                  rank, c->fraction, rm_say_bytes((double)c->available).text, c->device, rm_say_bytes(p->share).text,
                  rm_say_bytes(p->fixed).text, p->page, sharing);
 }
@@ -77,7 +76,7 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
   *n_pages = MOST_PAGES;
   for (int r = 0; r < size; r++) {
     if (claims[r].available == UINT64_MAX)
-      return rm_fail(err, RM_E_CONFIG, "how much memory %s has free is not known: wanted kv_cache_gib", claims[r].device);
+      return rm_fail(err, RM_E_CONFIG, "the free memory of %s is not known: set kv_cache_gib", claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
     const double pages = (p.share - p.fixed) / p.page;
     if (!(pages >= 1)) return refuse(claims, size, &p, err);
@@ -86,7 +85,7 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
   return RM_OK;
 }
 
-// ---------------------------------------------------------------------------------------------- the meeting
+// ---------------------------------------------------------------------------------------------- all ranks together
 static rm_code tell(rm_comm *world, const claim *mine, claim *all, rm_error *err) {
   size_t bytes[RM_MAX_WORLD];
   for (int r = 0; r < rm_comm_size(world); r++) bytes[r] = sizeof *mine;
@@ -96,7 +95,7 @@ static rm_code tell(rm_comm *world, const claim *mine, claim *all, rm_error *err
 static rm_code agree(const rm_engine *engine, rm_comm *world, int64_t *n_pages, rm_error *err) {
   const int size = rm_comm_size(world);
   claim *all = rm_alloc((size_t)size, sizeof *all);
-  if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for what %d ranks say of theirs", size);
+  if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for the claims of %d ranks", size);
   const claim mine = claim_of(engine);
   rm_code code = tell(world, &mine, all, err);
   if (!code) code = judge(all, size, n_pages, err);
@@ -118,11 +117,11 @@ rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err) {
   const uint64_t page_bytes = rm_model_page_bytes(engine->model);
   if (!options->host_pages && !options->kv_bytes && options->memory_fraction > 0) return left_pages(engine, n_pages, err);
   if (options->host_pages && (uint64_t)options->host_pages > SIZE_MAX / 2 / page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes are more than there is", (long long)options->host_pages,
+    return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes do not fit into the address space", (long long)options->host_pages,
                    (unsigned long long)page_bytes);
   if (!options->host_pages && options->kv_bytes < page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: %llu bytes of KV cache, wanted a page or more: one takes %llu",
-                   (unsigned long long)options->kv_bytes, (unsigned long long)page_bytes);
+    return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
+                   (unsigned long long)page_bytes, (unsigned long long)options->kv_bytes);
   *n_pages = options->host_pages ? options->host_pages : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
   return RM_OK;
 }

@@ -4,7 +4,7 @@
 
 static rm_code check_parts(unsigned parts, rm_error *err) {
   if (parts && !(parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV))) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "parts=%u: weights are %d, the KV cache is %d, both are %d", parts, RM_PART_WEIGHTS, RM_PART_KV,
+  return rm_fail(err, RM_E_CONFIG, "parts=%u: expected %d (weights), %d (KV cache) or %d (both)", parts, RM_PART_WEIGHTS, RM_PART_KV,
                  RM_PART_WEIGHTS | RM_PART_KV);
 }
 

@@ -1,5 +1,4 @@
-// sync_policy.c: what a new version, or the loss of a part, means for requests in flight. The store knows how weights get in;
-// here is only what the engine adds: when that is allowed, and what becomes of KV and records made under the old version.
+// sync_policy.c: when a sync is allowed, and what its commit means for running requests. The store does the sync itself.
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
@@ -37,7 +36,7 @@ rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int6
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
   rm_scheduler *scheduler = &engine->scheduler;
   if (inflight < RM_INFLIGHT_REFUSE || inflight > RM_INFLIGHT_KEEP_KV)
-    return rm_fail(err, RM_E_CONFIG, "inflight=%d is no policy for requests in flight", (int)inflight);
+    return rm_fail(err, RM_E_CONFIG, "inflight=%d: expected a policy for running requests (rm_inflight)", (int)inflight);
   if (inflight == RM_INFLIGHT_REFUSE && engine->scheduler.n_live && rm_store_is_open(engine->store))
     return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)engine->scheduler.n_live);

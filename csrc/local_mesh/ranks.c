@@ -1,5 +1,4 @@
-// ranks.c: see ranks.h. The ranks themselves: how they are made and ended, what they do together, and their figures. Requests are in
-// ranks_requests.c, weights in ranks_weights.c.
+// ranks.c: see ranks.h. Creation, jobs on all ranks, statistics. Requests are in ranks_requests.c, weights in ranks_weights.c.
 #include "local_mesh/ranks_state.h"
 
 #include <string.h>
@@ -26,7 +25,7 @@ static void member_task(void *arg, int thread, int n_threads) {
 
 static int hearsay(rm_code code) { return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED; }
 
-// All have lost a rank: what the first says, which may be that another has given up, and what that one says for itself.
+// All have lost a rank: the first message, which may be that another rank has given up, and that rank's own.
 static void tell_both(const rm_ranks *ranks, const rm_member *first, rm_error *err) {
   const char *text = rm_error_message(&first->err);
   const rm_member *other = NULL;
@@ -38,7 +37,7 @@ static void tell_both(const rm_ranks *ranks, const rm_member *first, rm_error *e
             rm_error_message(&other->err));
 }
 
-// The error worth telling, moved to err; the others are forgotten.
+// Moves the error to return to err, and clears the others.
 static rm_code verdict(rm_ranks *ranks, rm_error *err) {
   rm_member *worst = NULL;
   for (int r = 0; r < ranks->n; r++) {
@@ -112,7 +111,7 @@ static rm_code make_engine(rm_member *member, const creation *how) {
   return rm_engine_create(how->spec, &options, &member->engine, &member->err);
 }
 
-// The others may wait for this rank while they make theirs.
+// Other ranks may wait for this one while they make their engines.
 static rm_code create_engine(rm_member *member, void *arg) {
   const rm_code code = make_engine(member, arg);
   for (int group = 0; group < N_GROUPS && code; group++)
@@ -138,8 +137,8 @@ static rm_code connect(rm_ranks *ranks, rm_error *err) {
   return RM_OK;
 }
 
-// In one process the ranks' GPUs may be of several architectures, and bits one's own. Between processes the families are compared when
-// they meet.
+// The GPUs of a process may be of several architectures, with different bits. Between processes the families are compared when they
+// connect.
 static rm_code check_families(const rm_ranks *ranks, rm_error *err) {
   const rm_member *first = &ranks->members[0];
   for (int r = 1; r < ranks->n && first->device.self; r++) {
@@ -180,9 +179,9 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   rm_code code = rm_placement_check(spec, &options->mesh, err);
   if (code) return code;
   if (options->ends && (options->ends->index < 0 || options->ends->index >= world))
-    return rm_fail(err, RM_E_CONFIG, "rank %d is not in a world of %d", options->ends->index, world);
+    return rm_fail(err, RM_E_CONFIG, "rank %d: expected a rank of a world of %d", options->ends->index, world);
   if (options->engine.host_pages > 0 && !options->ends && world > 1)
-    return rm_fail(err, RM_E_CONFIG, "a mesh of %d ranks in a process that a host schedules, wanted one rank a process", world);
+    return rm_fail(err, RM_E_CONFIG, "a mesh of %d ranks with an external scheduler: expected one rank in each process", world);
   rm_ranks *ranks = rm_alloc(1, sizeof *ranks);
   if (!ranks) return rm_fail(err, RM_E_MEMORY, "no memory for the ranks");
   ranks->mesh = options->mesh;
@@ -234,7 +233,7 @@ rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_
   return rm_readers_find(&ranks->readers, ordinal, out, err);
 }
 
-// ---------------------------------------------------------------------------------------------- figures
+// ---------------------------------------------------------------------------------------------- statistics
 static double longest(double a, double b) { return a > b ? a : b; }
 
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out) {

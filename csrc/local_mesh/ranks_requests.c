@@ -1,5 +1,5 @@
-// ranks_requests.c: which replica has a request, and the calls of requests, on all ranks of that replica that are here. What is no step is
-// done one engine after the other. Replicas are told apart by asking who has a request: ids are unique in the process.
+// ranks_requests.c: which replica gets a request, and the calls for requests, on all ranks of that replica in this process: one engine
+// after the other, but for steps. Ids are unique in the process, so a request's replica is the one that has its id.
 #include "base/hash.h"
 #include "local_mesh/ranks_state.h"
 
@@ -160,7 +160,7 @@ void rm_ranks_reset_prefix_cache(rm_ranks *ranks) {
   for (int r = 0; r < ranks->n; r++) rm_engine_reset_prefix_cache(ranks->members[r].engine);
 }
 
-// ---------------------------------------------------------------------------------------------- a host's
+// ---------------------------------------------------------------------------------------------- with an external scheduler
 rm_code rm_ranks_external_step(rm_ranks *ranks, const rm_external_step *step, rm_external_result *results, int64_t *n_work, rm_error *err) {
   return rm_engine_external_step(ranks->members[0].engine, step, results, n_work, err);
 }

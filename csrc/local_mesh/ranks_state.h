@@ -1,6 +1,5 @@
-// ranks_state.h: the inside of the ranks of a process (ranks.h), shared by the three files of them and nobody else: ranks.c makes and
-// ends them, ranks_requests.c puts requests to them, ranks_weights.c weights. Every call that may take time or talk to other ranks is a
-// job that runs on all of them (rm_ranks_run); the rest is done one engine after the other.
+// ranks_state.h: the inside of the ranks of a process, for the files of this folder. Each call that may take time or communicate is a job
+// that runs on all of them (rm_ranks_run); the rest is done one engine after the other.
 #pragma once
 
 #include "comm/shm/region.h"
@@ -8,7 +7,7 @@
 #include "local_mesh/ranks.h"
 
 enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
-enum { PREFIX_SLOTS = 4096 };   // remembered beginnings of prompts
+enum { PREFIX_SLOTS = 4096 };   // beginnings of prompts, for routing
 
 typedef struct rm_member {      // one rank
   rm_device device;             // owned, as all that follows; zeros on the CPU
@@ -43,7 +42,7 @@ struct rm_ranks {
   uint64_t next_id;
 };
 
-// ranks.c: a call of one member, which leaves its error in the member; and it for all of them at once, each on its thread. The code is
-// that of the member whose error is told, and the members' codes stay until the next job.
+// A call of one member leaves its error in the member. rm_ranks_run makes it for all members at once, each on its thread, and returns
+// one member's error; the members' codes stay until the next job.
 typedef rm_code (*rm_member_call)(rm_member *member, void *arg);
 rm_code rm_ranks_run(rm_ranks *ranks, rm_member_call call, void *arg, rm_error *err);

@@ -1,5 +1,4 @@
-// ranks_weights.c: a sync, sleep and wake of all ranks of this process at once. Each rank has its store, which knows how weights get in;
-// here is what makes it all of them or none.
+// ranks_weights.c: sync, sleep and wake of all ranks of this process: all of them, or none.
 #include "base/memory.h"
 #include "local_mesh/ranks_state.h"
 
@@ -26,8 +25,8 @@ static rm_code push_member(rm_member *member, void *arg) {
   return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
 }
 
-// Producers of tensors on a GPU have made a stream of that GPU wait for them. Where it is the only member's own, what reads them is
-// enqueued behind; everybody else starts when they are there.
+// The producers of tensors on a GPU have made a stream of that GPU wait for them. Where it is the only member's own stream, reads are
+// enqueued behind it; otherwise this waits until the tensors are there.
 static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
   uint64_t asked = 0;
@@ -105,7 +104,7 @@ size_t rm_ranks_bytes_to_keep(const rm_ranks *ranks) {
 static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
   const size_t available = rm_memory_available(), wanted = rm_ranks_bytes_to_keep(ranks);
   if (wanted <= available) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %s and the host has %s left to keep them in", ranks->n,
+  return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %s and the host has %s left to offload them to", ranks->n,
                  rm_say_bytes((double)wanted).text, rm_say_bytes((double)available).text);
 }
 

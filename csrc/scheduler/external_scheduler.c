@@ -41,15 +41,16 @@ static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
   const long long id = (long long)part->id, size = scheduler->options.limits.page_size, end = part->n_computed + part->n_rows;
   const long long held = part->replace || seq->status != RM_ACTIVE ? 0 : seq->n_pages, pages = held + part->n_pages;
   const rm_group *group = seq->group;
-  if (seq->external_end) return rm_fail(err, RM_E_REQUEST, "request %lld stands twice in a step", id);
+  if (seq->external_end) return rm_fail(err, RM_E_REQUEST, "request %lld is in a step twice: expected one part for each request", id);
   if (part->n_computed < 0 || part->n_rows < 1 || end > rm_sequence_length(seq))
-    return rm_fail(err, RM_E_REQUEST, "request %lld: %lld computed positions and %lld rows, wanted at most the %lld tokens that it has", id,
-                   (long long)part->n_computed, (long long)part->n_rows, (long long)rm_sequence_length(seq));
+    return rm_fail(err, RM_E_REQUEST, "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows", id,
+                   (long long)rm_sequence_length(seq), (long long)part->n_computed, (long long)part->n_rows);
   if (end == rm_sequence_length(seq) && seq->n_tokens == group->capacity)
-    return rm_fail(err, RM_E_REQUEST, "request %lld: a token after the last of %lld", id, (long long)group->capacity);
+    return rm_fail(err, RM_E_REQUEST, "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
+                   (long long)group->capacity);
   if (part->n_pages < 0 || pages > scheduler->max_pages || pages * size < end)
-    return rm_fail(err, RM_E_REQUEST, "request %lld: %lld pages of %lld positions, wanted as many as hold %lld, at most %lld", id, pages,
-                   size, end, (long long)scheduler->max_pages);
+    return rm_fail(err, RM_E_REQUEST, "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of %lld positions", id,
+                   end, (long long)scheduler->max_pages, pages, size);
   for (int64_t i = 0; i < part->n_pages; i++)
     if (part->pages[i] < 0 || part->pages[i] >= scheduler->options.limits.n_pages)
       return rm_fail(err, RM_E_REQUEST, "request %lld: page %d is not in [0, %lld)", id, part->pages[i],
@@ -85,8 +86,8 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     code = rm_fail(err, RM_E_REQUEST, "%lld requests at once, wanted at most max_num_seqs=%lld",
                    (long long)(scheduler->n_active + n_started), (long long)scheduler->options.max_num_seqs);
   if (!code && n_drawn > step->n_logits)
-    code = rm_fail(err, RM_E_REQUEST, "the host draws for %lld requests, wanted room for their logits, not for %lld", (long long)n_drawn,
-                   (long long)step->n_logits);
+    code = rm_fail(err, RM_E_REQUEST, "expected room for the logits of %lld requests with host_draws, got room for %lld",
+                   (long long)n_drawn, (long long)step->n_logits);
   if (code) leave_step(scheduler, step);
   return code;
 }
@@ -264,13 +265,13 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_DONE) return RM_OK;
   if (n < 0 || n > seq->n_tokens)
-    return rm_fail(err, RM_E_REQUEST, "request %llu: %lld generated tokens are known to the host, wanted at most the %lld that there are",
-                   (unsigned long long)id, (long long)n, (long long)seq->n_tokens);
+    return rm_fail(err, RM_E_REQUEST, "request %llu: expected at most its %lld generated tokens, got %lld", (unsigned long long)id,
+                   (long long)seq->n_tokens, (long long)n);
   const int32_t *mine = seq->ids + seq->group->n_prompt;
   for (int64_t i = 0; i < n; i++)
     if (tokens[i] != mine[i])
-      return rm_fail(err, RM_E_REQUEST, "request %llu: token %lld is %d to the host, wanted %d, which was drawn", (unsigned long long)id,
-                     (long long)i, tokens[i], mine[i]);
+      return rm_fail(err, RM_E_REQUEST, "request %llu: expected generated token %lld to be %d, got %d", (unsigned long long)id,
+                     (long long)i, mine[i], tokens[i]);
   if (!n && seq->n_tokens) seq->group->n_scored = seq->group->n_prompt_routed = 0; // given out again, of the version that then serves
   seq->n_tokens = n;
   seq->n_routed = rm_min64(seq->n_routed, n);

@@ -1,10 +1,9 @@
-// kv_cache.c: see kv_cache.h. A content that has been indexed gets a name ("node"), a number that is never used again, and
-// the key of a page is (version, node of its parent, its tokens). Names instead of page ids or hashes as parents: an evicted
-// page's id comes back with other content, and a hash can collide; a dead name can only fail to be found. A page that holds
-// the same content as an indexed one takes its name too, so that what follows it can still be indexed.
+// kv_cache.c: see kv_cache.h. Indexed content gets a number ("node") that is never reused, and the key of a page is (version, node of its
+// parent, its tokens). Page ids or hashes as parents lost: an evicted page's id comes back with other content, and a hash can collide; an
+// old node is only never found. A page with the same content as an indexed one takes its node, so that what follows can be indexed.
 //
-// Free pages come from a stack, then from the pages that were never used, then from the cached page released longest ago.
-// Sequences release their pages last first, so a prefix outlives what followed it.
+// Free pages come from a stack, then from pages never used, then the least recently released cached page is evicted. Sequences release
+// their pages last first, so a prefix outlives what followed it.
 #include "scheduler/kv_cache.h"
 
 #include <assert.h>

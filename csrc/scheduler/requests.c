@@ -1,4 +1,4 @@
-// requests.c: requests from outside, by number: add, look at, end, release. (sequence_group.c says what one may ask for.)
+// requests.c: add, view, end and release requests, by id. sequence_group.c checks them.
 #include <stdio.h>
 
 #include "scheduler/scheduler.h"

@@ -1,13 +1,12 @@
 // scheduler.c: which rows the next step computes, and on which pages.
 //
-// Priority is the order of arrival, and everything follows from it. The active are visited oldest first and take what they
-// need; one that finds no page preempts the newest. Then the waiting are admitted, oldest first, while there are places, rows
-// and pages for all of a sequence's known tokens. The oldest can always go on (add has checked that it fits alone), so
-// something always moves, and a preempted sequence, whose pages are gone, is recomputed from its tokens to the same bits.
+// Priority is the order of arrival. Active sequences are visited oldest first and take the pages they need; one that finds none preempts
+// the newest. Then waiting sequences are admitted, oldest first, while there are places, rows and pages for all of their known tokens.
+// The oldest can always go on (add has checked that it fits alone). A preempted sequence is recomputed from its tokens, to the same bits.
 //
-// A prompt with n samples is computed by the first that gets a place, the leader. Meanwhile its siblings wait; in the step that
-// computes the prompt's last row they join: as many as there are places draw from that row and share the leader's pages. The
-// last page, where they part, is copied by each when it first writes there, except by the last one left.
+// The prompt of n samples is computed by the first that gets a place, the leader. In the step that computes the prompt's last row, as
+// many siblings as there are places draw from that row too and share the leader's pages. The last page, where they part, is copied on
+// the first write, except by the last sequence that holds it.
 #include <assert.h>
 #include <stdio.h>
 
@@ -207,7 +206,7 @@ static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t inde
   }
 }
 
-// Takes the cached pages that its tokens begin with. Records are taken over later, when it is sure to start.
+// Takes the cached pages that its tokens begin with. Their records are copied later, when it is sure to start.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
@@ -222,7 +221,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Gives a waiting sequence its place and all pages of its known tokens, or changes nothing and returns 0.
+// Gives a waiting sequence a place and pages for all of its known tokens. 0: there are too few, and nothing changed.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
   rm_group *group = seq->group;

@@ -1,13 +1,13 @@
-// sequence.h: who fills which field of a request. A request becomes a group: one prompt, n sequences (its samples). A
-// sequence is what is scheduled; a group is what is asked for, answered and released. A group is one block of memory, made
-// at add and large enough for everything that can be recorded, so that no step allocates.
+// sequence.h: a request inside the engine, and who fills which field. A request becomes a group of sequences: one prompt and its n
+// samples. Sequences are scheduled; groups are added, viewed and released. A group is one allocation, made at add and large enough for
+// all records, so that no step allocates.
 //
 //   sequence:   WAITING ──► ACTIVE ──► DONE       WAITING: holds no page and no place
 //                  │  ▲        ▲                  ACTIVE: has a place (a row of block tables) and pages
-//                  │  └────────┤ preempt          JOINING: within a step only; will share the pages of the sequence that is
-//                  └► JOINING ─┘                           computing the prompt, and draws from the same row of logits
+//                  │  └────────┤ preempt          JOINING: within a step; draws from the same row of logits as the sequence that
+//                  └► JOINING ─┘                           computes the prompt, then shares its pages
 //
-// Fields below stand under the file that writes them. sequence_group.c writes all of them once, at add.
+// Fields are listed under the file that writes them. sequence_group.c writes all of them once, at add.
 #pragma once
 
 #include "scheduler/list.h"

@@ -1,5 +1,5 @@
-// sequence_group.c: what a request may ask for, and the one block that will hold its answer. The block is sized for the longest
-// answer; it comes zeroed from the system, so what is not generated is never touched and costs address space only.
+// sequence_group.c: checks a request, and makes the one allocation that holds it and its records. It is sized for the longest answer and
+// comes zeroed from the system: what is not generated is never touched and costs address space only.
 #include <math.h>
 #include <stdlib.h>
 
@@ -14,7 +14,7 @@ enum { MAX_SAMPLES = 16384 };
   if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
 
 static rm_code check_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab, rm_error *err) {
-  REFUSE_UNLESS(n == 0 || ids, "%s: %lld of them but no array", what, (long long)n);
+  REFUSE_UNLESS(n == 0 || ids, "%s: expected an array of %lld, got none", what, (long long)n);
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld] = %d is not in [0, %lld)", what, (long long)i, ids[i], (long long)vocab);
   return RM_OK;
@@ -44,7 +44,7 @@ static rm_code check_lengths(const rm_request *request, const rm_request_limits 
     REFUSE_UNLESS(n_prompt <= longest, "a prompt of %lld tokens is longer than max_model_len=%lld", n_prompt, longest);
     return RM_OK;
   }
-  REFUSE_UNLESS(n_prompt < longest, "a prompt of %lld tokens leaves no place for a generated one in max_model_len=%lld", n_prompt, longest);
+  REFUSE_UNLESS(n_prompt < longest, "a prompt of %lld tokens leaves no room for a generated one in max_model_len=%lld", n_prompt, longest);
   REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n=%d is not in [1, %d]", request->n, MAX_SAMPLES);
   REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens=%lld must be positive", (long long)request->max_tokens);
   REFUSE_UNLESS(request->min_tokens >= 0 && request->min_tokens <= request->max_tokens, "min_tokens=%lld is not in [0, max_tokens=%lld]",
@@ -52,8 +52,7 @@ static rm_code check_lengths(const rm_request *request, const rm_request_limits 
   return RM_OK;
 }
 
-// Tokens that each sample may generate. Of lengths that were checked: others overflow here. A host may be one step late in saying that
-// a request has ended.
+// Tokens that each sample may generate, of lengths that were checked. An external scheduler may end a request one step late.
 static int64_t capacity_of(const rm_request *request, const rm_request_limits *limits) {
   const int64_t left = limits->max_model_len - request->n_prompt;
   return request->kind == RM_SCORE ? 0 : request->max_tokens < left ? request->max_tokens + (limits->external != 0) : left;
@@ -78,9 +77,11 @@ rm_code rm_group_check(const rm_request *request, const rm_request_limits *limit
   if ((code = check_logprobs(request, limits->vocab, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
   if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
-  REFUSE_UNLESS(limits->external || !request->host_draws, "host_draws without a host: the engine's pages are its own");
+  REFUSE_UNLESS(limits->external || !request->host_draws,
+                "host_draws=True: expected an engine with an external scheduler (host_pages > 0)");
   REFUSE_UNLESS(!limits->external || (request->kind == RM_GENERATE && request->n == 1),
-                "a host's request has one sample and is generated, not %d, nor scored", request->n);
+                "with an external scheduler: expected a generation with n=1, got %s with n=%d",
+                request->kind == RM_GENERATE ? "one" : "a score", request->n);
   return limits->external ? RM_OK : check_capacity(request, limits, err);
 }
 
@@ -108,7 +109,7 @@ int rm_group_stops_at(const rm_group *group, int32_t token) {
   return group->n_stops && bsearch(&token, group->stops, (size_t)group->n_stops, sizeof token, compare_ids);
 }
 
-// ---------------------------------------------------------------------------------------------- the block
+// ---------------------------------------------------------------------------------------------- the allocation
 enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 9 };
 
 static void group_fields(rm_group *group, const rm_request *request, const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {

@@ -1,7 +1,6 @@
-// commit.c: what a step's results change. First the failures: a group with a row that was not finite ends here, before any
-// token or page of it counts. Then positions and records of what was fed, pages into the prefix index, siblings onto the
-// leader's pages, tokens onto their sequences; a sequence that is done gives its pages back last, when all that would share
-// them has.
+// commit.c: see commit.h. First the failures: a request with a row that was not finite ends before any of its tokens or pages counts.
+// Then the records of rows that were fed, full pages into the prefix index, siblings onto the leader's pages, and tokens onto their
+// sequences, which may end: last, since siblings share the pages that an ended sequence gives back.
 #include <stdio.h>
 
 #include "step/commit.h"

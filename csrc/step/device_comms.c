@@ -1,7 +1,8 @@
 // device_comms.c: the groups by which this engine's rank exchanges what lies in its device's memory, and all that a step waits for there.
 //
 // Beside each of the host's comms stands one for device memory, of the same ranks: staged through the host's, or NCCL. Batches, draws,
-// flags and votes go by the host's, whose headers show when ranks do different things; NCCL's calls have none and are compared once a step.
+// flags and votes go by the host's, whose headers show when ranks do different things; NCCL's calls have none and are compared once a
+// step.
 #define _GNU_SOURCE
 #include <time.h>
 

@@ -21,7 +21,7 @@ static rm_code agree_on_batch(rm_runner *runner, rm_error *err) {
   for (int r = 0; r < rm_comm_size(tp) && !code; r++)
     if (all[r] != digest)
       return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                     "tp rank %d steps with another batch than tp rank %d; all ranks of a tp group get the same calls", r,
+                     "tp rank %d steps with another batch than tp rank %d; expected the same calls on all ranks of a tp group", r,
                      rm_comm_rank(tp));
   return code;
 }

@@ -45,7 +45,8 @@ typedef struct rm_graphs {
 
 // The sizes, up to 512 rows. None where the device captures nothing, with enforce_eager, or where exchanges wait for the host (staged.h).
 void rm_graphs_plan(rm_runner *runner);
-// Whether the plan can run as a graph as far as this rank knows, which includes a plan without rows. *with_ranks: some draw wants its rank.
+// Whether the plan can run as a graph as far as this rank knows, which includes a plan without rows. *with_ranks: some draw wants its
+// rank.
 int rm_graphs_serve(const rm_runner *runner, int *with_ranks);
 int64_t rm_graphs_size(const rm_runner *runner, int64_t rows);   // the captured size that `rows` are padded to
 // Runs `enqueue`, which enqueues the whole padded step, or captures it, or replays what was captured.

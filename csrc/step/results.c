@@ -24,7 +24,8 @@ rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *e
   if (results->device->on_host) return RM_OK;
   const size_t wanted = bytes + (size_t)n * RM_RESULT_ALIGN;
   if (wanted > results->paired.bytes || n > RM_MAX_RESULTS)
-    return rm_fail(err, RM_E_CAPACITY, "%d results of %zu bytes, and a step has room for %zu", n, bytes, results->paired.bytes);
+    return rm_fail(err, RM_E_CAPACITY, "expected at most %zu bytes of results in a step, got %d results of %zu", results->paired.bytes, n,
+                   bytes);
   if (results->used + wanted <= results->paired.bytes && results->n + n <= RM_MAX_RESULTS) return RM_OK;
   return rm_results_fetch(results, err);
 }

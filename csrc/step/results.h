@@ -1,6 +1,5 @@
-// results.h: what ops of a step give to the records of requests, and take from them. Where the host can touch the device's memory an op
-// works in the records themselves and all of this is nothing; elsewhere the bytes go through one mirrored block, from which those that
-// are wanted are copied to the records when the step is waited for.
+// results.h: what ops write into the records of requests, and read from the host. On the CPU an op works in the records themselves, and
+// nothing here does anything. On a GPU the bytes go through one paired buffer and are copied to the records after the step's wait.
 #pragma once
 
 #include "device/devices.h"
@@ -15,7 +14,7 @@ typedef struct rm_result {
 
 typedef struct rm_results {
   const rm_device *device;      // view
-  const rm_rank *rank;          // view: whom a fetch waits for too
+  const rm_rank *rank;          // view: a fetch waits for its groups too
   rm_paired paired;             // owned
   rm_result *list;              // owned, [RM_MAX_RESULTS]
   size_t used;
@@ -24,9 +23,9 @@ typedef struct rm_results {
 
 rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes, rm_results *out, rm_error *err);
 void rm_results_destroy(rm_results *results);   // safe on a zeroed one
-size_t rm_results_room(const rm_results *results);   // bytes of one reserve at most, SIZE_MAX where nothing is copied
-// Room for n pieces of `bytes` together: if there is none left, what was taken is fetched, and what was given is gone. Then take and give
-// cannot fail. A piece costs RM_RESULT_ALIGN bytes more than it has.
+size_t rm_results_room(const rm_results *results);   // the most bytes of one reserve, SIZE_MAX where nothing is copied
+// Room for n takes and gives of `bytes` together, which then cannot fail. Where none is left, it fetches what was taken and frees what was
+// given. Each take or give costs RM_RESULT_ALIGN bytes more than it has.
 enum { RM_RESULT_ALIGN = 64 };
 rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *err);
 // Where an op puts what the host finds at `to` after the next fetch.

@@ -1,12 +1,11 @@
-// sampler.c: from hidden states of the wanted rows to tokens and logprobs. The rows go through lm_head max_out_rows at a time, so that a
-// long prompt with logprobs needs no logits for all of its rows at once, and rows whose target's logprob is all that is wanted never
-// have their logits stored. What an op gives to a record directly goes by results.h.
+// sampler.c: from hidden states of the wanted rows to tokens and logprobs. Rows go through lm_head max_out_rows at a time, so that a long
+// prompt with logprobs never has logits for all of its rows, and logits are stored only where more is wanted than a target's logprob.
 //
-// A call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of the
-// n samples of a prompt), which is the same call with a row stride of 0.
+// One call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of a prompt's
+// samples), which is the same call with a row stride of 0.
 #include "step/runner.h"
 
-// What one call of lm_head left: rows [first, first + n) of outs; indices below are relative to first.
+// The rows of one call of lm_head: [first, first + n) of outs. Row indices below are relative to first.
 typedef struct rm_chunk {
   int64_t first, n;
   int has_logits, has_targets;  // logits are wanted; the logprob of some target is
@@ -59,7 +58,7 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_chunk
 }
 
 // ---------------------------------------------------------------------------------------------- ops over logits
-// Rows of the lot at hand. stats and flags are those of its first row, tokens and the rest the draws'.
+// Rows [row, row + n) of the chunk.
 static void run_sample(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, int64_t ld_logits, const rm_sample_params *params,
                        int32_t *tokens, float *logprobs, float *sampling_logprobs) {
   const rm_sample_args args = {
@@ -89,7 +88,7 @@ static void run_ranks(rm_runner *runner, int64_t row, int64_t n, int64_t ld_logi
   runner->kernels->ranks(rm_model_ctx(runner->model), &args);
 }
 
-// Into the records at `ids` and `logprobs`, [n][k]: as many rows at a time as results have room for.
+// Into the records at `ids` and `logprobs`, [n][k], as many rows at a time as there is room for.
 static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k, int32_t *ids, float *logprobs, rm_error *err) {
   rm_results *results = &runner->results;
   const size_t each = (size_t)k * sizeof(float), most = (rm_results_room(results) - 4 * RM_RESULT_ALIGN) / (2 * each);
@@ -360,8 +359,8 @@ static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
   runner->device->get(runner->device->self, to, from, (size_t)n * sizeof *to);
 }
 
-// Rows that a host draws from are its own as they are, and their stats; what else is wanted of them goes into the records.
-static rm_code hand_to_host(rm_runner *runner, const rm_chunk *chunk, int64_t i, rm_error *err) {
+// Rows that the external scheduler draws from go to its memory, with their stats; their top logprobs into the records.
+static rm_code hand_to_scheduler(rm_runner *runner, const rm_chunk *chunk, int64_t i, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
   rm_sequence *seq = out_row(plan, chunk, i)->seq;
@@ -371,8 +370,8 @@ static rm_code hand_to_host(rm_runner *runner, const rm_chunk *chunk, int64_t i,
   return k ? top_logprobs(runner, i, 1, k, seq->top_ids + at, seq->top_logprobs + at, err) : RM_OK;
 }
 
-// A caller's memory is not pinned: a copy to it waits inside the driver for all that is enqueued, where no deadline reaches it and no lost
-// rank is seen. So that is waited for first; what comes behind it waits for no rank until the next lm_head.
+// A caller's memory is not pinned: a copy to it would wait inside the driver, without a deadline and without noticing a lost rank. So the
+// queue is waited for first; until the next lm_head nothing behind it waits for another rank.
 static rm_code hand_out(rm_runner *runner, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
@@ -383,7 +382,7 @@ static rm_code hand_out(rm_runner *runner, const rm_chunk *chunk, rm_error *err)
     const rm_out_row *out = out_row(plan, chunk, i);
     float *to = out->seq->group->logits_out;
     if (to) get(runner, to + out->position * vocab, runner->logits + i * runner->ld_logits, vocab);
-    if (out->draws && out->seq->group->host_draws) code = hand_to_host(runner, chunk, i, err);
+    if (out->draws && out->seq->group->host_draws) code = hand_to_scheduler(runner, chunk, i, err);
   }
   return code;
 }
