@@ -9,10 +9,8 @@ inside another one (a weights iterator that generates) is a StateError, and so i
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -25,11 +23,12 @@ from rollmesh.distributed.comm import Comm, Nccl, check_surroundings
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.rank_engine import PUSHES
 from rollmesh.distributed.spmd import join
-from rollmesh.errors import CapacityError, ConfigError, DeadlineError, Error, RequestError, StateError
+from rollmesh.errors import ConfigError, Error, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
-from rollmesh.request.arguments import check_vocabulary, eos_ids, naming_prompt, param_list, prompt_list, request_ids
+from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
+from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
-from rollmesh.request.requests import Requests, token_ids
+from rollmesh.request.requests import Requests
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
@@ -47,15 +46,11 @@ from rollmesh.runtime.arguments import (
 )
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
-from rollmesh.runtime.engine_views import Ids
 from rollmesh.runtime.messages import shown
-from rollmesh.runtime.progress import Progress
+from rollmesh.runtime.turn import Turn
 from rollmesh.weights.self_test import Scorer, run_self_test
 from rollmesh.weights.sync import SyncOptions, check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
-
-PAUSE_POLL_S = 0.02
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 
 class ParameterInfo(NamedTuple):
@@ -179,11 +174,8 @@ class Generator:
         self._engine = join(values, options, None if nccl is not None and nccl.group is None else comm, self.mesh)
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
-        self._turn = _core.Turn()
-        self._pid = os.getpid()
-        self._submitted: set[int] = set()  # ids for poll
-        self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
-        self._closed = False
+        self._turn = Turn()
+        self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.close_unscoped)
 
     @classmethod
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
@@ -210,31 +202,20 @@ class Generator:
 
     def manifest(self) -> dict[str, ParameterInfo]:
         """The Hugging Face names, shapes and dtypes that a sync must bring. Packed and torchtitan spellings are taken too."""
-        self._check_alive()
+        self._turn.check_alive()
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
         """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", kv_usage in [0, 1], "nccl" and
         "cublas": which one was loaded and where it was found, or None; and "invariant": whether a logprob depends on the weights and
         the tokens before it alone, which fast=True gives up."""
-        with self._call():
+        with self._turn.take():
             stats = self._engine.stats()
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
         own = {"version": self._weights.version, "asleep": asleep, "paused": self._engine.paused, "kv_usage": usage}
         return {**stats, **own, "nccl": self._nccl, "cublas": self._cublas and str(self._cublas), "invariant": self._cublas is None}
-
-    def _check_alive(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(f"this generator belongs to process {self._pid}; a forked child has to make its own")
-        if self._closed:
-            raise StateError("the generator is closed")
-
-    def _call(self, deadline: float | None = None) -> AbstractContextManager[None]:
-        """The turn, for a block."""
-        self._check_alive()  # before the turn too: after fork it may be that of a thread that does not exist here
-        return self._turn.take(deadline, self._check_alive)
 
     # ---------------------------------------------------------------------------------------- generation
     def generate(
@@ -253,68 +234,13 @@ class Generator:
         DeadlineError. Errors of one request: RequestError, CapacityError, NumericsError, DeadlineError. Of the call:
         NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other exception abort what was added.
         """
-        choice("on_error", on_error, ("raise", "return"))
-        deadline = deadline_of(timeout)
-        items = prompt_list(prompts)
-        chosen = param_list(params, len(items))
-        ids: list[int | None] = []
-        errors: dict[int, Error] = {}
-
-        def add() -> None:
-            for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                try:
-                    ids.append(self._add(prompt, param, index))
-                except (RequestError, CapacityError) as error:
-                    ids.append(None)
-                    errors[index] = error
-
-        try:
-            with self._call(deadline):
-                self._before_step()
-                self._requests.all_or_none(add)
-            added = [request for request in ids if request is not None]
-            late = self._drive(added, deadline, Progress(len(added), use_tqdm))
-            with self._call():
-                outputs = [
-                    _refused(item, errors[index]) if request is None else self._requests.output(request)
-                    for index, (item, request) in enumerate(zip(items, ids, strict=True))
-                ]
-                for request in added:
-                    self._requests.release(request)
-        except BaseException as error:
-            self._forget([request for request in ids if request is not None], error)
-            raise
-        for index, output in enumerate(outputs):
-            if output.request_id in late and output.error is None:
-                late_error = DeadlineError(f"request {output.request_id} did not finish within {timeout} s")
-                outputs[index] = replace(output, error=late_error)
-        raised = [output.error for output in outputs if output.error is not None]
-        if raised and on_error == "raise":
-            raised[0].outputs = outputs  # type: ignore[attr-defined]
-            raise raised[0]
-        return outputs
+        return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
         """Queues prompts and returns their request ids; poll() does the work. All are taken, or none and an error raised.
 
         Where ranks are processes, all make the same calls of submit and poll in the same order; at any time, as in one process."""
-        items = prompt_list(prompts)
-        chosen = param_list(params, len(items))
-        ids: list[int] = []
-
-        def add() -> None:
-            for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                ids.append(self._add(prompt, param, index))
-            self._submitted.update(ids)
-
-        try:
-            with self._call():
-                self._weights.close_unscoped()
-                self._requests.all_or_none(add)
-            return ids
-        except BaseException as error:
-            self._forget(ids, error)  # what a signal's handler has raised may have come after all were added
-            raise
+        return self._driver.submit(prompts, params)
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs one engine step, or as many as it takes to finish min_outputs submitted requests (fewer when no more are
@@ -324,123 +250,19 @@ class Generator:
         Where ranks are processes they meet after each step, and each returns the same: what one process with this mesh would; the
         timeout is that of the first rank to see it pass. With min_outputs the steps of all go at the pace of the slowest replica:
         to run everything to its end, generate is faster."""
-        min_outputs = integer("min_outputs", min_outputs, 0, 2**63 - 1)
-        deadline = deadline_of(timeout)
-        outputs: dict[int, RequestOutput] = {}
-        more = True
-        try:
-            while more:
-                try:
-                    with self._call(self._engine.own_deadline(deadline)):
-                        more = self._poll_step(outputs, deadline) and len(outputs) < min_outputs
-                except DeadlineError:
-                    break  # the turn did not come in time
-            return [outputs[request] for request in sorted(outputs)]
-        except BaseException as error:
-            self._kept.update(outputs)
-            self._leave(error)
-            raise
-
-    def _poll_step(self, outputs: dict[int, RequestOutput], deadline: float | None) -> bool:
-        """One step for poll; what is finished goes into `outputs`. False: another step would bring nothing, or too late. An exception
-        at any point loses nothing: an output is in `outputs`, in `_kept` or in the engine, perhaps in two of them."""
-        for request in list(self._kept):
-            outputs[request] = self._kept[request]
-            del self._kept[request]
-        self._weights.close_unscoped()
-        self._submitted.intersection_update(self._requests.live())
-        waiting = self._submitted - self._requests.done_of(self._submitted)
-        rows, late = 0, False
-        if waiting:  # paused too: other ranks tell what they have aborted
-            rows, late = self._requests.step_with_all(deadline)
-        for request in sorted(self._requests.done_of(self._submitted)):
-            outputs[request] = self._requests.output_or_error(request)
-            self._requests.release(request)
-            self._submitted.discard(request)
-        return bool(rows and self._submitted and not late)
+        return self._driver.poll(min_outputs, timeout)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Ends requests; None: all. They come out of poll (or generate) with what they have and finish_reason "abort";
         a score or logits that is under way raises StateError."""
-        numbers = [] if ids is None else request_ids(ids)
-        with self._call():
-            known = self._requests.live()
-            wanted = known if ids is None else set(known).intersection(numbers)
-            self._requests.abort(wanted)
-
-    def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
-        with naming_prompt(index):
-            if not isinstance(prompt, str):
-                return self._requests.add(token_ids(prompt), params)
-            if self._codec is None:
-                raise RequestError("a text prompt needs a tokenizer, and the generator has none")
-            return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
-
-    def _before_step(self) -> None:
-        """What a call that is about to run the engine to an end has to find."""
-        self._weights.close_unscoped()
-        if self._engine.paused:
-            raise StateError("the generator is paused; resume() it first")
-        asleep = self._engine.stats()["asleep"]
-        if asleep:
-            raise StateError(f"{part_names(asleep)} asleep; wake() first")
-
-    def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
-        """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
-        open_ids = set(ids)
-        try:
-            with progress:
-                while open_ids:
-                    if deadline is not None and self._engine.agree(time.monotonic() >= deadline):
-                        self._cut_off(open_ids)
-                        deadline = None
-                    done = self._drive_step(open_ids)
-                    open_ids -= done
-                    progress.advance(len(done))
-                    if not done and self._engine.paused:
-                        time.sleep(PAUSE_POLL_S)
-        except BaseException as error:
-            self._leave(error)
-            raise
-        return self._engine.late(ids)
-
-    def _drive_step(self, open_ids: set[int]) -> set[int]:
-        """Those of open_ids that are done, after a step unless some are already."""
-        with self._call():
-            done = self._requests.done_of(open_ids)
-            if not done and not self._engine.paused:
-                self._weights.close_unscoped()
-                rows = self._requests.step_for(open_ids)
-                done = self._requests.done_of(open_ids)
-                if rows == 0 and not done:
-                    self._before_step()
-                    raise Error(f"the engine has nothing to do, but {len(open_ids)} requests are not finished")
-            return done
-
-    def _cut_off(self, ids: set[int]) -> None:
-        with self._call():
-            self._engine.cut_off(ids - self._requests.done_of(ids))
-
-    def _leave(self, error: BaseException) -> None:
-        """A call of the whole mesh ends on this rank by an exception."""
-        if not self._closed and os.getpid() == self._pid:
-            self._engine.leave(error)
-
-    def _forget(self, ids: Sequence[int], error: BaseException) -> None:
-        """Clean-up after an exception: nothing of the call stays in the engine. What user code raised before the first step or after the
-        last keeps no other rank waiting."""
-        if isinstance(error, MemoryError) or not isinstance(error, Exception):
-            self._leave(error)
-        if ids and not self._closed and os.getpid() == self._pid:
-            with self._call():
-                self._requests.forget(ids)
+        self._driver.abort(ids)
 
     # ---------------------------------------------------------------------------------------- scoring
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """float32 [len, vocab] per sequence: row i holds the logits of the token after 0..i."""
-        sequences = self._sequences(ids_list)
+        sequences = sequences_of(ids_list)
         arrays = [np.zeros((len(ids), self.spec.vocab_size), np.float32) for ids in sequences]
-        self._score(sequences, [None] * len(sequences), arrays)
+        self._driver.score(sequences, [None] * len(sequences), arrays)
         return arrays
 
     def score(
@@ -451,43 +273,14 @@ class Generator:
         With params (one, or one per sequence) it is .sampling_logprobs: under temperature and filters, -inf for a token that
         they exclude. min_tokens must be 0: where a completion begins is not known here, so what it bans is not either.
         """
-        sequences = self._sequences(ids_list)
+        sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
         if params is not None:
             chosen = [*param_list(params, len(sequences))]
             for param in chosen:
                 if param is not None and param.min_tokens > 0:
                     raise RequestError(f"min_tokens = {param.min_tokens} in score, wanted 0")
-        return self._score(sequences, chosen, None)
-
-    @staticmethod
-    def _sequences(ids_list: Sequence[Prompt]) -> list[Ids]:
-        sequences = []
-        for index, ids in enumerate(prompt_list(ids_list)):
-            with naming_prompt(index):
-                sequences.append(token_ids(ids))
-        return sequences
-
-    def _score(
-        self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], logits: Sequence[NDArray[np.float32]] | None
-    ) -> list[NDArray[np.float32]]:
-        ids: list[int] = []
-
-        def add() -> None:
-            for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
-                with naming_prompt(index):
-                    ids.append(self._requests.add_score(sequence, param, logits[index] if logits is not None else None))
-
-        try:
-            with self._call():
-                self._before_step()
-                self._requests.all_or_none(add)
-            self._drive(ids, None, Progress(len(ids), False))
-            with self._call():
-                return [self._requests.take_scores(request) for request in ids]
-        except BaseException as error:
-            self._forget(ids, error)
-            raise
+        return self._driver.score(sequences, chosen, None)
 
     # ---------------------------------------------------------------------------------------- weights
     def sync_weights(
@@ -534,7 +327,7 @@ class Generator:
             if source is not None or not self._engine.has_peers:  # another process may have it
                 check_source(source)
             deadline = deadline_of(timeout)
-        with self._call(deadline):
+        with self._turn.take(deadline):
             return self._weights.sync(source, options, deadline)
 
     @contextmanager
@@ -543,7 +336,7 @@ class Generator:
         try:
             yield
         except Error as error:
-            self._engine.refuse(where, error, self._call)
+            self._engine.refuse(where, error, self._turn.take)
             raise
 
     def begin_sync(
@@ -562,14 +355,14 @@ class Generator:
         Where ranks are processes, each pushes what it has, all tensors of a set: they meet at every push."""
         with self._refusing(PUSHES):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
-        sync = Sync(self._weights, self._call, options)
+        sync = Sync(self._weights, self._turn.take, options)
         try:
-            with self._call():
+            with self._turn.take():
                 self._weights.begin(sync)
             return sync
         except BaseException as error:
             if self._weights.is_open(sync):
-                with self._call():
+                with self._turn.take():
                     self._weights.abort(sync, error)
             raise
 
@@ -594,7 +387,7 @@ class Generator:
         """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep" freezes them until
         resume(). submit() goes on queueing; generate, score and logits are refused."""
         choice("pause mode", mode, ("abort", "wait", "keep"))
-        with self._call():
+        with self._turn.take():
             if mode == "abort":
                 self._requests.abort(self._requests.live())
             while mode == "wait" and not self._engine.paused and self._engine.unfinished():
@@ -604,7 +397,7 @@ class Generator:
 
     def resume(self) -> None:
         """Schedules again."""
-        with self._call():
+        with self._turn.take():
             self._engine.pause(False)
 
     def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:
@@ -620,13 +413,13 @@ class Generator:
             keep = boolean("keep_weights", keep_weights)
             if keep and not mask & PARTS["weights"]:
                 raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
-        with self._call():
+        with self._turn.take():
             try:
                 self._weights.alike(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
                 self._weights.reset("a part was put to sleep")
                 self._weights.sleep(mask, keep)
             except BaseException as error:
-                self._leave(error)
+                self._driver.leave(error)
                 raise
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
@@ -634,37 +427,32 @@ class Generator:
         all parts sleep on, what was kept stays kept, and a later call may succeed."""
         with self._refusing(WAKE):
             mask = part_mask(parts)
-        with self._call():
+        with self._turn.take():
             try:
                 self._weights.alike(WAKE, part_names(mask))
                 self._weights.wake(mask)
             except BaseException as error:
-                self._leave(error)
+                self._driver.leave(error)
                 raise
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
-        with self._call():
+        with self._turn.take():
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Gives memory and threads back. Every later call but close() is a StateError. Unfinished requests are lost."""
-        if self._closed or os.getpid() != self._pid:
+        if self._turn.is_gone():
             return
-        with self._turn.take():
+        with self._turn.take_to_close():
             self._engine.close()  # idempotent, for a second close after a Ctrl-C
             self._weights.forget()
-            self._closed = True
+            self._turn.closed = True
 
     def __enter__(self) -> Generator:
-        self._check_alive()
+        self._turn.check_alive()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-
-def _refused(prompt: Any, error: Error) -> RequestOutput:
-    """The output of a request that the engine did not take."""
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(-1, text, np.zeros(0, np.int32), [], True, error=error)

@@ -3,6 +3,7 @@
     arguments    checks of prompts, parameters, ids
     sampling     SamplingParams
     requests     all requests of one engine: add, step, take
+    driver       generate, submit, poll, score: steps until requests are done
     text         tokenizers and stop strings
     outputs      RequestOutput and what is in it
 """

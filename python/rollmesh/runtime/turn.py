@@ -1,0 +1,36 @@
+"""The turn of a generator: the right to call it. Threads get it one after the other (a fair lock, _core.Turn)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+from rollmesh import _core
+from rollmesh.errors import StateError
+
+
+class Turn:
+    """Of one generator: also whether it is closed, or another process's."""
+
+    def __init__(self) -> None:
+        self._turn = _core.Turn()
+        self._pid = os.getpid()
+        self.closed = False
+
+    def is_gone(self) -> bool:
+        return self.closed or os.getpid() != self._pid
+
+    def check_alive(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(f"this generator belongs to process {self._pid}; a forked child has to make its own")
+        if self.closed:
+            raise StateError("the generator is closed")
+
+    def take(self, deadline: float | None = None) -> AbstractContextManager[None]:
+        """The turn, for a block. StateError: closed, another process's, or within another call; DeadlineError."""
+        self.check_alive()  # before the turn too: after fork it may be held by a thread that does not exist here
+        return self._turn.take(deadline, self.check_alive)
+
+    def take_to_close(self) -> AbstractContextManager[None]:
+        """The same for a close, which may be repeated."""
+        return self._turn.take()
