@@ -38,7 +38,7 @@ def main() -> None:
     model = Qwen3ForCausalLM(CONFIG)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     finished, stop = queue.Queue[rm.RequestOutput](), threading.Event()
-    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype="float32", max_model_len=64, kv_cache_gib=0.1) as generator:
+    with rm.Generator.from_hf(CONFIG, dtype="float32", max_model_len=64, kv_cache_gib=0.1) as generator:
         generator.sync_weights(model.state_dict(), version=0)
         (thread := threading.Thread(target=rollouts, args=(generator, finished, stop))).start()
         try:

@@ -9,25 +9,31 @@ Both print the same tokens, and so does one rank: the mesh changes no bit.
 from __future__ import annotations
 
 import os
-
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from typing import Any
 
 import rollmesh as rm
 
-CONFIG = Qwen3MoeConfig(
-    vocab_size=1000, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-)  # fmt: skip
+CONFIG = {
+    "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64,
+    "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+
+
+def trained_weights() -> dict[str, Any]:
+    """The trainer's part; only its rank needs torch."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).state_dict()
 
 
 def main() -> None:
-    torch.manual_seed(0)
     rank = int(os.environ.get("RANK", 0))
     comm = rm.comm.shm() if "RANK" in os.environ else None  # across machines: rm.comm.torch(), after init_process_group("gloo")
     mesh = rm.Mesh(tp=2, dp=2, ep=4)
-    with rm.Generator(rm.ModelSpec.from_hf(CONFIG), mesh=mesh, comm=comm, max_model_len=256, kv_cache_gib=0.1) as generator:
-        source = Qwen3MoeForCausalLM(CONFIG).state_dict() if rank == 0 else None  # the trainer is on rank 0
+    with rm.Generator.from_hf(CONFIG, mesh=mesh, comm=comm, max_model_len=256, kv_cache_gib=0.1) as generator:
+        source = trained_weights() if rank == 0 else None
         generator.sync_weights(source, cast=True)  # every rank makes the same calls in the same order
         generator.submit([[1, 2, 3], [4, 5]], rm.SamplingParams(max_tokens=16, seed=7))
         outputs = generator.poll(min_outputs=2)  # complete on every rank

@@ -11,20 +11,21 @@ from __future__ import annotations
 import multiprocessing as mp
 from multiprocessing.connection import Connection
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 import rollmesh as rm
 from rollmesh.sources import SharedReader, SharedWriter
 
-CONFIG = Qwen3Config(
-    vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-)  # fmt: skip
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
 VERSIONS = 3
 
 
 def train(pipe: Connection) -> None:
     """The trainer's process. A real one sends tensors of its GPU without a copy: publish(…, lend_to=1), see docs/gpu.md."""
-    model = Qwen3ForCausalLM(CONFIG)
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
     with SharedWriter() as writer:
         pipe.send(writer.address)
         for version in range(VERSIONS):
@@ -42,7 +43,7 @@ def main() -> None:
     trainer = context.Process(target=train, args=(there,))
     trainer.start()
     with (
-        rm.Generator(rm.ModelSpec.from_hf(CONFIG), max_model_len=256, kv_cache_gib=0.1) as generator,
+        rm.Generator.from_hf(CONFIG, max_model_len=256, kv_cache_gib=0.1) as generator,
         SharedReader(here.recv()) as reader,
     ):
         for _ in range(VERSIONS):

@@ -37,7 +37,7 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_config(SMALL, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with rm.Generator(rm.ModelSpec.from_hf(model.config), dtype="float32", max_model_len=64, kv_cache_gib=0.1) as generator:
+    with rm.Generator.from_hf(model.config, dtype="float32", max_model_len=64, kv_cache_gib=0.1) as generator:
         for step in range(20):
             generator.sync_weights(model.state_dict(), version=step)  # all of it serves afterwards, or the old version does
             params = rm.SamplingParams(n=64, max_tokens=NEW_TOKENS, ignore_eos=True, seed=step * 64)

@@ -5,11 +5,18 @@ lines."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import json
 import re
+import runpy
+import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,3 +95,43 @@ def test_the_picture_is_what_the_script_draws() -> None:
 def test_the_curve_is_a_whole_run() -> None:
     points = re.findall(r"polyline points='([^']*)'", (ROOT / "docs/learning.svg").read_text(encoding="utf-8"))
     assert [len(line.split()) for line in points] == [221, 23]  # every step of qwen3_moe_debug.toml, and every tenth
+
+
+def tiny_checkpoint(folder: Path) -> Any:
+    """What `folder` of the README stands for: a model of transformers and a tokenizer."""
+    import torch
+    from helpers import tiny_config
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shutil.copytree(ROOT / "data/chars", folder)
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in tiny_config(False).items() if key not in ("model_type", "vocab_size")}
+    vocabulary = len(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, vocab_size=vocabulary + 16))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, one after the other, with what it calls yours."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    model = tiny_checkpoint(tmp_path / re.search(r'folder = "(.*)"', blocks[0])[1])  # type: ignore[index]
+
+    def loss_of(model: Any, outputs: Any) -> Any:
+        samples = [torch.tensor([*out.prompt_token_ids, *sample.token_ids])[None].long() for out in outputs for sample in out.outputs]
+        return sum(model(tokens, labels=tokens).loss for tokens in samples)
+
+    yours = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+        "batches": [["abc"], ["de", "f"]],
+        "loss_of": loss_of,
+    }
+    (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = runpy.run_path("readme.py", yours)
+    assert found["gen"].version == 2
+    assert all(np.isfinite(out.outputs[0].logprobs).all() for out in found["outputs"])
+    found["gen"].close()

@@ -38,6 +38,7 @@ def test_own_loop() -> None:
     assert all(float(line.split()[-1]) < ROUNDING for line in lines)
 
 
+@pytest.mark.full
 def test_async_loop() -> None:
     lines = run("examples/async_loop.py").splitlines()
     assert [line.split()[-1] for line in lines] == [str(version) for version in range(1, 11)]
@@ -46,6 +47,7 @@ def test_async_loop() -> None:
     assert all(max(versions) < int(line.split()[1]) for line, versions in zip(lines, seen, strict=True))
 
 
+@pytest.mark.full
 def test_mesh_has_the_tokens_of_one_rank() -> None:
     threads = run("examples/mesh.py").splitlines()
     assert len(threads) == 1
@@ -54,6 +56,7 @@ def test_mesh_has_the_tokens_of_one_rank() -> None:
     assert len([line for line in processes if line]) == 4
 
 
+@pytest.mark.full
 def test_other_process() -> None:
     lines = run("examples/other_process.py").splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("generator")] == [f"generator: version {n}" for n in range(3)]
