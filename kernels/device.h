@@ -1,11 +1,11 @@
-// device.h: where ops run and where their arrays live: memory, one queue of work, and the table of ops that are enqueued there.
+// device.h: the function table of a device: its memory, its one queue (stream), and the op table whose ops are enqueued there.
 //
-// A device is opened for one owner; one thread at a time uses it, between enter and leave. What is enqueued (put, get, fetch, copy, zero,
-// the ops of `kernels` on `stream`) is done in that order, some time later; only what waits says whether it went well. A call that
-// enqueues cannot fail: what went wrong is remembered, and the next call that returns a status returns it. After RM_DEVICE_FAULT the
-// device is dead: whatever is enqueued is dropped, every status is RM_DEVICE_FAULT, and memory can only be given back.
+// A device has one owner and is used by one thread at a time, between enter and leave. Enqueued work (put, get, fetch, copy, zero, and
+// the ops of `kernels` on `stream`) runs later, in order. Enqueuing cannot fail: an error is kept, and the next call that returns a status
+// returns it. After RM_DEVICE_FAULT the device is dead: enqueued work is dropped, every status is RM_DEVICE_FAULT, and memory can only be
+// given back.
 //
-// On the CPU the two memories are one (on_host), and everything is done when its call returns.
+// On the CPU host and device memory are the same (on_host), and everything is done when its call returns.
 #pragma once
 
 #include "kernels.h"
@@ -17,10 +17,10 @@ extern "C" {
 
 typedef enum rm_device_status {
   RM_DEVICE_OK = 0,
-  RM_DEVICE_BUSY,           // of poll and reached alone: there is work left
-  RM_DEVICE_NO_MEMORY,      // the device lives, and nothing has changed
+  RM_DEVICE_BUSY,           // poll and reached only: work is left
+  RM_DEVICE_NO_MEMORY,      // nothing has changed
   RM_DEVICE_FAULT,          // a launch or a kernel failed
-  RM_DEVICE_SPOILT,         // of recorded alone: another thread's wait for the whole device ended the recording; the device lives
+  RM_DEVICE_SPOILT,         // recorded only: another thread's device-wide wait ended the capture; the device is usable
 } rm_device_status;
 
 enum { RM_DEVICE_MARKS = 4 };
@@ -28,73 +28,72 @@ enum { RM_DEVICE_MARKS = 4 };
 typedef struct rm_device {
   void *self;
   const char *name;         // "cpu", "cuda:0"
-  int on_host;              // the host may touch the device's memory: put and get may be left out
+  int on_host;              // the host can access the device's memory; put and get may be left out
   int ordinal;              // CUDA's number of it; −1: the CPU
   const rm_kernels *kernels;
   void *stream;             // for rm_ctx
 
-  // Blocks of the device's memory: zeroed, aligned to 256 bytes. unmap waits for what is enqueued first.
+  // Device memory, zeroed, aligned to 256 bytes. unmap first waits for enqueued work.
   rm_device_status (*map)(void *self, size_t bytes, void **out);
   void (*unmap)(void *self, void *block, size_t bytes);
-  // Blocks of host memory, zeroed, which put and get need for their full rate, and to be enqueued rather than done.
+  // Pinned host memory, zeroed. With other memory put and get are slower and may block.
   rm_device_status (*pin)(void *self, size_t bytes, void **out);
   void (*unpin)(void *self, void *block, size_t bytes);
-  size_t (*available)(void *self);   // bytes that map can give now; SIZE_MAX: not known
-  int (*place)(void *self, const void *address);   // the ordinal of the device whose memory it is, whoever has it; −1: none's
+  size_t (*available)(void *self);   // bytes that map can allocate now; SIZE_MAX: unknown
+  int (*place)(void *self, const void *address);   // ordinal of the device whose memory it is, whoever allocated it; −1: none
 
-  // Enqueued. Host memory stays as it is (put) or is not looked at (get) until the work was waited for.
+  // Enqueued. Until it was waited for, host memory must not change (put) or be read (get).
   void (*put)(void *self, void *to, const void *from_host, size_t bytes);
   void (*get)(void *self, void *to_host, const void *from, size_t bytes);
-  // As copy, from the memory of the device of that ordinal, whose queue is not asked: what is to be read is there. No kernel of this one
-  // reads it.
+  // copy from the memory of device `ordinal`. Does not wait for that device: the source must be complete.
   void (*fetch)(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows);
-  // `rows` runs of `width` bytes each, a pitch from one to the next, any pitch (backwards: as a size_t); runs do not overlap, nor do `to` and `from`.
+  // Pitched copy: `rows` rows of `width` bytes, at any pitch (a negative one as a size_t). Rows must not overlap, nor `to` and `from`.
   void (*copy)(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
   void (*zero)(void *self, void *at, size_t pitch, size_t width, size_t rows);
 
-  // mark: a place in the queue, under a number below RM_DEVICE_MARKS; reach: waits until all before it is done, at once where it was
-  // never set; reached: whether it is. wait: until all is done. poll: whether all is done.
+  // mark: records an event under a number below RM_DEVICE_MARKS. reach: waits for the work before it; returns at once if it was never
+  // recorded. reached: the same without waiting. wait: for all work. poll: the same without waiting.
   void (*mark)(void *self, int number);
   rm_device_status (*reach)(void *self, int number);
   rm_device_status (*reached)(void *self, int number);
   rm_device_status (*wait)(void *self);
   rm_device_status (*poll)(void *self);
-  // Between this queue and another stream of the same device, whoever has it: a handle of CUDA's, or 1 and 2, its default streams (as
-  // DLPack writes them). follow: what is enqueued here from now on waits for what the stream has. lead: the other way round.
+  // Order against another stream of the same device: a CUDA handle, or 1 and 2 for the default streams (as in DLPack). follow: work
+  // enqueued here from now on waits for the stream's work so far. lead: the other way round.
   void (*follow)(void *self, void *stream);
   void (*lead)(void *self, void *stream);
-  const char *(*refuses)(void *self, void *stream);   // NULL, or why neither can be done with it; nothing has changed then
+  const char *(*refuses)(void *self, void *stream);   // NULL, or why follow and lead cannot use this stream
 
-  // What is enqueued between record and recorded is not done but kept, and done whole by each replay, with the addresses of then.
-  // Without RM_DEVICE_OK there is no recording, and nothing was done. Nothing waits, marks, maps or pins in between. NULL where a device
-  // cannot. forget(NULL) is nothing.
+  // Graph capture: work enqueued between record and recorded is captured instead of run, and each replay runs it whole with the same
+  // addresses. Without RM_DEVICE_OK nothing was captured or run. No wait, mark, map or pin in between. NULL where a device cannot
+  // capture. forget frees a captured graph; safe on NULL.
   rm_device_status (*record)(void *self);
   rm_device_status (*recorded)(void *self, void **recording);
   void (*replay)(void *self, void *recording);
   void (*forget)(void *self, void *recording);
 
-  int (*enter)(void *self);               // makes it the calling thread's current device; what to give to leave
+  int (*enter)(void *self);               // makes it the calling thread's current device; returns the argument for leave
   void (*leave)(void *self, int saved);
-  const char *(*message)(void *self);     // of the last status but OK and BUSY: a sentence in CUDA's words; valid until the next call
-  void (*close)(void *self);              // all blocks were given back
-  // Opens a library of matrix products (products.h) for this device, a view until it is closed. NULL, or why not, as text that is valid
-  // until the thread's next call. The slot is NULL where a device knows none.
+  const char *(*message)(void *self);     // CUDA's message for the last error status; valid until the next call
+  void (*close)(void *self);              // after all memory was given back
+  // Opens the vendor's library of matrix products (products.h) for this device, which must outlive it. Returns NULL, or the reason for
+  // failure, valid until the thread's next call. The slot is NULL where a device has no such library.
   const char *(*products)(const struct rm_device *device, const rm_products_options *options, rm_products *out);
 } rm_device;
 
-// What became of opening one (rm_cuda.h).
+// Result of opening a device (rm_cuda.h).
 typedef enum rm_device_opened {
   RM_DEVICE_OPENED = 0,
-  RM_DEVICE_NOT_SUCH,       // there is none of that number, or no code for it
-  RM_DEVICE_FULL,           // no memory there
+  RM_DEVICE_NOT_SUCH,       // no device of that ordinal, or no code for it
+  RM_DEVICE_FULL,           // no device memory
   RM_DEVICE_FAILED,
 } rm_device_opened;
 
-// An allocation of a device's memory that another process may open (rm_cuda.h).
+// Device memory that another process can open by CUDA IPC (rm_cuda.h).
 typedef struct rm_device_loan {
-  char device[32];          // the device's PCI bus id: its ordinal may be another one there
+  char device[32];          // PCI bus id, since ordinals may differ between processes
   unsigned char handle[64];
-  void *block;              // where it begins in this process
+  void *block;              // its address in this process
   size_t bytes;
 } rm_device_loan;
 

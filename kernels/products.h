@@ -1,10 +1,8 @@
-// products.h: y = x·Wᵀ by a library of the device's vendor instead of an op of the table. Its order of summation is its own, and may
-// change with the rows of a call, so nothing that uses it keeps the contract of docs/numerics.md. W is plain rows, as a checkpoint has it.
+// products.h: y = x·Wᵀ by the vendor's library (cuBLASLt) in the place of an op of the table. Its order of summation is its own and may
+// change with the number of rows, so it does not keep the contract of docs/numerics.md. W is plain rows, as in a checkpoint.
 //
-// A device that knows such a library has a door to it (rm_device.products). What is opened belongs to whoever opened it, is used by the
-// thread that uses the device, between enter and leave, and is closed before the device. All shapes are named beforehand, since an
-// algorithm is chosen for each then: a call chooses nothing, allocates nothing, and enqueues, so that a recording may hold it. A call
-// that fails kills the device (device.h).
+// Opened by rm_device.products, used by the thread that uses the device, closed before the device. All shapes are given at open, where an
+// algorithm is chosen for each: a call only enqueues, so a graph can capture it. A failing call kills the device (device.h).
 #pragma once
 
 #include "kernels.h"
@@ -15,7 +13,7 @@ extern "C" {
 
 enum { RM_MAX_PRODUCTS = 8 };
 
-// A shape that calls will have, with any number of rows up to the most. With swiglu W is [2n][k], the rows of gate and then those of up.
+// A shape of later calls, with up to max_rows rows. With swiglu W is [2n][k], the rows of gate before those of up.
 typedef struct rm_product {
   int64_t n, k;
   int64_t ldx, ldy;
@@ -24,9 +22,9 @@ typedef struct rm_product {
 
 // How an algorithm is chosen for a shape.
 typedef enum rm_products_choice {
-  RM_PRODUCTS_FREE, // the library's best for each power of two of rows
-  RM_PRODUCTS_PINNED, // its best for the most rows that serves all: one algorithm, which may yet depend on the rows
-  RM_PRODUCTS_INVARIANT, // of those that the library itself says do not: it has to know of that
+  RM_PRODUCTS_FREE, // the fastest for each power of two of rows
+  RM_PRODUCTS_PINNED, // one algorithm for all row counts, the fastest at max_rows; bits may still depend on the rows
+  RM_PRODUCTS_INVARIANT, // one that the library documents as independent of the rows, where it has any
 } rm_products_choice;
 
 typedef struct rm_products_options {

@@ -1,4 +1,4 @@
-// memory.h: the allocations of the engine. Blocks are made when a thing is created, never inside a step.
+// memory.h: the allocations of the engine. Memory is allocated at creation, never inside a step.
 //
 // rm_map / rm_unmap: large page-aligned zeroed blocks straight from the system (weights, KV), with huge pages where there
 // are any; rm_alloc / rm_free: zeroed small ones. Every allocation of the library goes through here, so that a test can
@@ -15,16 +15,16 @@ void *rm_map(size_t bytes);                          // zeroed, 2 MiB aligned wh
 void *rm_map_file(int file, size_t bytes);           // the file's first bytes, shared with whoever maps it; owned, rm_unmap
 void rm_unmap(void *block, size_t bytes);
 size_t rm_memory_mapped(void);                       // bytes mapped now by this process through rm_map
-size_t rm_memory_blocks(void);                       // blocks, small and mapped, that were not given back yet
-size_t rm_memory_available(void);                    // bytes the system can still give: the least of the pools; SIZE_MAX: it does not say
-// Whom this process takes memory from: the machine, and the control group (a container's) that limits it, if one does. Processes for which
-// a pool has the same name share it. Returns how many there are.
+size_t rm_memory_blocks(void);                       // allocations, small and mapped, not freed yet
+size_t rm_memory_available(void);                    // bytes still available: the least of the pools; SIZE_MAX: unknown
+// The memory pools of this process: the machine's, and its control group's (a container's), if that has a limit. Processes whose pools
+// have the same name share them. Returns the number of pools.
 typedef struct rm_memory_pool {
   uint64_t name;
   size_t available;
 } rm_memory_pool;
 int rm_memory_pools(rm_memory_pool pools[2]);
-// A name of this machine's memory, or with `card`, a PCI bus id, of that card's: the same in all processes and containers that have it.
+// A name of this machine's memory, or of the GPU's with PCI bus id `card`; the same in all processes and containers of the machine.
 uint64_t rm_memory_name(const char *card);
 
 // Carves cache-line aligned pieces out of one block; they die with it.

@@ -1,5 +1,5 @@
-// status.h: how a call says what went wrong. Every fallible function returns an rm_code and, through an rm_error that the
-// caller owns, one sentence that names the value seen and the value wanted. No function here prints or exits.
+// status.h: error codes and messages. Every function that can fail returns an rm_code and fills an rm_error that the caller owns with one
+// sentence, "expected X, got Y". No function of the library prints or exits.
 #pragma once
 
 #include <stdarg.h>

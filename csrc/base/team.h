@@ -1,6 +1,6 @@
-// team.h: a fixed set of threads that run one function together. The thread that calls rm_team_run is thread 0; n−1 workers
-// stand by, spin for some microseconds, then sleep on a futex. Workers keep the contract's floating-point environment; the
-// caller's is set for the call and restored. One rm_team_run at a time. After fork the child's team runs on the caller alone.
+// team.h: a fixed pool of threads that run one function together. The thread that calls rm_team_run is thread 0; the n−1 workers spin for
+// microseconds and then sleep on a futex. All run with the contract's floating-point environment; the caller's is restored afterwards.
+// One rm_team_run at a time. In a forked child the caller runs alone.
 #pragma once
 
 #include "base/status.h"
