@@ -71,6 +71,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands its lines of the summary to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["summary"] = session.config.stash[SUMMARY]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[SUMMARY] += getattr(node, "workeroutput", {}).get("summary", [])
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for line in config.stash[SUMMARY]:
         terminalreporter.write_line(line)
@@ -84,11 +96,19 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
+    """Of what tests compile, for all workers of pytest-xdist; $RM_CUDA_BUILD and $RM_NATIVE_BUILD keep it."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = Path(os.environ.get(f"RM_{kind}_BUILD") or shared / kind.lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tests/cuda_build.py builds: what two test files need is compiled once. RM_CUDA_BUILD=DIR keeps it."""
-    kept = os.environ.get("RM_CUDA_BUILD")
-    return Path(kept) if kept else tmp_path_factory.mktemp("cuda")
+    return build_folder("CUDA", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -178,6 +198,5 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     if shutil.which(native_build.compiler()[0]) is None:
         pytest.skip(f"needs a C compiler; {native_build.compiler()[0]} is not installed")
-    kept = os.environ.get("RM_NATIVE_BUILD")
-    into = Path(kept) if kept else tmp_path_factory.mktemp("native")
+    into = build_folder("NATIVE", tmp_path_factory)
     return lambda name, sanitize="", emulate=False: native_build.build(name, into, sanitize, emulate)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from native_build import ROOT, run
+from native_build import ROOT, once, run
 
 SIMT = ROOT / "tests" / "simt"
 INCLUDE = ["-Ikernels", "-Ikernels/cpu", "-Ikernels/cuda", f"-I{SIMT}", f"-I{ROOT / 'tests' / 'native'}"]
@@ -39,15 +39,15 @@ CPU_FLAGS += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
 @functools.cache
 def library(into: Path) -> Path:
-    run([sys.executable, "setup.py", "-q", "cuda", "--to", str(into / "cuda")], {"ROLLMESH_WERROR": "1"} | os.environ)
-    return into / "cuda" / "librollmesh_cuda.so"
+    command = [sys.executable, "setup.py", "-q", "cuda", "--to", str(into / "cuda")]
+    return once(into / "cuda" / "librollmesh_cuda.so", lambda: run(command, {"ROLLMESH_WERROR": "1"} | os.environ))
 
 
 @functools.cache
 def simt_object(into: Path, source: Path) -> str:
     target = into / f"{source.stem}.simt.o"
-    run([os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, "-c", str(source), "-o", str(target)], dict(os.environ))
-    return str(target)
+    command = [os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, "-c", str(source), "-o", str(target)]
+    return str(once(target, lambda: run(command, dict(os.environ))))
 
 
 def simt_objects(into: Path, sources: list[Path]) -> list[str]:
@@ -64,8 +64,8 @@ def simt(into: Path) -> Path:
     """The kernels as C++, threads as fibres: needs no CUDA."""
     objects = simt_objects(into, [*simt_sources(), *sorted(SIMT.glob("check*.cpp"))])
     program = into / "check_simt"
-    run([os.environ.get("CXX", "g++"), *objects, str(reference(into)), "-lm", "-pthread", "-o", str(program)], dict(os.environ))
-    return program
+    link = [os.environ.get("CXX", "g++"), *objects]
+    return once(program, lambda: run([*link, str(reference(into)), "-lm", "-pthread", "-o", str(program)], dict(os.environ)))
 
 
 @functools.cache
@@ -74,8 +74,8 @@ def simt_library(into: Path) -> Path:
     tests/simt, so that whatever loads the one runs on the other."""
     target = into / "librollmesh_simt.so"
     flags = ["-shared", "-pthread", "-Wl,-z,noexecstack,-z,defs"]
-    run([os.environ.get("CXX", "g++"), *flags, *simt_objects(into, simt_sources()), "-lm", "-o", str(target)], dict(os.environ))
-    return target
+    link = [os.environ.get("CXX", "g++"), *flags, *simt_objects(into, simt_sources()), "-lm", "-o", str(target)]
+    return once(target, lambda: run(link, dict(os.environ)))
 
 
 def gpu(into: Path) -> Path:

@@ -11,11 +11,13 @@ are compiled over functions that compute what their instructions do, so that any
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,15 +30,29 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CC", "gcc"))
 
 
+def once(target: Path, make: Callable[[], None]) -> Path:
+    """Makes `target`; under pytest-xdist the first worker that asks does, and the others wait for it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (session := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is None:
+        make()
+        return target
+    with target.with_name(f"{target.name}.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if lock.read() != session:
+            make()
+            lock.truncate(0)
+            lock.write(session)
+    return target
+
+
 @functools.cache
 def core(into: Path, sanitize: str, emulate: bool) -> Path:
     """librollmesh.a, in the folder under `into` of its sanitizer and of emulation. Objects that are fresh are kept, so `into` may be
     used again; within one process nothing is looked at twice."""
     at = into / "-".join(word for word in (sanitize.replace(",", "-") or "plain", "emulated" if emulate else "") if word)
-    at.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"ROLLMESH_SANITIZE": sanitize, "ROLLMESH_ASSERT": "1", "ROLLMESH_EMULATE": "1" if emulate else ""}
-    run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment)
-    return at / "librollmesh.a"
+    return once(at / "librollmesh.a", lambda: run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment))
 
 
 @functools.cache
@@ -48,21 +64,19 @@ def build(name: str, into: Path, sanitize: str = "", emulate: bool = False) -> P
     flags = [*FLAGS, "-UNDEBUG", "-Ikernels", "-Icsrc", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    run([*compiler(), *flags, *map(str, sources), str(archive), "-lm", "-ldl", "-o", str(program)], dict(os.environ))
-    return program
+    command = [*compiler(), *flags, *map(str, sources), str(archive), "-lm", "-ldl", "-o", str(program)]
+    return once(program, lambda: run(command, dict(os.environ)))
 
 
 @functools.cache
 def standin(into: Path, sanitize: str = "", name: str = "nccl.c", file: str = "libnccl.so.2") -> Path:
     """The stand-in for libnccl.so.2, tests/native/standin/nccl.c, to be loaded by drivers with the same sanitizer; or another one."""
     at = into / (sanitize.replace(",", "-") or "plain")
-    at.mkdir(parents=True, exist_ok=True)
     library = at / file
     flags = [*FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", f"-I{FOLDER}"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    run([*compiler(), *flags, str(FOLDER / "standin" / name), "-lrt", "-o", str(library)], dict(os.environ))
-    return library
+    return once(library, lambda: run([*compiler(), *flags, str(FOLDER / "standin" / name), "-lrt", "-o", str(library)], dict(os.environ)))
 
 
 def cublas_standin(into: Path) -> Path:

@@ -461,6 +461,7 @@ def test_over_processes(tmp_path: Path, transport: str) -> None:
     assert of_processes(of_a_process, tmp_path, transport) == [of_a_process(r, "") for r in range(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["shm", full("torch")])
 def test_a_process_that_gives_up_is_heard_of(tmp_path: Path, transport: str, pytestconfig: pytest.Config) -> None:
     """At once, and not at the deadline of 300 s; it does not end."""

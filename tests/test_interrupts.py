@@ -251,7 +251,7 @@ def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None
 def test_row_20_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To vLLM's workers, in blocks that grow. The sender sends on."""
     monkeypatch.setattr(blocks, "FOLDER", tmp_path)
-    source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(6)}
+    source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(3)}
     sender, place, hit = WeightSender(Workers(), block_bytes=170), 0, True
     cut_short = 0
     while hit:

@@ -22,6 +22,7 @@ import conftest
 import helpers
 import numpy as np
 import pytest
+from conftest import some
 
 import rollmesh as rm
 from rollmesh import ops
@@ -38,6 +39,7 @@ MODELS: dict[str, tuple[str, helpers.Config]] = {
     "moe_f32": ("float32", helpers.tiny_config(moe=True, norm_topk_prob=False)),
     "moe_bf16": ("bfloat16", helpers.tiny_config(moe=True, num_experts=12, num_experts_per_tok=3, num_key_value_heads=1)),
 }
+QUICK = {"dense_bf16", "window_f32", "moe_bf16"}
 COMPARED = {"logprobs": 0, "logits": 0, "tests": 0}
 
 
@@ -225,13 +227,13 @@ def run_variant(model: str, which: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, QUICK.__contains__))
 def test_short(model: str, variant: str) -> None:
     run_variant(model, "short", variant)
 
 
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, QUICK.__contains__))
 def test_across_the_segment(model: str, variant: str) -> None:
     run_variant(model, "long", variant)
 

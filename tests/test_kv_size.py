@@ -218,7 +218,7 @@ def ranks(servers: dict[str, Server], library: Path) -> Run:  # noqa: F811
 @pytest.mark.parametrize("host", ["shm", full("torch")])
 @pytest.mark.parametrize(
     "mesh, device, less",
-    [full((2, 1, 1), "cuda", 0), ((2, 1, 1), "cuda", 9 * MIB), full((2, 1, 1), "cuda:1", 0), ((1, 2, 2), "cuda:0", 4 * MIB)],
+    [full((2, 1, 1), "cuda", 0), ((2, 1, 1), "cuda", 9 * MIB), full((2, 1, 1), "cuda:1", 0), full((1, 2, 2), "cuda:0", 4 * MIB)],
     ids=str,
 )
 def test_processes_agree(ranks: Run, host: str, mesh: tuple[int, int, int], device: str, less: int) -> None:
