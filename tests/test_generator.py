@@ -89,7 +89,7 @@ BAD_SETTINGS: list[dict[str, Any]] = [
     {"device": "gpu"},
     {"dtype": "float16"},
     {"dtype": np.float32},
-    {"comm": object()},
+    {"comm": ...},
     {"mesh": 2},
     {"ep_backend": "deepep"},
     {"ep_backend": "nccl"},

@@ -392,7 +392,7 @@ def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: 
         ({"STANDIN_HANG": "1:60"}, {"CollectiveTimeoutError", "RankLostError"}),
         ({"ROLLMESH_SIMT_FAULT": "900"}, {"DeviceError", "RankLostError"}),
     ],
-    ids=str,
+    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_a_fault_of_one_process_is_an_error_on_all(
     ranks: Run, alone: Callable[..., Any], simt: Path, victims: dict[str, str], kinds: set[str]

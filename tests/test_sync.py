@@ -375,7 +375,7 @@ OVERFLOWS: list[tuple[dict[str, Any], type[rm.Error]]] = [
     ({"device": 2, "said_device": (1, 0)}, rm.UnsupportedTensorError),
     ({"said_device": "cpu"}, rm.UnsupportedTensorError),
     ({"said_device": (1,)}, rm.UnsupportedTensorError),
-    ({"gives": object()}, rm.UnsupportedTensorError),
+    ({"gives": ...}, rm.UnsupportedTensorError),
     ({"gives": 7}, rm.UnsupportedTensorError),
     ({"version": (2, 0)}, rm.UnsupportedTensorError),
     ({"dtype": (dlpack.FLOAT, 32, 4)}, rm.DTypeError),
