@@ -10,9 +10,8 @@
 #include "comm/comm_object.h"
 #include "comm/nccl/nccl.h"
 #include "device/devices.h"
+#include "device/strided_copy.h"
 #include "loans.h"
-
-enum { MAX_DIMS = 4 };
 
 typedef struct run { // of the device's memory
   struct run *next;
@@ -164,40 +163,6 @@ static PyObject *block_put(PyObject *object, PyObject *args) {
   return done;
 }
 
-// A tensor of at most four dims as runs of bytes that lie together: dims of size 1 are left out, and those that go on where the next one
-// ends are one with it.
-typedef struct runs {
-  int64_t size[MAX_DIMS], step[MAX_DIMS]; // of runs; the last ones are used, those before have size 1; steps in bytes
-  size_t width; // bytes of one run
-} runs;
-
-static runs runs_of(int n_dims, const int64_t shape[], const int64_t strides[], int64_t each) {
-  runs r = {.size = {1, 1, 1, 1}, .width = (size_t)each};
-  int at = MAX_DIMS; // of the outermost run so far
-  int64_t lies_together = each; // bytes from which on the next dim goes on with the run
-  for (int i = n_dims - 1; i >= 0; i--) {
-    const int64_t step = strides[i] * each;
-    if (shape[i] == 1) continue;
-    if (at == MAX_DIMS && step == lies_together) r.width *= (size_t)shape[i], lies_together *= shape[i];
-    else if (at < MAX_DIMS && step == r.size[at] * r.step[at]) r.size[at] *= shape[i];
-    else if (at > 0) at--, r.size[at] = shape[i], r.step[at] = step;
-  }
-  return r;
-}
-
-// Run after run in the order of the tensor's elements; the innermost ones in one copy, where the device reads them itself.
-static void copy_runs(const rm_device *device, int ordinal, const runs *r, char *to, const char *from) {
-  const size_t inner = (size_t)r->size[3], width = r->width;
-  for (int64_t i = 0; i < r->size[0]; i++)
-    for (int64_t j = 0; j < r->size[1]; j++)
-      for (int64_t k = 0; k < r->size[2]; k++, to += inner * width) {
-        const char *at = from + i * r->step[0] + j * r->step[1] + k * r->step[2];
-        const size_t pitch = inner > 1 ? (size_t)r->step[3] : width;
-        if (ordinal == device->ordinal) device->copy(device->self, to, width, at, pitch, width, inner);
-        else device->fetch(device->self, to, width, at, ordinal, pitch, width, inner);
-      }
-}
-
 static PyObject *block_copy(PyObject *object, PyObject *args) {
   block_object *self = (block_object *)object;
   const rm_device *device = self->group->device;
@@ -205,17 +170,17 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
   long long offset;
   int ordinal, each, saved;
   unsigned long long address;
-  int64_t sizes[MAX_DIMS], steps[MAX_DIMS];
+  int64_t sizes[RM_STRIDED_DIMS], steps[RM_STRIDED_DIMS];
   if (!PyArg_ParseTuple(args, "LiKiO!O!:copy", &offset, &ordinal, &address, &each, &PyTuple_Type, &shape, &PyTuple_Type, &strides))
     return NULL;
   const int n = (int)PyTuple_Size(shape);
-  if (n < 0 || n > MAX_DIMS || PyTuple_Size(strides) != n)
+  if (n < 0 || n > RM_STRIDED_DIMS || PyTuple_Size(strides) != n)
     return rm_raise_code(rm_module_of(object), RM_E_SHAPE, "%d dims, wanted at most 4", n);
   if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
   int64_t bytes = each;
   for (int i = 0; i < n; i++) bytes *= sizes[i]; // of a tensor that is there: Gpus.lend
   if (check_inside(self, offset, (size_t)bytes)) return NULL;
-  const runs r = runs_of(n, sizes, steps, each);
+  const rm_strided r = rm_strided_of(n, sizes, steps, each);
   if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
     return rm_raise_code(rm_module_of(object), RM_E_LAYOUT,
                          "strides %R of a tensor on cuda:%d, sent from cuda:%d, have no run of elements; send "
@@ -224,7 +189,7 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
   if (enter(self->group, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
   Py_BEGIN_ALLOW_THREADS
-    if (bytes) copy_runs(device, ordinal, &r, self->run->data + offset, (const char *)(uintptr_t)address);
+    if (bytes) rm_strided_copy(device, ordinal, &r, self->run->data + offset, (const char *)(uintptr_t)address);
   Py_END_ALLOW_THREADS
   return leave(self->group, saved, RM_OK, &err);
 }
