@@ -70,6 +70,7 @@ def note(config: pytest.Config, how: str, printed: str) -> None:
 RACES = {"race_team": ["--rounds", "100"], "race_engine": [], "race_sync": []}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("driver", RACES)
 def test_no_data_race(native: Build, driver: str, pytestconfig: pytest.Config) -> None:
     program = native(driver, "thread")
