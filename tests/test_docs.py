@@ -135,3 +135,16 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["gen"].version == 2
     assert all(np.isfinite(out.outputs[0].logprobs).all() for out in found["outputs"])
     found["gen"].close()
+
+
+def test_the_picture_has_the_layers_of_the_code() -> None:
+    """A folder of csrc includes only folders that are drawn below it, and kernels/."""
+    description = (ROOT / "docs/architecture.txt").read_text(encoding="utf-8").partition(" csrc / ")[2]
+    rows = {name: int(top) for top, name in re.findall(r"^box +\d+ +(\d+) +\d+ +\d+ +leaf +([a-z_]+)", description, re.MULTILINE)}
+    wrong = []
+    for path in (ROOT / "csrc").rglob("*.[ch]"):
+        folder = path.relative_to(ROOT / "csrc").parts[0]
+        for included in re.findall(r'^#include "([a-z_]+)/', path.read_text(encoding="utf-8"), re.MULTILINE):
+            if included != folder and rows[included] <= rows[folder]:
+                wrong.append(f"{path.relative_to(ROOT)} includes {included}/")
+    assert wrong == []
