@@ -22,7 +22,7 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh.sources import SharedReader, SharedWriter
-from rollmesh.weights.transport.loans import ALIVE, is_free
+from rollmesh.weights.transport.segment import MappedSegment
 
 
 class Trainer:
@@ -202,9 +202,12 @@ class Interrupted(SharedReader):
 
 def end(address: str, victim: int) -> None:
     """The trainer of a store, for good."""
+    path, _, nonce = address.rpartition(":")
+    segment = MappedSegment(Path(path), nonce)
     os.kill(victim, signal.SIGKILL)
-    while not is_free(Path(address.rpartition(":")[0]) / ALIVE):
+    while segment.is_owned():
         time.sleep(0.001)
+    segment.close()
 
 
 def rank_of_two(pipe: Connection, name: str, rank: int, config: Any, options: dict[str, Any], address: str | None) -> None:

@@ -26,8 +26,7 @@ import rollmesh as rm
 from rollmesh import sources
 from rollmesh.errors import Error
 from rollmesh.runtime.devices import LIBRARY_SWITCH
-from rollmesh.weights.transport import carriers, stream
-from rollmesh.weights.transport import tensors as arrays
+from rollmesh.weights.transport import carriers, stream, tensors
 
 SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
 PROMPTS = [[3, 1, 2, 9], [4] * 40]
@@ -215,7 +214,7 @@ class Rank:
     def keep(self, **options: Any) -> dict[str, bytes]:
         """All of a stream at once, looked at when it is over."""
         received = dict(sources.receive_weights(self.group, src=0, **self._options(options)))
-        return {name: arrays.as_array(name, tensor).tobytes() for name, tensor in received.items()}
+        return {name: tensors.as_array(name, tensor).tobytes() for name, tensor in received.items()}
 
     def lags(self) -> dict[str, bytes]:
         """Each array is copied by another library's stream, which has not come to that when the array and its bucket are let go."""

@@ -7,7 +7,6 @@ such place, its second and so on, until it ends. What real signals hit by chance
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -25,7 +24,7 @@ import rollmesh as rm
 from rollmesh import _core
 from rollmesh.sources import SharedReader, SharedWriter
 from rollmesh.vllm.trainer import WeightSender
-from rollmesh.weights.transport import segment as blocks
+from rollmesh.weights.transport import segment
 
 PROMPT = [5, 9, 77, 3]
 PARAMS = rm.SamplingParams(max_tokens=3, n=2, seed=7, stop=["never"])
@@ -250,7 +249,7 @@ def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
 def test_row_20_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To vLLM's workers, in blocks that grow. The sender sends on."""
-    monkeypatch.setattr(blocks, "FOLDER", tmp_path)
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
     source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(3)}
     sender, place, hit = WeightSender(Workers(), block_bytes=170), 0, True
     cut_short = 0
@@ -263,14 +262,14 @@ def test_row_20_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch:
     assert cut_short < place // 20
 
 
-# A file that open() has returned and no `with` has entered is closed as it goes, with a ResourceWarning.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
-def test_row_20_an_interrupted_publish_is_one_or_none() -> None:
+# A folder that is being listed is closed as the listing goes, with a ResourceWarning.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
+def test_row_20_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
     """The writer knows which version readers find, it is whole, and nothing else is left in the store, nor a store that was closed."""
     states = [{"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)} for value in range(2)]
-    with SharedWriter() as writer, SharedReader(writer.address) as reader:
+    with SharedWriter(tmp_path) as writer, SharedReader(writer.address) as reader:
         writer.publish(states[0], version=0)
-        folder = Path(writer.address.rpartition(":")[0])
+        path = Path(writer.address.rpartition(":")[0])
         place, hit, cut_short = 0, True, 0
         while hit:
             before = writer.version
@@ -280,18 +279,17 @@ def test_row_20_an_interrupted_publish_is_one_or_none() -> None:
             assert writer.version is not None
             assert (reader["x"] == writer.version % 2).all(), place
             assert (reader["y"] == writer.version % 2).all(), place
-            assert os.listdir(folder) == ["current"], place
+            assert list(tmp_path.iterdir()) == [path], place
             cut_short += hit and writer.version == before
             place += 1
         assert 0 < cut_short < place - 1  # some came when it was current already
     place, hit = 0, True
     while hit:
-        other = SharedWriter()
+        other = SharedWriter(tmp_path)
         other.publish(states[0])
-        folder = Path(other.address.rpartition(":")[0])
         hit = interrupted_at(place, other.close)
         other.close()
-        assert not folder.exists(), place
+        assert not any(tmp_path.iterdir()), place
         place += 1
 
 

@@ -20,8 +20,7 @@ from helpers import numpy_state_dict, tiny_config
 import rollmesh as rm
 from rollmesh import sources
 from rollmesh.weights import safetensors_folder
-from rollmesh.weights.transport import store as shared
-from rollmesh.weights.transport import tensors as arrays
+from rollmesh.weights.transport import manifest, segment, tensors
 
 CONFIG = tiny_config(True)
 STATE = numpy_state_dict(CONFIG, dtype="float32")
@@ -160,10 +159,10 @@ def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> N
 def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWriter) -> None:
     """Of the versions before the one it serves, neither a file descriptor nor a mapping is left."""
     reader = sources.SharedReader(writer.address)
-    folder = writer.address.rpartition(":")[0]
+    path = writer.address.rpartition(":")[0]
 
     def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(folder)
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(path)
 
     writer.publish(STATE)
     reader.refresh()
@@ -226,47 +225,76 @@ def test_shared_memory_from_another_process(want: str) -> None:
             assert gen.sync_weights(reader).digest == want
 
 
-def test_a_store_is_ours_and_private(writer: sources.SharedWriter, tmp_path: Path) -> None:
-    writer.publish(STATE)
-    folder = Path(writer.address.rpartition(":")[0])
-    file = folder / shared.CURRENT
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert [path.name for path in folder.iterdir()] == [shared.CURRENT]
-    for bad in ("", "nothing", str(folder), f"{folder}:"):
+def test_a_store_is_ours_and_private(tmp_path: Path) -> None:
+    with sources.SharedWriter(tmp_path) as writer:
+        writer.publish(STATE)
+        file = Path(writer.address.rpartition(":")[0])
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert list(tmp_path.iterdir()) == [file]
+        for bad in ("", "nothing", str(file), f"{file}:"):
+            with pytest.raises(rm.errors.AuthError):
+                sources.SharedReader(bad)
+        with pytest.raises(rm.errors.AuthError, match="was not written by the sender"):
+            sources.SharedReader(f"{file}:{'0' * 32}").refresh()
+        reader = sources.SharedReader(writer.address)
+        file.chmod(0o644)
+        with pytest.raises(rm.errors.AuthError, match="rw-r--r--"):
+            reader.refresh()
+        file.chmod(0o600)
+        file.rename(tmp_path / "real")
+        file.symlink_to(tmp_path / "real")
         with pytest.raises(rm.errors.AuthError):
-            sources.SharedReader(bad)
-    with pytest.raises(rm.errors.AuthError):
-        sources.SharedReader(f"{folder}:{'0' * 32}").refresh()
-    reader = sources.SharedReader(writer.address)
-    file.chmod(0o644)
-    with pytest.raises(rm.errors.AuthError, match="rw-r--r--"):
-        reader.refresh()
-    file.chmod(0o600)
-    file.rename(folder / "real")
-    file.symlink_to(folder / "real")
-    with pytest.raises(rm.errors.AuthError):
-        reader.refresh()
+            reader.refresh()
+
+
+def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:
+    """At the end of its process the version goes; a forked child leaves it; what a killed process leaves, the next writer removes."""
+    program = textwrap.dedent(
+        """
+        import os, sys
+        import numpy as np
+        from rollmesh.sources import SharedWriter
+        writer = SharedWriter(sys.argv[1])
+        writer.publish({"x": np.ones(3, np.float32)})
+        if (child := os.fork()) == 0:
+            sys.exit()
+        os.waitpid(child, 0)
+        assert len(os.listdir(sys.argv[1])) == 1
+        if sys.argv[2] == "killed":
+            os.kill(os.getpid(), 9)
+        """
+    )
+    for how, left in (("ends", 0), ("killed", 1)):
+        subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_path), how], check=how == "ends", timeout=60)
+        assert len(list(tmp_path.iterdir())) == left
+    with sources.SharedWriter(tmp_path) as writer:
+        writer.publish({"x": np.ones(3, np.float32)})
+        assert len(list(tmp_path.iterdir())) == 2  # it may have been made this instant
+        for path in tmp_path.iterdir():
+            os.utime(path, (0, 0))
+        writer.publish({"x": np.ones(3, np.float32)})
+        assert list(tmp_path.iterdir()) == [Path(writer.address.rpartition(":")[0])]
 
 
 def test_damaged_stores(writer: sources.SharedWriter) -> None:
     writer.publish(STATE)
-    file = Path(writer.address.rpartition(":")[0]) / shared.CURRENT
+    file = Path(writer.address.rpartition(":")[0])
     good = file.read_bytes()
     reader = sources.SharedReader(writer.address)
     reader.refresh()
 
     def replace(data: bytes) -> None:
         """As a new file: one that is mapped must not shrink under its readers."""
-        descriptor = os.open(file.with_name("new"), os.O_CREAT | os.O_WRONLY, 0o600)
+        new = file.with_name(file.name + "-new")
+        descriptor = os.open(new, os.O_CREAT | os.O_WRONLY, 0o600)
         os.write(descriptor, data)
         os.close(descriptor)
-        file.with_name("new").rename(file)
+        new.rename(file)
 
-    start = shared.FIXED.size
-    length = int.from_bytes(good[8:16], "little")
+    start = segment.HEAD
+    length = int.from_bytes(good[56:64], "little")
     damaged = [b"", good[:10], b"x" + good[1:], good[: start + 5], good[:-200]]
-    damaged += [good[:8] + b"\xff" * 8 + good[16:], good[:start] + b"[" + good[start + 1 :]]
+    damaged += [good[:56] + b"\xff" * 8 + good[64:], good[:start] + b"[" + good[start + 1 :]]
     for data in damaged:
         replace(data)
         with pytest.raises((rm.FormatError, rm.errors.AuthError)):
@@ -337,22 +365,22 @@ def test_no_room_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         reader = sources.SharedReader(writer.address)
         assert reader.refresh() == 0
         assert list(reader) == ["x"]
-        assert len(list(Path(writer.address.rpartition(":")[0]).iterdir())) == 1
+        assert list(tmp_path.iterdir()) == [Path(writer.address.rpartition(":")[0])]
 
 
 # ------------------------------------------------------------------------------------------------ sums, buckets, stream
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, 8192, 123457])
 def test_every_byte_counts_in_a_sum(size: int, rng: np.random.Generator) -> None:
     data = rng.integers(0, 256, size, dtype=np.uint8)
-    sums = {arrays.checksum(data)}
-    assert arrays.checksum(data.copy()) in sums
+    sums = {tensors.checksum(data)}
+    assert tensors.checksum(data.copy()) in sums
     places = range(size) if size < 100 else rng.integers(0, size, 50)
     for at in dict.fromkeys(int(p) for p in places):
         changed = data.copy()
         changed[at] ^= np.uint8(1 << int(rng.integers(8)))
-        assert arrays.checksum(changed) not in sums
-        sums.add(arrays.checksum(changed))
-    assert arrays.checksum(np.append(data, np.uint8(0))) not in sums
+        assert tensors.checksum(changed) not in sums
+        sums.add(tensors.checksum(changed))
+    assert tensors.checksum(np.append(data, np.uint8(0))) not in sums
 
 
 def test_buckets() -> None:
@@ -442,9 +470,9 @@ def test_descriptions_that_lie() -> None:
     entry: dict[str, Any] = {"name": "a", "dtype": "float32", "shape": [2, 3], "offset": 0, "bytes": 24, "sum": ""}
 
     def parsed(**changes: Any) -> Any:
-        return arrays.parse(json.dumps({"tensors": [{**entry, **changes}]}).encode(), 64)
+        return manifest.parse(json.dumps({"tensors": [{**entry, **changes}]}).encode(), 64)
 
-    assert parsed()[0][0].shape == (2, 3)
+    assert parsed().entries["a"].shape == (2, 3)
     lies: list[dict[str, Any]] = [
         {"dtype": "int8"},
         {"dtype": None},
@@ -471,4 +499,4 @@ def test_descriptions_that_lie() -> None:
             parsed(name=name)
     for text in (b"", b"null", b"[]", b'{"tensors": 3}', b'{"tensors": [3]}', b"\xff", b"[" * 200_000):
         with pytest.raises(rm.FormatError):
-            arrays.parse(text, 64)
+            manifest.parse(text, 64)

@@ -26,7 +26,7 @@ from stream_ranks import SMALL, State, seen
 import rollmesh as rm
 from rollmesh import sources
 from rollmesh.runtime.devices import LIBRARY_SWITCH
-from rollmesh.weights.transport import tensors as arrays
+from rollmesh.weights.transport import tensors
 
 KINDS = ("nccl", "shm", "gloo", "torch")
 LOSING = KINDS[:3]  # torch's groups alike
@@ -533,4 +533,4 @@ def test_a_comm_that_is_closed_has_no_stream(settings: dict[str, str], monkeypat
 def test_torch_sums_as_numpy_does(size: int, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     data = rng.integers(0, 256, size, dtype=np.uint8)
-    assert arrays.checksum_of_torch(torch.from_numpy(data)) == arrays.checksum(data)
+    assert tensors.checksum_of_torch(torch.from_numpy(data)) == tensors.checksum(data)

@@ -31,10 +31,10 @@ pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 import vllm_ranks as ranks  # noqa: E402
-from vllm_served import SHM, SPOILED, Served, alone, served, state, two  # noqa: E402, F401
+from vllm_served import SHM, SPOILED, Served, alone, left_behind, served, state, two  # noqa: E402, F401
 
 from rollmesh.vllm.trainer import AsyncWeightSender, Call, WeightSender  # noqa: E402
-from rollmesh.weights.transport import segment as blocks  # noqa: E402
+from rollmesh.weights.transport import segment  # noqa: E402
 
 
 # -------------------------------------------------------------------------------------------------- blocks and sources
@@ -45,7 +45,7 @@ def test_blocks_of_any_size(served: Served, block_bytes: int, verify: bool) -> N
     served.sender.close()
     served.sender = WeightSender(served.client, block_bytes=block_bytes, verify=verify)
     served.push()
-    assert not list(SHM.glob("rollmesh-weights-*")), "the block's name is still there"
+    assert left_behind() == [], "the block's name is still there"
     served.push()
 
 
@@ -73,7 +73,7 @@ def test_a_source_that_fails(served: Served) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         served.sender.send(source(), served.version + 1)
-    assert not list(SHM.glob("rollmesh-weights-*"))
+    assert left_behind() == []
     with pytest.raises(rm.StateError if isinstance(served.client, ranks.Alone) else RuntimeError, match="without an open update"):
         served.client.finish_weight_update()
     served.still_works()
@@ -87,23 +87,24 @@ def test_no_memory_for_a_block(served: Served, monkeypatch: pytest.MonkeyPatch) 
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(rm.CapacityError, match=r"no room for .* bytes of weights: No space left"):
             served.sender.send(state(served.version + 1), served.version + 1)
-    assert not list(SHM.glob("rollmesh-weights-*"))
+    assert left_behind() == []
     served.still_works()
 
 
 def test_a_block_whose_sender_was_killed() -> None:
     """Its name stays until the next sender makes one; a block in use is left alone."""
-    program = "import os\nfrom rollmesh.weights.transport.segment import *\nprint(SharedBlock(64).name, flush=1)\nos.kill(os.getpid(), 9)"
+    lines = ["import os", "from rollmesh.weights.transport.segment import Segment", "segment = Segment(64)"]
+    program = "\n".join([*lines, "print(segment.name, flush=True)", "os.kill(os.getpid(), 9)"])
     made = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert made.returncode == -9
     left = SHM / made.stdout.strip()
-    blocks.SharedBlock(64).close()
+    segment.Segment(64).close()
     assert left.exists()  # it may have been made this instant
     os.utime(left, (0, 0))
-    mine = blocks.SharedBlock(64)
+    mine = segment.Segment(64)
     assert not left.exists()
     os.utime(SHM / mine.name, (0, 0))
-    another = blocks.SharedBlock(64)
+    another = segment.Segment(64)
     assert (SHM / mine.name).exists()
     mine.close()
     another.close()
@@ -114,7 +115,7 @@ def test_blocks_that_are_made_side_by_side() -> None:
 
     def make() -> None:
         for _ in range(300):
-            blocks.SharedBlock(64).close()
+            segment.Segment(64).close()
 
     with ThreadPoolExecutor(4) as pool:
         for made in [pool.submit(make) for _ in range(4)]:
@@ -352,14 +353,13 @@ def test_a_send_that_is_cancelled(alone: Served, transport: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await sending
 
-    before = set(SHM.glob("rollmesh-weights-*"))
     group = {"master_address": "127.0.0.1", "num_workers": 1} if transport == "distributed" else {}
     updating, sender = asyncio.Event(), AsyncWeightSender(Stuck(alone.client), transport, **group)
     began = time.monotonic()
     asyncio.run(push())
     assert time.monotonic() - began < 100  # a group would wait for 300
     sender.close()
-    assert set(SHM.glob("rollmesh-weights-*")) <= before
+    assert left_behind() == []
     alone.still_works()
 
 
@@ -430,7 +430,7 @@ def test_a_question_that_is_not_answered(alone: Served) -> None:
             raise RuntimeError("no such call")
 
     alone.version += 1
-    with pytest.raises(rm.SyncAbortedError, match="all calls went through, but not the question"):
+    with pytest.raises(rm.SyncAbortedError, match="weights committed; asking for the served version failed"):
         WeightSender(Mute(alone.client)).send(state(alone.version), alone.version)
     alone.hold()
 

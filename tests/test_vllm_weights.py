@@ -20,7 +20,7 @@ from helpers import numpy_state_dict
 
 import rollmesh as rm
 from rollmesh.errors import Error
-from rollmesh.vllm.update_info import InitInfo, UpdateInfo, put
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -29,7 +29,7 @@ import vllm_ranks as ranks  # noqa: E402
 from vllm_served import CONFIG, DTYPE, LATE, SHM, SPOILED, Served, alone, bits, nan, served, state, two  # noqa: E402, F401
 
 from rollmesh.vllm.trainer import WeightSender  # noqa: E402
-from rollmesh.weights.transport import segment as blocks  # noqa: E402
+from rollmesh.weights.transport import manifest, segment  # noqa: E402
 
 
 # -------------------------------------------------------------------------------------------------- sets by the four calls
@@ -73,11 +73,12 @@ class Block:
 
     def __init__(self, version: int):
         arrays = [(name, x.view(np.uint16).view(rm.sources.BF16)) for name, x in state(version).items()]
-        self.shared = blocks.SharedBlock(1 << 20)
+        self.shared = segment.Segment(1 << 20)
         assert self.shared.data is not None
-        description, size = put(arrays, self.shared.data, sums=True)
+        entries, size = manifest.lay_out(arrays)
+        manifest.fill(self.shared.data, entries, arrays)
         self.path = SHM / self.shared.name
-        self.info: dict[str, Any] = {"description": description, "size": size, "version": version}
+        self.info: dict[str, Any] = {"description": manifest.describe(entries).decode(), "size": size, "version": version}
         self.info |= {"segment": self.shared.name, "nonce": self.shared.nonce}
 
     def described(self, change: Callable[[dict[str, Any]], None]) -> None:
@@ -92,7 +93,7 @@ def _changed_byte(block: Block) -> None:
 
 
 BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
-    "cut off": (lambda b: os.truncate(b.path, 3000), "FormatError: .* holds 2936 bytes of weights, wanted"),
+    "cut off": (lambda b: os.truncate(b.path, segment.HEAD + 2936), "FormatError: .* holds 2936 bytes of weights, wanted"),
     "cut to nothing": (lambda b: os.truncate(b.path, 0), "FormatError: .* has 0 bytes"),
     "mode": (lambda b: b.path.chmod(0o644), "AuthError: .* mode -rw-r--r--, wanted our own with 0600"),
     "nonce": (lambda b: b.info.update(nonce="0" * 32), "AuthError: .* was not written by the sender"),
@@ -157,7 +158,7 @@ def test_a_block_that_is_cut_while_it_is_open(served: Served) -> None:
     served.client.init_weight_transfer_engine({})
     served.client.start_weight_update()
     served.client.update_weights({**block.info, "description": '{"tensors": []}'})
-    os.truncate(block.path, 5000)
+    os.truncate(block.path, segment.HEAD + 4936)
     with pytest.raises((rm.FormatError, RuntimeError), match=r"FormatError: .* holds 4936 bytes of weights"):
         served.client.update_weights(block.info)
     block.shared.close()

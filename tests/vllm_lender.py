@@ -24,8 +24,7 @@ import numpy as np
 import rollmesh as rm
 from rollmesh.vllm import trainer as trainers
 from rollmesh.vllm.trainer import WeightSender
-from rollmesh.weights.transport import segment as blocks
-from rollmesh.weights.transport.segment import SharedReader
+from rollmesh.weights.transport.segment import FOLDER, MappedSegment
 
 WAIT_S = 240
 ENDS = "ends"
@@ -112,10 +111,9 @@ def _serve(pipe: Connection, library: str, ordinal: int, settings: dict[str, str
 
 def read(end: Connection, name: str, nonce: str, number: int) -> None:
     """A worker, until it is told to close what it has open; it says what it was refused by."""
-    reader = SharedReader()
+    reader = MappedSegment(FOLDER / name, nonce)
     try:
-        reader.block(name, nonce, 0)
-        with reader.reading(number) as is_lent_still:
+        with reader.reading(number, f"block {number} of {reader.path}") as is_lent_still:
             end.send("reads")
             end.recv()
             is_lent_still()
@@ -201,7 +199,7 @@ class Remote:
         elif self.process.is_alive():
             self.pipe.send(None)
         self.process.join(WAIT_S)
-        left = [blocks.FOLDER / name for name in self.segments if (blocks.FOLDER / name).exists()]
+        left = [FOLDER / name for name in self.segments if (FOLDER / name).exists()]
         for path in left:
             path.unlink()  # that the next sender takes away a minute later, where this one was killed
         assert (self.process.exitcode, bool(left)) in ((0, False), (-signal.SIGKILL, False), (-signal.SIGKILL, True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,7 @@ from helpers import numpy_state_dict, tiny_config
 import rollmesh as rm
 from rollmesh.errors import Error
 from rollmesh.vllm.trainer import WeightSender
+from rollmesh.weights.transport import segment
 
 CONFIG, DTYPE = tiny_config(True), "bfloat16"
 SHM = Path("/dev/shm")
@@ -38,6 +40,23 @@ def _bits(version: int) -> bytes:
     with rm.Generator(rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
         generator.sync_weights(state(version))
         return b"".join(logits.tobytes() for logits in generator.logits(ranks.PROMPTS))
+
+
+def left_behind() -> list[Path]:
+    """Segments that this process has open, or nobody. Other tests of the machine have theirs."""
+    mine = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
+    return [path for path in SHM.glob(segment.PREFIX + "*") if str(path) in mine or not _is_owned(path)]
+
+
+def _is_owned(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        return segment._is_locked(descriptor, segment.OWNER)
+    finally:
+        os.close(descriptor)
 
 
 class Served:

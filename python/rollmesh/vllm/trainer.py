@@ -5,9 +5,10 @@
 
     sender = AsyncWeightSender(async_llm)       the same for vllm.AsyncLLM:  await sender.send(…)
 
-The tensors go in blocks of bounded size: a file in shared memory that is filled again and again, or, for workers on other machines,
+The tensors go in blocks of bounded size: a segment of shared memory that is filled again and again, or, for workers on other machines,
 broadcasts from here over a Gloo group (transport="distributed"). With lend=True tensors on GPUs stay where they are, and the workers'
-GPUs read them there (lent.py).
+GPUs read them there: a loan for each block, that lasts for one call of update_weights, which returns when all workers have read. A loan
+of the whole set until its commit lost: a source may gather its tensors one by one, and all of them together need not fit.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from rollmesh.errors import ConfigError, DeadlineError, StateError, SyncAbortedE
 from rollmesh.runtime.arguments import boolean, choice, integer
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.vllm.clients import client_of, is_awaited, understood
-from rollmesh.vllm.lent import Lending
-from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout, put
+from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout
 from rollmesh.weights.pieces import is_sharded
-from rollmesh.weights.transport.loans import Held
-from rollmesh.weights.transport.segment import Bytes, Group, SharedBlock
-from rollmesh.weights.transport.tensors import ALIGN, as_array, bucketed
+from rollmesh.weights.transport.gloo_group import Group
+from rollmesh.weights.transport.loans import Held, Lender
+from rollmesh.weights.transport.manifest import describe, fill, lay_out
+from rollmesh.weights.transport.segment import Bytes, Segment
+from rollmesh.weights.transport.tensors import as_array, bucketed
 
 BLOCK_BYTES = 128 << 20
 LENT_S = 10.0  # that a send which has failed waits for workers that read what is lent
@@ -93,7 +95,7 @@ class _Sending:
         self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
-        self._lending = Lending() if boolean("lend", lend) else None
+        self._lender = Lender() if boolean("lend", lend) else None
         self._pause = None if pause is None else boolean("pause", pause)
         check_timeout(timeout)
         integer("master_port", master_port, 0, 65535)
@@ -107,8 +109,8 @@ class _Sending:
             raise ConfigError("transport='shm' takes no master_address, master_port or num_workers")
         self._name = secrets.token_hex(16)
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
-        self._shared: SharedBlock | None = None
-        self._before: SharedBlock | None = None
+        self._shared: Segment | None = None
+        self._before: Segment | None = None
         self._group: Group | None = None
         self._client = self._checked(client)
         self._closed = self._sends = False
@@ -139,7 +141,7 @@ class _Sending:
                 try:
                     served = yield Call("serving")
                 except Exception as error:
-                    raise SyncAbortedError(f"all calls went through, but not the question what the workers serve: {error}") from error
+                    raise SyncAbortedError(f"weights committed; asking for the served version failed: {error}") from error
                 _require(version, served)
         except BaseException:
             self._leave_group()  # the two sides may not be at the same place: the next send begins anew
@@ -167,7 +169,7 @@ class _Sending:
 
     def _blocks(self, entries: Iterator[tuple[str, Any]], version: int) -> Calls:
         """A source that fails on the way ends the update on the workers too."""
-        take = as_array if self._lending is None else self._lending.take
+        take = as_array if self._lender is None else self._lender.take
         buckets = bucketed(((name, take(name, tensor)) for name, tensor in entries), self._block_bytes)
         while True:
             bucket: Bucket | None = None  # of what was lent nothing is kept
@@ -198,26 +200,26 @@ class _Sending:
     def _block(self, bucket: Bucket, version: int) -> Call:
         held = [tensor for _, tensor in bucket if isinstance(tensor, Held)]
         arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, Held)]
-        needed = sum(-(-array.nbytes // ALIGN) * ALIGN for _, array in arrays)
+        entries, size = lay_out(arrays, sums=self._verify)
         if (group := self._group) is None:
-            shared = self._shared_block(needed)
+            shared = self._shared_block(size)
             assert shared.data is not None
-            description, size = put(arrays, shared.data, sums=self._verify)
-            loan = self._lending.lend(shared, held) if self._lending is not None and held else None
-            info = UpdateInfo(description, size, shared.name, shared.nonce, self._name, version, loan=loan)
+            fill(shared.data, entries, arrays)
+            lent = self._lender.describe(held, shared.lend()) if self._lender is not None and held else None
+            info = UpdateInfo(describe(entries, lent).decode(), size, shared.name, shared.nonce, self._name, version)
             return Call("update_weights", (asdict(info),))
-        block: Bytes = np.empty(needed, np.uint8)
-        description, size = put(arrays, block, sums=self._verify)
-        info = UpdateInfo(description, size, sender=self._name, version=version)
-        return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block[:size], given_up))
+        block: Bytes = np.empty(size, np.uint8)
+        fill(block, entries, arrays)
+        info = UpdateInfo(describe(entries).decode(), size, sender=self._name, version=version)
+        return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block, given_up))
 
-    def _shared_block(self, needed: int) -> SharedBlock:
+    def _shared_block(self, needed: int) -> Segment:
         """Of the size of the first one, when that is all; the second time the largest that is wanted as a rule. The one before is held
         until the workers have this one: it tells them that the sender lives."""
         if self._shared is None or self._shared.size < needed:
             size = max(needed, self._block_bytes) if self._shared is not None and self._shared.size else needed
             self._before, self._shared = self._shared, None
-            self._shared = SharedBlock(size)
+            self._shared = Segment(size)
         return self._shared
 
     def _leave_before(self) -> None:

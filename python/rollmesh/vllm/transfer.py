@@ -1,21 +1,27 @@
-"""The weight transfer engine that vLLM knows as backend "rollmesh": it takes the blocks of a trainer, over shared memory of the machine or
-a Gloo group, or lent from its GPUs, and stages what is in them. weight_updates.py has the order of the calls,
-and the commit; this is made by vLLM's factory.
+"""The weight transfer engine that vLLM's factory makes for backend "rollmesh": it receives a trainer's blocks and stages their tensors.
+weight_updates.py has the order of the calls and the commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from typing import Any
 
 import numpy as np
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from rollmesh.errors import ConfigError, FormatError, StateError
+from rollmesh.errors import AuthError, ConfigError, FormatError, StateError
 from rollmesh.runtime.messages import shown
-from rollmesh.vllm.lent import LentBlock
-from rollmesh.vllm.update_info import InitInfo, UpdateInfo, entries_of, info_of, loan_of
-from rollmesh.weights.transport.segment import Bytes, Group, SharedReader
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo, info_of
+from rollmesh.weights.transport import segment
+from rollmesh.weights.transport.gloo_group import Group
+from rollmesh.weights.transport.loans import ReceivedTensors
+from rollmesh.weights.transport.manifest import parse
+from rollmesh.weights.transport.segment import Bytes, MappedSegment
+
+SEGMENT = re.compile(segment.PREFIX + "[0-9a-f]{32}")
+NONCE = re.compile("[0-9a-f]{32}")
+REMEDY = "; the sender's lend=False copies by way of the host"
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -29,7 +35,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         self._updates = model.updates
         self._info: InitInfo | None = None
-        self._shared = SharedReader()
+        self._segment: MappedSegment | None = None  # that the last block was in
         self._group: Group | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -68,14 +74,20 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         block = self._updates.together("a block's coming", self._tensors, update_info)
         self._updates.stage(block, update_info.version, self._options())
 
-    def _tensors(self, info: UpdateInfo) -> Mapping[str, Any]:
-        """Those of a block by name. What is lent is not opened here: no rank waits for others while it has it open."""
-        entries = entries_of(info, self._block(info))
-        if info.loan is None:
-            return dict(entries)
-        if self._group is not None:
-            raise FormatError("a block that is lent over transport='distributed', wanted 'shm'")
-        return LentBlock(self._shared, *loan_of(info.loan), entries, self._updates.device)
+    def _tensors(self, info: UpdateInfo) -> ReceivedTensors:
+        """Those of a block. What is lent is not opened here: no rank waits for others while it has it open."""
+        block = self._block(info)
+        manifest = parse(info.description.encode(errors="surrogatepass"), block.size)
+        what = "a block of weights"
+        if manifest.loan is not None:
+            if self._segment is None:
+                raise FormatError("a block that is lent over transport='distributed', wanted 'shm'")
+            if self._updates.device == "cpu":
+                raise ConfigError(f"weights that a GPU lends for a worker on the CPU, wanted one on a GPU{REMEDY}")
+            what = f"block {manifest.loan.number} of {self._segment.path}"
+        tensors = ReceivedTensors(remedy=REMEDY)
+        tensors.receive(manifest, block, self._segment, what)
+        return tensors
 
     def require_sender(self, info: UpdateInfo) -> None:
         """StateError for a block of a trainer that another has followed."""
@@ -86,27 +98,44 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Whether what is open is of another trainer, which lives."""
         if self._info is None or (sender is not None and self._info.sender == sender):
             return False
-        return self._shared.is_held() if self._group is None else self._group.is_held()
+        if self._group is not None:
+            return self._group.is_held()
+        return self._segment is not None and self._segment.is_owned()
 
     def end_weight_update(self) -> None:
         """After its commit, or without one: shared memory is the trainer's again."""
-        self._shared.close()
+        mapped, self._segment = self._segment, None
+        if mapped is not None:
+            mapped.close()
 
     def _block(self, info: UpdateInfo) -> Bytes:
         if self._initialised().transport == "shm":
-            return self._shared.block(info.segment, info.nonce, info.size)
+            return self._mapped(info.segment, info.nonce).block(info.size)
         if self._group is None:
             raise StateError("the group of trainer and workers is closed: init_weight_transfer_engine again")
         block = np.empty(info.size, np.uint8)
         self._group.broadcast(block)
         return block
 
+    def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
+        """Stays mapped until another is named: the trainer removes the name."""
+        if not isinstance(name, str) or not SEGMENT.fullmatch(name) or not isinstance(nonce, str) or not NONCE.fullmatch(nonce):
+            raise FormatError(f"a block of weights with segment {shown(name)} and nonce {shown(nonce)}, wanted those of a WeightSender")
+        if self._segment is None or self._segment.path.name != name:
+            self.end_weight_update()
+            path = segment.FOLDER / name
+            try:
+                self._segment = MappedSegment(path, nonce)
+            except FileNotFoundError as error:
+                raise AuthError(f"{path} is not there; over shm the trainer and the workers must be on one machine") from error
+        return self._segment
+
     def finish_weight_update(self) -> None:
         self._updates.commit(self._options())
 
     def shutdown(self) -> None:
         self._info = None
-        self._shared.close()
+        self.end_weight_update()
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -7,18 +7,11 @@ Both ends are this file. What does not fit is refused here, before anything is o
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from numpy.typing import NDArray
-
-from rollmesh.errors import ConfigError, DuplicateKeyError, Error, FormatError, VersionError
+from rollmesh.errors import ConfigError, Error, FormatError, VersionError
 from rollmesh.runtime.messages import listed, shown
-from rollmesh.weights.transport.loans import Loan, parse_loan
-from rollmesh.weights.transport.segment import Bytes
-from rollmesh.weights.transport.tensors import bytes_of, describe, lay_out, parse, take
 
 TRANSPORTS = ("shm", "distributed")
 MAX_BLOCK = 1 << 40  # bytes
@@ -84,14 +77,13 @@ class InitInfo:
 class UpdateInfo:
     """The update_info of update_weights: one block of tensors.
 
-    description     JSON: per tensor its name, dtype, shape, offset, bytes and sum ("" where it is not to be compared)
+    description     JSON (transport/manifest.py): what tensors lie where in the block, and with transport="shm" what stays on the
+                    trainer's GPUs until the call returns
     size            bytes of the block
     segment, nonce  transport="shm": the file in /dev/shm
     sender          as in the InitInfo
     version         number of the set; every block of a set says the same. None: the next
     abort           instead of a block: why the trainer gives the set up
-    loan            transport="shm", JSON: more tensors of the block, which stay on the trainer's GPUs until the call returns: the number
-                    under which the file in /dev/shm has them as lent, and what rollmesh.weights.transport.loans says of where they are
     """
 
     description: str = ""
@@ -101,7 +93,6 @@ class UpdateInfo:
     sender: str | None = None
     version: int | None = None
     abort: str | None = None
-    loan: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.description, str):
@@ -112,8 +103,6 @@ class UpdateInfo:
             raise VersionError(f"version = {shown(self.version)}, wanted an integer in [0, 2^63)")
         if self.abort is not None and not isinstance(self.abort, str):
             raise FormatError(f"abort = {shown(self.abort)}, wanted a reason")
-        if self.loan is not None and not isinstance(self.loan, str):
-            raise FormatError(f"loan = {shown(self.loan)}, wanted JSON")
 
 
 def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
@@ -124,34 +113,3 @@ def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
     if unknown := [(key, value) for key, value in values.items() if key not in known]:
         raise error(f"{kind.__name__} with {listed(unknown)}, wanted some of {', '.join(known)}")
     return kind(**values)
-
-
-def put(arrays: Sequence[tuple[str, NDArray[Any]]], block: Bytes, *, sums: bool) -> tuple[str, int]:
-    """Copies arrays into a block. Returns its description and how many bytes of it they take."""
-    entries, size = lay_out(arrays, sums=sums)
-    for (_, array), entry in zip(arrays, entries, strict=True):
-        block[entry.offset : entry.offset + entry.bytes] = bytes_of(array)
-    return describe(entries).decode(), size
-
-
-def entries_of(info: UpdateInfo, block: Bytes) -> list[tuple[str, NDArray[Any]]]:
-    """The tensors of a block, as views of it. FormatError for places outside of it or another sum, DuplicateKeyError."""
-    entries, _ = parse(info.description.encode(errors="surrogatepass"), block.size)
-    names: set[str] = set()
-    for entry in entries:
-        if entry.name in names:
-            raise DuplicateKeyError(f"{entry.name} comes twice in one block")
-        names.add(entry.name)
-    return [(entry.name, take(entry, block, verify=entry.sum != "")) for entry in entries]
-
-
-def loan_of(text: str) -> tuple[int, Loan]:
-    """The number of a loan and what is lent. FormatError for what is none."""
-    try:
-        values = json.loads(text)
-        number = values["number"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"a description of lent weights that is not one: {error!r:.200}") from error
-    if not _integer(number, 1, 2**63 - 1):
-        raise FormatError(f"the number of a loan is {shown(number)}, wanted an integer in [1, 2^63)")
-    return number, parse_loan(values)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,20 @@ def register_engine() -> None:
 def answers(parallel: Any, rank: int) -> bool:
     """Whether this worker is the one that raises. Under an external launcher each process is an executor of its own."""
     return bool(parallel.distributed_executor_backend == "external_launcher" or rank == parallel.world_size - 1)
+
+
+def _replies(method: Callable[..., None]) -> Callable[..., None]:
+    """vLLM gives its caller the words of an exception and not its class, so the class stands in them. Only one worker raises."""
+
+    @wraps(method)
+    def reply(self: WeightUpdates, *args: Any, **options: Any) -> None:
+        try:
+            method(self, *args, **options)
+        except Exception as error:
+            if self._answers:
+                raise (type(error) if isinstance(error, Error) else Error)(reason(error)) from error
+
+    return reply
 
 
 class _Hosted:
@@ -86,26 +101,62 @@ class WeightUpdates:
         return WeightTransferEngineFactory.create_engine(config, self._config, torch.device("cpu"), self.model)
 
     # ---------------------------------------------------------------------------------------- what vLLM calls
+    @_replies
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """A trainer begins; an update that another has left open is dropped. StateError while that one lives and is within it."""
-        self._reply(self._init, init_info)
+        transfer = self._configured()
+        info = self.together("the info of a trainer", transfer.parse_init_info, init_info)
+        self.alike("a trainer", info.sender)
+        self.together("a trainer's beginning", self._require_free, transfer, info.sender)
+        self.drop("a trainer began anew")
+        transfer.init_transfer_engine(info)
 
+    @_replies
     def start_weight_update(self) -> None:
-        self._reply(self._start)
+        transfer = self._configured()
+        self.together("an update's beginning", self._require_free, transfer, None)
+        if self._set is not None:
+            self.drop("another update was started")
+            self._refuse("start_weight_update within an update: that one is dropped now, wanted finish_weight_update before the next")
+        if self._engine.stats()["asleep"] & PARTS["weights"]:
+            self._refuse("start_weight_update while the weights are asleep: wake_up(tags=['weights']) first")
+        transfer.start_weight_update()
+        self._updating = True  # again, where no block has come: nobody can say whose it was
 
+    @_replies
     def start_draft_weight_update(self) -> None:
-        self._reply(self._refuse, "there is no draft model to update; rollmesh does not speculate")
+        self._refuse("there is no draft model to update; rollmesh does not speculate")
 
+    @_replies
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """One block. Of a list each worker takes its own, in the order of data parallel ranks and workers."""
-        self._reply(self._update, update_info)
+        transfer = self._configured()
+        if not self._updating:
+            self._refuse("update_weights without an open update: start_weight_update first; an error in one closes it")
+        with self._dropping():
+            info = self.together("the info of a block", self._own, transfer, update_info)
+            self.alike("a block of weights", (info.sender, info.version, info.abort))
+        self.together("a block's sender", transfer.require_sender, info)  # the update goes on without a block of another's
+        with self._dropping():
+            transfer.update_weights(info)
 
+    @_replies
     def finish_weight_update(self) -> None:
         """Commits on all ranks, or on none."""
-        self._reply(self._finish)
+        transfer = self._configured()
+        if not self._updating:
+            self._refuse("finish_weight_update without an open update: start_weight_update first; an error in one closes it")
+        try:
+            transfer.finish_weight_update()
+        finally:
+            self._close()
 
+    @_replies
     def shutdown_weight_transfer_engine(self) -> None:
-        self._reply(self._shutdown_transfer)
+        if self._updating:
+            self._refuse("shutdown_weight_transfer_engine within an update: finish_weight_update first")
+        if self._transfer is not None:
+            self._transfer.shutdown()
 
     def weight_version(self) -> int | None:
         """Number of the serving version; None before the first, and while the weights are asleep."""
@@ -117,20 +168,31 @@ class WeightUpdates:
         number = self._config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
 
+    @_replies
     def reset_weights(self) -> None:
-        self._reply(self._refuse, "weights are never zeroed: push others, or sleep(2)")
+        self._refuse("weights are never zeroed: push others, or sleep(2)")
 
+    @_replies
     def sleep(self, level: int = 1) -> None:
         """1: the KV cache goes, and the weights from a GPU to the host's memory, from which wake_up has them serve again. On the CPU they
         are there already: they stay awake, and so does a set that is open. 2: both go, and weights have to be pushed anew."""
-        self._reply(self._sleep, level)
+        if not isinstance(level, int) or level < KEPT:
+            raise ConfigError(f"sleep level {shown(level)}, wanted {KEPT} (the KV cache goes, weights are kept) or {DROPPED} (both go)")
+        if level == KEPT and self._engine.stats()["device"] == "cpu":
+            self._rest(PARTS["kv"], False)
+        else:
+            self._rest(PARTS["kv"] | PARTS["weights"], level == KEPT)
 
+    @_replies
     def wake_up(self, tags: list[str] | None = None) -> None:
-        self._reply(self._wake, tags)
+        parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
+        if parts:  # none, where all of them were woken by tag
+            self.together("wake_up", self.weights.wake, parts)
 
+    @_replies
     def discard(self, tags: Iterable[str]) -> None:
         """Sleep by tag."""
-        self._reply(self._discard, tags)
+        self._rest(_mask(tags), False)
 
     def close_unscoped(self) -> None:
         """Before a step: a set that load_weights has pushed is committed. IncompleteSyncError when some of it is missing; then it is
@@ -196,14 +258,6 @@ class WeightUpdates:
         self._set = begun
 
     # ---------------------------------------------------------------------------------------- inside a reply
-    def _reply(self, call: Callable[..., None], *args: Any) -> None:
-        """vLLM gives its caller the words of an exception and not its class, so the class stands in them."""
-        try:
-            call(*args)
-        except Exception as error:
-            if self._answers:
-                raise (type(error) if isinstance(error, Error) else Error)(reason(error)) from error
-
     def _configured(self) -> Any:
         if self._transfer is None:
             self._refuse(
@@ -211,39 +265,9 @@ class WeightUpdates:
             )
         return self._transfer
 
-    def _init(self, init_info: Any) -> None:
-        transfer = self._configured()
-        info = self.together("the info of a trainer", transfer.parse_init_info, init_info)
-        self.alike("a trainer", info.sender)
-        self.together("a trainer's beginning", self._require_free, transfer, info.sender)
-        self.drop("a trainer began anew")
-        transfer.init_transfer_engine(info)
-
     def _require_free(self, transfer: Any, sender: str | None) -> None:
         if self._set is not None and transfer.is_held(sender):
             self._refuse("another trainer's update is open, and its sender lives: wanted its end, or the sender's, first")
-
-    def _start(self) -> None:
-        transfer = self._configured()
-        self.together("an update's beginning", self._require_free, transfer, None)
-        if self._set is not None:
-            self.drop("another update was started")
-            self._refuse("start_weight_update within an update: that one is dropped now, wanted finish_weight_update before the next")
-        if self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._refuse("start_weight_update while the weights are asleep: wake_up(tags=['weights']) first")
-        transfer.start_weight_update()
-        self._updating = True  # again, where no block has come: nobody can say whose it was
-
-    def _update(self, update_info: Any) -> None:
-        transfer = self._configured()
-        if not self._updating:
-            self._refuse("update_weights without an open update: start_weight_update first; an error in one closes it")
-        with self._dropping():
-            info = self.together("the info of a block", self._own, transfer, update_info)
-            self.alike("a block of weights", (info.sender, info.version, info.abort))
-        self.together("a block's sender", transfer.require_sender, info)  # the update goes on without a block of another's
-        with self._dropping():
-            transfer.update_weights(info)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
@@ -261,42 +285,11 @@ class WeightUpdates:
             raise FormatError(f"update_info is a list of {len(update_info)}, wanted one for each worker: this one is number {self.number}")
         return transfer.parse_update_info(update_info[self.number])
 
-    def _finish(self) -> None:
-        transfer = self._configured()
-        if not self._updating:
-            self._refuse("finish_weight_update without an open update: start_weight_update first; an error in one closes it")
-        try:
-            transfer.finish_weight_update()
-        finally:
-            self._close()
-
-    def _shutdown_transfer(self) -> None:
-        if self._updating:
-            self._refuse("shutdown_weight_transfer_engine within an update: finish_weight_update first")
-        if self._transfer is not None:
-            self._transfer.shutdown()
-
-    def _sleep(self, level: Any) -> None:
-        if not isinstance(level, int) or level < KEPT:
-            raise ConfigError(f"sleep level {shown(level)}, wanted {KEPT} (the KV cache goes, weights are kept) or {DROPPED} (both go)")
-        if level == KEPT and self._engine.stats()["device"] == "cpu":
-            self._rest(PARTS["kv"], False)
-        else:
-            self._rest(PARTS["kv"] | PARTS["weights"], level == KEPT)
-
-    def _discard(self, tags: Any) -> None:
-        self._rest(_mask(tags), False)
-
     def _rest(self, parts: int, keep: bool) -> None:
         if parts & PARTS["weights"]:
             self.drop("the weights were put to sleep")
             self.weights.reset("the weights were put to sleep")
         self.together("sleep", self.weights.sleep, parts, keep)
-
-    def _wake(self, tags: Any) -> None:
-        parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
-        if parts:  # none, where all of them were woken by tag
-            self.together("wake_up", self.weights.wake, parts)
 
     @staticmethod
     def _refuse(why: str) -> None:
@@ -306,9 +299,10 @@ class WeightUpdates:
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
         """As vLLM's loaders: other float dtypes are converted. Returns the names that were taken."""
         taken: set[str] = set()
-        self._reply(self._load, pairs, taken)
+        self._load(pairs, taken)
         return taken
 
+    @_replies
     def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         if self._updating:
             self._refuse("load_weights within an update: finish_weight_update first")

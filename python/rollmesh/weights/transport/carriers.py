@@ -25,55 +25,31 @@ from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import CapacityError, CollectiveTimeoutError, ConfigError, FormatError, RankLostError
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.messages import shown
-from rollmesh.weights.transport.loans import gpus, is_on_gpu
-from rollmesh.weights.transport.tensors import (
-    DTYPES,
-    Entry,
-    as_array,
-    bytes_of,
-    checksum,
-    checksum_of_torch,
-    dense,
-    dtype_name,
-    is_torch,
-    take,
-)
+from rollmesh.weights.transport.loans import Held, gpus, hold, is_on_gpu
+from rollmesh.weights.transport.manifest import Entry, view
+from rollmesh.weights.transport.tensors import DTYPES, as_array, bytes_of, checksum, checksum_of_torch, dense, dtype_name, is_torch
 
 MAX_TOLD = 2048  # bytes that a rank tells all others at once
 GPU_DIMS = 4  # of what a generator reads
 
 
-class Piece(Protocol):
-    """A tensor that is to be sent, where it lies."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 class HostPiece:
+    """A tensor that is to be sent, as bytes of the host."""
+
     def __init__(self, name: str, tensor: Any):
         self.name, self.array = name, as_array(name, tensor)
         self.dtype, self.shape, self.nbytes = dtype_name(self.array), self.array.shape, self.array.nbytes
 
 
 class TorchPiece:
-    """Of a torch tensor that stays on its GPU."""
+    """A torch tensor that stays on its GPU."""
 
     def __init__(self, name: str, tensor: Any):
         self.name, self.tensor = name, tensor
         self.dtype, self.shape, self.nbytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
 
 
-class GpuPiece:
-    """Of any library's tensor on a GPU, as it is lent; strides are in elements."""
-
-    def __init__(self, name: str, tensor: Any, readers: _core.Gpus):
-        self.name = name
-        self.ordinal, self.address, self.dtype, self.shape, self.strides, self._kept = readers.lend(name, tensor)
-        self.element_bytes = DTYPES[self.dtype].itemsize
-        self.nbytes = math.prod(self.shape) * self.element_bytes
+Piece = HostPiece | TorchPiece | Held  # each has name, dtype, shape and nbytes
 
 
 class Bucket(Protocol):
@@ -159,7 +135,7 @@ class HostBucket:
         return checksum(self.data[entry.offset : entry.offset + entry.bytes])
 
     def take(self, entry: Entry, verify: bool) -> NDArray[Any]:
-        return take(entry, self.data, verify=verify)
+        return view(entry, self.data, verify=verify)
 
 
 class CommBucket(HostBucket):
@@ -252,7 +228,7 @@ class NcclCarrier(CommCarrier):
     def piece(self, name: str, tensor: Any) -> Piece:
         if not is_on_gpu(tensor):
             return HostPiece(name, tensor)
-        return GpuPiece(name, dense(name, tensor) if is_torch(tensor) else tensor, self._sender)
+        return hold(self._sender, name, dense(name, tensor) if is_torch(tensor) else tensor)
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
         return True
@@ -284,13 +260,14 @@ class NcclBucket:
         self.block = carrier.group.block(size)
         self._kept: list[Any] = []
 
-    def put(self, offset: int, piece: HostPiece | GpuPiece) -> None:
+    def put(self, offset: int, piece: HostPiece | Held) -> None:
         self._kept.append(piece)
         if isinstance(piece, HostPiece):
             self.block.put(offset, bytes_of(piece.array))
         else:
             self._carrier.await_tensors(piece.ordinal)
-            self.block.copy(offset, piece.ordinal, piece.address, piece.element_bytes, piece.shape, piece.strides)
+            each = DTYPES[piece.dtype].itemsize
+            self.block.copy(offset, piece.ordinal, piece.address, each, piece.shape, piece.strides)
 
     def sum(self, entry: Entry) -> str:
         return ""
@@ -393,28 +370,36 @@ def named(what: str) -> Iterator[None]:
         raise kind(f"{what}: {text[:300]}") from error
 
 
-def broadcast(data: Any, src: int, group: Any) -> Any:
-    import torch.distributed as dist
+class _TorchBroadcast:
+    """How a bucket travels in a torch group."""
 
-    with named("a broadcast of weights"):
-        return dist.broadcast(data, src, group=group, async_op=True) if data.numel() else None
-
-
-class GlooBucket(HostBucket):
-    def __init__(self, carrier: TorchCarrier, size: int):
-        super().__init__(size)
-        self._carrier, self._work = carrier, None
+    _carrier: TorchCarrier
+    _work: Any = None
+    _bytes: Any  # its data as a tensor of bytes
 
     def begin(self, src: int) -> None:
-        import torch
+        import torch.distributed as dist
 
-        self._work = broadcast(torch.from_numpy(self.data), src, self._carrier.group)
+        if self._bytes.numel():
+            with named("a broadcast of weights"):
+                self._work = dist.broadcast(self._bytes, src, group=self._carrier.group, async_op=True)
 
     def finish(self) -> None:
-        await_work(self)
+        work, self._work = self._work, None
+        if work is not None:
+            with named("a broadcast of weights"):
+                work.wait()
 
 
-class TorchBucket:
+class GlooBucket(_TorchBroadcast, HostBucket):
+    def __init__(self, carrier: TorchCarrier, size: int):
+        import torch
+
+        super().__init__(size)
+        self._carrier, self._bytes = carrier, torch.from_numpy(self.data)
+
+
+class TorchBucket(_TorchBroadcast):
     """What is read of it on torch's current stream, or by DLPack, is read behind the broadcast: the stream that is current at `finish`
     waits for it, and any other is the consumer's to order behind that one."""
 
@@ -423,9 +408,9 @@ class TorchBucket:
     def __init__(self, carrier: TorchCarrier, size: int):
         import torch
 
-        self.size, self._carrier, self._work = size, carrier, None
+        self.size, self._carrier = size, carrier
         try:
-            self.data = torch.zeros(size, dtype=torch.uint8, device=carrier.gpu)
+            self.data = self._bytes = torch.zeros(size, dtype=torch.uint8, device=carrier.gpu)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"no room on {carrier.gpu} for a bucket of {size} bytes: {str(error).splitlines()[0][:200]}") from error
 
@@ -441,22 +426,9 @@ class TorchBucket:
     def sum(self, entry: Entry) -> str:
         return checksum_of_torch(self.data[entry.offset : entry.offset + entry.bytes])
 
-    def begin(self, src: int) -> None:
-        self._work = broadcast(self.data, src, self._carrier.group)
-
-    def finish(self) -> None:
-        await_work(self)
-
     def take(self, entry: Entry, verify: bool) -> Any:
         import torch
 
         if verify and (seen := self.sum(entry)) != entry.sum:
             raise FormatError(f"{entry.name}: the sum of its bytes is {seen}, wanted {entry.sum}")
         return self.data[entry.offset : entry.offset + entry.bytes].view(getattr(torch, entry.dtype)).reshape(entry.shape)
-
-
-def await_work(bucket: Any) -> None:
-    work, bucket._work = bucket._work, None
-    if work is not None:
-        with named("a broadcast of weights"):
-            work.wait()

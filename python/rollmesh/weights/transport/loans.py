@@ -1,36 +1,32 @@
-"""Tensors on GPUs, from a trainer to generators in other processes of the machine, where they are (CUDA IPC): shared.py's store names
-the allocations and what lies where in them, and this opens them.
+"""Tensors on GPUs that other processes of the machine read where they are (CUDA IPC). The loan is part of a segment (segment.py), which
+holds its number and its readers' locks; the manifest names the allocations and what lies where in them.
 
-    trainer     lends: waits for what writes the tensors, keeps them, and holds a lock for as long as it lives
-    reader      takes a lease (a locked file), opens each allocation once, reads, closes all, says so (a file `read-VERSION-TOKEN`)
-    trainer     waits until as many readers as it lent to have said so; then the version is current no longer
+    trainer   waits for what writes the tensors, keeps them, opens a loan of the segment, sends the manifest
+    reader    locks its byte, checks the number, opens the allocations, reads, checks the number again, closes them, marks its byte
+    trainer   ends the loan by its number and waits for the locks, or first for as many marks as there are readers
 
-Before a reader takes what it has read for good it looks whether the version is current still: then nobody had it back in the meantime.
-Locks are POSIX record locks, which end with their process and are not inherited by a fork.
+A reader that comes late finds the number gone, and drops what it has read. A process that dies leaves no lock: the other side sees it.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import secrets
-import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from rollmesh import _core
-from rollmesh.errors import ConfigError, Error, FormatError, LimitError, RankLostError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
 from rollmesh.runtime.devices import library_path
-from rollmesh.weights.transport.tensors import DTYPES, MAX_ENTRIES, check_name
+from rollmesh.weights.transport.manifest import Loan, Manifest, check_name, view
+from rollmesh.weights.transport.segment import Bytes, MappedSegment
+from rollmesh.weights.transport.tensors import DTYPES, as_array
 
 CUDA = (2, 13)  # DLPack's numbers of memory on a GPU
-ALIVE = "alive"
-MAX_DIMS = 4
 REMEDY = (
     "torch must not use expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False) nor cudaMallocAsync; "
     "lend_to=0, or a WeightSender's lend=False, copies"
@@ -93,8 +89,9 @@ def hold(gpus: _core.Gpus, name: str, tensor: Any) -> Held:
     return Held(name, *gpus.lend(name, tensor))
 
 
-def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held]) -> dict[str, Any]:
-    """What `parse_loan` reads, of tensors that are written by now. UnsupportedTensorError for memory that no other process can open."""
+def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held], number: int) -> dict[str, Any]:
+    """What `manifest.parse_loan` reads; the tensors are written when this returns. UnsupportedTensorError for memory that no other process
+    can open."""
     allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
     handles: list[list[Any]] = []
     described, ordinals = [], set()
@@ -109,7 +106,7 @@ def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held]) -> dict[str, Any]:
         ordinals.add(ordinal)
     for ordinal in ordinals:
         gpus.wait(ordinal)
-    return {"process": this_process(), "allocations": handles, "tensors": described}
+    return {"number": number, "process": this_process(), "allocations": handles, "tensors": described}
 
 
 def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str, bytes, int, int]:
@@ -121,142 +118,26 @@ def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str,
 
 
 class Lender:
-    """What is lent at the moment."""
+    """Which tensors are copied and which are lent."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._gpus = gpus()
-        # Not O_EXCL: a Ctrl-C may have left the file, in a folder that nobody else has.
-        alive = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._end = weakref.finalize(self, os.close, alive)
-        self._end.atexit = False  # the end of the process does it
-        fcntl.lockf(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._kept: list[Any] = []
+    def __init__(self) -> None:
+        self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
 
-    def lend(self, tensors: Iterable[tuple[str, Any]], readers: int) -> dict[str, Any]:
-        """The description of tensors that are written by now. UnsupportedTensorError for memory that no other process can open."""
-        self._forget_ended()
-        held = [hold(self._gpus, name, tensor) for name, tensor in tensors]
-        described = describe_loan(self._gpus, held)
-        self._kept = [each.owner for each in held]
-        return {**described, "readers": readers}
+    def take(self, name: str, tensor: Any) -> NDArray[Any] | Held:
+        """A tensor on a GPU as it may be lent, another as an array. A DTensor is gathered."""
+        whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
+        if not is_on_gpu(whole):
+            return as_array(name, whole)
+        if self._gpus is None:
+            self._gpus = gpus()
+        return hold(self._gpus, name, whole)
 
-    def read_by(self, version: int) -> int:
-        return sum(1 for _ in self._folder.glob(f"read-{version}-*"))
-
-    def _forget_ended(self) -> None:
-        """Readers that had ended by now are not of those that this version is lent to."""
-        for lease in self._folder.glob("reader-*"):
-            if is_free(lease):
-                lease.unlink(missing_ok=True)
-
-    def lost_reader(self, version: int) -> bool:
-        """Whether one that has a lease ended without having read it; told once."""
-        for lease in self._folder.glob("reader-*"):
-            if (self._folder / f"read-{version}-{lease.name.removeprefix('reader-')}").exists() or not is_free(lease):
-                continue
-            lease.unlink(missing_ok=True)
-            return True
-        return False
-
-    def living(self) -> int:
-        """Readers with a lease whose process lives."""
-        return sum(1 for lease in self._folder.glob("reader-*") if not is_free(lease))
-
-    def release(self, version: int) -> None:
-        self._kept = []
-        for mark in self._folder.glob(f"read-{version}-*"):
-            mark.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._kept = []
-        self._end()
-
-
-def is_free(path: Path) -> bool:
-    """Whether nobody who holds the lock of a file lives. False where there is no file. Two that ask are not in each other's way."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):  # somebody has it
-            return False
-        raise
-    finally:
-        os.close(file)
-    return True
+    def describe(self, tensors: Iterable[Held], number: int) -> dict[str, Any]:
+        assert self._gpus is not None
+        return describe_loan(self._gpus, tensors, number)
 
 
 # -------------------------------------------------------------------------------------------------- a reader
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    bus: str
-    handle: bytes
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LentTensor:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    allocation: int
-    offset: int  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Loan:
-    """What `Lender.lend` wrote, checked."""
-
-    process: str
-    allocations: tuple[Allocation, ...]
-    tensors: dict[str, LentTensor]
-
-
-def parse_loan(value: Any) -> Loan:
-    """FormatError names the first place that is wrong; what passes lies inside of its allocation."""
-    try:
-        process = str(value["process"])
-        allocations = tuple(Allocation(str(bus), bytes.fromhex(handle), int(size)) for bus, handle, size in value["allocations"])
-        tensors = [LentTensor(n, d, tuple(shape), tuple(strides), at, offset) for n, d, shape, strides, at, offset in value["tensors"]]
-        if any("\0" in allocation.bus for allocation in allocations):
-            raise ValueError("a NUL in the name of a GPU")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"a description of lent weights that is not one: {error!r:.200}") from error
-    if len(tensors) > MAX_ENTRIES:
-        raise LimitError(f"{len(tensors)} weights in one set; the limit is {MAX_ENTRIES}")
-    for tensor in tensors:
-        _check_tensor(tensor, allocations)
-    by_name = {tensor.name: tensor for tensor in tensors}
-    if len(by_name) != len(tensors):
-        raise FormatError(f"{len(tensors)} lent tensors have {len(by_name)} names")
-    return Loan(process, allocations, by_name)
-
-
-def _check_tensor(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None:
-    check_name(tensor.name)
-    numbers = (*tensor.shape, *tensor.strides, tensor.allocation, tensor.offset)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and abs(n) < 2**60 for n in numbers):
-        raise FormatError(f"{tensor.name}: sizes {numbers!r:.200} are not all integers below 2^60")
-    if not isinstance(tensor.dtype, str) or tensor.dtype not in DTYPES:
-        raise FormatError(f"{tensor.name}: dtype {tensor.dtype!r:.80} is not one of {', '.join(DTYPES)}")
-    if len(tensor.shape) != len(tensor.strides) or len(tensor.shape) > MAX_DIMS or min(tensor.shape, default=1) < 1:
-        what = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
-        raise FormatError(f"{tensor.name}: {what}, wanted at most {MAX_DIMS} sizes >= 1")
-    if not 0 <= tensor.allocation < len(allocations):
-        raise FormatError(f"{tensor.name}: allocation {tensor.allocation} of {len(allocations)}")
-    each = DTYPES[tensor.dtype].itemsize
-    reach = [(n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)]
-    low, high = tensor.offset + sum(min(r, 0) for r in reach), tensor.offset + sum(max(r, 0) for r in reach) + each
-    if low < 0 or high > allocations[tensor.allocation].bytes:
-        size = allocations[tensor.allocation].bytes
-        raise FormatError(f"{tensor.name}: bytes [{low}, {high}) of an allocation of {size}")
-
-
 class Borrowed:
     """The allocations of a loan, open; an array for each tensor that is asked for."""
 
@@ -297,35 +178,76 @@ class Borrowed:
             raise first
 
 
-class Lease:
-    """That this reader lives, to the trainer; kept until the reader is closed or ends. One that is dropped without either has ended:
-    its lock goes and its file stays, for the trainer to see."""
+class ReceivedTensors(Mapping[str, Any], LentSource):
+    """The tensors of a manifest by name: those of the block as views of it, those that are lent inside of `lent()` only.
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._token = secrets.token_hex(8)
-        made = folder / f"new-{self._token}"
+    remedy  what the user can do where they cannot be opened here
+    """
+
+    def __init__(self, *, verify: bool = True, remedy: str = ""):
+        self._verify, self._remedy = verify, remedy
+
+    def receive(self, manifest: Manifest | None, block: Bytes | None, segment: MappedSegment | None, what: str) -> None:
+        """what: it is, for messages: "version 3". Without a manifest there is nothing."""
+        self._manifest, self._block, self._segment, self._what = manifest, block, segment, what
+        self._verified: set[str] = set()
+        self._borrowed: Borrowed | None = None
+        self._has_read = False
+
+    @contextmanager
+    def lent(self) -> Iterator[Callable[[], None]]:
+        """In the block the tensors on GPUs are open; `sync_weights` does so itself. Yields what is to be called when all that was wanted
+        has been read (by a GPU too: it was waited for): it raises if they were not lent to the end. A block that ends well gives them
+        back for good.
+
+        RankLostError when the trainer has ended, StateError when it has taken the loan back, when this reader has given it back, or when
+        this is the trainer itself; ConfigError when a GPU is not visible here; DeviceError in CUDA's words.
+        """
+        loan, segment = self._known().loan, self._segment
+        if loan is None:
+            yield lambda: None
+            return
+        assert segment is not None
+        if self._has_read or self._borrowed is not None:
+            raise StateError(f"{self._what} {'was given back' if self._has_read else 'is being read'}; refresh() finds the next one")
+        if loan.process == this_process():
+            instead = f"pass the tensors themselves, to sync_weights or load_weights{self._remedy}"
+            raise StateError(f"{self._what} is lent by this very process: {instead}")
+        with segment.reading(loan.number, self._what) as is_lent_still:
+            self._borrowed = self._borrow(loan, is_lent_still)
+            try:
+                yield is_lent_still
+            finally:
+                borrowed, self._borrowed = self._borrowed, None
+                borrowed.close()
+        self._has_read = True
+
+    def _borrow(self, loan: Loan, is_lent_still: Callable[[], None]) -> Borrowed:
         try:
-            self._file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError as error:
-            raise RankLostError(f"the trainer of {folder} has closed its store") from error
-        self._let_go = weakref.finalize(self, os.close, self._file)
-        self._let_go.atexit = False  # the end of the process does it
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            made.rename(folder / f"reader-{self._token}")
-        except BaseException as error:
-            self._let_go()
-            made.unlink(missing_ok=True)
-            if isinstance(error, FileNotFoundError):
-                raise RankLostError(f"the trainer of {folder} has closed its store") from error
-            raise
+            return Borrowed(loan)
+        except Error as error:
+            is_lent_still()  # what has no lender cannot be opened: that is the reason then
+            raise type(error)(f"{error}{self._remedy}") from error
 
-    def read(self, version: int) -> None:
-        """Nothing of that version is looked at any more."""
-        with suppress(FileNotFoundError):  # the trainer has closed its store: it does not wait
-            os.close(os.open(self._folder / f"read-{version}-{self._token}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    def _known(self) -> Manifest:
+        if self._manifest is None:
+            raise StateError(f"the reader of {self._what} has no version: refresh() maps the current one")
+        return self._manifest
 
-    def close(self) -> None:
-        (self._folder / f"reader-{self._token}").unlink(missing_ok=True)
-        self._let_go()
+    def __getitem__(self, name: str) -> NDArray[Any] | _core.DeviceArray:
+        manifest = self._known()
+        if manifest.loan is not None and name in manifest.loan.tensors:
+            if self._borrowed is None:
+                raise StateError(f"{name} is lent: it is open in sync_weights, or inside of `with reader.lent()`")
+            return self._borrowed.array(name)
+        entry = manifest.entries[name]
+        assert self._block is not None
+        array = view(entry, self._block, verify=self._verify and entry.sum != "" and name not in self._verified)
+        self._verified.add(name)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known().names())
+
+    def __len__(self) -> int:
+        return len(self._known().names())

@@ -34,7 +34,9 @@ from rollmesh.errors import CollectiveMismatchError, ConfigError, Error, FormatE
 from rollmesh.runtime.arguments import boolean
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.weights.transport.carriers import Bucket, Carrier, Piece, carrier_of
-from rollmesh.weights.transport.tensors import MAX_HEADER, as_array, bucketed, check_name, check_new_name, describe, parse, place
+from rollmesh.weights.transport.manifest import check_name, check_new_name, describe, parse, place
+from rollmesh.weights.transport.segment import MAX_MANIFEST
+from rollmesh.weights.transport.tensors import as_array, bucketed
 
 BUCKET, END, ABORT = 1, 2, 3
 MAX_BUCKET = 1 << 40
@@ -106,8 +108,8 @@ def receive_weights(group: Any = None, *, src: int, verify: bool | None = None, 
         while coming is not None:
             (bucket, description), coming = coming, None
             stream.finish(bucket)
-            entries, _ = parse(description, bucket.size)
-            for i, entry in enumerate(entries):
+            entries = parse(description, bucket.size).entries
+            for i, entry in enumerate(entries.values()):
                 check_new_name(entry.name, seen)
                 if i == 1:  # the consumer has let go of the bucket before
                     coming = stream.receive()
@@ -221,8 +223,8 @@ class _Stream:
         if self.carrier.has_sums:
             entries = [replace(entry, sum=bucket.sum(entry)) for entry in entries]
         description = describe(entries)
-        if len(description) > MAX_HEADER:
-            raise LimitError(f"{len(description)} bytes of names and shapes in one bucket; the limit is {MAX_HEADER}")
+        if len(description) > MAX_MANIFEST:
+            raise LimitError(f"{len(description)} bytes of names and shapes in one bucket; the limit is {MAX_MANIFEST}")
         return bucket, description
 
     def send(self, bucket: Bucket, description: bytes) -> None:
@@ -263,7 +265,7 @@ class _Stream:
             kind, described, size, on_gpu = (int(value) for value in head)
             if kind == ABORT:
                 raise SyncAbortedError(f"rank {self.src} gave up sending its weights")
-            if kind != END and not (kind == BUCKET and 0 < described <= MAX_HEADER and 0 <= size <= MAX_BUCKET and on_gpu in (0, 1)):
+            if kind != END and not (kind == BUCKET and 0 < described <= MAX_MANIFEST and 0 <= size <= MAX_BUCKET and on_gpu in (0, 1)):
                 self.carrier.give_up()  # nobody knows what comes next
                 raise FormatError(f"a bucket of kind {kind} with {described} + {size} bytes (on GPUs: {on_gpu}) from rank {self.src}")
             if kind == BUCKET:

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, for the sources that move them: a view as a NumPy array, a description in JSON, a 64-bit sum.
+"""Tensors as bytes, for the transports that move them: a view as a NumPy array, a 64-bit sum, groups of bounded size.
 
 bfloat16 has no NumPy dtype. Here it is uint16 words whose dtype says so in its metadata, which views and slices keep and
 which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
@@ -7,25 +7,14 @@ which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.errors import (
-    ConfigError,
-    DTypeError,
-    DuplicateKeyError,
-    FormatError,
-    LayoutError,
-    LimitError,
-    UnsupportedTensorError,
-)
+from rollmesh.errors import ConfigError, DTypeError, LayoutError, LimitError, UnsupportedTensorError
 from rollmesh.runtime.arguments import is_masked
 from rollmesh.runtime.dtypes import BF16
 from rollmesh.runtime.messages import shown
@@ -36,11 +25,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "float64": np.dtype(np.float64),
 }
-ALIGN = 64  # bytes; where a tensor begins in a file or a bucket
-MAX_ENTRIES = 1_000_000
-MAX_NAME = 1024
-MAX_DIMS = 32  # NumPy's
-MAX_HEADER = 256 << 20
 
 _SUM_COLUMNS = 512
 _SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
@@ -136,99 +120,6 @@ def checksum_of_torch(data: Any) -> str:
         hasher.update(words.view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
     hasher.update(data[whole:].cpu().numpy().tobytes())
     return hasher.hexdigest()
-
-
-# -------------------------------------------------------------------------------------------------- descriptions
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor in a block of bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
-    sum: str
-
-
-def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) -> tuple[list[Entry], int]:
-    """Places and sums (or "") of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
-    if len(arrays) > MAX_ENTRIES:
-        raise LimitError(f"{len(arrays)} weights in one set; the limit is {MAX_ENTRIES}")
-    sizes = [(name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays]
-    entries, size = place(sizes)
-    if sums:
-        entries = [replace(entry, sum=checksum(bytes_of(array))) for entry, (_, array) in zip(entries, arrays, strict=True)]
-    return entries, size
-
-
-def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
-    """Entries without a sum for tensors of (name, dtype, shape, bytes) one after another, and the bytes of the block."""
-    entries, at = [], 0
-    for name, dtype, shape, size in tensors:
-        check_name(name)
-        entries.append(Entry(name, dtype, shape, at, size, ""))
-        at = (at + size + ALIGN - 1) // ALIGN * ALIGN
-    return entries, at
-
-
-def check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise LimitError(f"a tensor's name is {shown(name)[:80]}, wanted a str of 1 to {MAX_NAME} characters")
-    if len(name) > MAX_NAME:
-        raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
-
-
-def check_new_name(name: Any, seen: set[str]) -> None:
-    """Of a set whose names so far are `seen`, this one among them afterwards."""
-    check_name(name)
-    if name in seen:
-        raise DuplicateKeyError(f"{name} comes twice")
-    if len(seen) == MAX_ENTRIES:
-        raise LimitError(f"more than {MAX_ENTRIES} weights in one set; the limit is {MAX_ENTRIES}")
-    seen.add(name)
-
-
-def describe(entries: Iterable[Entry], **more: Any) -> bytes:
-    return json.dumps({**more, "tensors": [asdict(entry) for entry in entries]}).encode()
-
-
-def parse(text: bytes, block: int) -> tuple[list[Entry], dict[str, Any]]:
-    """What `describe` wrote, for a block of so many bytes. Every place in it is checked; FormatError names the first wrong one."""
-    try:
-        values = json.loads(text)
-        tensors = values.pop("tensors")
-        entries = [Entry(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"a description of weights that is not one: {error}") from error
-    if len(entries) > MAX_ENTRIES:
-        raise LimitError(f"{len(entries)} weights in one set; the limit is {MAX_ENTRIES}")
-    for entry in entries:
-        _check_entry(entry, block)
-    return entries, values
-
-
-def _check_entry(entry: Entry, block: int) -> None:
-    check_name(entry.name)
-    sizes = (*entry.shape, entry.offset, entry.bytes)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
-        raise FormatError(f"{entry.name}: sizes {sizes!r:.200} are not all integers >= 0")
-    if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
-        raise FormatError(f"{entry.name}: shape {list(entry.shape)!r:.200} is beyond {MAX_DIMS} dimensions or 2^60 elements")
-    if not isinstance(entry.dtype, str) or entry.dtype not in DTYPES:
-        raise FormatError(f"{entry.name}: dtype {entry.dtype!r:.80} is not one of {', '.join(DTYPES)}")
-    needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-    if entry.bytes != needed or entry.offset + entry.bytes > block or entry.offset % ALIGN:
-        where = f"{entry.bytes} bytes at {entry.offset} of {block}"
-        raise FormatError(f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes {needed}")
-
-
-def take(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
-    """The tensor as a view of the block. FormatError when its sum differs."""
-    data = block[entry.offset : entry.offset + entry.bytes]
-    if verify and (seen := checksum(data)) != entry.sum:
-        raise FormatError(f"{entry.name}: the sum of its bytes is {seen}, wanted {entry.sum}")
-    return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:

@@ -1,0 +1,219 @@
+"""Which tensors lie where in a block of bytes, and in which allocations of GPUs: JSON, sent beside the bytes and checked whole when it is
+read.
+
+    {"tensors": [{name, dtype, shape, offset, bytes, sum}, …],
+     "lent": {number, process, allocations: [[GPU, handle, bytes], …], tensors: [[name, dtype, shape, strides, allocation, offset], …]}}
+
+`sum` is "" where the bytes are not to be compared; `lent` is absent where nothing is (loans.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.errors import DuplicateKeyError, FormatError, LimitError
+from rollmesh.runtime.messages import shown
+from rollmesh.weights.transport.segment import ALIGN, Bytes, aligned
+from rollmesh.weights.transport.tensors import DTYPES, bytes_of, checksum, dtype_name
+
+MAX_ENTRIES = 1_000_000
+MAX_NAME = 1024
+MAX_DIMS = 32  # NumPy's
+MAX_LENT_DIMS = 4  # of what a generator reads
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a block of bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+    sum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    bus: str
+    handle: bytes
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LentTensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    allocation: int
+    offset: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """What `loans.describe_loan` wrote, checked."""
+
+    number: int
+    process: str
+    allocations: tuple[Allocation, ...]
+    tensors: dict[str, LentTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    entries: dict[str, Entry]
+    loan: Loan | None
+    values: dict[str, Any]  # what else its sender has said
+
+    def names(self) -> list[str]:
+        return [*self.entries, *(self.loan.tensors if self.loan else ())]
+
+
+# -------------------------------------------------------------------------------------------------- the sender
+def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) -> tuple[list[Entry], int]:
+    """Places and sums (or "") of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
+    _check_count(len(arrays))
+    entries, size = place((name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays)
+    if sums:
+        entries = [replace(entry, sum=checksum(bytes_of(array))) for entry, (_, array) in zip(entries, arrays, strict=True)]
+    return entries, size
+
+
+def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
+    """Entries without a sum for tensors of (name, dtype, shape, bytes) one after another, and the bytes of the block."""
+    entries, at = [], 0
+    for name, dtype, shape, size in tensors:
+        check_name(name)
+        entries.append(Entry(name, dtype, shape, at, size, ""))
+        at = aligned(at + size)
+    return entries, at
+
+
+def fill(block: Bytes, entries: Iterable[Entry], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
+    for entry, (_, array) in zip(entries, arrays, strict=True):
+        block[entry.offset : entry.offset + entry.bytes] = bytes_of(array)
+
+
+def describe(entries: Iterable[Entry], lent: dict[str, Any] | None = None, **more: Any) -> bytes:
+    loan = {} if lent is None else {"lent": lent}
+    return json.dumps({**more, **loan, "tensors": [asdict(entry) for entry in entries]}).encode()
+
+
+# -------------------------------------------------------------------------------------------------- checks
+def check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise LimitError(f"a tensor's name is {shown(name)[:80]}, wanted a str of 1 to {MAX_NAME} characters")
+    if len(name) > MAX_NAME:
+        raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
+
+
+def check_new_name(name: Any, seen: set[str]) -> None:
+    """Of a set whose names so far are `seen`; adds it."""
+    check_name(name)
+    if name in seen:
+        raise DuplicateKeyError(f"{name} comes twice")
+    _check_count(len(seen) + 1)
+    seen.add(name)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_ENTRIES:
+        raise LimitError(f"{count} weights in one set; the limit is {MAX_ENTRIES}")
+
+
+def parse(text: bytes, block: int) -> Manifest:
+    """What `describe` wrote, for a block of so many bytes. FormatError names the first place that is wrong; DuplicateKeyError."""
+    try:
+        values = json.loads(text)
+        tensors, lent = values.pop("tensors"), values.pop("lent", None)
+        entries = [Entry(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"a description of weights that is not one: {error!r:.200}") from error
+    _check_count(len(entries))
+    for entry in entries:
+        _check_entry(entry, block)
+    loan = None if lent is None else parse_loan(lent)
+    _require_different([entry.name for entry in entries] + list(loan.tensors if loan else ()))
+    return Manifest({entry.name: entry for entry in entries}, loan, values)
+
+
+def _require_different(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise DuplicateKeyError(f"{name} comes twice in one block")
+        seen.add(name)
+
+
+def _check_entry(entry: Entry, block: int) -> None:
+    check_name(entry.name)
+    _check_dtype(entry.name, entry.dtype)
+    sizes = (*entry.shape, entry.offset, entry.bytes)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+        raise FormatError(f"{entry.name}: sizes {sizes!r:.200} are not all integers >= 0")
+    if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
+        raise FormatError(f"{entry.name}: shape {list(entry.shape)!r:.200} is beyond {MAX_DIMS} dimensions or 2^60 elements")
+    needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    if entry.bytes != needed or entry.offset + entry.bytes > block or entry.offset % ALIGN:
+        where = f"{entry.bytes} bytes at {entry.offset} of {block}"
+        raise FormatError(f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes {needed}")
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise FormatError(f"{name}: dtype {dtype!r:.80} is not one of {', '.join(DTYPES)}")
+
+
+def parse_loan(value: Any) -> Loan:
+    """FormatError names the first place that is wrong; what passes lies inside of its allocation."""
+    try:
+        number, process = value["number"], str(value["process"])
+        allocations = tuple(Allocation(str(bus), bytes.fromhex(handle), int(size)) for bus, handle, size in value["allocations"])
+        tensors = [LentTensor(n, d, tuple(shape), tuple(strides), at, offset) for n, d, shape, strides, at, offset in value["tensors"]]
+        if any("\0" in allocation.bus for allocation in allocations):
+            raise ValueError("a NUL in the name of a GPU")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise FormatError(f"a description of lent weights that is not one: {error!r:.200}") from error
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 2**63:
+        raise FormatError(f"the number of a loan is {shown(number)}, wanted an integer in [1, 2^63)")
+    _check_count(len(tensors))
+    for tensor in tensors:
+        _check_lent(tensor, allocations)
+    _require_different([tensor.name for tensor in tensors])
+    return Loan(number, process, allocations, {tensor.name: tensor for tensor in tensors})
+
+
+def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None:
+    check_name(tensor.name)
+    numbers = (*tensor.shape, *tensor.strides, tensor.allocation, tensor.offset)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and abs(n) < 2**60 for n in numbers):
+        raise FormatError(f"{tensor.name}: sizes {numbers!r:.200} are not all integers below 2^60")
+    _check_dtype(tensor.name, tensor.dtype)
+    if len(tensor.shape) != len(tensor.strides) or len(tensor.shape) > MAX_LENT_DIMS or min(tensor.shape, default=1) < 1:
+        what = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
+        raise FormatError(f"{tensor.name}: {what}, wanted at most {MAX_LENT_DIMS} sizes >= 1")
+    if not 0 <= tensor.allocation < len(allocations):
+        raise FormatError(f"{tensor.name}: allocation {tensor.allocation} of {len(allocations)}")
+    each = DTYPES[tensor.dtype].itemsize
+    reach = [(n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)]
+    low, high = tensor.offset + sum(min(r, 0) for r in reach), tensor.offset + sum(max(r, 0) for r in reach) + each
+    size = allocations[tensor.allocation].bytes
+    if low < 0 or high > size:
+        raise FormatError(f"{tensor.name}: bytes [{low}, {high}) of an allocation of {size}")
+
+
+def view(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
+    """The tensor as a view of the block. FormatError when its sum differs."""
+    data = block[entry.offset : entry.offset + entry.bytes]
+    if verify and (seen := checksum(data)) != entry.sum:
+        raise FormatError(f"{entry.name}: the sum of its bytes is {seen}, wanted {entry.sum}")
+    return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
