@@ -345,7 +345,7 @@ def test_messages_name_the_bound() -> None:
         rm.SamplingParams(max_tokens=10**20)
     with pytest.raises(rm.ConfigError, match="below 1048576"):
         make(kv_cache_gib=1e9)
-    with pytest.raises(rm.CapacityError, match="kv_cache_gib: expected at least a page of .* got 0 bytes"):
+    with pytest.raises(rm.CapacityError, match=r"kv_cache_gib: expected at least a page of .* got 0 bytes"):
         make(kv_cache_gib=1e-12)
 
 
