@@ -54,7 +54,8 @@ class _Worker:
         options = {"dtype": dtype, "device": device, "max_model_len": 32, "kv_cache_gib": 0.002, "threads": 1}
         self.generator = rm.Generator(spec, mesh=mesh, comm=comm, **options)
         self.updates = WeightUpdates(self.generator._engine, config_of(world, executor, backend), rank)
-        self.generator._weights = self.updates.weights  # its steps close what load_weights has left open
+        self.generator._weights = self.updates.weights
+        self.generator._driver._close_set = self.updates.close_unscoped  # its steps close what load_weights has left open
 
     def bits(self) -> bytes:
         return b"".join(logits.tobytes() for logits in self.generator.logits(PROMPTS))
