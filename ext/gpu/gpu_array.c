@@ -1,5 +1,5 @@
-// gpu_array.c: see gpu_array.h. An array of a queue is an allocation of its own. It is freed through the driver, which waits for all work of
-// the device, also a consumer's; a pool would let a new array overwrite what another library's stream still reads.
+// gpu_array.c: see gpu_array.h. An array of a queue is an allocation of its own. It is freed through the driver, which waits for all
+// work of the device, also a consumer's; a pool would let a new array overwrite what another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -322,12 +322,12 @@ static PyObject *capsule_of(array_object *self, int versioned) {
 // before.
 static int hand_over(array_object *self, PyObject *stream) {
   const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
-  const rm_device *device = &self->queue->device;
   rm_error err = RM_ERROR_INIT;
   int saved;
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
   if (handle == -1 || !self->queue) return 0;
+  const rm_device *device = &self->queue->device;
   if (rm_queue_check_stream(rm_module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
   if (rm_queue_enter(rm_module_of((PyObject *)self), self->queue, &saved)) return -1;
   device->lead(device->self, (void *)(uintptr_t)handle);
@@ -380,21 +380,28 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
   return code ? -1 : 0;
 }
 
-// A strided array is copied from its first element in memory to its last, and rearranged on the host.
+// A C-contiguous array is read into the result. A strided one is read from its first byte in memory to its last, and then rearranged.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
   const int type = dtypes[self->dtype].type;
   const int64_t each = dtypes[self->dtype].bits / 8;
-  int64_t low = 0, high = each;
+  int64_t low = 0, high = each, step = 1;
+  int is_contiguous = 1;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
   (void)ignored;
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
-  for (int i = 0; i < self->n_dims; i++) {
+  for (int i = self->n_dims - 1; i >= 0; i--) {
+    is_contiguous = is_contiguous && (self->shape[i] == 1 || self->strides[i] == step);
+    step *= self->shape[i];
     dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * each);
     const int64_t reach = self->bytes ? (self->shape[i] - 1) * steps[i] : 0;
     *(reach < 0 ? &low : &high) += reach;
   }
-  if (!self->bytes) return rm_array_new(type, self->n_dims, self->shape, NULL);
+  if (!self->bytes || is_contiguous) {
+    PyObject *out = rm_array_new(type, self->n_dims, self->shape, NULL);
+    if (out && self->bytes && read_bytes(self, PyArray_DATA((PyArrayObject *)out), 0, self->bytes)) Py_CLEAR(out);
+    return out;
+  }
   PyObject *copy = NULL, *bytes = rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL);
   if (!bytes) return NULL;
   char *to = PyArray_DATA((PyArrayObject *)bytes);
@@ -437,17 +444,19 @@ static int array_traverse(PyObject *object, visitproc visit, void *arg) {
   return rm_object_visit(object, visit, arg);
 }
 
-// Of memory that is not its own.
+// The array gives out no memory from now on. Its owner stays, for consumers of __dlpack__ who may still read.
 static void drop(array_object *self) {
-  PyObject *owner = self->owner;
-  self->owner = NULL;
   self->data = NULL;
   self->is_dropped = 1;
-  rm_tensor_release(owner);
 }
 
 static int array_clear(PyObject *object) {
-  if (((array_object *)object)->owner) drop((array_object *)object);
+  array_object *self = (array_object *)object;
+  PyObject *owner = self->owner;
+  if (!owner) return 0;
+  drop(self);
+  self->owner = NULL;
+  rm_tensor_release(owner);
   return 0;
 }
 
