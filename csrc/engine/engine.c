@@ -143,7 +143,9 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->options.eos_ids = eos;
   const rm_entered saved = rm_enter(engine);
   code = eos ? create_parts(engine, err) : rm_fail(err, RM_E_MEMORY, "no memory for the engine");
-  engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;   // the caller's
+  rm_runner_options *made = &engine->runner.options;   // the strings are the caller's
+  engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
+  made->nccl_library = made->nccl_gpu = made->model.cublas_library = NULL;
   if (code) rm_comms_abort(&engine->runner, code);   // the others would wait for this one where groups are made, or left
   rm_leave(engine, saved);
   if (code) {

@@ -293,8 +293,10 @@ static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
 static PyObject *comm_close(comm_object *self, PyObject *ignored) {
   (void)ignored;
   rm_comm *comm = self->comm;
+  if (!comm) Py_RETURN_NONE; // an engine that has it still calls the exchange
   self->comm = NULL;
   rm_comm_destroy(comm);
+  Py_CLEAR(self->exchange);
   Py_RETURN_NONE;
 }
 
