@@ -34,12 +34,21 @@ static int store_integer(const rm_attribute *attribute, PyObject *value, void *m
 }
 _Static_assert(sizeof(int) == sizeof(int32_t), "an int is stored as an int32_t");
 
-static int store(const rm_attribute *attribute, PyObject *value, void *member, PyObject *held) {
+static int store_text(PyObject *module, const rm_attribute *attribute, PyObject *value, const char **member) {
+  Py_ssize_t length = 0;
+  *member = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, &length) : NULL;
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeError)) return -1;
+  PyErr_Clear();
+  if (value == Py_None || (*member && strlen(*member) == (size_t)length)) return 0;
+  rm_raise_code(module, RM_E_CONFIG, "%s: expected %s, got %R", attribute->name,
+                PyUnicode_Check(value) ? "UTF-8 text without NUL" : "str or None", value);
+  return -1;
+}
+
+static int store(PyObject *module, const rm_attribute *attribute, PyObject *value, void *member, PyObject *held) {
   switch (attribute->type) {
     case RM_ATTR_BOOL: return (*(int *)member = PyObject_IsTrue(value)) < 0 ? -1 : 0;
-    case RM_ATTR_TEXT:
-      *(const char **)member = value == Py_None ? NULL : PyUnicode_AsUTF8AndSize(value, NULL);
-      return PyErr_Occurred() ? -1 : PyList_Append(held, value);
+    case RM_ATTR_TEXT: return store_text(module, attribute, value, member) ? -1 : PyList_Append(held, value);
     case RM_ATTR_F32: *(float *)member = to_float(PyFloat_AsDouble(value)); return PyErr_Occurred() ? -1 : 0;
     case RM_ATTR_F64: *(double *)member = PyFloat_AsDouble(value); return PyErr_Occurred() ? -1 : 0;
     default: break;
@@ -50,10 +59,10 @@ static int store(const rm_attribute *attribute, PyObject *value, void *member, P
   return failed ? -1 : 0;
 }
 
-int rm_attributes_read(PyObject *object, const rm_attribute *attributes, size_t n, void *out, PyObject *held) {
+int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n, void *out, PyObject *held) {
   for (size_t i = 0; i < n; i++) {
     PyObject *value = PyObject_GetAttrString(object, attributes[i].name);
-    const int failed = !value || store(&attributes[i], value, (char *)out + attributes[i].offset, held);
+    const int failed = !value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held);
     Py_XDECREF(value);
     if (failed) return -1;
   }

@@ -24,8 +24,9 @@ typedef struct rm_attribute {
 } rm_attribute;
 #define RM_LENGTH(table) (sizeof(table) / sizeof(table)[0])
 
-// 0, or −1 with the exception set (AttributeError, TypeError; OverflowError where a value does not fit its member). The values of texts are
-// appended to `held`, a list, which keeps the views valid; NULL where the table has none.
-int rm_attributes_read(PyObject *object, const rm_attribute *attributes, size_t n, void *out, PyObject *held);
+// 0, or −1 with the exception set (AttributeError, TypeError; OverflowError where a value does not fit its member, ConfigError for a text
+// that is neither str nor None). The values of texts are appended to `held`, a list, which keeps the views valid; NULL where the table has
+// none.
+int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n, void *out, PyObject *held);
 // A new dict, or NULL.
 PyObject *rm_attributes_dict(const void *from, const rm_attribute *attributes, size_t n);

@@ -29,7 +29,7 @@ rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
   PyObject *inv_freq = NULL, *is_moe = NULL, *windows = NULL;
   rm_layer_spec *layers = NULL;
   void *data;
-  if (rm_attributes_read(object, fields, RM_LENGTH(fields), &values, NULL)) return NULL;
+  if (rm_attributes_read(module, object, fields, RM_LENGTH(fields), &values, NULL)) return NULL;
   if (!(inv_freq = PyObject_GetAttrString(object, "inv_freq"))) goto out;
   if (!(is_moe = PyObject_GetAttrString(object, "layer_is_moe"))) goto out;
   if (!(windows = PyObject_GetAttrString(object, "layer_windows"))) goto out;

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rollmesh import _core
+from rollmesh import ConfigError, _core
 from rollmesh.runtime.engine_options import EngineOptions
 from tests import helpers
 
@@ -33,9 +34,9 @@ def comm(exchange: Exchange) -> _core.Comm:
     return _core.Comm(exchange, 0, 2)
 
 
-def engine(exchange: Exchange) -> _core.Engine:
+def engine(exchange: Exchange, dtype: str = "float32") -> _core.Engine:
     options = EngineOptions(
-        "float32", None, 1, 64, 2, 64, 16, 1 << 20, 0, False, np.zeros(0, np.int32), tp=1, dp=2, ep=1, ep_backend="alltoall",
+        dtype, None, 1, 64, 2, 64, 16, 1 << 20, 0, False, np.zeros(0, np.int32), tp=1, dp=2, ep=1, ep_backend="alltoall",
         sequence_parallel=False,
     )  # fmt: skip
     return _core.Engine(helpers.tiny_spec().engine_values(64), options, (0, None, None, comm(exchange)))
@@ -57,6 +58,28 @@ def test_a_cycle_is_collected(keeper: str) -> None:
     del exchange
     gc.collect()
     assert reference() is None
+
+
+def test_a_closed_group_gives_back_its_exchange() -> None:
+    exchange = Exchange()
+    end, reference = comm(exchange), weakref.ref(exchange)
+    end.close()
+    del exchange
+    assert reference() is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (b"float32", r"dtype: expected str or None, got b'float32'"),
+        ("float32\0", r"dtype: expected UTF-8 text without NUL, got 'float32\\x00'"),
+        ("\ud800", r"dtype: expected UTF-8 text without NUL, got '\\ud800'"),
+        (None, "expected dtype='bfloat16' or 'float32', got None"),
+    ],
+)
+def test_an_option_that_is_no_text(dtype: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine(Exchange(), dtype)
 
 
 def test_a_subinterpreter_is_refused() -> None:

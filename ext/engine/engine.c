@@ -175,7 +175,7 @@ static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOOO:add", &prompt, &stop_ids, &object, &logits)) return NULL;
   PyObject *module = rm_engine_module(self);
   rm_request request = {0};
-  if (rm_attributes_read(object, request_fields, RM_LENGTH(request_fields), &request, NULL)) return NULL;
+  if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL)) return NULL;
   if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
   if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
   if (rm_engine_enter(self)) return NULL;

@@ -59,8 +59,8 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_op
   rm_error err = RM_ERROR_INIT;
   names n;
   *out = (rm_ranks_options){0};
-  if (!held || !eos || PyList_Append(held, eos) || rm_attributes_read(object, option_fields, RM_LENGTH(option_fields), out, held) ||
-      rm_attributes_read(object, name_fields, RM_LENGTH(name_fields), &n, held) ||
+  if (!held || !eos || PyList_Append(held, eos) || rm_attributes_read(module, object, option_fields, RM_LENGTH(option_fields), out, held) ||
+      rm_attributes_read(module, object, name_fields, RM_LENGTH(name_fields), &n, held) ||
       rm_array_ids(module, eos, "eos_token_ids", &out->engine.eos_ids, &out->engine.n_eos)) {
     Py_CLEAR(held);
   } else if (rm_mesh_create(n.tp, n.dp, n.ep, 1, 1, &out->mesh, &err) || rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
