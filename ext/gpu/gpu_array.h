@@ -16,7 +16,7 @@
 #include "device/devices.h"
 #include "tensor.h"
 
-enum { RM_QUEUE_MIRRORS = 4 };
+enum { RM_QUEUE_PAIRED = 4 };
 
 typedef struct rm_queue_object {
   PyObject_HEAD
@@ -26,7 +26,7 @@ typedef struct rm_queue_object {
   pid_t owner; // CUDA does not survive a fork
   void *workspace; // owned, grows
   size_t workspace_bytes;
-  rm_paired mirrors[RM_QUEUE_MIRRORS]; // owned, grow: index arrays, parameters, small results
+  rm_paired paired[RM_QUEUE_PAIRED]; // owned, grow: index arrays, parameters, small results
 } rm_queue_object;
 
 // 0, or −1 with ConfigError: ops cannot be ordered with that stream.
@@ -34,8 +34,8 @@ int rm_queue_check_stream(PyObject *module, rm_queue_object *queue, void *stream
 // 0, or −1 with StateError in a forked child. *saved is for leave.
 int rm_queue_enter(PyObject *module, rm_queue_object *queue, int *saved);
 void rm_queue_leave(rm_queue_object *queue, int saved);
-// Mirror i with room for so many bytes, which no earlier work reads or writes. RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
-rm_code rm_queue_mirror(rm_queue_object *queue, int i, size_t bytes, rm_error *err);
+// Paired buffer i with room for so many bytes, which no earlier work reads or writes. RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
+rm_code rm_queue_paired(rm_queue_object *queue, int i, size_t bytes, rm_error *err);
 rm_code rm_queue_workspace(rm_queue_object *queue, size_t bytes, rm_error *err); // grows it: RM_E_CAPACITY, RM_E_DEVICE
 
 // New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of what a producer gave. CapacityError,

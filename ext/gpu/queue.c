@@ -26,13 +26,13 @@ void rm_queue_leave(rm_queue_object *queue, int saved) {
 
 static size_t grown(size_t bytes) { return bytes < 4096 ? 4096 : bytes + bytes / 4; }
 
-rm_code rm_queue_mirror(rm_queue_object *queue, int i, size_t bytes, rm_error *err) {
+rm_code rm_queue_paired(rm_queue_object *queue, int i, size_t bytes, rm_error *err) {
   const rm_device *device = &queue->device;
-  rm_paired *mirror = &queue->mirrors[i];
+  rm_paired *paired = &queue->paired[i];
   const rm_code code = rm_device_check(device, device->reach(device->self, 0), err);
-  if (code || (mirror->device && bytes <= mirror->bytes)) return code;
-  rm_paired_destroy(mirror);
-  return rm_paired_create(device, grown(bytes), "the indices of ops", mirror, err);
+  if (code || (paired->device && bytes <= paired->bytes)) return code;
+  rm_paired_destroy(paired);
+  return rm_paired_create(device, grown(bytes), "the indices of ops", paired, err);
 }
 
 rm_code rm_queue_workspace(rm_queue_object *queue, size_t bytes, rm_error *err) {
@@ -77,7 +77,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void close_queue(rm_queue_object *self) {
   const rm_device *device = &self->device;
   const int saved = device->enter(device->self);
-  for (int i = 0; i < RM_QUEUE_MIRRORS; i++) rm_paired_destroy(&self->mirrors[i]);
+  for (int i = 0; i < RM_QUEUE_PAIRED; i++) rm_paired_destroy(&self->paired[i]);
   rm_device_unmap(device, self->workspace, self->workspace_bytes);
   device->leave(device->self, saved);
   device->close(device->self);

@@ -75,30 +75,30 @@ static void close_call(rm_op_call *c) {
   c->is_open = 0;
 }
 
-void *rm_op_mirror(rm_op_call *c, size_t bytes) {
+void *rm_op_paired(rm_op_call *c, size_t bytes) {
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   if (c->failed || open_call(c)) return NULL;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_queue_mirror(c->self->queue, c->n_mirrors, bytes, &err);
+    code = rm_queue_paired(c->self->queue, c->n_paired, bytes, &err);
   Py_END_ALLOW_THREADS
   if (code) return rm_op_fail(c, &err), NULL;
-  c->mirrored[c->n_mirrors] = bytes;
-  return c->self->queue->mirrors[c->n_mirrors++].host;
+  c->paired_bytes[c->n_paired] = bytes;
+  return c->self->queue->paired[c->n_paired++].host;
 }
 
-static const rm_paired *mirror_around(const rm_op_call *c, const void *address, int there) {
-  for (int i = 0; i < c->n_mirrors; i++) {
-    const rm_paired *mirror = &c->self->queue->mirrors[i];
-    const char *begin = there ? mirror->on_device : mirror->host, *at = address;
-    if (at >= begin && at < begin + mirror->bytes) return mirror;
+static const rm_paired *paired_around(const rm_op_call *c, const void *address, int there) {
+  for (int i = 0; i < c->n_paired; i++) {
+    const rm_paired *paired = &c->self->queue->paired[i];
+    const char *begin = there ? paired->on_device : paired->host, *at = address;
+    if (at >= begin && at < begin + paired->bytes) return paired;
   }
   return NULL;
 }
 
 const void *rm_op_there(const rm_op_call *c, const void *here) {
-  const rm_paired *mirror = mirror_around(c, here, 0);
-  return mirror ? rm_paired_on_device(mirror, here) : NULL;
+  const rm_paired *paired = paired_around(c, here, 0);
+  return paired ? rm_paired_on_device(paired, here) : NULL;
 }
 
 const void *rm_op_seen(rm_op_call *c, const void *view) {
@@ -113,11 +113,11 @@ const void *rm_op_seen(rm_op_call *c, const void *view) {
     c->is_fetching = 0;
     if (code) return rm_op_fail(c, &err), NULL;
   }
-  const rm_paired *mirror = mirror_around(c, view, 1);
-  return mirror ? mirror->host + ((const char *)view - mirror->on_device) : view;   // else it is of the host
+  const rm_paired *paired = paired_around(c, view, 1);
+  return paired ? paired->host + ((const char *)view - paired->on_device) : view;   // else it is of the host
 }
 
-// Of indices the device's end of a mirror, which has them from the host once they are checked.
+// Indices go into a paired buffer, where the host checks them; the view is the device's half.
 static void *device_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
   const rm_device *device = &c->self->queue->device;
   void *data = NULL;
@@ -128,7 +128,7 @@ static void *device_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
   else c->failed = rm_device_array_data(c->module, c->self->queue, object, want, &data, &bytes) != 0;
   if (c->failed || !indices || object == Py_None) return data;
   if (of_host) bytes = (size_t)PyArray_NBYTES((PyArrayObject *)object);
-  void *here = rm_op_mirror(c, bytes);
+  void *here = rm_op_paired(c, bytes);
   if (!here) return NULL;
   if (of_host) {
     if (bytes) memcpy(here, data, bytes);
@@ -206,7 +206,7 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 }
 
 // ------------------------------------------------------------------------------------------------ running
-// A copy of indices that was enqueued and never looked at is still to come: the next call's mirrors wait for it.
+// A copy of indices to the host that nobody waited for may still be under way: the next call's paired buffers wait for it.
 static int end(rm_op_call *c) {
   if (c->is_fetching) c->self->queue->device.mark(c->self->queue->device.self, 0);
   close_call(c);
@@ -224,7 +224,7 @@ static int begin_on_device(rm_op_call *c, const rm_limits *limits) {
   const rm_device_status status = device->poll(device->self);
   rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
   if (!code) code = rm_queue_workspace(queue, bytes, &err);
-  for (int i = 0; !code && i < c->n_mirrors; i++) rm_paired_put(&queue->mirrors[i], queue->mirrors[i].host, c->mirrored[i]);
+  for (int i = 0; !code && i < c->n_paired; i++) rm_paired_put(&queue->paired[i], queue->paired[i].host, c->paired_bytes[i]);
   if (code) {
     PyEval_RestoreThread(c->thread);
     rm_op_fail(c, &err);

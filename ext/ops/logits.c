@@ -54,7 +54,7 @@ RM_KERNELS_METHOD(merge_pairs) {
   RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
-// Per row parameters from their columns, which are the host's; owned, on a device a mirror's. NULL with an exception set.
+// Per row parameters from their columns, which are the host's; owned, on a device in a paired buffer. NULL with an exception set.
 static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows, int64_t vocab) {
   int64_t bounds = rows + 1, n_banned = -1;
   const float *temperature = rm_op_view(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
@@ -78,7 +78,7 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   if (c->failed) return NULL;
   const size_t of_params = (size_t)(rows + 1) * sizeof(rm_sample_params), of_banned = (size_t)n_banned * sizeof *banned;
   const int on_host = !c->self->queue;
-  rm_sample_params *params = on_host ? rm_alloc(of_params, 1) : rm_op_mirror(c, of_params + of_banned);
+  rm_sample_params *params = on_host ? rm_alloc(of_params, 1) : rm_op_paired(c, of_params + of_banned);
   if (!params) {
     if (!c->failed) PyErr_NoMemory();
     c->failed = 1;

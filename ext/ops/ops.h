@@ -42,8 +42,8 @@ typedef struct rm_op_call {
   int failed;
   void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
   int is_open, saved; // on a device: the queue is entered
-  int n_mirrors, is_fetching; // mirrors that index arrays are in; whether one is on its way to the host
-  size_t mirrored[RM_QUEUE_MIRRORS]; // bytes that go to the device before the op
+  int n_paired, is_fetching; // paired buffers of index arrays; whether one is on its way to the host
+  size_t paired_bytes[RM_QUEUE_PAIRED]; // bytes that go to the device before the op
   rm_ctx ctx; // from begin on, as all below
   uint32_t fp;
   PyThreadState *thread;
@@ -56,9 +56,9 @@ void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const
 int rm_op_numpy_type(rm_dtype dtype);
 // Where the host sees what a view of indices points to; NULL of NULL, or after a fault.
 const void *rm_op_seen(rm_op_call *c, const void *view);
-// On a device: room for so many bytes that both have: the host's end, until begin. NULL: a fault.
-void *rm_op_mirror(rm_op_call *c, size_t bytes);
-const void *rm_op_there(const rm_op_call *c, const void *here); // the device's end
+// On a device: a paired buffer of so many bytes; its host half, to be filled before begin. NULL: a fault.
+void *rm_op_paired(rm_op_call *c, size_t bytes);
+const void *rm_op_there(const rm_op_call *c, const void *here); // the device's half
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *wanted, long long limit);
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
