@@ -143,7 +143,7 @@ def test_values_of_another_gpu_that_are_refused(make: Callable[..., rm.Generator
     "how, kind, message",
     [
         ("a GPU that is not there", rm.UnsupportedTensorError, r"norm\.weight: a tensor on cuda:63; .* the driver shows 8 devices"),
-        ("no GPU's number", rm.UnsupportedTensorError, r"norm\.weight: a tensor on cuda:64; wanted one of the first 64 GPUs"),
+        ("no GPU's number", rm.UnsupportedTensorError, r"norm\.weight: a tensor on cuda:64; expected one of the first 64 GPUs"),
         ("a number below 0", rm.UnsupportedTensorError, r"norm\.weight: __dlpack_device__ names no CUDA device"),
         ("memory of another", rm.UnsupportedTensorError, r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no memory of cuda:2"),
         ("an odd address", rm.LayoutError, r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no multiple of the 4 bytes"),

@@ -271,7 +271,8 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
 }
 
 // ------------------------------------------------------------------------------------------------ groups of a device's memory
-// All was done. A rank that has left meanwhile did so after its part of it; but what was given up came to its end early.
+// After the device has done its work: an error if a group has failed or given up, since that work may then have ended early. A rank that
+// left a group in order had done its part before.
 static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
     if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->given_up))) continue;
@@ -341,8 +342,6 @@ rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, in
 }
 
 int rm_comm_can_be_recorded(const rm_comm *comm) { return comm->transport.waits_there; }
-
-uint64_t rm_comm_digest(const rm_comm *comm) { return comm->digest; }
 
 static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
   const unsigned long long n = comm->sequence;

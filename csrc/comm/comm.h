@@ -83,10 +83,9 @@ rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, in
 // Whether calls only enqueue, so that a graph can capture them. Barriers never do.
 int rm_comm_can_be_recorded(const rm_comm *comm);
 
-// For transports that send no headers (nccl): a digest of all calls so far (op, sequence, epoch, sizes of gathers), equal on ranks that
-// made the same calls. Captured calls count once, at capture; the engine compares which graph a step replays.
-uint64_t rm_comm_digest(const rm_comm *comm);
-// Compares all calls so far, and the bytes between each two ranks, over `host`, another group of the same ranks in the same order.
+// For transports that send no headers (nccl): compares all calls so far (op, sequence, epoch, sizes of gathers), and the bytes between each
+// two ranks, over `host`, another group of the same ranks in the same order. Captured calls count once, at capture; the engine compares
+// which graph a step replays.
 // RM_E_COLLECTIVE_MISMATCH names two ranks that differ, and ends `comm` on all. All ranks call it at the same steps.
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err);
 

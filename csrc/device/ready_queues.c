@@ -25,7 +25,7 @@ void rm_readers_destroy(rm_readers *readers) {
 rm_code rm_readers_find(rm_readers *readers, int ordinal, const rm_device **out, rm_error *err) {
   *out = NULL;
   if (!readers->library || ordinal < 0 || ordinal >= RM_MAX_GPUS)
-    return rm_fail(err, RM_E_CONFIG, "wanted one of the first %d GPUs", readers->library ? RM_MAX_GPUS : 0);
+    return rm_fail(err, RM_E_CONFIG, "expected one of the first %d GPUs", readers->library ? RM_MAX_GPUS : 0);
   rm_device *opened = &readers->opened[ordinal];
   if (!readers->own[ordinal] && !opened->self) {
     const rm_code code = rm_cuda_device(readers->library, ordinal, NULL, opened, err);

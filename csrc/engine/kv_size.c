@@ -9,7 +9,6 @@
 // The alternative, each rank for itself and then the minimum, counts wrong: the second rank would count what the first has mapped as
 // taken by strangers, and the first what the second is going to map as free.
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "base/memory.h"
 #include "engine/state.h"

@@ -191,7 +191,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   ranks->per_replica = options->ends ? 1 : ranks->mesh.tp;
   ranks->own = rm_mesh_coords(&ranks->mesh, ranks->first).dp;
   ranks->page_size = options->engine.page_size;
-  ranks->hosted = options->engine.host_pages > 0;
+  ranks->has_external_scheduler = options->engine.host_pages > 0;
   ranks->next_id = 1;
   code = create_parts(ranks, spec, options, err);
   if (code) {

@@ -27,7 +27,7 @@ static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginni
   *place = NULL;
   for (int d = 1; d < ranks->mesh.dp; d++)
     if (ranks->asked[d] < ranks->asked[least]) least = d;
-  if (ranks->hosted) return ranks->own;
+  if (ranks->has_external_scheduler) return ranks->own;
   if (ranks->mesh.dp == 1 || request->n_prompt < ranks->page_size) return least;
   const uint64_t hash = hash_beginning(request, ranks->page_size);
   *place = &ranks->beginnings[hash % PREFIX_SLOTS];

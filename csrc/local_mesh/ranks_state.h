@@ -35,7 +35,7 @@ struct rm_ranks {
   rm_member *members;           // [n]
   rm_readers readers;           // owned
   int64_t page_size;
-  int hosted;
+  int has_external_scheduler;   // it chooses the replica
   // ranks_requests.c; owned
   int64_t *asked;               // [dp] tokens asked of each replica so far
   rm_beginning *beginnings;     // [PREFIX_SLOTS]

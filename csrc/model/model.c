@@ -241,8 +241,8 @@ static void look_up(rm_model *model, const char *weights, void *out, const int32
   if (rows) model->kernels->embed(&model->ctx, &args);
 }
 
-// Words that rm_model_prepare has made: it comes before a recording, and not again before what reads them is done.
-static const int32_t *put_words(rm_model *model, const int32_t *at, int64_t n) {
+// Puts n indices that rm_model_prepare has computed. It ran before a capture began, and runs again only when the ops have read them.
+static const int32_t *put_indices(rm_model *model, const int32_t *at, int64_t n) {
   rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
   return rm_paired_on_device(&model->indices, at);
 }
@@ -255,7 +255,7 @@ static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch
     return RM_OK;
   }
   const int64_t n_mine = model->embed_counts[shard->me], n_kept = rm_kept_rows(model, batch->n_rows).n;
-  const int32_t *ids = put_words(model, model->embed_ids, n_mine), *from = put_words(model, model->embed_rows, n_kept);
+  const int32_t *ids = put_indices(model, model->embed_ids, n_mine), *from = put_indices(model, model->embed_rows, n_kept);
   look_up(model, weights, model->x, ids, shard->vocab[shard->me].n ? n_mine : 0);
   const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, model->embed_counts, row_bytes(model), err);
   if (!code) gather(model, model->residual, model->home, from, n_kept);
@@ -403,8 +403,8 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 }
 
 // ---------------------------------------------------------------------------------------------- a pass
-// With sequence parallelism each rank has some of the wanted rows, at last. How many depends on which they are; where that has to be known
-// before, each does all of its own.
+// With sequence parallelism each rank finishes the wanted rows among its own. Their number depends on the batch, so where exchanges must
+// have sizes known before, each rank finishes all its own rows, all are exchanged, and the wanted ones are gathered.
 static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch, const void **hidden, rm_error *err) {
   const int32_t *from = there(batch, batch->out_rows);
   int64_t n = batch->n_out;
@@ -417,7 +417,7 @@ static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch
   }
   if (model->sequence_parallel) {
     n = model->wanted_counts[model->shard.me];
-    from = put_words(model, model->wanted_rows, n);
+    from = put_indices(model, model->wanted_rows, n);
   }
   gather(model, model->wanted, model->residual, from, n);
   gather(model, model->residual, output_of(model), from, n);  // the stream ends here

@@ -50,14 +50,14 @@ size_t rm_model_page_bytes(const rm_model *model);
 size_t rm_model_workspace_bytes(const rm_model *model);   // activations, rope table and the ops' scratch
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
-// What the host says to the ops of a forward of the batch, before it: nothing of the last forward may stand in the queue any more. Of
-// the batch it reads what the host has alone. It waits for the forward before to have read its own; never while the device records. It comes before a replay too.
+// Computes the indices that the host gives to the ops of a forward (host_indices.c). Called before each forward and each replay, outside
+// of a capture. It first waits until the last forward has read its indices. Of the batch it reads host arrays only.
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err);
 // After rm_model_prepare of the same batch. hidden: T [n_out][hidden], carved in the model, valid until the next forward.
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,
                          rm_error *err);
-// Whether a forward of a batch whose most_rows (or n_rows) are so many enqueues only, and the same for every batch with as many rows and
-// wanted rows, so that a recording may hold it.
+// Whether a forward of so many rows (most_rows or n_rows) can be captured: it only enqueues, and enqueues the same for every batch with
+// as many rows and wanted rows.
 int rm_model_is_static(const rm_model *model, int64_t rows);
 const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for lm_head and sample on the same thread
 

@@ -1,5 +1,5 @@
-// plan.h: one step's batch. The scheduler fills it, the runner (step/runner.h) computes it, commit reads the results. All arrays are
-// the host's and are made once, for the largest step.
+// plan.h: one step's batch. The scheduler fills it, rm_lockstep_agree says how it runs, rm_forward (step/runner.h) computes it, rm_commit
+// reads the results. All arrays are the host's and are made once, for the largest step.
 #pragma once
 
 #include "scheduler/sequence.h"
@@ -19,7 +19,7 @@ typedef struct rm_draw {
 } rm_draw;
 
 typedef struct rm_plan {
-  // filled by the scheduler
+  // filled by the scheduler; for a captured graph rm_forward appends rows that belong to no sequence
   int64_t n_rows, n_out, n_scheduled, n_draws;
   rm_sequence **scheduled;      // [max_num_seqs]
   int32_t *ids, *positions, *seq_of_row;   // [max_num_batched_tokens], as rm_batch's
@@ -31,8 +31,8 @@ typedef struct rm_plan {
   uint8_t *table_changed;       // [max_num_seqs] since the device got it
   float *external_logits, *external_stats;   // [n_external][vocab] and [·][2]: rows that the external scheduler draws from; the caller's
   int64_t n_external;
-  // agreed on by the lockstep group (step/lockstep.c)
-  int64_t most_rows;            // the largest n_rows of its ranks
+  // filled by rm_lockstep_agree (step/lockstep.c)
+  int64_t most_rows;            // the largest n_rows of the lockstep group's ranks
   int is_recorded, with_ranks;  // the step runs as a captured graph (step/graph_replay.h); ranks of its tokens are wanted
   // results: views of the runner's buffer, valid until the next step
   int16_t *routed;              // [n_rows][routed_per_token]

@@ -8,7 +8,6 @@
 // many siblings as there are places draw from that row too and share the leader's pages. The last page, where they part, is copied on
 // the first write, except by the last sequence that holds it.
 #include <assert.h>
-#include <stdio.h>
 
 #include "base/fields.h"
 #include "scheduler/scheduler.h"

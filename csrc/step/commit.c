@@ -1,8 +1,6 @@
 // commit.c: see commit.h. First the failures: a request with a row that was not finite ends before any of its tokens or pages counts.
 // Then the records of rows that were fed, full pages into the prefix index, siblings onto the leader's pages, and tokens onto their
 // sequences, which may end: last, since siblings share the pages that an ended sequence gives back.
-#include <stdio.h>
-
 #include "step/commit.h"
 
 // ---------------------------------------------------------------------------------------------- failures

@@ -1,5 +1,6 @@
-// lockstep.c: what the ranks of a lockstep group tell each other before a forward. Experts over several replicas make them step together:
-// a replica without requests steps on with an empty batch, and where the step of one is not to be captured none is.
+// lockstep.c: what the ranks of a lockstep group agree on before a forward. Replicas that share experts step together: a replica without
+// requests steps with an empty batch, and the step runs as a captured graph only if it can on all of them. A rank that steps alone decides
+// for itself.
 #include "step/runner.h"
 
 enum { RECORDED = 1, WITH_RANKS = 2, RESET = 4 };

@@ -87,8 +87,8 @@ void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
 static inline void *rm_there(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Max-reduces *progress over the lockstep group (lockstep.c); into the plan goes whether and how its ranks replay a graph together.
-// Nothing where this rank steps alone.
+// Fills the plan's most_rows, is_recorded and with_ranks. With a lockstep group (lockstep.c) its ranks agree on them, and *progress becomes
+// the largest of theirs.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
 rm_code rm_forward(rm_runner *runner, rm_error *err);
 size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws);

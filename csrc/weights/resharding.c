@@ -1,6 +1,6 @@
-// resharding.c: see resharding.h. A wanted box is taken apart: what a holder has of it becomes a copy, and what is left, up to two slabs for each
-// dim, goes to the next holder. Slabs are disjoint by construction, which is why no element can be copied twice; what is left
-// after the last holder is what nobody has.
+// resharding.c: see resharding.h. A wanted box is taken apart: what a holder has of it becomes a copy, and what is left,
+// up to two slabs for each dim, goes to the next holder. Slabs are disjoint by construction, which is why no element can be copied twice;
+// what is left after the last holder is what nobody has.
 #include "weights/resharding.h"
 
 #include "base/checked.h"

@@ -40,7 +40,7 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
 
 no_memory:
   rm_store_destroy(store);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the books of %lld parameters", (long long)params->n);
+  return rm_fail(err, RM_E_MEMORY, "no memory for the store of %lld parameters", (long long)params->n);
 }
 
 void rm_store_drop_block(rm_store *store, rm_version_state *state) {

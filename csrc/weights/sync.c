@@ -4,7 +4,6 @@
 // first byte is written, abort can put it back.
 #include "weights/sync.h"
 
-#include <stdio.h>
 #include <string.h>
 
 #include "base/checked.h"
@@ -361,7 +360,7 @@ static void settle_biases(rm_store *store) {
 }
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
-  if (!store->open) return rm_fail(err, RM_E_STATE, "a sync was to be committed and none is open");
+  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;

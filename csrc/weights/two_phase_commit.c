@@ -1,5 +1,5 @@
-// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, and when all are for it the sums. What they need is allocated before the vote, so
-// that after it nothing is left to fail but the exchange.
+// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, then, if all ranks agree, the sums. What they need is allocated
+// before the vote, so that after it only the exchange can fail.
 #include "weights/two_phase_commit.h"
 
 #include <stdio.h>
@@ -109,7 +109,7 @@ rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_re
   rm_comm *world = rank->world;
   ballot b;
   if (!world) return rm_sync_commit(store, report, err);
-  if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "a sync was to be committed and none is open");
+  if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
   rm_code code = open_ballot(store, &rank->mesh, &b, err);
   if (code) {
     rm_comm_abort(world, code); // without a ballot this rank cannot say so

@@ -1,5 +1,5 @@
-// two_phase_commit.h: the commit of a sync on a mesh. Every rank prepares; they exchange votes; all swap, or none. The votes carry each rank's
-// part of the version's digest.
+// two_phase_commit.h: the commit of a sync on a mesh. Every rank prepares; they exchange votes; all swap, or none. The
+// votes carry each rank's part of the version's digest.
 //
 // Ranks that hold the same part of a parameter must have been sent the same values: otherwise replicas of a trainer that have diverged
 // would serve different models as one version. KV heads that two ranks share only partly are not compared.

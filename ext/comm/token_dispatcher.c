@@ -1,5 +1,5 @@
-// token_dispatcher.c: _core.Dispatcher, token rows between ranks (model/moe/dispatch.h) over arrays of bytes, [rows][bytes of a row] in uint8,
-// so that a row may be of any dtype. A Dispatcher has its group's end for itself: one of a _core.Comm, or of a region that
+// token_dispatcher.c: _core.Dispatcher, token rows between ranks (model/moe/dispatch.h) over arrays of bytes, [rows][bytes of a row]
+// in uint8, so that a row may be of any dtype. A Dispatcher has its group's end for itself: one of a _core.Comm, or of a region that
 // `_core.dispatchers` makes for ranks that are threads of this process. Calls release the GIL: the other ranks may be threads that
 // wait for it.
 #include "arrays.h"

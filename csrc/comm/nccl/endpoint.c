@@ -1,4 +1,4 @@
-// endpoint.c: a call, what can go wrong with it, and the end of an end.
+// endpoint.c: see endpoint.h. An exchange over NCCL, its errors, and how the endpoint is destroyed.
 //
 // NCCL runs every group of calls on a thread of its own when it must not block, and puts its kernel into the device's queue from there.
 // So a call waits, for that thread and not for the device, before it enqueues what comes behind the kernel. Groups that may block lost:
@@ -36,8 +36,8 @@ static void *abort_comm(void *data) {
   return NULL;
 }
 
-// On a thread of its own: NCCL first tells its kernels, then waits until every recording that has captured the communicator is
-// destroyed. Their owner does that later, and two communicators of one queue have to be told before either is waited for.
+// On a thread of its own: NCCL first stops its kernels, then waits until every graph that has captured the communicator is
+// destroyed. Their owner does that later, and two communicators of one queue have to be aborted before either is waited for.
 void rm_nccl_give_up(rm_nccl_end *end) {
   pthread_mutex_lock(&end->lock);
   rm_nccl_comm *comm = end->comm;
@@ -303,8 +303,8 @@ rm_code rm_nccl_look(void *self, rm_error *err) {
 }
 
 // ------------------------------------------------------------------------------------------------ the end of it
-// NCCL's own way out is one that all ranks go together: who has left is lost to a rank whose queue is not at its end. So they meet
-// first. Where one does not come soon, this rank goes by itself.
+// Leaves together with the other ranks: a barrier on the host, then NCCL's finalize. Without the barrier a rank whose queue is not empty
+// would find the others gone. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
 static rm_code part(rm_nccl_end *end, rm_error *err) {
   rm_code code = meet(end, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS, err);
   if (code) return code;

@@ -33,8 +33,8 @@ enum { RM_NCCL_TELLS = 1, RM_NCCL_MAKING = 2 };
 rm_code rm_nccl_judge(rm_nccl_end *end, const char *what, int result, int how, rm_error *err);
 // Waits until what NCCL was told last is under way, "in progress" no more, or says why it never will be, as above.
 rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int how, rm_error *err);
-// The end alone; what stands in the device's queue comes to its end. Does not wait for NCCL, whose abort returns only when no recording
-// of the device knows the communicator any more.
+// Aborts this end's communicator, so that what is in the device's queue ends. Does not wait for NCCL's abort, which returns only when
+// every graph that has captured the communicator is destroyed.
 void rm_nccl_give_up(rm_nccl_end *end);
 // The functions of rm_transport.
 rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],

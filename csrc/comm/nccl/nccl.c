@@ -1,6 +1,6 @@
 // nccl.c: making a group. The ranks tell one another over the host's group what they have, so that what is wrong with one (no library,
 // another version, no memory) is said on all and costs nothing; then NCCL makes the group, under a deadline; then an exchange of a word
-// from each rank to each, and an all_gather of one, prove it, and leave its connections made: a recording cannot make them.
+// from each rank to each, and an all_gather of one, prove it, and leave its connections made: they cannot be made during a capture.
 #include "comm/nccl/nccl.h"
 
 #include <stdio.h>

@@ -1,13 +1,13 @@
-// attach.c: how processes come to share a region, and leave nothing behind whoever is killed when.
+// attach.c: how processes attach to a region, without leaving a file behind if one of them is killed.
 //
-// Rank 0 fills a file that has no name yet and then links it under its name, which fails if there is one: nobody ever sees half a
-// header, and a rank 0 that is killed before leaves nothing. The others open it by name, check whose it is and what it says, and write
-// down their process. The last to come removes the name and only then says that all are there; a rank that finds that it cannot come to
-// that (somebody was killed, is late, or wants something else) removes the name itself before it returns. Who comes after that finds
-// nothing until its deadline, which is the price of leaving nothing. So a name outlives the calls only if every rank that had opened the
-// file was killed in them; the next rank 0 of that name sees that its maker is dead and removes it.
+//   1. Rank 0 fills a file without a name, then links it under its name. The link fails if the name exists, so nobody sees half a header.
+//   2. Each other rank opens the name, checks the owner and the header, and writes its process into the region.
+//   3. The last rank to attach removes the name, then marks the region as complete.
+//   4. A rank that cannot go on (another rank was killed, is late or has other options) removes the name before it returns. A rank that
+//      comes later finds no file until its deadline.
 //
-// The lock on a file is held while its name is looked at and removed, so that two ranks do not take away a name that is new.
+// So a name is left only if every rank that had opened the file was killed. The next rank 0 of that name finds its maker dead and removes
+// it. A rank locks the file while it checks and removes the name, so that it cannot remove a new file of the same name.
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <errno.h>
