@@ -351,6 +351,19 @@ def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None
     remote.take_back()
 
 
+def test_one_reader_that_reads_a_version_twice_is_one_of_two(trainer: Callable[..., Remote]) -> None:
+    remote = trainer()
+    remote.publish(DENSE, 1, 0, 2)
+    with sources.SharedReader(remote.address()) as reader:
+        for _ in range(2):
+            reader.refresh()
+            with reader.lent():
+                pass
+        with pytest.raises(RuntimeError, match="version 0 was read by 1 of 2 readers within the timeout; 0 others have begun"):
+            remote.wait(0.05)
+    remote.take_back()
+
+
 def test_a_reader_that_is_dropped(library: Path, trainer: Callable[..., Remote]) -> None:
     """It counts as one that has ended, though its process lives."""
     remote = trainer()
@@ -399,8 +412,9 @@ def test_locks_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched:
         patched.setattr(segment.fcntl, "fcntl", fails)
-        for call in (mapped.is_owned, lambda: segment.Segment(8, tmp_path), lambda: writer.publish({})):
-            with pytest.raises(OSError, match="no locks available"):
+        for call, error in ((mapped.is_owned, OSError), (lambda: segment.Segment(8, tmp_path), rm.CapacityError),
+                            (lambda: writer.publish({}), rm.CapacityError)):  # fmt: skip
+            with pytest.raises(error, match="no locks available"):
                 call()
     assert open_files() == before
     assert len(list(tmp_path.iterdir())) == 1

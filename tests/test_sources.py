@@ -3,6 +3,7 @@ the same values sent from this process. Bound: zero. Then what each must refuse.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -366,6 +367,114 @@ def test_no_room_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert reader.refresh() == 0
         assert list(reader) == ["x"]
         assert list(tmp_path.iterdir()) == [Path(writer.address.rpartition(":")[0])]
+
+
+def test_a_sweep_keeps_a_version_that_replaced_the_one_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
+        writer.publish({"x": np.ones(3)})
+        os.utime(writer.address.rpartition(":")[0], (0, 0))
+        lock = segment._lock
+
+        def publish_and_lock(*arguments: Any) -> bool:
+            monkeypatch.setattr(segment, "_lock", lock)
+            writer.publish({"x": np.zeros(3)})
+            return lock(*arguments)
+
+        monkeypatch.setattr(segment, "_lock", publish_and_lock)
+        segment._sweep(tmp_path)
+        assert reader.refresh() == 1
+
+
+def test_a_reader_that_reads_one_loan_twice_counts_once(tmp_path: Path) -> None:
+    owned = segment.Segment(8, tmp_path)
+    one, other = (segment.MappedSegment(owned.path, owned.nonce) for _ in range(2))
+    number = owned.lend()
+    for _ in range(2):
+        with one.reading(number, "it"):
+            assert (owned.num_read(), owned.num_reading()) == (0, 1)
+        assert (owned.num_read(), owned.num_reading()) == (1, 0)
+    with other.reading(number, "it"):
+        pass
+    assert owned.num_read() == 2
+    number = owned.lend()  # a new loan: nobody has read it
+    for reader, count in ((other, 1), (one, 2)):
+        with reader.reading(number, "it"):
+            pass
+        assert owned.num_read() == count
+        reader.close()
+    assert owned.num_read() == 2
+    owned.close()
+
+
+def test_refresh_keeps_what_it_has_mapped_until_another_version_comes(tmp_path: Path) -> None:
+    with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
+        writer.publish({"x": np.ones(3)})
+        reader.refresh()
+        mapped = reader._segment
+        assert reader.refresh() == 0
+        assert reader._segment is mapped
+        writer.publish({"x": np.zeros(3)})
+        assert (reader.refresh(), reader["x"][0]) == (1, 0)
+
+
+def test_without_descriptors_or_memory_a_segment_is_a_capacity_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides; no file is left."""
+    owned = segment.Segment(8, tmp_path)
+    for module, name, number, text in (
+        (os, "open", errno.EMFILE, "Too many open files"),
+        (segment.mmap, "mmap", errno.ENOMEM, "Cannot allocate"),
+    ):
+
+        def fails(*_: Any, number: int = number, **__: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, fails)
+            with pytest.raises(rm.CapacityError, match=text):
+                segment.Segment(8, tmp_path)
+            with pytest.raises(rm.CapacityError, match=text):
+                segment.MappedSegment(owned.path, owned.nonce)
+    assert list(tmp_path.iterdir()) == [owned.path]
+    owned.close()
+
+
+def test_a_closed_segment_is_unlocked_though_a_child_has_its_descriptor(tmp_path: Path) -> None:
+    owned = segment.Segment(8, tmp_path)
+    reader = segment.MappedSegment(owned.path, owned.nonce)
+    inherited = os.dup(owned._file.descriptor)  # the same open file description, as in a child
+    assert reader.is_owned()
+    owned.close()
+    assert not reader.is_owned()
+    os.close(inherited)
+    reader.close()
+
+
+def test_copies_are_read_from_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lent is not: a reader has to lock its byte."""
+    with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
+        writer.publish({"x": np.ones(3)})
+        system_open = os.open
+
+        def read_only(path: Any, flags: int, *rest: Any) -> int:
+            if flags & os.O_ACCMODE != os.O_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return system_open(path, flags, *rest)
+
+        monkeypatch.setattr(os, "open", read_only)
+        assert (reader.refresh(), reader["x"][0]) == (0, 1)
+        assert reader._segment is not None
+        with pytest.raises(rm.ConfigError, match="Read-only file system"), reader._segment.reading(1, "it"):
+            pass
+        monkeypatch.undo()
+
+
+def test_a_new_segment_does_not_wait_for_its_lock_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "LOCK_S", 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(segment, "_lock", lambda *_: False)
+        with pytest.raises(rm.DeadlineError, match="has kept it locked"):
+            segment.Segment(8, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------ sums, buckets, stream

@@ -194,12 +194,11 @@ class SharedReader(ReceivedTensors):
         self.receive(None, None, None, str(path))
 
     def refresh(self) -> int:
-        """Maps the current version and returns its number. NotSyncedError when nothing has been published yet."""
+        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError when nothing has been published
+        yet."""
         self._require_unread()
-        try:
-            segment = MappedSegment(self._path, self._nonce)
-        except FileNotFoundError as error:
-            raise NotSyncedError(f"{self._path} has no published version") from error
+        before = self._segment
+        segment = before if before is not None and before.is_current() else self._map()
         try:
             manifest = parse(segment.manifest, segment.size)
             version = manifest.values.get("version")
@@ -207,14 +206,20 @@ class SharedReader(ReceivedTensors):
                 raise FormatError(f"{self._path}: version {version!r:.80} is not an integer in [0, {MAX_VERSION}]")
             block = segment.block(segment.size)
         except BaseException:
-            segment.close()
+            if segment is not before:
+                segment.close()
             raise
-        before = self._segment
         self.receive(manifest, block, segment, f"version {version}")
         self.version = version
-        if before is not None:
+        if before is not None and before is not segment:
             before.close()
         return version
+
+    def _map(self) -> MappedSegment:
+        try:
+            return MappedSegment(self._path, self._nonce)
+        except FileNotFoundError as error:
+            raise NotSyncedError(f"{self._path} has no published version") from error
 
     def close(self) -> None:
         """The trainer does not count on this reader any more. StateError inside of `lent()`."""
