@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from rollmesh.vllm.update_info import UpdateInfo
 from rollmesh.weights.transport import loans
 from rollmesh.weights.transport.loans import Borrowed
 from rollmesh.weights.transport.manifest import Loan, parse
-from rollmesh.weights.transport.segment import FOLDER, MappedSegment, Segment
+from rollmesh.weights.transport.segment import FOLDER, LOAN, MappedSegment, Segment
 
 pytest.importorskip("torch", reason="the worker's side is a module of torch")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -511,6 +512,50 @@ def test_a_tensor_in_shards_is_gathered() -> None:
             return np.arange(3, dtype=np.float32)
 
     assert np.array_equal(loans.Lender().take("a", Sharded()), np.arange(3))
+
+
+def test_a_loan_is_opened_after_its_tensors_were_written_and_described() -> None:
+    """Describing waits for what writes the tensors."""
+    numbers: list[int] = []
+
+    def open_loan() -> int:
+        assert sender._shared is not None
+        return int.from_bytes(sender._shared.path.read_bytes()[LOAN : LOAN + 8], "little")
+
+    class Lender(loans.Lender):
+        def take(self, name: str, tensor: Any) -> Any:
+            return loans.Held(name, 0, 64, "float32", (1,), (1,), None)
+
+        def describe(self, tensors: Any, number: int) -> dict[str, Any]:
+            numbers.extend((number, open_loan()))
+            return {}
+
+    class Client:
+        init_weight_transfer_engine = finish_weight_update = lambda *_: None
+        start_weight_update = init_weight_transfer_engine
+
+        def update_weights(self, _: Any) -> None:
+            numbers.append(open_loan())
+
+    sender = WeightSender(Client(), lend=True)
+    sender._lender = Lender()
+    sender.send({"a": np.ones(1)}, 1)
+    assert numbers == [1, 0, 1]
+
+
+def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped(standin: None) -> None:
+    from rollmesh.vllm.weight_updates import WeightUpdates
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise rm.RankLostError("a rank has ended")
+
+    closed: list[bool] = []
+    updates: Any = WeightUpdates.__new__(WeightUpdates)
+    updates._set, updates.weights = object(), SimpleNamespace(reset=fails)
+    updates._transfer = SimpleNamespace(end_weight_update=lambda: closed.append(True))
+    with pytest.raises(rm.RankLostError):
+        updates.drop("it was refused")
+    assert closed == [True]
 
 
 def test_options_that_do_not_go_together() -> None:

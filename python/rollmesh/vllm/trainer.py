@@ -205,8 +205,10 @@ class _Sending:
             shared = self._shared_block(size)
             assert shared.data is not None
             fill(shared.data, entries, arrays)
-            lent = self._lender.describe(held, shared.lend()) if self._lender is not None and held else None
+            lent = self._lender.describe(held, shared.next_loan) if self._lender is not None and held else None
             info = UpdateInfo(describe(entries, lent).decode(), size, shared.name, shared.nonce, self._name, version)
+            if held:
+                shared.lend()
             return Call("update_weights", (asdict(info),))
         block: Bytes = np.empty(size, np.uint8)
         fill(block, entries, arrays)

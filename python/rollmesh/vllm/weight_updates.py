@@ -242,9 +242,11 @@ class WeightUpdates:
 
     def drop(self, why: str) -> None:
         """The open update, if there is one, ends."""
-        if self._set is not None:
-            self.weights.reset(why, only=self._set)
-        self._close()
+        try:
+            if self._set is not None:
+                self.weights.reset(why, only=self._set)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         self._updating, self._set = False, None
