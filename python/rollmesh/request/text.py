@@ -28,7 +28,8 @@ def tokenizer_of_folder(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(f"{plain(folder)}: reading its tokenizer needs the package transformers, or a tokenizer.json") from error
+        instead = "tokenizer=None loads the model without one"
+        raise ConfigError(f"{plain(folder)}: reading its tokenizer needs transformers, or a tokenizer.json; {instead}") from error
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:

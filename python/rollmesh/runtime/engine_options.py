@@ -27,7 +27,7 @@ class EngineOptions:
     ep: int
     ep_backend: str
     sequence_parallel: bool
-    host_pages: int = 0  # > 0: a host schedules, vllm/runner.py
+    host_pages: int = 0  # > 0: a host schedules, vllm/worker/runner.py
     enforce_eager: bool = False  # no CUDA graphs
     memory_fraction: float = 0.0  # > 0 where kv_bytes = 0 and no host schedules: of the device's free memory
     cuda_library: str | None = None  # devices.py, as the next

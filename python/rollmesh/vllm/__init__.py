@@ -1,7 +1,7 @@
 """rollmesh inside vLLM. vLLM finds three entry points here, and which of them act is chosen with vLLM's own switch:
 
-    VLLM_PLUGINS=rollmesh         platform + register   vLLM schedules, and every forward pass is rollmesh's (worker.py)
-    VLLM_PLUGINS=rollmesh_model   register_model        vLLM's own model runner with rollmesh's model classes (model.py)
+    VLLM_PLUGINS=rollmesh         platform + register   vLLM schedules, and every forward pass is rollmesh's (worker/)
+    VLLM_PLUGINS=rollmesh_model   register_model        vLLM's own model runner with rollmesh's model classes (model/)
     VLLM_PLUGINS unset            none of them          vLLM loads all plugins then, so not to be named has to mean no
 
 They are called in every process of vLLM, the front end, engine cores and workers, and some of them more than once: each call

@@ -1,4 +1,4 @@
-"""What the ranks of vLLM's tensor parallel group send one another between the ops of the out-of-tree model (model.py): the parts of a
+"""What the ranks of vLLM's tensor parallel group send one another between the ops of the out-of-tree model (causal_lm.py): the parts of a
 matrix that each has computed, put together on all. Bytes are moved and nothing is added, so a model on several ranks has the bits of
 one (docs/numerics.md); this is csrc/model/shard.h over vLLM's group.
 """

@@ -2,7 +2,7 @@
 end where the request comes in (`refuse`, out of generate() or as HTTP 400), and again by the worker.
 
     ENGINE   the C engine draws and records with it
-    HOST     it edits the logits of a token before the draw: host.py, over vLLM's own functions
+    HOST     it edits the logits of a token before the draw: host_logits.py, over vLLM's own functions
     VLLM     vLLM's front end or scheduler, which rollmesh runs under
     REFUSED  nobody; only the value that asks for nothing is taken
 """

@@ -123,7 +123,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if share <= 2 * weights:
             raise CapacityError(
                 f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
-                f"wanted more than two copies of its weights, {2 * weights}"
+                f"expected more than two copies of its weights, {2 * weights}"
             )
         return int(share - 2 * weights)
 
