@@ -55,6 +55,7 @@ def test_submitting_while_others_run(ranks: Ask, threads: Ask, mesh: tuple[int, 
         assert inflight == "restart" or by_request(expected) == one_rank
 
 
+@pytest.mark.full
 def test_submitting_while_others_run_over_torch(ranks: Ask, threads: Ask) -> None:
     expected = threads("rolling", (1, 2, 1), inflight="wait")
     assert results(ranks("rolling", (1, 2, 1), "torch", inflight="wait")) == [expected, expected]
@@ -151,6 +152,7 @@ def test_a_push_that_fails_on_one_rank(
         check_ended(ranks("pieces", mesh, how=how, victim=victim, at=at, others_stop=True), serves_next, [victim], kind, words)
 
 
+@pytest.mark.full
 def test_a_push_that_fails_on_one_rank_over_torch(ranks: Ask, serves_next: Any) -> None:
     check_ended(ranks("pieces", (1, 2, 1), "torch", how="shape", victim=1, at=3), serves_next, [1], "ShapeError", "3")
 

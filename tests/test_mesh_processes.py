@@ -373,6 +373,7 @@ def test_row_25_ranks_that_commit_different_versions(shm: Run, alone: Callable[.
         assert {"digest": rank["next"], "version": 1, **rank["bits"]} == alone("bits", model="moe")[1]
 
 
+@pytest.mark.full
 def test_row_25_over_torch(servers: dict[str, Server]) -> None:
     for rank in servers["torch"]("apart", (2, 1, 1), how="prompts", victim=1, timeout=30.0):
         assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
@@ -458,6 +459,7 @@ def test_row_26_killed_at_any_moment(
     assert results(shm("bits", mesh, model="moe")) == [alone("bits", model="moe")] * world
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["generate", "sync"])
 def test_row_26_over_torch(servers: dict[str, Server], pytestconfig: pytest.Config, where: str) -> None:
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}}
@@ -467,6 +469,7 @@ def test_row_26_over_torch(servers: dict[str, Server], pytestconfig: pytest.Conf
     pytestconfig.stash[SUMMARY].append(f"torch, killed in {where}: known after {1000 * seconds:.1f} ms")
 
 
+@pytest.mark.full
 def test_row_27_over_torch(servers: dict[str, Server]) -> None:
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 3.0}
     ranks = servers["torch"]("lost", (2, 1, 2), where="generate", calls=5, victim=1, signal=STOP, **job)
@@ -577,6 +580,7 @@ def test_ctrl_c_in_one_rank(servers: dict[str, Server], transport: str, mesh: tu
     check_interrupted(results(servers[transport]("interrupted", mesh, where=where, victim=victim, **job)), victim)
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
     """Python runs below C there: the exception passes through it."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
