@@ -8,28 +8,13 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-SUMMARY = pytest.StashKey[list[str]]()
-
-
-def full(*values: Any) -> Any:
-    """A case that only the whole set of tests has: pytest -m "not slow"."""
-    return pytest.param(*values, marks=pytest.mark.full)
-
-
-def some(cases: Iterable[Any], keep: Callable[[Any], bool] | Collection[int], names: int = 1) -> list[Any]:
-    """The cases of a parametrisation by so many names; only those that `keep` tells, by place or by value, are quick."""
-    marked = []
-    for place, case in enumerate(cases):
-        stays = keep(case) if callable(keep) else place in keep
-        marked.append(case if stays else full(case) if names == 1 else full(*case))
-    return marked
+from marks import SUMMARY
 
 
 def pytest_configure(config: pytest.Config) -> None:

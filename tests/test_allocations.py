@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SUMMARY
 from helpers import numpy_state_dict, tiny_config
+from marks import SUMMARY
 
 import rollmesh as rm
 from rollmesh import _core

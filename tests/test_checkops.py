@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SUMMARY, full
+from marks import SUMMARY, full
 
 FIXED_SEED = "20261121"
 NO_VARIANT = 3  # exit status: the reference had nothing to be compared with

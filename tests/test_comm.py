@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import full
+from marks import full
 from test_native import MEMORY, note, passes, run
 
 import rollmesh as rm

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import cuda_build
 import pytest
-from conftest import SUMMARY, full, some
 from cuda_device import no_gpu
+from marks import SUMMARY, full, some
 
 # Cases that tests/simt/check.cpp must come to: an output of an op, in one order of the threads.
 OPS = {

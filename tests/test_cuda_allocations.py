@@ -13,7 +13,7 @@ from typing import Any
 
 import helpers
 import pytest
-from conftest import some
+from marks import some
 from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, library, simt  # noqa: F401  (fixtures)
 
 import rollmesh as rm

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import full
+from marks import full
 from native_build import standin
 from test_cuda_engine import is_simt, library  # noqa: F401  (a fixture)
 from test_grpo import DENSE, MOE, TIMES, run, weights_of

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import full
+from marks import full
 from native_build import standin
 from test_native import MEMORY, note, passes, run
 

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SUMMARY, full
 from dispatch_cases import (
     BACKENDS,
     EXPERTS,
@@ -55,6 +54,7 @@ from dispatch_cases import (
     train_all,
     words,
 )
+from marks import SUMMARY, full
 from torch import Tensor
 
 import rollmesh as rm

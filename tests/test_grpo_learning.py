@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUMMARY
+from marks import SUMMARY
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

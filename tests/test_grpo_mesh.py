@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUMMARY
 from helpers import TIMES
+from marks import SUMMARY
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -18,11 +18,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import conftest
 import helpers
+import marks
 import numpy as np
 import pytest
-from conftest import some
+from marks import some
 
 import rollmesh as rm
 from rollmesh import ops
@@ -356,5 +356,5 @@ def test_a_million_logprobs(request: pytest.FixtureRequest) -> None:
     all_tests = len(MODELS) * (len(VARIANTS) + len(LONG_VARIANTS) + 5 + len(OTHERS)) + 2 * len(OTHERS)
     if COMPARED["tests"] != all_tests:
         pytest.skip(f"{COMPARED['tests']} of {all_tests} tests of this file passed in this run")
-    request.config.stash[conftest.SUMMARY].append(line)
+    request.config.stash[marks.SUMMARY].append(line)
     assert COMPARED["logprobs"] >= 1_000_000

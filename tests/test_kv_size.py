@@ -16,7 +16,7 @@ from typing import Any
 
 import helpers
 import pytest
-from conftest import full
+from marks import full
 from test_cuda_engine import DENSE, MOE, everything
 from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
 

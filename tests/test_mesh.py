@@ -9,7 +9,7 @@ from typing import Any
 
 import helpers
 import pytest
-from conftest import SUMMARY
+from marks import SUMMARY
 
 import rollmesh as rm
 from rollmesh.model import sizes

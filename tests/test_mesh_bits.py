@@ -13,7 +13,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
-from conftest import SUMMARY, full
+from marks import SUMMARY, full
 
 import rollmesh as rm
 from rollmesh.distributed.traffic import step_traffic

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from conftest import full, some
+from marks import full, some
 from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixture)
 
 MESHES = [(1, 2, 1), (2, 2, 1), (2, 2, 4), (2, 1, 2)]

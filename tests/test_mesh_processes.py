@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SUMMARY, full, some
+from marks import SUMMARY, full, some
 
 import rollmesh as rm
 from rollmesh import _core

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SUMMARY
+from marks import SUMMARY
 
 Build = Callable[..., Path]
 MEMORY = "address,undefined"

@@ -14,7 +14,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
-from conftest import full
+from marks import full
 from test_cuda_engine import MOE, told
 from test_cuda_graphs import PARAMS, PROMPTS
 from test_hosted import asked

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import some
+from marks import some
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of each driver: an option that takes a number, and one beyond what it allows.

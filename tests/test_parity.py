@@ -16,11 +16,11 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import conftest
 import helpers
+import marks
 import numpy as np
 import pytest
-from conftest import some
+from marks import some
 
 import rollmesh
 
@@ -281,7 +281,7 @@ def test_bfloat16_is_no_further_from_the_truth(name: str, tiny_generator: Callab
     our_error = np.array([oracle.relative_error(a, b) for a, b in zip(ours, truth)])
     their_error = np.array([oracle.relative_error(a, b) for a, b in zip(theirs, truth)])
     ratio, by_prompt = float(np.median(our_error) / np.median(their_error)), float(np.median(our_error / their_error))
-    request.config.stash[conftest.SUMMARY].append(
+    request.config.stash[marks.SUMMARY].append(
         f"bf16 {name}: median error {np.median(our_error):.4f}, transformers {np.median(their_error):.4f}, "
         f"ratio {ratio:.3f} ({by_prompt:.3f} by prompt)"
     )
@@ -310,7 +310,7 @@ def test_listed_rows_are_few(request: pytest.FixtureRequest) -> None:
     """Comes last: what the float32 cases above did not compare."""
     if LEDGER.rows == 0:
         pytest.skip("no float32 case ran")
-    request.config.stash[conftest.SUMMARY].append(
+    request.config.stash[marks.SUMMARY].append(
         f"float32 parity: {LEDGER.cases} cases, {LEDGER.rows} rows, worst logit error {LEDGER.worst:.1e} of the row's largest; "
         f"listed {len(LEDGER.listed)}: {', '.join(list(LEDGER.listed)[:40]) or 'none'}"
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SUMMARY, some
+from marks import SUMMARY, some
 from test_mesh_processes import KILL, Server, results
 
 import rollmesh as rm

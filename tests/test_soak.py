@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import SUMMARY
+from marks import SUMMARY
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("syncs", "lives", "requests")

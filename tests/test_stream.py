@@ -19,7 +19,7 @@ import helpers
 import numpy as np
 import pytest
 import stream_ranks
-from conftest import some
+from marks import some
 from native_build import standin
 from stream_ranks import SMALL, State, seen
 

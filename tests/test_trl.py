@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUMMARY
+from marks import SUMMARY
 
 pytest.importorskip("trl", reason="needs TRL")
 pytest.importorskip("vllm", reason="needs vLLM")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SUMMARY
+from marks import SUMMARY
 
 NO_VARIANT = 3  # exit status: the reference had nothing to be compared with
 

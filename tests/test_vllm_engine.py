@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_support as support
-from conftest import SUMMARY
+from marks import SUMMARY
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

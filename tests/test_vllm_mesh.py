@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import vllm_support as support
-from conftest import SUMMARY
+from marks import SUMMARY
 
 from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender
 
