@@ -110,7 +110,7 @@ def test_one_rank_that_has_all_gives_each_what_it_wants(server: Server, alone: C
 
 FAULTS = [
     ("hole", "IncompleteSyncError", None, "is in no rank's piece"),
-    ("alike", "ShapeError", None, "wanted"),
+    ("alike", "ShapeError", None, "expected shape"),
     ("huge", "ShapeError", None, r"4611686018427387904.*wanted fewer than 2\^60 elements"),
     ("unknown", "UnexpectedKeyError", None, r"\.no"),
     ("order", "MeshMismatchError", None, "gives .* where rank 0 gives"),

@@ -42,10 +42,10 @@ static const char *shape_hint(const rm_params *params, const rm_target *want, co
 static rm_code check_shape(const rm_params *params, const rm_target *want, const rm_tensor *tensor, const char *name, rm_error *err) {
   if (tensor->n_dims == want->n_dims && memcmp(tensor->shape, want->shape, (size_t)want->n_dims * sizeof *want->shape) == 0) return RM_OK;
   if (tensor->n_dims < 0 || tensor->n_dims > 4)
-    return rm_fail(err, RM_E_SHAPE, "%s: a tensor of %d dims; wanted %s", name, tensor->n_dims,
-                   rm_show_dims(want->shape, want->n_dims).text);
-  return rm_fail(err, RM_E_SHAPE, "%s: shape %s; wanted %s%s", name, rm_show_dims(tensor->shape, tensor->n_dims).text,
-                 rm_show_dims(want->shape, want->n_dims).text, shape_hint(params, want, tensor));
+    return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got a tensor of %d dims", name, rm_show_dims(want->shape, want->n_dims).text,
+                   tensor->n_dims);
+  return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got %s%s", name, rm_show_dims(want->shape, want->n_dims).text,
+                 rm_show_dims(tensor->shape, tensor->n_dims).text, shape_hint(params, want, tensor));
 }
 
 static const char *src_name(rm_src_dtype dtype) {
@@ -64,7 +64,7 @@ const char *rm_dtype_name(rm_dtype dtype) { return dtype == RM_BF16 ? "bfloat16"
 static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, const char *name, rm_error *err) {
   const int same = want == RM_BF16 ? tensor->dtype == RM_SRC_BF16 : tensor->dtype == RM_SRC_F32;
   if (same || (cast && (unsigned)tensor->dtype <= RM_SRC_F64)) return RM_OK;
-  return rm_fail(err, RM_E_DTYPE, "%s: %s; wanted %s (cast=True converts)", name, src_name(tensor->dtype), rm_dtype_name(want));
+  return rm_fail(err, RM_E_DTYPE, "%s: expected %s, got %s (cast=True converts)", name, rm_dtype_name(want), src_name(tensor->dtype));
 }
 
 // How many bytes before and from `data` on the strides reach. 0 on overflow.

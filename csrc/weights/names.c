@@ -112,7 +112,7 @@ static int is_text(const char *name, size_t length) {
 }
 
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
-  if (length > RM_NAME_MAX) return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes; the limit is %d", length, RM_NAME_MAX);
+  if (length > RM_NAME_MAX) return rm_fail(err, RM_E_LIMIT, "expected a tensor name of at most %d bytes, got %zu", RM_NAME_MAX, length);
   if (!is_text(name, length)) return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes has a NUL byte or is not UTF-8", length);
   return RM_OK;
 }
