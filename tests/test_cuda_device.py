@@ -22,14 +22,14 @@ from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Librar
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
-def library(request: pytest.FixtureRequest, cuda_folder: Path) -> Library:
+def library(request: pytest.FixtureRequest) -> Library:
     if request.param == "simt":
         return Library(request.getfixturevalue("simt_library"))
     if not shutil.which("nvcc"):
         no_gpu("no nvcc here: kernels/cuda not compiled")
     if not Path("/dev/nvidiactl").exists():
         no_gpu("no GPU here")
-    found = Library(cuda_build.library(cuda_folder))
+    found = Library(cuda_build.library(request.getfixturevalue("cuda_folder")))
     if found.devices() < 1:
         no_gpu("no GPU here")
     return found
