@@ -39,6 +39,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, LinkError, OptionError
 
 ROOT = Path(__file__).resolve().parent
@@ -244,6 +245,19 @@ class BuildExt(build_ext):
             print(f"no CUDA library in this build (ROLLMESH_CUDA=1 makes it an error): {error}", file=sys.stderr)
 
 
+class BuildPy(build_py):
+    """build_lib is kept between builds: modules that the tree no longer has would go into the next wheel."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        made = {Path(name).resolve() for name in self.get_outputs(include_bytecode=False)}
+        for path in Path(self.build_lib, "rollmesh").resolve().rglob("*.py*"):
+            if path.suffix in (".py", ".pyi") and path not in made:
+                path.unlink()
+
+
 class Archive(Command):
     description = "compile the C core into DIR/librollmesh.a, objects beside it"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = [("to=", None, "the folder DIR")]
@@ -280,6 +294,6 @@ setup(
             py_limited_api=LIMITED_API is not None,
         )
     ],
-    cmdclass={"build_ext": BuildExt, "archive": Archive, "cuda": Cuda},
+    cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "archive": Archive, "cuda": Cuda},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {},
 )
