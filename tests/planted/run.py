@@ -3,8 +3,7 @@
 The faults are in tests/planted/*.toml, a file per area. Each is one change that a user would suffer from:
 
     [name]
-    what = "What is wrong."
-    why = "What a user would suffer from it."
+    what = "What is wrong: what a user would suffer from it."
     file = "the file that is changed"
     old = 'text that stands exactly once in it'
     new = 'what it is replaced by'
@@ -67,14 +66,13 @@ class Fault:
     area: str
     name: str
     what: str
-    why: str
     changes: tuple[Change, ...]
     tests: tuple[str, ...]
 
 
 def read_fault(area: str, name: str, entry: dict[str, Any]) -> Fault:
     changes = tuple(Change(*(each[key] for key in ("file", "old", "new"))) for each in (entry, *entry.get("also", ())))
-    return Fault(area, name, entry["what"], entry["why"], changes, tuple(shlex.split(entry["tests"])))
+    return Fault(area, name, entry["what"], changes, tuple(shlex.split(entry["tests"])))
 
 
 def all_faults() -> list[Fault]:
