@@ -529,16 +529,6 @@ def test_devices_that_are_not_here(make: Callable[..., rm.Generator], monkeypatc
         make()
 
 
-def test_devices_that_cannot_be_opened(make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLMESH_SIMT_SM", "86")
-    with pytest.raises(rm.ConfigError, match="cuda:0 is an sm_86, for which this library has no code"):
-        make()
-    monkeypatch.delenv("ROLLMESH_SIMT_SM")
-    monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", "0")
-    with pytest.raises(rm.CapacityError, match="cuda:0: cudaStreamCreateWithFlags: out of memory"):
-        make()
-
-
 def test_ranks_on_gpus_of_two_architectures(make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensor cores of each have bits of their own; the contract's arithmetic has the same on both."""
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,80")

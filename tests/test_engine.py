@@ -343,23 +343,6 @@ def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: 
     assert arrays(outputs[ids[1]]) == arrays(solo(config, prompt(9, 1), params))
 
 
-def test_row_11_weights_sleep() -> None:
-    with engine() as gen:
-        before = gen.generate(prompt(20), Params(max_tokens=5, seed=0), use_tqdm=False)[0]
-        gen.sleep("weights")
-        for call in (lambda: gen.generate(prompt(20)), lambda: sync(gen, DENSE, 2), lambda: gen.submit([prompt(3)])):
-            with pytest.raises(rm.StateError):
-                call()
-        gen.wake("weights")
-        assert gen.version is None
-        with pytest.raises(rm.NotSyncedError):
-            gen.generate(prompt(20))
-        gen.sync_weights(WEIGHTS[id(DENSE), 1], version=3)
-        after = gen.generate(prompt(20), Params(max_tokens=5, seed=0), use_tqdm=False)[0]
-        assert arrays(after) == arrays(before)
-        assert after.num_cached_tokens == 0
-
-
 # -------------------------------------------------------------------------------------------------- in flight (row 14)
 def in_flight(gen: rm.Generator, config: helpers.Config, how: dict[str, Any]) -> list[tuple[list[int], rm.RequestOutput]]:
     """Six requests of one to three samples; a new version after 9 steps, when some have ended, some run and some wait."""

@@ -4,7 +4,6 @@ against the engine itself (score, other batches, other generators); whether they
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from helpers import numpy_state_dict, parameter_shapes, prompts, tiny_config, ti
 import rollmesh as rm
 
 STATES = [numpy_state_dict(tiny_config(), seed=seed) for seed in (0, 1)]
-MOE_STATE = numpy_state_dict(tiny_config(moe=True))
 VOCAB = tiny_config()["vocab_size"]
 
 
@@ -123,22 +121,6 @@ def test_bad_settings_are_config_errors(settings: dict[str, Any]) -> None:
 def test_backends_that_have_no_effect_on_one_rank(backend: str) -> None:
     with make(ep_backend=backend, sequence_parallel=True, mesh=rm.Mesh(tp=1, dp=1, ep=1)) as generator:
         assert generator.mesh.world == 1
-
-
-@pytest.mark.parametrize(
-    ("degrees", "word"),
-    [
-        ({"tp": 0}, "tp"),
-        ({"dp": 1.5}, "dp"),
-        ({"cp": 2}, "cp"),
-        ({"pp": 2}, "pp"),
-        ({"ep": 2}, "ep"),
-        ({"tp": 2, "dp": 2, "ep": 3}, "ep"),
-    ],
-)
-def test_mesh_rules(degrees: dict[str, Any], word: str) -> None:
-    with pytest.raises(rm.ConfigError, match=word):
-        rm.Mesh(**degrees)
 
 
 # -------------------------------------------------------------------------------------------------- outputs
@@ -255,13 +237,6 @@ def test_all_spellings_of_a_prompt(gen: rm.Generator) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- seeds
-def test_sample_i_of_seed_s_is_sample_0_of_seed_s_plus_i(gen: rm.Generator) -> None:
-    for seed in (7, 2**64 - 2):
-        many = gen.generate([[1, 2, 3]], rm.SamplingParams(n=4, seed=seed), use_tqdm=False)[0].outputs
-        assert len({sample.token_ids.tobytes() for sample in many}) == 4
-        for i, sample in enumerate(many):
-            alone = gen.generate([[1, 2, 3]], rm.SamplingParams(seed=(seed + i) % 2**64), use_tqdm=False)[0].outputs[0]
-            assert same(alone, sample)
 
 
 def test_requests_without_a_seed_follow_the_engines() -> None:
@@ -277,23 +252,6 @@ def test_requests_without_a_seed_follow_the_engines() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- ends
-def test_eos_and_stop_tokens(gen: rm.Generator) -> None:
-    free = gen.generate([9, 8, 7], rm.SamplingParams(max_tokens=40, seed=3), use_tqdm=False)[0].outputs[0].token_ids.tolist()
-    token = next(token for i, token in enumerate(free) if i >= 5 and token not in free[:i])
-    end = free.index(token) + 1
-    stopped = gen.generate([9, 8, 7], rm.SamplingParams(max_tokens=40, seed=3, stop_token_ids=[token]), use_tqdm=False)[0].outputs[0]
-    assert stopped.token_ids.tolist() == free[:end]
-    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", token)
-    with make(eos_token_ids=[0, token]) as other:
-        other.sync_weights(STATES[0])
-        params = rm.SamplingParams(max_tokens=40, seed=3)
-        by_eos = other.generate([9, 8, 7], params, use_tqdm=False)[0].outputs[0]
-        assert by_eos.token_ids.tolist() == free[:end]
-        assert (by_eos.finish_reason, by_eos.stop_reason) == ("stop", None)
-        ignored = other.generate([9, 8, 7], dataclasses.replace(params, ignore_eos=True), use_tqdm=False)[0].outputs[0]
-        assert ignored.token_ids.tolist() == free
-        later = other.generate([9, 8, 7], dataclasses.replace(params, min_tokens=end + 2), use_tqdm=False)[0].outputs[0]
-        assert not {0, token} & set(later.token_ids[: end + 2].tolist())
 
 
 def cut(texts: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple[int, str, str] | None:
@@ -446,18 +404,6 @@ def test_abort_keeps_what_was_generated(gen: rm.Generator) -> None:
     assert same(done[second], full)
 
 
-def test_timeout(gen: rm.Generator) -> None:
-    many, params = [[1, 2, 3]] * 64, rm.SamplingParams(max_tokens=200, seed=1)
-    outputs = gen.generate(many, params, use_tqdm=False, on_error="return", timeout=0.03)
-    late = [output for output in outputs if output.error is not None]
-    assert late
-    assert all(isinstance(output.error, rm.errors.DeadlineError) and output.outputs[0].finish_reason == "abort" for output in late)
-    with pytest.raises(rm.errors.DeadlineError) as caught:
-        gen.generate(many, params, use_tqdm=False, timeout=0.0)
-    assert isinstance(caught.value, TimeoutError)
-    assert gen.metrics()["running"] == gen.metrics()["waiting"] == 0
-
-
 # -------------------------------------------------------------------------------------------------- pause, sleep
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_pause_modes(gen: rm.Generator, mode: Any) -> None:
@@ -555,22 +501,6 @@ def test_metrics_count(gen: rm.Generator) -> None:
     assert metrics["forward_seconds"] > 0
 
 
-def test_prefix_cache_and_its_reset(gen: rm.Generator) -> None:
-    prompt = list(range(50))
-    first = gen.generate(prompt, rm.SamplingParams(seed=1), use_tqdm=False)[0]
-    second = gen.generate(prompt, rm.SamplingParams(seed=1), use_tqdm=False)[0]
-    gen.reset_prefix_cache()
-    third = gen.generate(prompt, rm.SamplingParams(seed=1), use_tqdm=False)[0]
-    assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 48, 0)
-    assert same(first.outputs[0], second.outputs[0])
-    assert same(first.outputs[0], third.outputs[0])
-    with make(enable_prefix_caching=False) as without:
-        without.sync_weights(STATES[0])
-        twice = [without.generate(prompt, rm.SamplingParams(seed=1), use_tqdm=False)[0] for _ in range(2)]
-        assert [output.num_cached_tokens for output in twice] == [0, 0]
-        assert same(twice[1].outputs[0], first.outputs[0])
-
-
 # -------------------------------------------------------------------------------------------------- close
 def test_close_is_final_and_idempotent() -> None:
     generator = make()
@@ -603,23 +533,3 @@ def test_close_is_final_and_idempotent() -> None:
     for call in calls:
         with pytest.raises(rm.StateError, match="closed"):
             call()
-
-
-def test_close_gives_memory_back() -> None:
-    """Address space, in bytes: each of these holds 0.5 GiB of KV cache, so one that stays would show."""
-
-    def address_space() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * 4096
-
-    def use() -> None:
-        with make(kv_cache_gib=0.5) as generator:
-            generator.sync_weights(STATES[0])
-            generator.generate([1, 2, 3], use_tqdm=False)
-            generator.submit([4, 5])
-
-    use()
-    before = address_space()
-    for _ in range(3):
-        use()
-    assert address_space() - before < 2**28

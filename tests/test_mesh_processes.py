@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import pytest
 from marks import SUMMARY, full, some
 
 import rollmesh as rm
-from rollmesh import _core
 
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
@@ -490,39 +488,6 @@ def test_row_27_a_rank_that_stops_is_fenced_off(shm: Run, where: str, calls: int
 
 
 # -------------------------------------------------------------------------------------------------- row 28
-def test_row_28_segments_of_others(shm: Run) -> None:
-    """A file of the name that no living rank 0 of this run made: replaced when it is one of ours whose maker is dead, else refused."""
-    name = f"test.{secrets.token_hex(8)}"
-    path = SHM / f"rollmesh.{name}"
-    for content, mode in ((b"", 0o600), (b"x" * 4096, 0o600), (b"rollmesh region\0" + bytes(4096), 0o644)):
-        path.write_bytes(content)
-        path.chmod(mode)
-        try:
-            ranks = [rm.comm.shm(name, rank, 2, timeout=1.0) for rank in (0, 1)]
-            for rank in ranks:
-                with pytest.raises(rm.AuthError, match=name):
-                    rank.connect(rm.Mesh(tp=2))
-        finally:
-            path.unlink()
-
-
-def test_row_28_another_nonce() -> None:
-    """A rank of another run, which has the same name by chance or by intent."""
-    name = f"test.{secrets.token_hex(8)}"
-
-    def attach(rank: int, nonce: int) -> Exception | None:
-        try:
-            _core.attach(name, rank, nonce, 2, 1, 1, 1.0)
-        except rm.Error as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(2) as pool:
-        first, other = pool.map(attach, (0, 1), (1, 2))
-    assert isinstance(first, rm.CollectiveTimeoutError)
-    assert isinstance(other, rm.AuthError)
-    assert "nonce" in str(other)
-    assert not list(SHM.glob(f"*{name}*"))
 
 
 def test_row_28_a_comm_is_used_once() -> None:

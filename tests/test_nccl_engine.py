@@ -477,15 +477,6 @@ def test_ranks_on_one_gpu_want_an_nccl_that_allows_it(ranks: Run, simt: Path) ->
         assert rank["error"] is None
 
 
-def test_a_weight_that_one_rank_lacks_at_the_commit(ranks: Run, alone: Callable[..., Any]) -> None:
-    """Two phases, by the host's groups: the old version serves on, and the next sync goes well."""
-    for number, rank in enumerate(results(ranks("bad_weight", (2, 1, 2), model="moe", how="pushed", victim=1, row=0))):
-        assert rank["told"][0] == ("IncompleteSyncError" if number == 1 else "SyncAbortedError")
-        assert rank["same"]
-        expected = family_aside(alone("bits", "moe")[1])
-        assert family_aside({"digest": rank["next"], "version": 1, **rank["bits"]}) == expected
-
-
 def test_ranks_that_step_with_different_batches(ranks: Run) -> None:
     """Prompts of one length, so that no exchange has another size."""
     for rank in ranks("apart", (2, 1, 1), model="moe", how="unheard", victim=1, timeout=20.0):
@@ -497,12 +488,6 @@ def test_ranks_that_are_asked_for_different_things(ranks: Run) -> None:
     """Of one batch one rank hands logits out, and the other has no exchange of logits: they compare before the first waits for it."""
     for rank in ranks("apart", (2, 1, 1), model="moe", how="handed out", victim=1, timeout=10.0):
         assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
-
-
-def test_refusals_leave_the_mesh_usable(ranks: Run) -> None:
-    expected = results(ranks("calls_in_a_row", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"}))[0]
-    for got in results(ranks("calls_in_a_row", (2, 1, 2), model="moe")):
-        assert [*got[:-1], family_aside(got[-1])] == [*expected[:-1], expected[-1]]
 
 
 def test_close_of_a_process_gives_everything_back(ranks: Run, simt: Path) -> None:

@@ -617,33 +617,6 @@ def push_all(generator: rm.Generator, entries: Iterator[tuple[str, Any]]) -> Non
             sync.push(name, tensor)
 
 
-def test_row_12_every_allocation_may_fail() -> None:
-    """The n-th allocation of a sync fails, for every n until none does; the first sync of a generator and a later one."""
-    state = new_state(MOE)
-    for first in (True, False):
-        with make(MOE, None if first else OLD["moe"]) as generator:
-            before = None if first else generator.logits(IDS)[0].tobytes()
-            for n in range(1, 200):
-                for for_ever in (False, True):
-                    _core.memory_fail_at(n, for_ever)
-                    try:
-                        generator.sync_weights(iter(state.items()))
-                    except (MemoryError, rm.CapacityError):
-                        _core.memory_fail_at(0)
-                        assert generator.version == (None if first else 5)
-                        if not first:
-                            assert generator.logits(IDS)[0].tobytes() == before
-                    else:
-                        _core.memory_fail_at(0)
-                        break
-                else:
-                    continue
-                break
-            assert 1 < n < 200
-            with make(MOE, state) as other:
-                assert generator.logits(IDS)[0].tobytes() == other.logits(IDS)[0].tobytes()
-
-
 def test_row_13_memory_is_given_back() -> None:
     gc.collect()
     before = _core.memory_mapped()

@@ -8,12 +8,8 @@ Input: a small MoE model. Oracle: the logits of a Generator that was given the s
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -77,37 +73,6 @@ def test_a_source_that_fails(served: Served) -> None:
     with pytest.raises(rm.StateError if isinstance(served.client, ranks.Alone) else RuntimeError, match="without an open update"):
         served.client.finish_weight_update()
     served.still_works()
-
-
-def test_no_memory_for_a_block(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(rm.CapacityError, match=r"no room for .* bytes of weights: No space left"):
-            served.sender.send(state(served.version + 1), served.version + 1)
-    assert left_behind() == []
-    served.still_works()
-
-
-def test_a_block_whose_sender_was_killed() -> None:
-    """Its name stays until the next sender makes one; a block in use is left alone."""
-    lines = ["import os", "from rollmesh.weights.transport.segment import Segment", "segment = Segment(64)"]
-    program = "\n".join([*lines, "print(segment.name, flush=True)", "os.kill(os.getpid(), 9)"])
-    made = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert made.returncode == -9
-    left = SHM / made.stdout.strip()
-    segment.Segment(64).close()
-    assert left.exists()  # it may have been made this instant
-    os.utime(left, (0, 0))
-    mine = segment.Segment(64)
-    assert not left.exists()
-    os.utime(SHM / mine.name, (0, 0))
-    another = segment.Segment(64)
-    assert (SHM / mine.name).exists()
-    mine.close()
-    another.close()
 
 
 def test_blocks_that_are_made_side_by_side() -> None:

@@ -400,14 +400,6 @@ class Running:
     def tokens(self) -> list[list[int]]:
         return [list(answer.tokens) for answer in self.answers]
 
-    def at_rest(self) -> list[list[int]]:
-        """Once nothing has come for a while: what was on its way may be late."""
-        before, now = [[-1]], self.tokens()
-        while now != before:
-            time.sleep(0.2)
-            before, now = now, self.tokens()
-        return now
-
     def result(self) -> list[support.Answer]:
         for future in self.futures:
             future.result(60)
@@ -516,33 +508,6 @@ def test_two_trainers_at_once(served: Server) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- pause and sleep
-def test_pause(served: Server) -> None:
-    """keep: nothing is said until /resume, and then the rest; abort: what came is the beginning; wait: what has begun ends. vLLM keeps
-    requests that come in a pause until it is over."""
-    whole = support.without_ranks(served.oracle.answers(long_requests()))
-    cut = 0
-    for mode in ("abort", "wait", *["keep"] * 6):
-        with ThreadPoolExecutor(len(whole)) as pool:
-            running = Running(served, pool)
-            assert served.do(f"pause?mode={mode}") == {"status": "paused"}
-            assert served.ask("is_paused") == (200, {"is_paused": True})
-            if mode == "keep":
-                cut = sum(0 < len(tokens) < LONG for tokens in running.at_rest())
-            elif mode == "wait":
-                for i, tokens in enumerate(running.tokens()):
-                    if tokens:
-                        running.futures[i].result(60)
-            served.do("resume")
-            got = running.result()
-        ends = [answer.end for answer in got if answer.tokens]  # vLLM has no event for the end of an empty stream
-        assert set(ends) <= {("length", None)} | ({("abort", None)} if mode == "abort" else set())
-        for answer, (want,) in zip(got, whole, strict=True):
-            n = LONG if answer.end == ("length", None) else len(answer.tokens)
-            support.agree([[answer]], [[support.Answer(0, want.tokens[:n], answer.end, want.positions[:n])]])
-        if cut:
-            break
-    assert cut > 0, "no request was in its middle at the pause: nothing was shown"
-    served.hold()
 
 
 def test_sleep_and_reload(served: Server) -> None:

@@ -120,18 +120,6 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
     served.hold()
 
 
-def test_an_update_while_the_weights_sleep(served: Served) -> None:
-    served.llm.sleep(2)
-    with pytest.raises(Exception, match="asleep"):
-        served.sender.send(served.weights(98), served.version + 1)
-    served.llm.wake_up()
-    finish, why = support.ended(served.llm, support.request([1, 2, 3]))  # level 2 has dropped them
-    assert finish == "error"
-    assert "NotSyncedError" in why
-    served.push()
-    served.hold()
-
-
 @pytest.mark.parametrize(
     "method, args, options, words",
     [
