@@ -161,7 +161,7 @@ def test_a_push_that_fails_on_one_rank_over_torch(ranks: Ask, serves_next: Any) 
 def test_one_rank_drops_its_set(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
     for number, got in enumerate(results(ranks("pieces", mesh, how="abort", victim=victim, at=2))):
         assert got["told"][:2] == (
-            ["KeyError", "'aborted'"] if number == victim else ["SyncAbortedError", f"rank {victim}: the set was aborted"]
+            ["KeyError", "'aborted'"] if number == victim else ["SyncAbortedError", f"rank {victim}: the sync was aborted"]
         )
         assert got["same"]
 

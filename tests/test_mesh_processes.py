@@ -189,11 +189,11 @@ def test_refusals_are_the_same_everywhere(shm: Run, alone: Callable[..., Any], m
 @pytest.mark.parametrize(
     "mesh, words",
     [
-        ({"tp": 2, "ep": 3}, "ep = 3"),
-        ({"tp": 2, "dp": 2, "ep": 3}, "ep = 3"),
-        ({"cp": 2}, "cp = 2"),
-        ({"pp": 2}, "pp = 2"),
-        ({"tp": 0}, "tp = 0"),
+        ({"tp": 2, "ep": 3}, "ep: expected 1, tp = 2 or .*, got 3"),
+        ({"tp": 2, "dp": 2, "ep": 3}, "ep: expected 1, tp = 2 or .*, got 3"),
+        ({"cp": 2}, "cp: expected 1, got 2"),
+        ({"pp": 2}, "pp: expected 1, got 2"),
+        ({"tp": 0}, "tp: expected an integer in .*, got 0"),
         ({"dp": True}, "dp"),
         ({"tp": 1 << 20}, "tp"),
     ],
@@ -223,14 +223,14 @@ def test_row_22_models_that_a_mesh_does_not_divide(
         (lambda: rm.comm.shm("a/b", 0, 2), "name"),
         (lambda: rm.comm.shm("", 0, 2), "name"),
         (lambda: rm.comm.shm("a" * 201, 0, 2), "name"),
-        (lambda: rm.comm.shm("a", 2, 2), "rank = 2"),
-        (lambda: rm.comm.shm("a", -1, 2), "rank = -1"),
-        (lambda: rm.comm.shm("a", True, 2), "rank = True"),
-        (lambda: rm.comm.shm("a", np.int64(2), np.int64(2)), "rank = "),
-        (lambda: rm.comm.shm("a", np.True_, 2), "rank = "),
-        (lambda: rm.comm.shm("a", 0.0, 2), "rank = "),
-        (lambda: rm.comm.shm("a", 0, 0), "world = 0"),
-        (lambda: rm.comm.shm("a", 0, 65), "world = 65"),
+        (lambda: rm.comm.shm("a", 2, 2), "rank: expected one of .*, got 2"),
+        (lambda: rm.comm.shm("a", -1, 2), "rank: expected one of .*, got -1"),
+        (lambda: rm.comm.shm("a", True, 2), "rank: expected one of .*, got True"),
+        (lambda: rm.comm.shm("a", np.int64(2), np.int64(2)), "rank: expected one of .*, got "),
+        (lambda: rm.comm.shm("a", np.True_, 2), "rank: expected one of .*, got "),
+        (lambda: rm.comm.shm("a", 0.0, 2), "rank: expected one of .*, got "),
+        (lambda: rm.comm.shm("a", 0, 0), "world: expected a number of ranks in .*, got 0"),
+        (lambda: rm.comm.shm("a", 0, 65), "world: expected a number of ranks in .*, got 65"),
         (lambda: rm.comm.shm("a", 0, 2, timeout=0.0), "timeout"),
         (lambda: rm.comm.shm("a", 0, 2, timeout=float("nan")), "timeout"),
         (lambda: rm.comm.shm("a", 0, 2, timeout=True), "timeout"),
@@ -495,7 +495,7 @@ def test_row_28_a_comm_is_used_once() -> None:
     comm.connect(rm.Mesh())
     with pytest.raises(rm.StateError, match="another generator"):
         comm.connect(rm.Mesh())
-    with pytest.raises(rm.ConfigError, match="comm has 2 ranks and the mesh 3"):
+    with pytest.raises(rm.ConfigError, match="mesh: expected 2 ranks, as many as the comm has, got 3"):
         rm.comm.shm("two", 0, 2).connect(rm.Mesh(tp=3))
 
 

@@ -169,14 +169,14 @@ def host() -> comms.Shm:
 
 @pytest.mark.parametrize("group", ["shm", 3])
 def test_a_group_of_the_host_is_wanted(group: object) -> None:
-    with pytest.raises(rm.ConfigError, match=r"wanted a comm of the host: rm.comm.shm\(…\), rm.comm.torch\(…\), or None"):
+    with pytest.raises(rm.ConfigError, match=r"expected a host comm \(rm.comm.shm\(…\), rm.comm.torch\(…\)\), or None"):
         rm.comm.nccl(group)  # type: ignore[arg-type]
 
 
 def test_it_wraps_a_comm_once(stand_in: str) -> None:
     made = rm.comm.nccl(host(), stand_in)
     assert (made.rank, made.world, made.timeout, made.library.path) == (0, 2, 600.0, stand_in)
-    with pytest.raises(rm.ConfigError, match="wanted a comm of the host"):
+    with pytest.raises(rm.ConfigError, match="expected a host comm"):
         rm.comm.nccl(made, stand_in)
 
 
@@ -188,7 +188,7 @@ def test_no_nccl_is_said_before_there_is_a_generator(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", [None, host()])
 def test_it_is_of_gpus(stand_in: str, group: comms.Shm | None) -> None:
     made = rm.comm.nccl(group, stand_in)
-    with pytest.raises(rm.ConfigError, match=r"device = 'cpu' with rm.comm.nccl\(…\), wanted device = 'cuda'"):
+    with pytest.raises(rm.ConfigError, match=r"device: expected 'cuda' with rm.comm.nccl\(…\), got 'cpu'"):
         rm.Generator(rm.ModelSpec.from_hf(helpers.tiny_config()), mesh=rm.Mesh(tp=2), comm=made)
 
 

@@ -377,9 +377,9 @@ def test_a_sender_on_the_host_of_a_comm_of_gpus(others: Callable[..., Ranks]) ->
     ranks.make(DENSE)
     for _ in range(2):  # also when there is a GPU that the comm has begun with
         told = ranks(("send", DENSE, 1, {"device": "cpu"}), *[("receive", {})] * 2, limit=SOON)
-        assert told[0].startswith("ConfigError: device = 'cpu' with rm.comm.nccl(…), wanted device = 'cuda'")
+        assert told[0].startswith("ConfigError: device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'")
         assert told[1] == told[2]
-        assert told[1].startswith("SyncAbortedError: rank 0: ConfigError: device = 'cpu' with rm.comm.nccl")
+        assert told[1].startswith("SyncAbortedError: rank 0: ConfigError: device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'")
         ranks.make(DENSE)
         assert ranks.stream(DENSE, 1, {})[1:] == [from_the_host(DENSE, state_of(DENSE, 1))] * 2
 
@@ -479,9 +479,9 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
 
     outside = distributed.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a process that is none of its ranks
     for none in ("gloo", 3, rm.Mesh(tp=2), outside):
-        message = rf"group is a {type(none).__name__}, wanted a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None"
+        message = rf"group: expected a comm \(rm.comm.nccl, shm, torch\), torch's ProcessGroup or None, got a {type(none).__name__}"
         if none is outside:
-            message = "group is torch's NON_GROUP_MEMBER: new_group made it without this process, wanted a group that it is in"
+            message = "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER"
         for call in (
             lambda its: sources.send_weights({}, its),
             lambda its: next(sources.receive_weights(its, src=0)),
@@ -496,7 +496,7 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
             sources.send_weights(wrong, alone)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "torch", None)
     for call in (lambda: sources.send_weights({}), rm.comm.torch):
-        with pytest.raises(rm.ConfigError, match=r"group = None needs torch, which is missing: wanted rm.comm.nccl\(…\) or rm.comm.shm"):
+        with pytest.raises(rm.ConfigError, match=r"group: expected rm.comm.nccl\(…\) or rm.comm.shm\(…\) without torch, got None"):
             call()
     monkeypatch.undo()
 
@@ -514,7 +514,7 @@ def test_a_group_that_torch_has_given_up_is_none(tmp_path: Path) -> None:
             lambda: next(sources.receive_weights(gone, src=0)),
             lambda: rm.comm.torch(gone),
         ):
-            with pytest.raises(rm.StateError, match=r"a ProcessGroup that torch.distributed does not know: it was destroyed"):
+            with pytest.raises(rm.StateError, match=r"group: expected one that torch.distributed knows, got one that was destroyed"):
                 call()
     finally:
         distributed.destroy_process_group()

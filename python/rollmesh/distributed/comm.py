@@ -1,14 +1,14 @@
-"""How the ranks of a mesh reach one another. The program is SPMD: every process makes the same calls in the same order.
+"""How the ranks of a mesh communicate. The program is SPMD: every process makes the same calls in the same order.
 
     Generator(spec, mesh=rm.Mesh(tp=2, dp=2))                     all ranks are threads of this process: the default
-    Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: a process is a rank, shared memory between (one machine)
+    Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: one process per rank, shared memory (one machine)
     Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that you start yourself
-    Generator(spec, mesh=…, comm=rm.comm.torch(group))            a process is a rank, a torch.distributed group between (Gloo)
-    Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, and NCCL between the memories of GPUs; without
-                                                                  a comm within, ranks are threads
+    Generator(spec, mesh=…, comm=rm.comm.torch(group))            one process per rank, a torch.distributed group (Gloo)
+    Generator(spec, device="cuda", mesh=…, comm=rm.comm.nccl(rm.comm.shm()))     the same, with NCCL between GPUs; with rm.comm.nccl()
+                                                                  ranks are threads
 
-A comm is used by one generator, or by streams of weights (rollmesh.sources.send_weights). Bytes are moved and never added: what comes out
-does not depend on which it is.
+A comm belongs to one generator, or to streams of weights (rollmesh.sources.send_weights). It moves bytes and adds none, so no result
+depends on which comm is used.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from rollmesh.runtime.messages import shown
 
 OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")  # of csrc/comm/comm.h
 MAX_TIMEOUT_S = 10**6
-SEEN_ENDING_S = 0.2  # a connection breaks before the end of a process shows
-BOARD_S = 2.0  # for a word in torch's store
-ASK_S = 1.0  # between two questions to it, while nothing else says whether a rank has given up
+SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its process signals
+BOARD_S = 2.0  # timeout of reads and writes of torch's store
+ASK_S = 1.0  # between two looks into the store for a rank that has given up
 GAVE_UP = "rollmesh: the rank that gave up"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
@@ -59,18 +59,18 @@ def _is_real(value: object) -> bool:
 
 
 def _machine() -> str:
-    """Where a pid means the same process."""
+    """A name of the machine and pid namespace: where it is equal, pids name the same processes."""
     return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}" if os.path.exists("/proc/self/ns/pid") else ""
 
 
 def _number(variable: str, text: str | None) -> int:
     if text is None or not text.isdecimal():
-        raise ConfigError(f"{variable} = {shown(text)} in the environment, wanted a number")
+        raise ConfigError(f"{variable}: expected a number in the environment, got {shown(text)}")
     return int(text)
 
 
 def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raises MeshMismatchError that lists which ranks differ from rank 0, and in what."""
+    """MeshMismatchError unless all ranks have equal values; it lists which ranks differ from rank 0, and in what."""
     wrong = [
         f"rank {rank} has {name} = {its.get(name)}, rank 0 {everyone[0].get(name)}"
         for rank, its in enumerate(everyone)
@@ -82,57 +82,58 @@ def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_group(group: Any) -> None:
-    """That it is torch.distributed's, or None; torch itself meets anything else with an assertion of its own."""
+    """Refuses what is not a group of torch.distributed that this process is in, or None; torch itself fails with an assertion."""
     try:
         from torch import distributed
     except ImportError as error:
-        raise ConfigError(f"group = {shown(group)} needs torch, which is missing: wanted rm.comm.nccl(…) or rm.comm.shm(…)") from error
+        raise ConfigError(f"group: expected rm.comm.nccl(…) or rm.comm.shm(…) without torch, got {shown(group)}") from error
     outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer, that of no rank
     if type(group) is type(outside) and group == outside:
-        text = "group is torch's NON_GROUP_MEMBER: new_group made it without this process"
-        raise ConfigError(f"{text}, wanted a group that it is in; on this rank the call is left out")
+        raise ConfigError("group: expected a group that this process is in, got torch's NON_GROUP_MEMBER; leave the call out on this rank")
     if group is not None and not isinstance(group, distributed.ProcessGroup):
-        raise ConfigError(f"group is a {type(group).__name__}, wanted a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None")
+        raise ConfigError(f"group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None, got a {type(group).__name__}")
     if not distributed.is_initialized():
         raise StateError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    if group is not None and group not in distributed.distributed_c10d._world.pg_map:
-        raise StateError("group is a ProcessGroup that torch.distributed does not know: it was destroyed, or made past new_group")
+    try:
+        distributed.get_rank(group)
+    except ValueError as error:
+        raise StateError("group: expected one that torch.distributed knows, got one that was destroyed or not made by new_group") from error
 
 
 class Ends(NamedTuple):
-    """This rank's ends of its groups; None where a group has one rank."""
+    """This rank's end of each group; None for a group of one rank."""
 
     tp: _core.Comm | None
     ep: _core.Comm | None
     world: _core.Comm | None
-    control: _core.Comm | None  # of the world, for what Python sends
-    lockstep: _core.Comm | None  # the ranks that step together, for what Python asks them
+    control: _core.Comm | None  # the world again, for messages of the Python layer
+    lockstep: _core.Comm | None  # the lockstep group, for messages of the Python layer
 
 
 class Comm:
-    """One rank's way to the others. Subclasses say how the ends are made."""
+    """One rank's connection to the others. Subclasses make the ends."""
 
     MAX_WORLD = 4096
 
     def __init__(self, rank: int, world: int, timeout: float):
         if not _is_int(world) or not 1 <= world <= self.MAX_WORLD:
-            raise ConfigError(f"world = {shown(world)}, wanted a number of ranks in [1, {self.MAX_WORLD}]")
+            raise ConfigError(f"world: expected a number of ranks in [1, {self.MAX_WORLD}], got {shown(world)}")
         if not _is_int(rank) or not 0 <= rank < world:
-            raise ConfigError(f"rank = {shown(rank)}, wanted one of {world} ranks, counted from 0")
+            raise ConfigError(f"rank: expected one of {world} ranks, counted from 0, got {shown(rank)}")
         if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+            raise ConfigError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}")
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = self._closed = False
-        self.stream: Any = None  # what carries weights over it (rollmesh.weights.transport.carriers), from the first stream on
+        self.stream: Any = None  # the carrier of weight streams over it (weights/transport/carriers.py), made by the first stream
 
     def connect(self, mesh: Mesh) -> Ends:
         """The ends for a mesh, once."""
         if mesh.world != self.world:
-            raise ConfigError(f"comm has {self.world} ranks and the mesh {mesh.world} (dp={mesh.dp}, tp={mesh.tp}), wanted as many")
+            raise ConfigError(f"mesh: expected {self.world} ranks, as many as the comm has, got {mesh.world} (dp={mesh.dp}, tp={mesh.tp})")
         if self._closed:
-            raise StateError("this comm is closed, wanted another one")
+            raise StateError("this comm is closed; make another one")
         if self._used:
-            raise StateError("this comm belongs to another generator or to a stream of weights, wanted one of its own")
+            raise StateError("this comm belongs to another generator or to a stream of weights; make one for each")
         self._used = True
         try:
             return self._connect(mesh)
@@ -144,22 +145,22 @@ class Comm:
         raise NotImplementedError
 
     def tells(self) -> dict[str, str]:
-        """What the ranks have to know of one another before they make their engines."""
+        """What the other ranks check before they make their engines."""
         return {"NCCL": "none"}
 
     def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
-        """What all ranks tell. Raises MeshMismatchError that lists which differ in their NCCL."""
+        """Takes what all ranks told. MeshMismatchError lists the ranks whose NCCL differs."""
         check_alike([{"NCCL": its["NCCL"]} for its in everyone])
 
     def look(self, control: _core.Comm) -> None:
-        """Raises RankLostError, or what ended the mesh, if that is known without meeting the others."""
+        """Raises RankLostError, or what aborted the mesh, if this rank can know it without an exchange."""
         control.look()
 
     def abort(self) -> None:
-        """The rank gives up, and its ends have been told: what else there is to do for the others to hear of it."""
+        """This rank gives up and its ends are aborted: what else is needed for the others to notice."""
 
     def close(self) -> None:
-        """The ends are closed: a generator's by it, a stream's here, by all ranks."""
+        """Called once the generator has closed its ends, or by all ranks after their streams: closes the streams' ends."""
         self._closed = True
         stream, self.stream = self.stream, None
         if stream is not None:
@@ -174,7 +175,7 @@ class Shm(Comm):
     def __init__(self, name: str, rank: int, world: int, timeout: float):
         super().__init__(rank, world, timeout)
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ConfigError(f"name = {shown(name)}, wanted 1 to 200 letters, digits, '.', '_' or '-'")
+            raise ConfigError(f"name: expected 1 to 200 letters, digits, '.', '_' or '-', got {shown(name)}")
         self.name = name
 
     def _connect(self, mesh: Mesh) -> Ends:
@@ -183,21 +184,21 @@ class Shm(Comm):
 
 
 class Torch(Comm):
-    """Any torch.distributed process group that can move tensors of the CPU."""
+    """Any torch.distributed process group with a backend for CPU tensors."""
 
     def __init__(self, group: Any, timeout: float):
         check_group(group)
         from torch import distributed
 
         self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
-        self._store: Any = None  # of the control group: what all ranks can read while one of them ends its connections
-        self.heard = False  # a connection has broken: what this rank gives up for is another's reason
+        self._store: Any = None  # torch's key-value store of the control group; readable after connections have broken
+        self.heard = False  # a connection has broken, so another rank gave up first
         self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
 
     def _connect(self, mesh: Mesh) -> Ends:
-        """Every rank makes all groups in the same order, as torch wants it: so the degrees are compared before there are more."""
+        """torch wants all ranks to make all groups in the same order, so the degrees are compared over the first one."""
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
@@ -206,9 +207,9 @@ class Torch(Comm):
             everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
             check_alike([its["mesh"] for its in everyone])
             self._watch({rank: its["process"] for rank, its in enumerate(everyone) if its["machine"] == mine["machine"]})
-        runs = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
+        sizes = {"tp": mesh.tp, "ep": mesh.ep, "lockstep": max(mesh.tp, mesh.ep)}
         ends: dict[str, _core.Comm | None] = {}
-        for axis, size in runs.items():
+        for axis, size in sizes.items():
             for first in range(0, self.world, size):
                 end = self._group(world[first : first + size])
                 if first <= self.rank < first + size:
@@ -226,25 +227,25 @@ class Torch(Comm):
         me = members.index(self.rank)
         self._exchanges.append(_Exchange(self, group, me, len(members)))
         end = _core.Comm(self._exchanges[-1], me, len(members), "torch")
-        end.set_timeout(self.timeout)  # the group has it; what stands on this end asks here
+        end.set_timeout(self.timeout)  # the torch group has it already; users of this end read it here
         return end
 
     def _watch(self, processes: Mapping[int, int]) -> None:
         for rank, process in processes.items():
             if rank != self.rank and hasattr(os, "pidfd_open"):
-                with suppress(OSError):  # not of this pid namespace, or none left
+                with suppress(OSError):  # not of this pid namespace, or out of descriptors
                     self._watched[rank] = os.pidfd_open(process)
 
     def ended(self, wait_s: float = 0.0) -> list[int]:
-        """Ranks of this machine whose process has ended; others' cannot be seen."""
+        """Ranks of this machine whose process has ended. Other machines cannot be watched."""
         poll = select.poll()
         ranks = {fd: rank for rank, fd in self._watched.items()}
         for fd in ranks:
             poll.register(fd, select.POLLIN)
         return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
 
-    def leave_word(self) -> None:
-        """That this rank gives up, unless another has before. The store may be gone too, and nothing waits for it."""
+    def announce_giving_up(self) -> None:
+        """Writes into the store that this rank gives up, unless another rank did before. Ignores a store that is gone."""
         if self._store is not None and not self.heard:
             with suppress(RuntimeError):
                 self._board().compare_set(GAVE_UP, "", str(self.rank))
@@ -256,7 +257,7 @@ class Torch(Comm):
         return None
 
     def _board(self) -> Any:
-        """The store by a connection of its own, whose short deadline is not that of others."""
+        """The store over a connection of its own, with a short timeout."""
         board = self._store.clone()
         board.set_timeout(timedelta(seconds=BOARD_S))
         return board
@@ -282,21 +283,21 @@ class Torch(Comm):
 
 
 class _Exchange:
-    """rm_transport's exchange over a torch group: a header from everyone, which must fit, then the bytes."""
+    """rm_transport's exchange over a torch group: all ranks exchange headers, compare them, then exchange the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
         self._comm, self._group, self._rank, self._size, self._process = comm, group, rank, size, os.getpid()
-        self._asked = time.monotonic()  # of the store, when
+        self._asked = time.monotonic()  # when the store was read last
 
     def store(self) -> Any:
-        """Of the group; None where torch is too old to tell."""
+        """The group's store; None where torch is too old to give it."""
         return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
     def __call__(self, op: int, sequence: int, epoch: int, timeout: float, send: list[bytes], sizes: list[int]) -> list[memoryview]:
         import torch
         from torch import distributed
 
-        del timeout  # the group's own
+        del timeout  # the torch group has its own
         if self._group is None:
             raise RankLostError(f"rank {self._rank} has given up or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
@@ -322,12 +323,11 @@ class _Exchange:
                 ours = f"call {sequence}, {OPS[op]}, of version {epoch}"
                 raise CollectiveMismatchError(f"rank {rank} is in {theirs}, rank {self._rank} in {ours}")
             if rank != self._rank and given[self._rank] != sizes[rank]:
-                raise CollectiveMismatchError(
-                    f"rank {rank} gives {given[self._rank]} bytes to rank {self._rank} in call {sequence}, {OPS[op]}, wanted {sizes[rank]}"
-                )
+                sent = f"bytes from rank {rank} for rank {self._rank}, got {given[self._rank]}"
+                raise CollectiveMismatchError(f"call {sequence}, {OPS[op]}: expected {sizes[rank]} {sent}")
 
     def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
-        """Of a connection that broke Gloo says to which address; the process that ended, or the rank that gave up, says which rank."""
+        """Gloo's error of a broken connection names an address; the watched processes and the store say which rank was lost."""
         self._comm.heard = True
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         where = f"{OPS[op]}, call {sequence}: {text[:300]}"
@@ -339,7 +339,7 @@ class _Exchange:
         return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has given up ({where})")
 
     def look(self) -> None:
-        """For a rank that waits for its GPU, and for the others there: raises RankLostError where it is known that one will not come."""
+        """Called while a rank waits for its GPU: RankLostError if another rank is known to be lost."""
         if self._group is None:
             raise RankLostError(f"rank {self._rank} has given up or left the group")
         if ended := ", ".join(map(str, self._comm.ended())):
@@ -352,51 +352,49 @@ class _Exchange:
                 raise RankLostError(f"lost rank {who}: it has given up")
 
     def abort(self) -> None:
-        """The others lose the connection, which they notice where they wait, and find out why."""
+        """Closes the connections: the other ranks notice it where they wait, and read the reason from the store."""
         if self._group is not None and os.getpid() == self._process:
-            self._comm.leave_word()
+            self._comm.announce_giving_up()
             self.close()
 
     def close(self) -> None:
         from torch import distributed
 
-        group, self._group = self._group, None  # its connections end with the last that refers to it
+        group, self._group = self._group, None  # its connections end with the last reference
         if group is not None and os.getpid() == self._process and distributed.is_initialized():  # not the parent's, in a fork
             distributed.destroy_process_group(group)
 
 
 class Nccl(Comm):
-    """NCCL between the memories of GPUs, over a comm of the host: what ranks say to one another besides activations (plans, requests,
-    votes, outputs) goes by the host's, and so does word of a rank that is lost. `group` is None where ranks are threads."""
+    """NCCL between GPUs, beside a host comm: activations travel by NCCL; plans, requests, votes, outputs and the news of a lost rank by
+    the host comm. `group`, the host comm, is None where ranks are threads."""
 
     def __init__(self, group: Comm | None, library: str | os.PathLike[str] | None):
         if group is not None and (not isinstance(group, Comm) or isinstance(group, Nccl)):
             raise ConfigError(
-                f"group = {shown(group)}, wanted a comm of the host: rm.comm.shm(…), rm.comm.torch(…), or None where ranks are threads"
+                f"group: expected a host comm (rm.comm.shm(…), rm.comm.torch(…)), or None where ranks are threads, got {shown(group)}"
             )
         self.library = _nccl.find(library)
         self.group = group
-        self.gpu: str | None = None  # this rank's, alike on ranks that have the same one; threads know theirs by its number
+        self.gpu: str | None = None  # a name that is equal on ranks that share a GPU; None where ranks are threads
         super().__init__(*((0, 1, MAX_TIMEOUT_S) if group is None else (group.rank, group.world, group.timeout)))
 
     def place(self, where: Device, mesh: Mesh) -> Device:
-        """The generator's device, as it is for this rank. ConfigError: it is the CPU."""
+        """The generator's device with this rank's ordinal. ConfigError: it is the CPU."""
         if where.cuda_library is None:
-            raise ConfigError(
-                "device = 'cpu' with rm.comm.nccl(…), wanted device = 'cuda', or of the host alone rm.comm.shm(…) or rm.comm.torch(…)"
-            )
+            raise ConfigError("device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'; rm.comm.shm(…) and rm.comm.torch(…) are for CPUs")
         count = _core.cuda_count(where.cuda_library)
         if self.group is None:
             if mesh.world > (1 if where.cuda_ordinal >= 0 else count):
-                self._share()
+                self._allow_sharing()
             return where
         ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
-        self.gpu = f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"  # as NCCL tells them apart
+        self.gpu = f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"  # what NCCL distinguishes GPUs by
         return where._replace(cuda_ordinal=ordinal)
 
-    def _share(self) -> None:
-        if self.library.version >= _nccl.SHARES_GPU:  # else the engine says what is wanted
-            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads both when the first group of the process is made
+    def _allow_sharing(self) -> None:
+        if self.library.version >= _nccl.SHARES_GPU:  # an older NCCL: the engine raises the error
+            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")  # NCCL reads both when the process makes its first communicator
             os.environ.setdefault(*_nccl.FEWER_BLOCKS)
 
     def _connect(self, mesh: Mesh) -> Ends:
@@ -410,7 +408,7 @@ class Nccl(Comm):
         super().hears(everyone)
         gpus = [its["GPU"] for its in everyone]
         if len(set(gpus)) < len(gpus):
-            self._share()
+            self._allow_sharing()
 
     def look(self, control: _core.Comm) -> None:
         if self.group is not None:
@@ -431,52 +429,53 @@ def threads() -> None:
 
 
 def shm(name: str | None = None, rank: int | None = None, world: int | None = None, timeout: float = 600.0) -> Shm:
-    """This process as one rank of a machine. Under torchrun all three are known: name from its run, rank and world from its
-    variables. The name stands in /dev/shm until all ranks have come, and no other mesh may use it meanwhile: a random
-    one. timeout: seconds that a rank waits for another, in any call, until CollectiveTimeoutError."""
+    """This process as one rank on a machine. Under torchrun name, rank and world are taken from its environment variables. The name is
+    a file in /dev/shm until all ranks have connected; use a random one, since no other mesh may use it meanwhile. timeout: seconds that
+    a rank waits for another, in any call, before CollectiveTimeoutError."""
     given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if rank is None or world is None:
         if None in given:
-            raise ConfigError(
-                "comm.shm without rank and world, wanted both, or RANK and WORLD_SIZE in the environment (torchrun sets them)"
-            )
+            raise ConfigError("comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment (torchrun sets them)")
         rank = _number("RANK", given[0]) if rank is None else rank
         world = _number("WORLD_SIZE", given[1]) if world is None else world
     if name is None:
         parts = [os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
         if not parts[2]:
-            raise ConfigError("comm.shm without a name, wanted one, or MASTER_PORT in the environment (torchrun sets it)")
+            raise ConfigError("comm.shm: expected a name, or MASTER_PORT in the environment (torchrun sets it)")
         name = "rollmesh-" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
     return Shm(name, rank, world, timeout)
 
 
 def torch(group: Any = None, timeout: float = 600.0) -> Torch:
-    """This process as one rank of a torch.distributed group (the default one), which the caller has initialised. timeout: as in shm."""
+    """This process as one rank of a torch.distributed group that the caller has initialised (None: the default one). timeout: as in shm."""
     return Torch(group, timeout)
 
 
 def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = None) -> Nccl:
-    """Ranks on GPUs, of a Generator(device="cuda"): `group` (rm.comm.shm or rm.comm.torch; None or rm.comm.threads(): all ranks are
-    threads of this process) is how they find one another, and NCCL moves what lies in their GPUs' memories. library: the path of a
-    libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says which would be, and
-    metrics()["nccl"] which was). Deadlines are the group's. Two ranks may have one GPU with NCCL 2.30.3 and later;
-    NCCL_MULTI_RANK_GPU_ENABLE=1 is put into the environment then, and NCCL_MAX_CTAS=4, where they are not there; with
-    CUDA_DEVICE_MAX_CONNECTIONS=32 from the start of the process no rank's queue stands behind another's in the hardware's.
+    """Ranks on GPUs, for Generator(device="cuda"). NCCL moves activations between the GPUs; `group` (rm.comm.shm or rm.comm.torch; None
+    or rm.comm.threads(): all ranks are threads of this process) moves everything else, and its timeout applies.
 
-    ConfigError: no NCCL, or too old a one; when the generator is made: it is on the CPU, or ranks share a GPU and NCCL does not allow it.
-    MeshMismatchError then: ranks have NCCL of different versions, or some have none. Then and in any call RankLostError,
-    CollectiveTimeoutError and CollectiveMismatchError as with any comm, and DeviceError where CUDA fails."""
+    library  the path of a libnccl.so.2; by default the one that is loaded already, the wheel's, or the system's (`rollmesh doctor` says
+             which one, and metrics()["nccl"] which was used)
+
+    With NCCL 2.30.3 and later two ranks may share a GPU. NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_MAX_CTAS=4 are then set in the
+    environment, unless they are set already. Start the process with CUDA_DEVICE_MAX_CONNECTIONS=32, so that each rank gets a hardware
+    queue of its own.
+
+    Raises ConfigError without NCCL or with one that is too old; when the generator is made, also on the CPU, or where ranks share a GPU
+    and NCCL does not allow it. MeshMismatchError then if ranks have different versions of NCCL. As with any comm RankLostError,
+    CollectiveTimeoutError and CollectiveMismatchError, and DeviceError where CUDA fails."""
     return Nccl(group, library)
 
 
 def check_surroundings(mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"mesh is a {type(mesh).__name__}, wanted a Mesh")
+        raise ConfigError(f"mesh: expected a Mesh, got a {type(mesh).__name__}")
     if comm is not None and not isinstance(comm, Comm):
-        raise ConfigError(f"comm = {shown(comm)}, wanted None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…)")
+        raise ConfigError(f"comm: expected None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…), got {shown(comm)}")
     check_backend(ep_backend)
     if not isinstance(sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel = {shown(sequence_parallel)}, wanted a bool")
+        raise ConfigError(f"sequence_parallel: expected a bool, got {shown(sequence_parallel)}")
 
 
 __all__ = ["Comm", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

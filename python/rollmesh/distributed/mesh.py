@@ -24,9 +24,9 @@ class Mesh:
     tp       ranks that share the matrices of one replica, each with columns of them; divides the attention heads
     dp       replicas; each runs requests of its own
     ep       ranks that share the experts: 1 (each expert is cut over tp like a dense layer), tp, or dp * tp; divides the experts
-    cp, pp   context and pipeline parallelism: 1, they are not offered
+    cp, pp   context and pipeline parallelism: always 1
 
-    Raises ConfigError for a combination that breaks a rule; whether a model fits is said where a generator is made.
+    Raises ConfigError for degrees that break a rule. Whether a model fits them is checked when a generator is made.
     """
 
     tp: int = 1
@@ -39,13 +39,13 @@ class Mesh:
         for name in ("tp", "dp", "ep", "cp", "pp"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= MAX_RANKS:
-                raise ConfigError(f"mesh {name} = {shown(value)}, wanted an integer in [1, {MAX_RANKS}]")
+                raise ConfigError(f"mesh {name}: expected an integer in [1, {MAX_RANKS}], got {shown(value)}")
             object.__setattr__(self, name, int(value))
         for name in ("cp", "pp"):
             if getattr(self, name) != 1:
-                raise ConfigError(f"mesh {name} = {getattr(self, name)}, wanted 1: context and pipeline parallelism are not offered")
+                raise ConfigError(f"mesh {name}: expected 1, got {getattr(self, name)}; there is no context or pipeline parallelism")
         if self.ep not in (1, self.tp, self.dp * self.tp):
-            raise ConfigError(f"mesh ep = {self.ep}, wanted 1, tp = {self.tp} or dp*tp = {self.dp * self.tp}")
+            raise ConfigError(f"mesh ep: expected 1, tp = {self.tp} or dp*tp = {self.dp * self.tp}, got {self.ep}")
 
     @property
     def world(self) -> int:
@@ -54,7 +54,7 @@ class Mesh:
 
 
 def check_backend(name: Any) -> str:
-    """A token dispatcher of this build. DeepEP's place is here: what it takes and gives is what the others do."""
+    """Checks the name of a token dispatcher. DeepEP would be one more, with the same inputs and outputs."""
     if isinstance(name, str) and name == "deepep":
-        raise ConfigError(f"ep_backend = 'deepep' is not built in: it lacks {DEEPEP_LACKS}; wanted one of {', '.join(EP_BACKENDS)}")
+        raise ConfigError(f"ep_backend: expected one of {', '.join(EP_BACKENDS)}, got 'deepep', which lacks {DEEPEP_LACKS}")
     return choice("ep_backend", name, EP_BACKENDS)

@@ -1,8 +1,7 @@
 """The engine of this process and the other ranks of its mesh: one interface for the generator, requests, weight updates and vLLM's runner.
 
-RankEngine       this process is alone (its ranks, if several, are threads): requests go to the C engine, what would ask other ranks
-                 returns at once
-SpmdEngine       (spmd.py) this process is one rank of several: the same calls, answered by all ranks together
+RankEngine       one process (its ranks, if several, are threads): requests go to the C engine, exchanges return at once
+SpmdEngine       (spmd.py) this process is one rank of several; exchanges go to the other ranks
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from rollmesh import _core
 from rollmesh.errors import CollectiveMismatchError, CollectiveTimeoutError, DeadlineError, DeviceError, RankLostError
 from rollmesh.runtime.engine_views import Finish, Ids, RequestView, SampleView, Stats
 
-# Errors that one rank may have while the others do not.
+# Errors that one rank may raise while the others do not.
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)
 PUSHES = "a set of weights that is pushed"
 
 
 class RankEngine:
-    """A _core.Engine whose process has no others to ask."""
+    """A _core.Engine in a single process."""
 
     has_peers = False  # other processes make the same calls in the same order
     rank = 0
@@ -33,11 +32,11 @@ class RankEngine:
     def __init__(self, engine: _core.Engine):
         self._engine = engine
         self.paused = False
-        self.fault: Exception | None = None  # of this rank's own source, until the end of the sync
-        self._late: set[int] = set()  # cut off by a deadline, until their release
+        self.fault: Exception | None = None  # of this rank's own source; raised at the next exchange of the sync
+        self._late: set[int] = set()  # aborted by a deadline and not yet released
 
     def __getattr__(self, name: str) -> Any:
-        """Calls that concern this rank alone, or are collectives of the C engine: syncs, sleep, wake, the manifest."""
+        """Everything else is the C engine's: syncs, sleep, wake, the manifest."""
         return getattr(self._engine, name)
 
     def close(self) -> None:
@@ -50,34 +49,34 @@ class RankEngine:
         return [value]
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank of the lockstep group says so."""
+        """Whether the flag is set on any rank of the lockstep group."""
         return flag
 
     def own_deadline(self, deadline: float | None) -> float | None:
-        """The deadline that this rank may act on without the others."""
+        """The deadline that this rank may act on by itself."""
         return deadline
 
     def leave(self, error: BaseException, voting: bool = False) -> None:
-        """This rank leaves a call by an exception. One that the others neither get nor learn of ends the mesh, since they would wait.
-        voting: the two-phase commit of a sync has begun, in which a MemoryError is a vote."""
+        """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
+        they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote."""
 
     # ---------------------------------------------------------------------------------------- requests
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
         return self._engine.add(prompt, stop_token_ids, request, logits)
 
     def step(self) -> tuple[int, bool]:
-        """One step on the way to the end of all requests: (rows, whether there is more to do)."""
+        """One step towards the end of all requests: (rows, whether there is more to do)."""
         return self._engine.step()
 
     def runs_besides(self, numbers: set[int]) -> bool:
-        """Requests other than these are unfinished elsewhere, so that a call for these must not go to the end of all."""
+        """Whether requests other than these are unfinished on some rank, so that a call for these must go step by step."""
         del numbers
         return False
 
     def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
         """One step, after which all ranks see the same requests finished. watch() looks for stop strings in this rank's own requests
-        before ranks meet. Returns (rows of all replicas, whether any rank has seen its deadline pass)."""
-        del watch  # the caller looks after the step
+        before the exchange. Returns (rows of all replicas, whether any rank's deadline has passed)."""
+        del watch  # the caller does it after the step
         rows = 0 if self.paused else self._engine.step()[0]
         return rows, deadline is not None and time.monotonic() >= deadline
 
@@ -92,13 +91,13 @@ class RankEngine:
         return self._engine.ids()
 
     def cut_off(self, numbers: Iterable[int]) -> None:
-        """The deadline of these has passed: those that still run are aborted."""
+        """The deadline of these has passed: aborts those that still run."""
         for number in set(numbers).difference(self.finished()):
             self._late.add(number)
             self._engine.abort(number)
 
     def late(self, numbers: Iterable[int]) -> set[int]:
-        """Those that a deadline cut off."""
+        """Those of them that a deadline aborted."""
         return self._late.intersection(numbers)
 
     def abort(self, number: int) -> None:
@@ -129,8 +128,8 @@ class RankEngine:
 
     # ---------------------------------------------------------------------------------------- weights
     def tell_of_sync(self, where: str, value: Any, error: Exception | None) -> list[Any]:
-        """Every rank's value, once all have come this far with their part of a sync. error: why this rank goes no further; it is raised
-        here, and SyncAbortedError with the reason on the other ranks."""
+        """Every rank's value, once all have come to this point of a sync. error: why this rank fails; it is raised here, and
+        SyncAbortedError with the reason on the other ranks."""
         self.end_on_all(error, [])
         return self.meet(where, value)
 
@@ -139,17 +138,17 @@ class RankEngine:
         self.tell_of_sync(where, None, error)
 
     def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """This rank refuses the arguments of a call of the whole mesh: the others, which have made it, learn why. turn: the generator's."""
+        """This rank refuses the arguments of a call that all ranks make; the others are told why. turn: takes the generator's lock."""
 
     def compare(self, what: str, values: list[str]) -> None:
-        """All ranks have the same values; else CollectiveMismatchError on all, naming two that differ. The mesh goes on."""
+        """CollectiveMismatchError on all ranks unless all values are equal. The mesh stays usable."""
 
     def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """Raises this rank's own error, or SyncAbortedError with the first of the other ranks' reasons, if there is one."""
+        """Raises this rank's own error, or SyncAbortedError with the first reason of another rank, if there is one."""
         del reasons
         if error is not None:
             raise error
 
     def among_pushes(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """Where each rank is in a pushed set ("push", "abort", "commit"), and why it goes no further."""
+        """Where each rank is in a sync by begin_sync ("push", "abort", "commit"), and why it fails, if it does."""
         return [(at, why)]

@@ -1,20 +1,19 @@
-"""One rank of a mesh of processes, behind the calls of an engine. Every process makes the same calls in the same order; here is
-what they tell one another, so that the layers above need not know that there are others.
+"""One rank of a mesh of processes, with the interface of a single engine. Every process makes the same calls in the same order; this
+file exchanges what the ranks need of each other, so that the layers above see one engine.
 
-A request is kept by the ranks of one replica and is *foreign* to all others. Nothing counts as finished before all ranks have heard
-of it, so that all see the same, in the same call: the first rank of each replica sends the records of what it has finished. They meet
-for that in one of two ways, and which it is follows from the calls alone:
+The ranks of one replica compute a request; to all other ranks it is *foreign*. A request counts as finished once all ranks have
+received its record, so that all see it in the same call: the first rank of each replica sends the records of its finished requests.
+There are two times for this exchange, and the calls alone decide between them:
 
     to the end     add (own or foreign) ──► step … step (own) ──► settle (all) ──► finished, request, sample, tokens ──► release
-    step by step   add, add … ──► step_with_all (a step, and what it finished is settled) ──► …  more may be added after any
+    step by step   add, add … ──► step_with_all (a step, then an exchange) ──► …  more may be added after any
 
-To the end is how a call waits for everything that is unfinished (generate, score, a sync that waits): no replica holds another up.
-Step by step is how poll works, and a call that is to return while other requests run on: all ranks take as many steps, so that what
-a poll gives out is what it gives out in one process with the same mesh.
+To the end: for calls that wait for all unfinished requests (generate, score, a sync that waits). No replica waits for another before.
+Step by step: for poll, and for calls that return while other requests are still running. All ranks take equally many steps, so poll
+returns what it returns on the same mesh in one process.
 
-Wherever ranks meet here they say which call they are in and what they have been asked so far: ranks of a program that has come apart
-get CollectiveMismatchError before anything is computed. A rank that leaves a call alone (Ctrl-C, no memory) gives the mesh up, and the
-others get RankLostError where they wait.
+Each exchange carries the name of the call and a hash of all requests so far. Ranks that differ raise CollectiveMismatchError before
+anything is computed. A rank that leaves a call by itself (Ctrl-C, out of memory) aborts the mesh; waiting ranks raise RankLostError.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, Request
 from rollmesh.runtime.messages import reason
 
 Record = dict[str, Any]  # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool}
-# Options that the bits do not depend on.
+# Options that may differ between ranks: no bit depends on them.
 OF_A_RANK = ("threads", "isa", "cuda_library", "cuda_ordinal", "nccl_library", "nccl_gpu", "cublas_library")
 
 
@@ -64,18 +63,18 @@ class SpmdEngine(RankEngine):
         spans: bool,
         apart: bool = False,
     ):
-        """leads: it speaks for its replica. spans: experts are spread over replicas, which therefore step together. apart: replicas are
-        given requests of their own (by vLLM), which are not compared."""
+        """leads: the first rank of its replica, which sends its records. spans: experts are spread over replicas, which therefore step
+        together. apart: each replica gets requests of its own (from vLLM), which are not compared."""
         super().__init__(engine)
         self._comm, self.control, self._lockstep = comm, control, lockstep
         self.rank, self._leads, self._spans, self._apart = comm.rank, leads, spans, apart
         self._asked = hashlib.sha256()  # of all requests so far
-        self._announced = True  # nothing was asked since the ranks last compared that
+        self._announced = True  # no request was added since the ranks last compared the hash
         self._ids: list[int] = []  # added and not released, oldest first
         self._foreign: dict[int, Record | None] = {}  # None until settled
         self._logits: dict[int, NDArray[np.float32]] = {}
         self._settled: set[int] = set()
-        self._told: BaseException | None = None  # an exception that all ranks know of
+        self._told: BaseException | None = None  # an exception that all ranks have received
 
     def close(self) -> None:
         self._engine.close()
@@ -86,49 +85,50 @@ class SpmdEngine(RankEngine):
 
     # ---------------------------------------------------------------------------------------- among ranks
     def meet(self, call: str, value: Any = None) -> list[Any]:
-        """Every rank's value. Raises CollectiveMismatchError when they are not all in the same call, asked for the same."""
+        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given different requests."""
         asked = self._asked.hexdigest()[:16]
         parts = self.control.all_gather(encode([call, asked, value]))
         everyone = [decode(part) if part else [PUSHES, asked, None] for part in parts]
         for rank, (its_call, its_asked, _) in enumerate(everyone):
             if (its_call, its_asked) != (call, asked):
-                what = f"is in {its_call} and rank {self.rank} in {call}" if its_call != call else f"and rank {self.rank} in {call} differ"
-                raise CollectiveMismatchError(f"rank {rank} {what}{'' if its_call != call else ' in the requests that they were given'}")
+                if its_call != call:
+                    raise CollectiveMismatchError(f"rank {rank} is in {its_call} and rank {self.rank} in {call}")
+                raise CollectiveMismatchError(f"rank {rank} and rank {self.rank} in {call} differ in the requests that they were given")
         return [value for _, _, value in everyone]
 
     def handshake(self, facts: Mapping[str, Any]) -> None:
-        """All ranks must have been made alike. Raises MeshMismatchError that lists who was not, and in what."""
+        """MeshMismatchError unless all ranks have the same spec and options; it lists the ranks and what differs."""
         text = {name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist()) for name, value in facts.items()}
         digest = {name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value for name, value in text.items()}
         check_alike(self.meet("its making", digest))
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank that steps together with this one says so."""
+        """Whether the flag is set on any rank of the lockstep group."""
         self._announce("a call with a timeout")
         if self._lockstep is None:
             return flag
         return b"1" in self._lockstep.all_gather(b"1" if flag else b"0")
 
     def own_deadline(self, deadline: float | None) -> float | None:
-        """None: all ranks act on a deadline together."""
+        """None: ranks act on deadlines together only."""
         del deadline
         return None
 
     def _announce(self, call: str) -> None:
-        """Before the first step for new requests: all have been given the same."""
+        """Before the first step for new requests: compares them on all ranks."""
         if not self._announced:
             self.meet(call)
             self._announced = True
 
     def leave(self, error: BaseException, voting: bool = False) -> None:
-        """This rank is about to leave a call by an exception. One that the others do not get too, or learn of, ends the mesh: they
-        would wait for this rank. voting: a sync had come to its vote, in which a lack of memory is a voice like others."""
+        """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
+        they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote."""
         alike = isinstance(error, Error) and not isinstance(error, ALONE)
         if error is not self._told and not alike and not (voting and isinstance(error, MemoryError)):
             self.give_up()
 
     def give_up(self) -> None:
-        """This rank leaves the common order of calls: the others learn it where they wait."""
+        """Aborts the mesh: the other ranks raise RankLostError where they wait."""
         self._engine.give_up()
         for end in (self.control, self._lockstep):
             if end is not None:
@@ -148,31 +148,31 @@ class SpmdEngine(RankEngine):
         return number
 
     def _note(self, *asked: bytes) -> None:
-        """The ranks compare it where they next meet."""
+        """Adds to the hash that ranks compare at their next exchange."""
         for part in () if self._apart else asked:
             self._asked.update(len(part).to_bytes(8, "little") + part)
 
     def step(self) -> tuple[int, bool]:
-        """To the end: a step of this rank's own requests, or when they are finished what the others have to say. While paused or asleep
-        only what is finished already (aborted) is heard of."""
+        """To the end: a step of this rank's own requests, or once these are finished the exchange with all ranks. While paused or asleep
+        only requests that are finished already (aborted) are exchanged."""
         self._announce("a call without a timeout")
-        if self._still():
+        if self._is_halted():
             return self._settle_finished(), False
-        self._comm.look(self.control)  # replicas that do not step together meet late
+        self._comm.look(self.control)  # replicas that step independently would notice a lost rank late
         rows, more = self._engine.step()
         if more or self._engine.unfinished():
             return max(rows, int(more)), more
         return self._settle(), False
 
     def _settle(self) -> int:
-        """Number of requests that finished for everybody, which are all."""
-        settled, lacking = self._settle_some("the end of its requests"), self._waiting()
-        if lacking:
-            raise CollectiveMismatchError(f"no rank answers for request {lacking[0]}; all ranks have to make the same calls")
+        """Exchanges all records. Returns the number of requests that finished by it."""
+        settled, missing = self._settle_some("the end of its requests"), self._waiting()
+        if missing:
+            raise CollectiveMismatchError(f"no rank has a record of request {missing[0]}; all ranks have to make the same calls")
         return settled
 
     def _settle_finished(self) -> int:
-        """The same while no step can be made. StateError when the engine sleeps and something is left to be done."""
+        """The same while paused or asleep. StateError if the engine sleeps and requests are unfinished."""
         settled = self._settle_some("a call that makes no step")
         self._refuse_asleep()
         return settled
@@ -183,32 +183,32 @@ class SpmdEngine(RankEngine):
             self._take(self.meet(call, self._finished_here(waiting)))
         return len(waiting) - len(self._waiting())
 
-    def _still(self) -> bool:
-        """No step can be made; all ranks are paused and asleep together."""
+    def _is_halted(self) -> bool:
+        """Whether no step is possible. All ranks are paused or asleep together."""
         return self.paused or bool(self._engine.stats()["asleep"])
 
     def _refuse_asleep(self) -> None:
-        if self._waiting() and not self.paused and self._still():
-            self._engine.step()
+        if self._waiting() and not self.paused and self._is_halted():
+            self._engine.step()  # raises
 
     def runs_besides(self, numbers: set[int]) -> bool:
-        """Requests other than these are unfinished, so that a call for these does not go to the end of all."""
+        """Whether requests other than these are unfinished; then a call for these goes step by step."""
         return not numbers.issuperset(self._waiting())
 
     def step_with_all(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """Step by step: a step of this rank's own requests, watch() for stop strings in them, and what finished on any rank.
+        """Step by step: a step of this rank's own requests, watch() for stop strings in them, then an exchange of finished records.
 
-        Returns (rows of all replicas, whether any rank has seen its deadline pass). An exception of any rank but those that end the mesh
-        is raised on all, once they have met: its own there, one of its class (or Error) elsewhere."""
+        Returns (rows of all replicas, whether any rank's deadline has passed). An exception of one rank, unless it aborts the mesh, is
+        raised on all ranks after the exchange: its own there, one of its class (or Error) elsewhere."""
         call, rows, fault = "a step with all", 0, None
         self._announce(call)
         try:
-            if not self._still():
+            if not self._is_halted():
                 rows, _ = self._engine.step()
                 watch()
         except (*ALONE, MemoryError):
             raise
-        except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
+        except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             fault = error
         late, records = deadline is not None and time.monotonic() >= deadline, self._finished_here(self._waiting())
         told = {"rows": rows if self._leads else 0, "late": late, "fault": fault, "records": records}
@@ -225,12 +225,12 @@ class SpmdEngine(RankEngine):
         return [number for number in self._ids if number not in self._settled]
 
     def _finished_here(self, numbers: Iterable[int]) -> dict[str, Record]:
-        """Of these what the replica that this rank leads has finished."""
+        """Records of those that the replica led by this rank has finished."""
         finished = self._engine.finished() if self._leads else set()
         return {str(number): self._record(number) for number in numbers if number in finished}
 
     def _take(self, everyone: list[dict[str, Record]]) -> None:
-        """From now on these are finished, for everybody."""
+        """Stores the records of all ranks; from now on these requests are finished."""
         finished = self._engine.finished()
         for name, record in ((name, record) for records in everyone for name, record in records.items()):
             number = int(name)
@@ -239,7 +239,7 @@ class SpmdEngine(RankEngine):
                 if record["logits"] is not None:
                     self._logits[number][...] = record["logits"]
             elif number not in finished:
-                raise CollectiveMismatchError(f"request {number} is finished on the first rank of the replica and not on rank {self.rank}")
+                raise CollectiveMismatchError(f"request {number} is finished on the first rank of its replica and not on rank {self.rank}")
             if record["late"]:
                 self._late.add(number)
             self._settled.add(number)
@@ -259,13 +259,13 @@ class SpmdEngine(RankEngine):
         return list(self._ids)
 
     def cut_off(self, numbers: Iterable[int]) -> None:
-        """The deadline of these has passed: what this rank's replica keeps and has not finished ends. Others end their own."""
+        """The deadline of these has passed: aborts those of this rank's replica that still run. Other replicas abort their own."""
         for number in set(numbers).difference(self._foreign, self._engine.finished()):
             self._late.add(number)
             self._engine.abort(number)
 
     def abort(self, number: int) -> None:
-        """The ranks that keep it end it; all make this call."""
+        """All ranks call this; those that compute the request abort it."""
         self._note(b"abort", str(number).encode())
         if number not in self._foreign:
             self._engine.abort(number)
@@ -295,7 +295,7 @@ class SpmdEngine(RankEngine):
         return cast(SampleView, self._known(number)["samples"][index])
 
     def tokens(self, number: int, index: int, start: int) -> tuple[Finish, Ids]:
-        """Of a foreign sample that a stop string ended the finish is "length": where the string is has to be found here too."""
+        """For a foreign sample that a stop string ended the finish is "length", since this rank has to find the string itself too."""
         if number not in self._foreign:
             return self._engine.tokens(number, index, start)
         if self._foreign[number] is None:
@@ -307,7 +307,7 @@ class SpmdEngine(RankEngine):
     def _known(self, number: int) -> Record:
         record = self._foreign[number]
         if record is None:
-            raise CollectiveMismatchError(f"request {number} is another rank's, and was asked for before it was finished")
+            raise CollectiveMismatchError(f"request {number} belongs to another replica and was read before it finished")
         return record
 
     # ---------------------------------------------------------------------------------------- weights
@@ -326,14 +326,14 @@ class SpmdEngine(RankEngine):
                 raise
 
     def compare(self, what: str, values: list[str]) -> None:
-        """All ranks have heard the same values: CollectiveMismatchError on all, naming two that differ, and the mesh goes on."""
+        """CollectiveMismatchError on all ranks unless the values, which all have received, are equal. The mesh stays usable."""
         for rank, value in enumerate(values):
             if value != values[0]:
                 self._told = CollectiveMismatchError(f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}")
                 raise self._told
 
     def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """All ranks have heard the same reasons for not going on: raises this rank's own error, or SyncAbortedError with another's."""
+        """All ranks have received the same reasons: raises this rank's own error, or SyncAbortedError with the first of the others."""
         if error is not None:
             self._told = error
             raise error
@@ -342,9 +342,9 @@ class SpmdEngine(RankEngine):
                 raise SyncAbortedError(f"rank {rank}: {why}")
 
     def among_pushes(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """A pushed set: where each rank is, and if so why it goes no further. All ranks come here once for every push ("push"), when
-        they drop the set ("abort"), and when they are through ("commit"), then as often as others still push. Nothing is said of a
-        push that went well."""
+        """In a sync by begin_sync: where each rank is, and why it fails if it does. Every rank calls this once for each push ("push"), when
+        it drops the sync ("abort"), and when it commits ("commit"), then as often as other ranks still push. A push that succeeded
+        sends an empty message."""
         parts = self.control.all_gather(b"" if (at, why) == ("push", None) else encode([PUSHES, at, why]))
         everyone: list[tuple[str, str | None]] = []
         for rank, part in enumerate(parts):
@@ -356,17 +356,17 @@ class SpmdEngine(RankEngine):
 
 
 def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: Iterable[str] = ()) -> RankEngine:
-    """This process's rank, once all have come and were made alike; a rank may have threads, an isa, and what may_differ names of the
-    options for itself. Raises what made this rank fail, MeshMismatchError, or RankLostError when another has failed. A world of one
-    rank is an engine and has nobody to ask."""
+    """The engine of this process's rank, once all ranks have connected and agree on spec and options. Ranks may differ in OF_A_RANK and in
+    the options that may_differ names. Raises this rank's own error, MeshMismatchError, or RankLostError if another rank failed. A world of
+    one rank needs no comm."""
     ends = None if comm is None else comm.connect(mesh)
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
     try:
-        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}  # with None ranks meet while they are made
-        told = [decode(part) for part in ends.control.all_gather(encode([comm.tells(), sized]))]
-        comm.hears([its for its, _ in told])
-        check_alike([its for _, its in told])
+        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}  # with None ranks exchange messages while they are made
+        everyone = [decode(part) for part in ends.control.all_gather(encode([comm.tells(), sized]))]
+        comm.hears([its for its, _ in everyone])
+        check_alike([its for _, its in everyone])
         engine = _make(values, options, comm.rank, ends, ends.control)
     except BaseException:
         ends.control.close()
@@ -385,16 +385,16 @@ def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: I
 
 
 def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm) -> _core.Engine:
-    """The engine of this rank, when all ranks could make theirs."""
+    """This rank's engine, unless a rank failed to make its own."""
     try:
         engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
     except BaseException as error:
         for end in (ends.tp, ends.ep, ends.world):
-            if end is not None:  # where others may wait for this rank
+            if end is not None:  # others may wait for this rank there
                 end.abort()
         failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
         first = next(((other, why) for other, why in enumerate(failures) if why and not why.startswith(RankLostError.__name__)), None)
-        if isinstance(error, RankLostError) and first is not None:  # it heard of another's, where they make their groups
+        if isinstance(error, RankLostError) and first is not None:  # another rank's failure, noticed while groups were connected
             raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
         raise
     for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):

@@ -1,9 +1,9 @@
-"""Bytes that a decode step sends between ranks, from the configuration alone: what csrc/model and csrc/engine exchange, summed up.
+"""Bytes that a decode step sends between ranks, computed from the configuration: the sum of what csrc/model and csrc/step exchange.
 
-Everything is of the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts
-once for each receiver. Tokens are taken to choose experts evenly; everything else is exact, and held to the engine's own count. With
-`static` it is of the form that steps of few rows have on a GPU, whose sizes do not depend on what is chosen (csrc/model/moe/slots.c);
-with `recorded` of a step that replays a CUDA graph over NCCL (csrc/step/graph_replay.h), of the size that its rows are padded to.
+Figures are for the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts once
+for each receiver. Tokens are assumed to choose experts evenly; everything else is exact and tested against the engine's own count.
+`static`: GPU steps of few rows, whose exchanges have sizes that do not depend on the routing (csrc/model/moe/slots.c). `recorded`: steps
+that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the padded batch size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rollmesh.model.spec import ModelSpec
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")  # dispatchers that move rows of the ranks' home shards
 VOCAB_BLOCK = 128
-ACCOUNT = 32  # bytes by which two ranks compare their calls of NCCL, once a step (csrc/comm/comm.c)
+ACCOUNT = 32  # bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c)
 
 
 class Traffic(NamedTuple):
     tp: float  # between the ranks of a replica
-    ep: float  # of tokens to experts and back
+    ep: float  # rows to experts and back
 
 
 def step_traffic(
@@ -35,7 +35,7 @@ def step_traffic(
     static: bool = False,
     recorded: bool = False,
 ) -> Traffic:
-    """Of one decode step."""
+    """The bytes of one decode step."""
     step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static, recorded)
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
@@ -83,9 +83,9 @@ class _Step:
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
         kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
         head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
-        told = ACCOUNT if self.recorded else 0  # the calls
+        compared = ACCOUNT if self.recorded else 0
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
-        return looked_up + layers + routed + last + head + (told + 8 + self.rows) * pairs
+        return looked_up + layers + routed + last + head + (compared + 8 + self.rows) * pairs
 
     def ep_bytes(self) -> float:
         mesh, top_k = self.mesh, self.spec.num_experts_per_tok
@@ -103,7 +103,7 @@ class _Step:
         return groups * (self.num_moe * ((self.spec.num_experts + 3) * 4 * pairs + out + away) + together)
 
     def slots(self) -> int:
-        """Of one layer in one group: rows to all with their ids behind them, and a slot for each choice that a row can have at a rank."""
+        """One layer in one ep group: rows and their expert ids to all ranks; back, a slot per expert of a rank that a row can choose."""
         ep, top_k, row = self.mesh.ep, self.spec.num_experts_per_tok, self.hidden * self.elem
         each, pairs = min(top_k, self.spec.num_experts // ep), ep * (ep - 1)
         if not self.travels:

@@ -1,5 +1,5 @@
-"""Values as bytes, for messages between ranks: a JSON header, then the arrays, each aligned to 8 bytes. No code travels (no pickle).
-Both ends are this file, so no format version is sent.
+"""Serialises values for messages between ranks: a JSON header, then the arrays, each aligned to 8 bytes. No pickle.
+Sender and receiver are of one release, so no format version is sent.
 
     encode(value) ──► bytes ──► decode(bytes) == value, to the last bit of every array
 """
@@ -17,7 +17,7 @@ from rollmesh import errors
 from rollmesh.runtime.dtypes import BF16
 
 Array = NDArray[Any]
-# Looked up and never made of what a message says: NumPy's reader of dtype names takes much more than these.
+# Looked up, never parsed from a message: NumPy's parser of dtype names accepts much more than these.
 DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for order in "<>" for code in "?bBhHiIlLqQefdg"} | {"bfloat16": BF16}
 MAX_DEPTH = 64
 MAX_DIMS = 32
@@ -39,19 +39,19 @@ def decode(data: bytes) -> Any:
     size = int.from_bytes(data[:8], "little")
     begin = 8 + size + -size % 8
     if len(data) < begin:
-        raise errors.FormatError(f"a message of {len(data)} bytes, wanted {begin} at least")
+        raise errors.FormatError(f"expected a message of {begin} bytes at least, got {len(data)}")
     reader = _Reader(data, begin)
     try:
         value = reader.value(json.loads(data[8 : 8 + size]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise errors.FormatError(f"a message that is not one: {type(error).__name__}: {error}"[:500]) from error
+        raise errors.FormatError(f"expected a message of rollmesh.distributed.wire: {type(error).__name__}: {error}"[:500]) from error
     if reader.at != len(data):
-        raise errors.FormatError(f"a message of {len(data)} bytes, wanted {reader.at}")
+        raise errors.FormatError(f"expected a message of {reader.at} bytes, got {len(data)}")
     return value
 
 
 def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
-    """JSON's own values as they are, but lists; anything else as {"kind": …}."""
+    """None, bool, int and str as they are; anything else as {"kind": …}."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -110,7 +110,7 @@ class _Reader:
 
 
 def _error(name: str, message: str) -> Exception:
-    """The exception of that name, of ours or one that a tokenizer may raise; another's name stands before its message."""
+    """The exception of that name if it is rollmesh's or MemoryError; else an Error whose message begins with the name."""
     if not isinstance(name, str) or not isinstance(message, str):
         raise TypeError(f"an error of name {name!r:.80} and message {message!r:.80}")
     if name in errors.__all__:

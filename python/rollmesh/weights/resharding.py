@@ -63,7 +63,7 @@ class Source:
         try:
             for entry in islice(iter(self), count):
                 if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-                    raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
+                    raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
                 parts.append(part_of(*entry))
         except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
             self._fault = error

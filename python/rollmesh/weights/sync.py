@@ -1,7 +1,7 @@
-"""The ways in which a new version of the weights comes, from the caller's side; the engine does the work (csrc/weights/sync.h).
+"""The sources and options of a sync. The engine checks and copies the tensors (csrc/weights/sync.h).
 
-mapping      every entry is checked, then missing and duplicate names, then every entry is copied, then one swap
-iterator     checked and copied entry by entry; what is missing shows at the end
+mapping      all names, shapes and dtypes are checked, then every entry is copied, then one swap
+iterator     checked and copied entry by entry; missing parameters show at the commit
 begin_sync   the same, tensor by tensor (weights/updates.py)
 """
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
-MAX_LISTED = 50  # offenders spelled out in one message
+MAX_LISTED = 50  # faults listed in one message
 MAX_NAME = 120  # characters of a name in a message
-BATCH_BYTES = 256 << 20  # of tensors in one push
+BATCH_BYTES = 256 << 20  # of tensors in one call of the engine
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """What Generator.sync_weights and begin_sync take; their docstrings say what each means."""
+    """The options of Generator.sync_weights and begin_sync, described there."""
 
     version: int | None = None
     cast: bool = False
@@ -64,12 +64,12 @@ class SyncOptions:
         choice("mode", self.mode, MODES)
         choice("inflight", self.inflight, INFLIGHT)
         if self.keep_kv and self.inflight != "keep":
-            raise ConfigError(f"keep_kv=True goes with inflight='keep', not {shown(self.inflight)}")
+            raise ConfigError(f"keep_kv=True: expected inflight='keep', got {shown(self.inflight)}")
         if self.version is None:
             return
         version: object = self.version
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= int(version) < 2**63:
-            raise VersionError(f"version = {shown(version)}, wanted an integer in [0, 2^63)")
+            raise VersionError(f"version: expected an integer in [0, 2^63), got {shown(version)}")
         object.__setattr__(self, "version", int(version))
 
     def begin(self, engine: RankEngine) -> None:
@@ -84,7 +84,7 @@ class SyncOptions:
 
     @property
     def at_commit(self) -> str:
-        """The engine's word for what happens to running requests; "wait" has finished them before."""
+        """What the engine does with running requests at the commit; with "wait" there are none by then."""
         return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(self.inflight, self.inflight)
 
 
@@ -114,7 +114,7 @@ def listed(things: list[str]) -> str:
 
 
 def raise_faults(faults: dict[type[Error], list[str]]) -> None:
-    """One error for all offenders of the first kind, names before tensors; the other kinds are counted in it."""
+    """Raises one error that lists all faults of one class, names before tensors, and counts those of other classes."""
     for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
         if kind in faults:
             others = ", ".join(f"{len(rest)} {other.__name__}" for other, rest in faults.items() if other is not kind)
@@ -123,12 +123,12 @@ def raise_faults(faults: dict[type[Error], list[str]]) -> None:
 
 
 def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Mapping[str, Any], options: SyncOptions) -> None:
-    """All that can be said before a byte is copied. A tensor that would have to be gathered first is checked at its push."""
+    """Checks all entries before a byte is copied. A tensor that has to be gathered first is checked at its push."""
     limit = 8 * len(manifest) + 1024
     if len(source) > limit:
-        raise LimitError(f"{len(source)} weights for a model of {len(manifest)} parameters, wanted at most {limit}")
+        raise LimitError(f"source: expected at most {limit} weights for a model of {len(manifest)} parameters, got {len(source)}")
     faults: dict[type[Error], list[str]] = {}
-    spelled: dict[int, str] = {}  # parameter → the name it came under
+    spelled: dict[int, str] = {}  # parameter → its name in the source
     for name, tensor in source.items():
         try:
             for index in engine.sync_resolve(name):
@@ -151,14 +151,14 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
 
 
 def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float | None) -> None:
-    """Copies every entry. Values that are not finite, or not tied as they should be, are only seen here; all are listed."""
+    """Copies every entry. NonFiniteError and TiedWeightError are only known after reading the values; all of them are listed."""
     faults: dict[type[Error], list[str]] = {}
     for batch in batches(source, deadline):
         try:
             engine.sync_push_all(batch)
             continue
         except (NonFiniteError, TiedWeightError):
-            pass  # none of them is there; one at a time they say which they are
+            pass  # the batch was refused whole; pushing one by one names each tensor
         for name, tensor in batch:
             try:
                 engine.sync_push(name, tensor)
@@ -168,8 +168,7 @@ def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float 
 
 
 def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[tuple[str, Any]]]:
-    """The entries, as many at a time as are worth one push: a mapping may make its tensors as it is asked for them, and not all
-    of them fit into memory at once."""
+    """The entries in batches of BATCH_BYTES. A mapping may make its tensors on access, and all of them need not fit into memory."""
     batch: list[tuple[str, Any]] = []
     held = 0
     for name, tensor in source.items():
@@ -186,8 +185,8 @@ def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[
 
 
 def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bool, deadline: float | None) -> Exception | None:
-    """Takes every entry to the end, whatever is wrong with one: ranks that hear of the same entries stay together. Returns what was
-    wrong; listing: as push_mapping says it."""
+    """Iterates over all entries even after an error, so that all ranks take part in the exchanges behind them. Returns the error.
+    listing: list all non-finite and tied values, as push_mapping does."""
     fault: Exception | None = None
     faults: dict[type[Error], list[str]] = {}
     for entry in entries:
@@ -199,7 +198,7 @@ def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bo
                 faults.setdefault(type(error), []).append(str(error))
             else:
                 fault = error
-        except Exception as error:  # noqa: BLE001 (raised once all ranks have heard of it)
+        except Exception as error:  # noqa: BLE001 (raised once all ranks know)
             fault = error
     try:
         raise_faults(faults if fault is None else {})
@@ -209,27 +208,27 @@ def push_all(engine: RankEngine, entries: Iterable[tuple[str, Any]], listing: bo
 
 
 def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
-    """How long a source's tensors are wanted: `rollmesh.weights.transport.loans`."""
+    """Holds a source's loan open while its tensors are read (weights/transport/loans.py)."""
     return source.lent() if isinstance(source, LentSource) else nullcontext(lambda: None)
 
 
 def check_source(source: Any) -> None:
-    """A mapping, or any iterable of (name, tensor) pairs. A module is refused: its state_dict() is meant."""
+    """Refuses what is neither a mapping nor an iterable of (name, tensor) pairs, and a module."""
     if callable(getattr(source, "state_dict", None)):
-        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted its state_dict()")
+        raise UnsupportedTensorError(f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()")
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
-        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted a mapping or an iterator of (name, tensor)")
+        raise UnsupportedTensorError(f"source: expected a mapping or an iterator of (name, tensor), got a {type(source).__name__}")
 
 
 def check_deadline(deadline: float | None, name: object) -> None:
     if deadline is not None and time.monotonic() > deadline:
-        raise DeadlineError(f"the sync did not finish within its timeout; it stood at {short(name)}")
+        raise DeadlineError(f"the sync did not finish within its timeout; it had reached {short(name)}")
 
 
 def push_entries(engine: RankEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
-    """Copies what an iterator gives, entry by entry."""
+    """Copies the entries of an iterator one by one."""
     for entry in entries:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise UnsupportedTensorError(f"the weights iterator gave {type(entry).__name__}, wanted pairs (name, tensor)")
+            raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
         check_deadline(deadline, entry[0])
         engine.sync_push(entry[0], local_tensor(entry[1]))

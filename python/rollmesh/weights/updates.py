@@ -1,12 +1,12 @@
-"""The weights of one generator: which version serves, whether a set is open, and the order of the engine's calls for each way
-in (sync.py has the ways). Used under the generator's turn, but for `Sync`, the caller's handle on an open set, which takes it.
+"""The weights of one generator: which version serves, whether a sync is open, and the order of the engine's calls for each kind of
+source (sync.py lists them). Callers hold the generator's lock; `Sync`, the caller's handle on an open sync, takes it itself.
 
-A set that was opened without `with` closes at the generator's next step and at a repeated name: complete, it is committed;
-incomplete, IncompleteSyncError is raised and the old version serves.
+A sync that was opened without `with` is closed by the generator's next step or by a repeated name: a complete set is committed; an
+incomplete one raises IncompleteSyncError and the old version keeps serving.
 
-Where ranks are processes they meet at the beginning, at every push and at the end. What fails on one rank (arguments, a tensor, memory,
-the block of a `with`) ends the set on all at once: its own error there, SyncAbortedError with the rank and its reason elsewhere.
-A tensor that every rank refuses leaves the set open, as in one process.
+Where ranks are processes, they exchange messages at the beginning, at every push and at the end. If one rank fails (arguments, a
+tensor, memory, the body of a `with` block), the sync ends on all ranks: that rank raises its own error, the others SyncAbortedError
+with its number and reason. A tensor that every rank refuses leaves the sync open, as in one process.
 """
 
 from __future__ import annotations
@@ -45,72 +45,56 @@ class Weights:
         self._open: Sync | None = None
 
     def sync(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
-        """A whole set from a mapping or an iterator."""
-        if self._engine.has_peers:
-            return self._sync_together(source, options, deadline)
-        self._check_version(options)
-        self.reset("a later sync began")
-        if options.mode == "inplace":
-            self._finish_running(options, deadline)
-        try:
-            options.begin(self._engine)
-            with lent(source) as is_lent_still:
-                if isinstance(source, Mapping):
-                    check_mapping(self._engine, self.manifest, source, options)
-                    push_mapping(self._engine, source, deadline)
-                else:
-                    push_entries(self._engine, source, deadline)
-                is_lent_still()
-                return self._commit(options, deadline)  # a loan goes back when it serves: what fails may be tried again
-        except BaseException:
-            self._abort()
-            raise
-
-    def _sync_together(self, source: Any, options: SyncOptions, deadline: float | None) -> SyncReport:
-        """As sync, on one rank of several processes. Every rank hears every entry to the end, whatever it thinks of one, so that all are at
-        the same place when they tell. A deadline is looked at when all are, too."""
+        """Takes a whole set from a mapping or an iterator and commits it. Where ranks are processes, a rank that fails still goes through
+        all entries, so that all ranks report their errors at the same points."""
         engine = self._engine
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        kinds, timed = [its for its, _ in told], any(its for _, its in told)
-        first = next((rank for rank, its in enumerate(kinds) if its is not None), None)
+        kinds, timed = [its for its, _ in told], True in [its for _, its in told]  # lists: a Ctrl-C in a generator would be lost
+        givers = [rank for rank, its in enumerate(kinds) if its is not None]
         voting = False
-        try:  # around the block: what fails when tensors are given back is heard of too
-            with ExitStack() as held:  # what a source has lent, until all have committed
+        try:
+            with ExitStack() as loans:  # a lent source is given back once all ranks have committed
                 if options.mode == "inplace":
-                    self._finish_running(options, None)
-                still: list[Callable[[], None]] = []
-                fault = _fault_of(options.begin, engine) or _fault_of(lambda: still.append(held.enter_context(lent(source))))
-                if fault is None and kind == "mapping" and (None not in kinds or first == engine.rank):
+                    self._finish_running(options, engine.own_deadline(deadline))
+                checks: list[Callable[[], None]] = []  # that the source is still lent
+                fault = _fault_of(options.begin, engine) or _fault_of(lambda: checks.append(loans.enter_context(lent(source))))
+                if fault is None and kind == "mapping" and (None not in kinds or givers[0] == engine.rank):
                     fault = _fault_of(check_mapping, engine, self.manifest, source, options)
                 engine.settle_sync("a sync before its entries", fault)
-                listing = first is not None and kinds[engine.rank if None not in kinds else first] == "mapping"
-                fault = push_all(engine, spread(engine, source, options), listing, deadline)
-                engine.settle_sync("a sync after its entries", fault or _fault_of(still[0]))
+                if engine.has_peers:
+                    listing = bool(givers) and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
+                    fault = push_all(engine, spread(engine, source, options), listing, deadline)
+                elif kind == "mapping":
+                    push_mapping(engine, source, deadline)
+                else:
+                    push_entries(engine, source, deadline)
+                engine.settle_sync("a sync after its entries", fault or _fault_of(checks[0]))
                 self._await_turn_to_commit(options, timed, deadline)
                 voting = True
-                report = self._commit(options, None)
+                report = self._commit(options, engine.own_deadline(deadline))
                 voting = False
             return report
-        except BaseException as error:
+        except BaseException as error:  # also of a loan that could not be given back
             self._abort()
             engine.leave(error, voting)
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
-        """All ranks begin, unless one of them may not; an open set is reset then. Returns every rank's value."""
+        """Every rank's value, once all ranks have accepted the version number; an open sync is dropped then."""
         everyone = self._tell(where, value, _fault_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
     def _await_turn_to_commit(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
-        """A deadline is looked at when all ranks have finished what runs. timed: some rank has one."""
-        if timed:
+        """Where ranks are processes, they check their deadlines together, after running requests have finished. timed: some rank has a
+        deadline."""
+        if timed and self._engine.has_peers:
             self._finish_running(options, None)
             self._engine.settle_sync("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
 
     def begin(self, sync: Sync) -> None:
-        """Opens the set of a handle; another open one is reset."""
+        """Opens the sync of a handle; another open one is dropped."""
         options = sync.options
         # Ranks may differ in the version: the two-phase commit compares it.
         told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
@@ -149,27 +133,28 @@ class Weights:
         sync.names.add(name)
 
     def _meet_among_pushes(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
-        """Hears from every rank; one that cannot go on ends the set on all. Returns the places where they are."""
+        """Exchanges with every rank where it is and why it fails, if it does; one that fails ends the sync on all, unless all ranks refuse
+        the same push. Returns the places."""
         everyone = self._engine.among_pushes(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
-        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]  # no generator: a Ctrl-C would hit its end
+        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]  # no generator, as above
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         self._engine.end_on_all(fault, reasons)
         return {its_at for its_at, _ in everyone}
 
     def abort(self, sync: Sync, error: BaseException | None) -> None:
-        """The set of a handle is dropped, if it is open. error: what has ended its block."""
+        """Drops the sync of a handle, if it is open. error: what ended its `with` block."""
         if self._open is not sync:
             return
         self.reset("it was aborted", only=sync)
         if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-            self._engine.among_pushes("abort", "the set was aborted" if error is None else reason(error))
+            self._engine.among_pushes("abort", "the sync was aborted" if error is None else reason(error))
         else:
             self._engine.leave(error)
 
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
-        """Commits the open set. Whatever happens, it is closed afterwards."""
+        """Commits the open sync. It is closed afterwards, also when this raises."""
         sync.require_open()
         self._open, sync.closed = None, "it failed"
         voting = False
@@ -177,9 +162,9 @@ class Weights:
             if self._engine.has_peers:
                 at = "commit" if deadline is None else TIMED
                 while not {"commit", TIMED}.issuperset(places := self._meet_among_pushes(sync, at)):
-                    pass  # others push on
+                    pass  # other ranks still push
                 self._await_turn_to_commit(sync.options, TIMED in places, deadline)
-                deadline = None
+                deadline = None  # it was checked together
             voting = True
             sync.report = self._commit(sync.options, deadline)
         except BaseException as error:
@@ -190,17 +175,17 @@ class Weights:
         return sync.report
 
     def close_unscoped(self) -> None:
-        """The first step after pushes closes a set that has no block to close it."""
+        """Commits an open sync that no `with` block will close. Called before each step."""
         if self._open is not None and not self._open.scoped:
             self.finish(self._open, None)
 
     def reset(self, why: str, only: Sync | None = None) -> None:
-        """Drops the open set, if there is one (and it is that of `only`)."""
+        """Drops the open sync, if there is one (with `only`: if it is that one)."""
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
     def sleep(self, parts: int, keep: bool) -> None:
-        """Memory of parts goes back; no set is open. keep: what serves waits in the host's memory, on all ranks or none sleeps."""
+        """Frees the memory of `parts`; no sync is open. keep: the serving weights move to host memory. If one rank cannot, none sleeps."""
         try:
             if keep:
                 self._require_host_room()
@@ -212,29 +197,30 @@ class Weights:
             raise
 
     def _settle_kept(self) -> None:
-        """The host keeps no weights that are awake."""
+        """Frees the host's copy of weights that are awake."""
         if not self._engine.stats()["asleep"] & PARTS["weights"]:
             self._engine.keep_weights(False)
         self.refresh()
 
     def _require_host_room(self) -> None:
-        """Processes of one host ask it for what all of them need, before the first takes any: CapacityError on all ranks of the mesh."""
+        """CapacityError on all ranks unless each machine has room for what all its ranks need. Checked before any rank allocates."""
         if not self._engine.has_peers:
             return
-        pools: dict[int, list[tuple[int, int, int]]] = {}  # of the machine's memory, and of a control group's share of it
-        for rank, (wanted, its_pools) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
+        pools: dict[int, list[tuple[int, int, int]]] = {}  # a machine's memory, or a control group's limit: (rank, needed, available)
+        for rank, (needed, its_pools) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
             for name, available in its_pools:
-                pools.setdefault(name, []).append((rank, wanted, available))
+                pools.setdefault(name, []).append((rank, needed, available))
         for ranks in pools.values():
-            wanted, available = sum(its[1] for its in ranks), min(its[2] for its in ranks)
-            if wanted > available:
+            needed, available = sum(its[1] for its in ranks), min(its[2] for its in ranks)
+            if needed > available:
                 who = ", ".join(str(its[0]) for its in ranks)
                 raise CapacityError(
-                    f"the weights of ranks {who} take {byte_text(wanted)} and their host has {byte_text(available)} left to keep them in"
+                    f"keep_weights: expected {byte_text(needed)} of free host memory for the weights of ranks {who}, "
+                    f"got {byte_text(available)}; sleep without keep_weights, or free memory"
                 )
 
     def wake(self, parts: int) -> None:
-        """Takes the memory again, on all ranks or none. Weights that were kept serve then."""
+        """Allocates the memory of `parts` again, on all ranks or none. Weights kept on the host serve again."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
             self.together("wake", self._engine.wake, parts)
@@ -249,7 +235,7 @@ class Weights:
             raise
 
     def _tell(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Every rank's value; of one process its own. fault: why this rank goes no further; raised, and SyncAbortedError elsewhere."""
+        """Every rank's value. fault: why this rank fails; it is raised here, and SyncAbortedError on the other ranks."""
         try:
             return self._engine.tell_of_sync(where, value, fault)
         except BaseException as error:
@@ -257,16 +243,16 @@ class Weights:
             raise
 
     def alike(self, what: str, value: str) -> None:
-        """All ranks have come to it with the same value, or CollectiveMismatchError on all."""
+        """CollectiveMismatchError on all ranks unless all have the same value."""
         self._engine.compare(what, self._tell(what, value))
 
     def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
-        """This rank's part of a call that all ranks make. What fails on one is raised on all: its own error there, SyncAbortedError with
-        the rank and its reason elsewhere."""
+        """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank raises its error and the others
+        SyncAbortedError with the rank and its reason."""
         fault: Exception | None = None
         try:
             result = action(*args)
-        except Exception as error:  # noqa: BLE001 (raised when all ranks know)
+        except Exception as error:  # noqa: BLE001 (raised once all ranks know)
             fault = error
         except BaseException as error:
             self._engine.leave(error)
@@ -275,7 +261,7 @@ class Weights:
         return result
 
     def forget(self) -> None:
-        """The generator is being closed: the engine will be gone."""
+        """The generator is being closed."""
         if self._open is not None:
             self._open.closed, self._open = "the generator was closed", None
         self.version = None
@@ -301,7 +287,7 @@ class Weights:
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
-        """What Python remembers follows the engine, if it serves another version than `before`. Twice is as good as once."""
+        """Updates Python's state if the engine serves another version than `before`. Calling it twice is harmless."""
         self.refresh()
         if self.version not in (None, before):
             self._last = self.version
@@ -309,21 +295,21 @@ class Weights:
                 self._requests.rewind()
 
     def _check_version(self, options: SyncOptions) -> None:
-        """The engine checks it too, but when an open set of another handle has been dropped for the new one."""
+        """The engine checks the version too, but only after an open sync of another handle has been dropped."""
         if options.version is not None and options.version <= self._last:
             raise VersionError(f"version {options.version} does not exceed {self._last}, the last one")
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """inflight="wait": what runs is finished on the old version, under this turn."""
+        """inflight="wait": finishes running requests on the old version."""
         while options.inflight == "wait" and (left := self._engine.unfinished()):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
             if self._requests.step() == 0 and (left := self._engine.unfinished()):
-                raise StateError(f"{left} requests cannot finish (paused or asleep): resume() or wake(), or choose another inflight")
+                raise StateError(f"{left} requests cannot finish (paused or asleep): call resume() or wake(), or choose another inflight")
 
 
 def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
-    """What a call raises: all ranks are told, and then it is raised."""
+    """The exception that a call raises, or None. It is raised once all ranks know of it."""
     try:
         call(*args)
     except Exception as error:  # noqa: BLE001
@@ -332,10 +318,10 @@ def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
 
 
 class Sync:
-    """One set of weights that is being pushed; made by Generator.begin_sync.
+    """One sync whose tensors the caller pushes; made by Generator.begin_sync.
 
-    As a context manager it commits when the block ends and aborts when the block raises; meanwhile the old version serves.
-    Without `with`: push …, then commit() or abort(), or leave closing to the next step or repeated name.
+    As a context manager it commits when the block ends and aborts when the block raises. Until then the old version serves.
+    Without `with`: push …, then commit() or abort(); otherwise the next step, or a repeated name, commits it.
     """
 
     def __init__(self, weights: Weights, turn: Callable[[float | None], AbstractContextManager[None]], options: SyncOptions):
@@ -343,28 +329,28 @@ class Sync:
         self.options = options
         self.scoped = False
         self.names: set[str] = set()
-        self.closed: str | None = None  # why, once it is
+        self.closed: str | None = None  # why it is closed; None while open
         self.report: SyncReport | None = None
 
     def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into staging. Raises what is wrong with it; the set stays open. Where ranks are processes: unless some have
-        taken it, which ends the set on all; SyncAbortedError when it ended because of another rank."""
+        """Copies one tensor into staging. An error leaves the sync open. Where ranks are processes, a tensor that only some ranks refuse
+        ends the sync on all; SyncAbortedError when another rank ended it."""
         local, fault = None, None
         try:
-            local = local_tensor(tensor)  # before the turn: gathering a DTensor is a collective of the trainer's
-        except Exception as error:  # noqa: BLE001 (raised by push, when all ranks know)
+            local = local_tensor(tensor)  # before taking the lock: gathering a DTensor is a collective of the trainer
+        except Exception as error:  # noqa: BLE001 (raised by push, once all ranks know)
             fault = error
         with self._turn(None):
             self._weights.push(self, name, local, fault)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
-        """Closes the set and swaps versions. IncompleteSyncError when something is missing; then the old version serves."""
+        """Commits the set. IncompleteSyncError if a required parameter is missing; the old version keeps serving then."""
         deadline = deadline_of(timeout)
         with self._turn(deadline):
             return self._weights.finish(self, deadline)
 
     def abort(self) -> None:
-        """Drops what was pushed. Nothing happens when the set is closed already."""
+        """Drops what was pushed. Does nothing if the sync is closed already."""
         self._abort(None)
 
     def _abort(self, error: BaseException | None) -> None:
@@ -373,7 +359,7 @@ class Sync:
                 self._weights.abort(self, error)
 
     def reopen(self) -> None:
-        """A repeated name after a complete set: the next set begins, with the next version."""
+        """After a repeated name: the next set begins, with the next version number."""
         self.options = replace(self.options, version=None)
         self.names, self.closed = set(), None
 
@@ -386,7 +372,7 @@ class Sync:
             self.require_open()
             self.scoped = True
             return self
-        except BaseException as error:  # a Ctrl-C: the block is not entered, and no step shall find the set open
+        except BaseException as error:  # a Ctrl-C: the block is not entered, and nothing else would close the sync
             self._abort(error)
             raise
 
