@@ -148,7 +148,6 @@ def parts() -> list[Part]:
         Part("stream", 180, shared_gpu(python("-m benchmarks.stream nccl shm --device cuda:0")), "build"),
         Part("stream-torch", 120, shared_gpu(python("-m benchmarks.stream torch --device cuda:0")), "build"),
         Part("test-kernels", 240, pytest("tests/test_cuda.py", "-k", "'not simt and not shim and not tensor_core'"), "build"),
-        Part("test-ops", 120, pytest("tests/test_cuda_ops.py"), "build"),
         Part("test-torch-ops", 150, f"{torch_sees_it}; " + pytest("tests/test_torch_arrays.py", "-k gpu"), "build"),
     ]  # fmt: skip
 
@@ -179,7 +178,7 @@ def collected(folder: Path, to: Path) -> Path:
 
 # ---------------------------------------------------------------------------------------------- the card
 def architecture(capability: str) -> str:
-    """"9.0" → "sm_90a": what is compiled for a card, with the instructions that only its own architecture has."""
+    """ "9.0" → "sm_90a": what is compiled for a card, with the instructions that only its own architecture has."""
     number = capability.replace(".", "")
     return f"sm_{number}{'a' if int(number) >= 90 else ''}"
 

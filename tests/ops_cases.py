@@ -106,6 +106,25 @@ def attention_case(
     }
 
 
+def qkv_case(
+    rng: np.random.Generator, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int, page_size: int, kind: str
+) -> dict[str, Array]:
+    pages = rows // page_size + 2
+    slots = rng.permutation(pages * page_size)[:rows].astype(np.int64)
+    slots[rows // 2 : rows // 2 + 1] = -1
+    cos, sin = ops.rope_table(np.float32(10000.0) ** -(np.arange(head_dim // 2, dtype=np.float32) / (head_dim // 2)), 500, dtype=dtype)
+    return {
+        "qkv": inputs(rng, (rows, (heads + 2 * kv_heads) * head_dim), dtype, kind),
+        "q_weight": normal(rng, (head_dim,), dtype),
+        "k_weight": normal(rng, (head_dim,), dtype),
+        "cos": misaligned(cos),
+        "sin": misaligned(sin),
+        "positions": rng.integers(0, 500, rows).astype(np.int32),
+        "slots": slots,
+        "pages": np.array(pages),
+    }
+
+
 class Guarded:
     """An output array with a pattern before and after it, off any alignment; `check` sees a write outside."""
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import dlpack
 import numpy as np
+import ops_cases
 import pytest
-import test_ops
 from gpu_trainer import Trainer
 from test_cuda_arrays import DL_INT32, matrices, read, second, simulated, trainer  # noqa: F401  (fixtures)
 
@@ -138,7 +138,7 @@ def test_indices_of_a_call_that_was_refused_come_to_no_other(rng: np.random.Gene
 
 
 def test_slots_and_parameters_out_of_range(rng: np.random.Generator) -> None:
-    case = test_ops.qkv_case(rng, "float32", 2, 1, 1, 32, 16, "normal")
+    case = ops_cases.qkv_case(rng, "float32", 2, 1, 1, 32, 16, "normal")
     given = {name: ops.to_device(array) for name, array in case.items() if name not in ("pages", "slots")}
     caches = dict(zip(("k_cache", "v_cache"), ops.kv_cache(1, 1, 16, 32, dtype="float32", device="cuda:0")))
     for slots in (np.array([0, 16]), np.array([-2, 0])):

@@ -23,7 +23,6 @@ import dlpack
 import numpy as np
 import ops_cases
 import pytest
-import test_ops
 from gpu_trainer import OnGpu, Trainer
 
 from rollmesh import _core, errors, ops
@@ -105,7 +104,7 @@ def test_outputs_that_are_the_callers(trainer: Trainer, rng: np.random.Generator
     normed = ops.rms_norm(residual, trainer.tensor(x[0].copy()), eps=1e-6, x=trainer.tensor(x))
     assert (normed.numpy() == ops.rms_norm(state, x[0].copy(), eps=1e-6, x=x)).all()
     assert (read(trainer, residual) == state).all()
-    case = test_ops.qkv_case(rng, "float32", 7, 4, 2, 62, 16, "normal")
+    case = ops_cases.qkv_case(rng, "float32", 7, 4, 2, 62, 16, "normal")
     caches = ops.kv_cache(int(case["pages"]), 2, 16, 62, dtype="float32")
     theirs = [trainer.tensor(cache) for cache in caches]
     types = {"positions": DL_INT32, "slots": DL_INT64}
@@ -142,6 +141,34 @@ def test_weights_are_packed_where_they_are(trainer: Trainer, rng: np.random.Gene
         w = rng.standard_normal((3, 20, 40)).astype(source)
         assert (ops.pack(trainer.tensor(w)).numpy() == ops.pack(w)).all()
         assert (ops.pack_gate_up(trainer.tensor(w), trainer.tensor(-w)).numpy() == ops.pack_gate_up(w, -w)).all()
+
+
+def test_every_op_takes_and_gives_arrays_of_a_device(rng: np.random.Generator) -> None:
+    """A mixture of experts, then the head in three parts of the vocabulary, the last without a row, and what is drawn."""
+    x, router, head = (rng.standard_normal(shape, np.float32) for shape in ((7, 33), (8, 33), (300, 33)))
+    gate, up, down = (rng.standard_normal(shape, np.float32) for shape in ((8, 20, 33), (8, 20, 33), (8, 33, 20)))
+    targets, params = np.array([299, -1, 0, 5, 130, 129, 7], np.int32), [ops.SampleParams(seed=i, top_k=9, top_p=0.9) for i in range(7)]
+
+    def run(ship: Callable[[np.ndarray], Any]) -> list[Any]:
+        def packed(w: np.ndarray) -> Any:
+            return ship(ops.pack(w, dtype="float32"))
+
+        rows = ship(x)
+        ids, gates = ops.router(rows, packed(router), 8, 3, bias=ship(np.linspace(-1, 1, 8, dtype=np.float32)))
+        sent, group_rows, place = ops.permute(rows, ids, 8)
+        inner = ops.gemm_swiglu(sent, ship(ops.pack_gate_up(gate, up, dtype="float32")), 20, group_rows=group_rows)
+        out = ops.combine(ops.gemm(inner, packed(down), 33, group_rows=group_rows), place, ids, gates, 8)
+        whole = ops.lm_head(out, packed(head), 300, targets=ship(targets))
+        parts = [ops.lm_head_pairs(out, packed(head[a:b]), b - a) for a, b in ((0, 256), (256, 300), (300, 300))]
+        pairs = np.concatenate([part.pairs if ship is np.copy else part.pairs.numpy() for part in parts])
+        merged = ops.merge_pairs(ship(pairs))
+        drawn = ops.sample(whole.logits, whole.stats, params)
+        top = ops.top_logprobs(whole.logits, whole.stats, 4)
+        return [ids, gates, out, *whole, *(v for part in parts for v in part), *merged, *drawn, *top, ops.ranks(whole.logits, drawn[0])]
+
+    for mine, its in zip(run(np.copy), run(ops.to_device), strict=True):
+        assert (mine is None) == (its is None)
+        assert mine is None or ops_cases.bits(its.numpy()).tobytes() == ops_cases.bits(mine).tobytes()
 
 
 def test_what_another_library_left_in_the_thread(simulated: str, rng: np.random.Generator) -> None:
@@ -402,7 +429,7 @@ def test_products_of_tensor_cores(rng: np.random.Generator) -> None:
 def test_a_layer_on_tensor_cores_keeps_rows_apart(rng: np.random.Generator) -> None:
     """Keys and values written and read in the family's own layout: each row of a batch alone, bit for bit; and near the CPU's."""
     rows, heads, kv_heads, head_dim, page_size = 40, 4, 2, 32, 16
-    case = test_ops.qkv_case(rng, "bfloat16", rows, heads, kv_heads, head_dim, page_size, "normal")
+    case = ops_cases.qkv_case(rng, "bfloat16", rows, heads, kv_heads, head_dim, page_size, "normal")
     case["slots"], case["positions"] = np.arange(rows, dtype=np.int64), np.arange(rows, dtype=np.int32)
     indices = {"seq_of_row": np.zeros(rows, np.int32), "block_tables": np.arange(3, dtype=np.int32)[None]}
     how = {"page_size": page_size, "scale": head_dim**-0.5}

@@ -217,7 +217,7 @@ def test_the_plan_names_what_there_is() -> None:
     assert set(gpu_first.OPS) == set(test_cuda.OPS)
     assert set(gpu_first.MMA_OPS) == {*test_cuda.MMA_OPS, "mma_company", "mma_tiles"}
     behind = ("racecheck", "synccheck", "decode-eager", "products", "test-fast", "decode-fast", "test-nccl", "test-torch", "test-slots")
-    behind += ("test-ops", "stream", "test-kernels")
+    behind += ("stream", "test-kernels")
     half_an_hour = [part for part in plan if not part.name.startswith(behind)]
     assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60  # limits are twice and more what a part should take
 

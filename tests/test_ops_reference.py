@@ -1,6 +1,6 @@
 """The reference ops against oracles that share no code with them: exact fractions for the dot product and the MoE tree, float64
 with derived bounds for the rest, published vectors for the random numbers. What holds for ref holds for every variant
-(test_ops.py, tolerance zero)."""
+(test_checkops.py, tolerance zero)."""
 
 from __future__ import annotations
 
@@ -220,6 +220,16 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
             chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
             want = chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
             assert (np.abs(gates - want) <= 3 * tolerance * want).all()
+
+
+def test_rows_are_copied(rng: np.random.Generator) -> None:
+    """embed from a plain and a packed table, gather_rows: NaNs, denormals and zeros of both signs keep their bits."""
+    table, ids = hard(rng, (17, 33), "bfloat16"), np.array([16, 0, 3, 3], np.int32)
+    table[3, 0] = 0xFFFF  # a NaN that no op would store
+    for isa in ops.available_isas():
+        assert (ops.embed(ids, table, isa=isa) == table[ids]).all()
+        assert (ops.gather_rows(table, ids, isa=isa) == table[ids]).all()
+        assert (ops.embed(ids, ops.pack(table), packed=(17, 33), isa=isa)[:2] == table[ids[:2]]).all()
 
 
 def test_permute_sorts_by_expert_then_row(rng: np.random.Generator) -> None:

@@ -1,8 +1,8 @@
 """rollmesh.torch on CUDA tensors. This machine's torch has no CUDA, so on the simulated device (tests/simt) a stand-in tensor says what
 torch's would, and goes through the one place where tensors meet ops (rollmesh/torch/arrays.py). With a GPU and a torch that sees it the
-whole of rollmesh.torch, and every op over torch's own tensors, is held to the CPU's.
+whole of rollmesh.torch is held to the CPU's.
 
-Input: the batches of dispatch_cases.py, the cases of test_ops.py. Oracle: the same on the CPU. Bound: zero differing bits, of float64
+Input: the batches of dispatch_cases.py. Oracle: the same on the CPU. Bound: zero differing bits, of float64
 gradients 1e-12.
 """
 
@@ -18,11 +18,9 @@ import dlpack
 import numpy as np
 import ops_cases
 import pytest
-import test_ops
 import torch
 from dispatch_cases import BACKENDS, EXPERTS, SIZES, Batch, random_rows, runs, same, together, train
 from gpu_trainer import OnGpu, Trainer
-from ops_on_device import Shipped
 
 from rollmesh import _core, errors, ops
 from rollmesh.torch import arrays, token_dispatchers
@@ -148,53 +146,3 @@ def backward(end: Any, batch: Batch) -> torch.Tensor:
     end.combine(end.dispatch(x, batch.ids).rows, torch.ones_like(batch.gates), end.dispatch(batch.x, batch.ids).plan).backward(batch.pull)
     assert x.grad is not None
     return x.grad
-
-
-class ShippedTensors(Shipped):
-    """Arrays go to the GPU as torch's tensors."""
-
-    def _put(self, array: np.ndarray) -> Any:
-        tensor = torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
-        return (tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor).to(self._device)
-
-    def _got(self, there: Any) -> np.ndarray:
-        made = torch.utils.dlpack.from_dlpack(there) if isinstance(there, ops.DeviceArray) else there
-        made = made.cpu()
-        return made.view(torch.int16).numpy().view(np.uint16) if made.dtype == torch.bfloat16 else made.numpy()
-
-
-CASES: dict[str, Any] = {
-    "gemm": lambda rng, dtype: test_ops.gemm_like("bias", 7, 33, 61, dtype, "hard", rng),
-    "gemm_swiglu": lambda rng, dtype: test_ops.gemm_like("swiglu", 7, 33, 61, dtype, "hard", rng),
-    "grouped": lambda rng, dtype: test_ops.test_grouped_gemm(False, dtype, rng),
-    "embed": lambda rng, dtype: test_ops.test_embed(dtype, rng),
-    "gather_rows": lambda rng, dtype: test_ops.test_gather_rows(dtype, rng),
-    "rms_norm": lambda rng, dtype: test_ops.test_rms_norm(dtype, "hard", rng),
-    "qk_rope_kv": lambda rng, dtype: test_ops.test_qk_rope_kv(dtype, "normal", rng),
-    "attention": lambda rng, dtype: test_ops.test_attention([40, 100], 40, 6, 6, 24, 48, 0, dtype, rng),
-    "router": lambda rng, dtype: test_ops.test_router(dtype, rng),
-    "permute and combine": lambda rng, dtype: test_ops.test_permute_and_combine(dtype, rng),
-    "lm_head": lambda rng, dtype: test_ops.test_lm_head(dtype, "normal", rng),
-    "sample": lambda rng, dtype: test_ops.test_sample(130, "plain", rng),
-    "top_logprobs": lambda rng, dtype: test_ops.test_top_logprobs("ties", rng),
-    "ranks": lambda rng, dtype: test_ops.test_ranks("hard", rng),
-}
-
-
-@pytest.mark.parametrize("in_turn", [False, True], ids=["waited", "stream"])
-@pytest.mark.parametrize("dtype", ops_cases.DTYPES)
-@pytest.mark.parametrize("op", CASES)
-def test_ops_over_torchs_tensors_on_a_gpu(
-    cuda: str, op: str, dtype: str, in_turn: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shipped = ShippedTensors(cuda)
-    for module in (test_ops, ops_cases):
-        monkeypatch.setattr(module, "ops", shipped)
-        monkeypatch.setattr(module, "FAST", [("cuda_fma", 1)])
-    side = torch.cuda.Stream()
-    if in_turn:
-        with torch.cuda.stream(side), arrays.in_turn(torch.empty(1, device=cuda)):
-            CASES[op](rng, dtype)
-    else:
-        CASES[op](rng, dtype)
-    assert shipped.calls
