@@ -5,15 +5,13 @@ in flight; the self-test. What the engine accepts as a tensor or a name is test_
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import tiny_config
-from test_generator import STATES, make, same, sequence, word_tokenizer
+from test_generator import STATES, make, same, word_tokenizer
 
 import rollmesh as rm
 
@@ -154,45 +152,6 @@ def test_a_set_in_pieces_closes_at_a_repeated_name(gen: rm.Generator) -> None:
     assert gen.version == 9  # the block goes on after an error that it handled
 
 
-def test_inside_a_block_the_old_version_serves(gen: rm.Generator) -> None:
-    before = gen.score([[1, 2, 3]])[0].tobytes()
-    with gen.begin_sync() as sync:
-        for name, tensor in STATES[1].items():
-            sync.push(name, tensor)
-            assert gen.score([[1, 2, 3]])[0].tobytes() == before
-    assert gen.version == 2
-    assert gen.score([[1, 2, 3]])[0].tobytes() != before
-    with pytest.raises(rm.IncompleteSyncError), gen.begin_sync() as sync:
-        sync.push("model.norm.weight", STATES[0]["model.norm.weight"])
-    assert gen.version == 2
-
-
-@pytest.mark.parametrize("inflight", ["wait", "restart", "abort", "keep", "keep_kv"])
-def test_requests_in_flight(gen: rm.Generator, inflight: str) -> None:
-    params = rm.SamplingParams(max_tokens=24, seed=1)
-    request = gen.submit([1, 2, 3], params)[0]
-    for _ in range(10):
-        gen.poll()
-    options: dict[str, Any] = {"inflight": "keep", "keep_kv": True} if inflight == "keep_kv" else {"inflight": inflight}
-    gen.sync_weights(STATES[1], version=2, **options)
-    (output,) = gen.poll(min_outputs=1)
-    assert output.request_id == request
-    sample = output.outputs[0]
-    versions = sample.versions.tolist()
-    want = {"wait": [1] * 24, "restart": [2] * 24, "abort": [1] * 10, "keep": [1] * 10 + [2] * 14, "keep_kv": [1] * 10 + [2] * 14}[inflight]
-    assert versions == want
-    assert sample.finish_reason == ("abort" if inflight == "abort" else "length")
-    assert (sample.contract is None) == (inflight == "keep_kv")
-    if sample.contract is not None:
-        assert sample.contract.weight_versions == tuple(sorted(set(want)))
-    score = gen.score([sequence(output)])[0][2:]
-    new = np.array(want) == 2
-    if inflight != "keep_kv":
-        assert score[new].tobytes() == sample.logprobs[new].tobytes()
-    elif new.any():
-        assert score[new].tobytes() != sample.logprobs[new].tobytes()
-
-
 def test_restart_starts_stop_strings_again() -> None:
     tokenizer = word_tokenizer()
     with make(tokenizer=tokenizer) as generator, make(tokenizer=tokenizer) as fresh:
@@ -222,39 +181,6 @@ def test_wait_cannot_finish_what_is_paused(gen: rm.Generator) -> None:
     gen.sync_weights(STATES[1], inflight="keep")
     gen.resume()
     assert set(gen.poll(min_outputs=1)[0].outputs[0].versions.tolist()) == {1, 2}
-
-
-def test_in_place_sync(gen: rm.Generator) -> None:
-    gen.submit([1, 2], rm.SamplingParams(max_tokens=4))
-    assert gen.sync_weights(STATES[1], mode="inplace").version == 2  # finished the request first
-    assert gen.poll()[0].outputs[0].versions.tolist() == [1] * 4
-    before = gen.score([[1, 2, 3]])[0].tobytes()
-    with pytest.raises(rm.MissingKeyError):  # a mapping is checked before a byte is written
-        gen.sync_weights({"lm_head.weight": STATES[0]["lm_head.weight"]}, mode="inplace")
-    assert gen.score([[1, 2, 3]])[0].tobytes() == before
-    with pytest.raises(rm.MissingKeyError):
-        gen.sync_weights(iter(list(STATES[0].items())[:4]), mode="inplace")
-    assert gen.version is None
-    with pytest.raises(rm.NotSyncedError):
-        gen.generate([1], use_tqdm=False)
-    gen.sync_weights(STATES[1], mode="inplace")
-    assert gen.score([[1, 2, 3]])[0].tobytes() == before
-
-
-def test_sync_from_another_thread_between_the_steps_of_generate(gen: rm.Generator) -> None:
-    results: list[rm.RequestOutput] = []
-    params = rm.SamplingParams(max_tokens=200, seed=1)
-    steps = gen.metrics()["steps"]
-    thread = threading.Thread(target=lambda: results.extend(gen.generate([[1, 2]] * 4, params, use_tqdm=False)))
-    thread.start()
-    while gen.metrics()["steps"] < steps + 5:
-        time.sleep(0.001)
-    gen.sync_weights(STATES[1], inflight="keep")
-    thread.join(30)
-    assert not thread.is_alive()
-    for output in results:
-        assert np.all(np.diff(output.outputs[0].versions) >= 0)
-        assert set(output.outputs[0].versions.tolist()) == {1, 2}
 
 
 # -------------------------------------------------------------------------------------------------- self-test, close

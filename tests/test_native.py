@@ -130,6 +130,15 @@ def test_sanitizers_and_instruction_sets_agree(native: Build) -> None:
             assert passes([program, "--threads", threads], RM_ISA=isa) == want, (isa, threads)
 
 
+@pytest.mark.full
+def test_emulated_instruction_sets_agree(native: Build) -> None:
+    """The sources of every variant, whatever this processor has, and a model with sizes of several tiles."""
+    program, every = native("tiny_run", emulate=True), ["--kinds", "4", "--requests", "6"]
+    want = passes([program, *every], RM_ISA="ref")
+    for isa in ("avx2", "avx512f", "avx512bf16", "amx"):
+        assert passes([program, *every], RM_ISA=isa) == want, isa
+
+
 VALGRIND = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite,indirect,possible"]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import helpers
 import pytest
 from native_build import standin
-from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, everything, free, told, updated_in_mid_generation
+from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, everything, free, told
 from test_cuda_graphs import PARAMS as GRAPH_PARAMS
 from test_cuda_graphs import PROMPTS as GRAPH_PROMPTS
 from test_mesh_processes import Server, check_lost, results
@@ -200,28 +200,6 @@ def test_ranks_compare_their_calls_once_a_step(make: Make, where: dict[str, str]
         steps = stats["steps"]
     assert steps > 5
     assert calls[1] - calls[0] == groups * (2 + steps)
-
-
-@pytest.mark.parametrize("how", [{"inflight": "restart"}, {"inflight": "keep"}, {"inflight": "keep", "keep_kv": True}], ids=str)
-def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
-    found = []
-    for mesh in (None, rm.Mesh(tp=2, ep=2)):
-        generator = make(MOE, mesh, dtype="float32")
-        generator.sync_weights(helpers.numpy_state_dict(MOE, seed=1))
-        found.append(updated_in_mid_generation(generator, how))
-    assert found[0] == found[1]
-
-
-def test_sleep_and_wake(make: Make) -> None:
-    cpu, gpu = make(MOE), make(MOE, rm.Mesh(tp=2, ep=2))
-    for seed in range(2):
-        for generator in (cpu, gpu):
-            generator.sync_weights(helpers.numpy_state_dict(MOE, seed=seed), cast=True)
-        assert seen(gpu) == seen(cpu)
-        gpu.sleep(["kv", "weights"])
-        with pytest.raises(rm.StateError, match="asleep"):
-            gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
-        gpu.wake(["kv", "weights"])
 
 
 def test_close_gives_everything_back(make: Make, simt: Path) -> None:

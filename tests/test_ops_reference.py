@@ -88,25 +88,6 @@ def test_rms_norm_against_float64(dtype: str, rng: np.random.Generator) -> None:
         assert (np.abs(out - want) <= relative * np.abs(want) + 2.0**-126).all()
 
 
-def test_rope_table_is_correctly_rounded(rng: np.random.Generator) -> None:
-    """float32 sines and cosines of float32 angles up to 10^6, against numpy's double. A double is off by less than 2^-50, so
-    only a float32 within that of a tie may differ, and then by one step: none is expected among these."""
-    inv_freq = np.concatenate([rng.random(6), [1.0, 0.0, 1e-7, 0.9999999]]).astype(np.float32)
-    positions, step = 1_000_001, 101
-    cos, sin = ops.rope_table(inv_freq, positions, dtype="float32")
-    angles = (np.arange(0, positions, step, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
-    assert (cos[::step] == np.cos(angles).astype(np.float32)).all()
-    assert (sin[::step] == np.sin(angles).astype(np.float32)).all()
-
-
-def test_rope_table_scales_then_rounds() -> None:
-    inv_freq = np.float32(10000.0) ** -(np.arange(8, dtype=np.float32) / 8)
-    plain = ops.rope_table(inv_freq, 100, dtype="float32")
-    scaled = ops.rope_table(inv_freq, 100, scale=1.25, dtype="bfloat16")
-    for a, b in zip(plain, scaled):
-        assert (values(to_bf16(a * np.float32(1.25))) + 0.0 == b).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
     """q, k and v of one row against float64, and where in the pages they stand."""

@@ -5,14 +5,12 @@ Oracles: transformers' own config classes and rotary embeddings (inv_freq bit fo
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import parameter_shapes, tiny_config
+from helpers import tiny_config
 
 import rollmesh as rm
 
@@ -61,23 +59,6 @@ def test_a_config_of_transformers_4() -> None:
     assert s.num_parameters == 596_049_920  # as published
 
 
-def test_object_dict_file_and_folder_are_one(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
-    want = rm.ModelSpec.from_hf(QWEN3_06B)
-    assert want == rm.ModelSpec.from_hf(tmp_path) == rm.ModelSpec.from_hf(str(tmp_path / "config.json"))
-    assert len({want, rm.ModelSpec.from_hf(tmp_path)}) == 1
-    transformers = pytest.importorskip("transformers")
-    assert rm.ModelSpec.from_hf(transformers.Qwen3Config(**QWEN3_06B)) == want
-
-
-def test_it_goes_through_json() -> None:
-    for config in (DENSE, MOE, QWEN3_06B, {**DENSE, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}):
-        s = rm.ModelSpec.from_hf(config)
-        assert rm.ModelSpec.from_dict(json.loads(json.dumps(s.to_dict()))) == s
-    with pytest.raises(rm.ConfigError):
-        rm.ModelSpec.from_dict({"vocab_size": 3})
-
-
 @pytest.mark.parametrize("moe", [False, True])
 def test_transformers_configs_with_defaults(moe: bool) -> None:
     """A config object brings transformers' defaults as values; the dict without them must mean the same."""
@@ -117,21 +98,6 @@ def test_which_layers_are_sparse_and_which_slide() -> None:
     assert spec(dense, use_sliding_window=True, sliding_window=None, max_window_layers=0).sliding_windows == (0,) * 4
     types = ["sliding_attention", "full_attention"] * 2
     assert spec(dense, use_sliding_window=True, sliding_window=9, layer_types=types).sliding_windows == (9, 0, 9, 0)
-
-
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "tie_word_embeddings": True}, {"mlp_only_layers": [0], "head_dim": 6}])
-def test_parameters_are_those_of_the_checkpoint(changes: dict[str, Any]) -> None:
-    for base in (DENSE, MOE):
-        config = {**base, **changes}
-        if base is DENSE:
-            config.pop("mlp_only_layers", None)
-        s = rm.ModelSpec.from_hf(config)
-        shapes = parameter_shapes({"mlp_only_layers": [], "decoder_sparse_step": 1, **config})
-        assert dict(s.parameters()) == shapes
-        assert s.num_parameters == sum(math.prod(shape) for shape in shapes.values())
-        with rm.Generator(s, max_model_len=32, kv_cache_gib=0.002, threads=1) as generator:
-            manifest = generator.manifest()
-        assert {name: info.shape for name, info in manifest.items() if info.required} == shapes
 
 
 # ------------------------------------------------------------------------------------------------ row 15
@@ -337,69 +303,6 @@ def test_ignore_is_keys_and_never_a_part_of_one(ignore: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ rope
-def rope_types(half: int) -> list[dict[str, Any]]:
-    short, long = np.linspace(1, 2, half).tolist(), np.linspace(1, 9, half).tolist()
-    return [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 2.5},
-        {"rope_type": "linear", "factor": 3},
-        {"rope_type": "dynamic", "factor": 4.0},
-        {"rope_type": "dynamic", "factor": 1.7},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-        {"rope_type": "yarn", "factor": 4.0},
-        {
-            "rope_type": "yarn",
-            "factor": 40.0,
-            "original_max_position_embeddings": 512,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.9,
-            "truncate": False,
-        },
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "attention_factor": 1.3,
-            "beta_fast": 16,
-            "beta_slow": 2.0,
-            "original_max_position_embeddings": 2048,
-        },
-        {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": 1024, "factor": 4.0},
-        {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": 1024},
-        {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 0.8},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024},
-        {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-        {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
-    ]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("head_dim", [4, 8, 16, 20, 64, 80, 128, 256])
-def test_inv_freq_has_the_bits_of_transformers(head_dim: int) -> None:
-    """Every type, at lengths on both sides of where dynamic and longrope change. What transformers computes depends on torch's
-    vector width where head_dim / 2 is no multiple of 32; the bits are those of an AVX2 machine."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or (wide and head_dim // 2 % 32 and head_dim > 32):
-        pytest.skip("torch's vectors are not AVX2's")
-    differ = []
-    for theta in (10000.0, 500000.0, 1000000, 26843545.6):
-        for parameters in rope_types(head_dim // 2):
-            config = Qwen3Config(
-                **{**DENSE, "head_dim": head_dim, "max_position_embeddings": 4096, "rope_parameters": {**parameters, "rope_theta": theta}}
-            )
-            settings = rm.ModelSpec.from_hf(config)
-            for length in (1024, 1025, 4096, 4097, 9000):
-                module = Qwen3RotaryEmbedding(config)
-                module(torch.zeros(1), torch.tensor([[length - 1]]))  # the last position decides which table it makes
-                inv_freq, scale = settings.rope(length)
-                assert inv_freq.dtype == np.float32
-                if module.inv_freq.numpy().tobytes() != inv_freq.tobytes() or module.attention_scaling != scale:
-                    differ.append((parameters["rope_type"], theta, length))
-    assert differ == []
 
 
 def test_power_is_not_the_nearest_float_and_neither_is_torchs() -> None:

@@ -171,38 +171,6 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
         assert np.array_equal(got.view(np.uint32), want.view(np.uint32)), f"step {step}, rows {np.flatnonzero((got != want).any(1))}"
 
 
-@pytest.mark.parametrize(
-    "words, output, change",
-    [
-        ({"presence_penalty": 0.5}, [3, 3, 5], {3: -0.5, 5: -0.5}),
-        ({"frequency_penalty": 0.5}, [3, 3, 5], {3: -1.0, 5: -0.5}),
-        ({"logit_bias": {7: 2.5, 8: -1.0}}, [], {7: 2.5, 8: -1.0}),
-        ({"min_tokens": 3, "stop_token_ids": [9, 4]}, [1, 2], {9: -np.inf, 4: -np.inf}),
-        ({"min_tokens": 3, "stop_token_ids": [9, 4]}, [1, 2, 3], {}),
-        ({"_bad_words_token_ids": [[6], [1, 2, 10], [2, 1, 11]]}, [1, 2], {6: -np.inf, 10: -np.inf}),
-        ({"allowed_token_ids": [3, 4]}, [], {token: -np.inf for token in range(VOCAB) if token not in (3, 4)}),
-        ({}, [1], {}),
-    ],
-)
-def test_each_by_its_definition(rng: np.random.Generator, words: dict[str, Any], output: list[int], change: dict[int, float]) -> None:
-    raw = random_logits(rng, 1)
-    want = raw.copy()
-    for token, value in change.items():
-        want[0, token] += np.float32(value)
-    got = HostLogits(config()).edit(raw, [HostRow("a", SamplingParams(**words), np.array([5], np.int32), output)])
-    assert np.array_equal(got, want)
-
-
-def test_repetition_by_its_definition(rng: np.random.Generator) -> None:
-    """Tokens of the prompt and the output: positive logits are divided (times 1/p in float32), others multiplied."""
-    raw, p = random_logits(rng, 1), np.float32(1.3)
-    want = raw.copy()
-    for token in (5, 8, 3):
-        want[0, token] *= np.float32(1) / p if raw[0, token] > 0 else p
-    got = HostLogits(config()).edit(raw, [HostRow("a", SamplingParams(repetition_penalty=1.3), np.array([5, 8], np.int32), [3])])
-    assert np.array_equal(got, want)
-
-
 def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
     """Where a grammar leaves the end only, min_tokens does not take that away too."""
     mask = np.zeros(3, np.int32)

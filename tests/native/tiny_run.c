@@ -1,7 +1,7 @@
 // tiny_run.c: a rollout of every tiny model under two versions, start to end: what valgrind watches, and the shortest program
 // over the engine. Prints one hash a model; for one family of instruction sets it is the same whatever RM_ISA and --threads.
 //
-//   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE; 0 for a planted fault alone]
+//   tiny_run [--threads 2] [--requests 12] [--kinds 3: that many of dense, tied, MoE, wide; 0 for a planted fault alone]
 //            [--plant 1: loses a block, 2: reads one that was freed; to see that either is found]
 #include <stdio.h>
 
@@ -39,7 +39,7 @@ int main(int argc, char **argv) {
   option_read(argc, argv,
               (option[]){{"threads", .least = 1, .most = 256, .count = &threads},
                          {"requests", .least = 1, .most = 1 << 20, .count = &n},
-                         {"kinds", .most = TINY_N_KIND, .count = &kinds},
+                         {"kinds", .most = TINY_WIDE + 1, .count = &kinds},
                          {"plant", .most = 2, .count = &fault},
                          {0}});
   if (!kinds && !fault) option_refuse("--kinds 0 without --plant leaves nothing to run");
