@@ -214,16 +214,16 @@ typedef struct rm_permute_args {
 } rm_permute_args;
 
 // Where choices stand on their way between ranks that have `experts_each` experts each, one run after another, when no size may depend
-// on what was chosen: of each row a rank gives back as many outputs as it can be chosen for, rm_slots_each, whether it was or not. Homes
+// on what was chosen: of each row a rank gives back as many outputs as it can be chosen for, rm_max_choices, whether it was or not. Homes
 // are ranks that rows come from.
-typedef struct rm_slots_args {
+typedef struct rm_static_dispatch_args {
   int32_t *place;           // [homes][home_rows][top_k] of a choice in what comes back to its home, [ranks][home_rows][each]; −1: none
   int32_t *own;             // [homes][pitch][each] the choices among the experts of `rank`, counted from its first; behind them −1
   const int32_t *ids;       // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
   int64_t homes, home_rows, pitch, ids_pitch;   // pitch ≥ home_rows: rows behind them have no choices
   int64_t top_k, experts_each, rank;
-} rm_slots_args;
-RM_INLINE int64_t rm_slots_each(int64_t top_k, int64_t experts_each) { return rm_min64(top_k, experts_each); }
+} rm_static_dispatch_args;
+RM_INLINE int64_t rm_max_choices(int64_t top_k, int64_t experts_each) { return rm_min64(top_k, experts_each); }
 
 // out[r] = round(tree over the experts of r of round32(gate · y[place])), the complete binary tree of docs/numerics.md.
 typedef struct rm_combine_args {
@@ -353,7 +353,7 @@ typedef struct rm_kernels {
   void (*attention)(const rm_ctx *, const rm_attention_args *);
   void (*router)(const rm_ctx *, const rm_router_args *);
   void (*permute)(const rm_ctx *, const rm_permute_args *);
-  void (*slots)(const rm_ctx *, const rm_slots_args *);
+  void (*static_dispatch)(const rm_ctx *, const rm_static_dispatch_args *);
   void (*combine)(const rm_ctx *, const rm_combine_args *);
   void (*lm_head)(const rm_ctx *, const rm_lm_head_args *);
   void (*merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);

@@ -10,8 +10,8 @@ from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size
 from pathlib import Path
 from typing import Any, NoReturn
 
-OK, BUSY, NO_MEMORY, FAULT, SPOILT = range(5)
-MARKS = 4
+OK, BUSY, NO_MEMORY, FAULT, CAPTURE_INVALIDATED = range(5)
+EVENTS = 4
 
 
 class Embed(Structure):
@@ -67,24 +67,24 @@ class Table(Structure):
         ("pin", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
         ("unpin", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
         ("available", CFUNCTYPE(c_size_t, c_void_p)),
-        ("place", CFUNCTYPE(c_int, c_void_p, c_void_p)),
+        ("ordinal_of", CFUNCTYPE(c_int, c_void_p, c_void_p)),
         ("put", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
         ("get", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
         ("fetch", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_size_t, c_size_t, c_size_t)),
         ("copy", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t)),
         ("zero", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
-        ("mark", CFUNCTYPE(None, c_void_p, c_int)),
-        ("reach", CFUNCTYPE(c_int, c_void_p, c_int)),
-        ("reached", CFUNCTYPE(c_int, c_void_p, c_int)),
+        ("record_event", CFUNCTYPE(None, c_void_p, c_int)),
+        ("wait_event", CFUNCTYPE(c_int, c_void_p, c_int)),
+        ("query_event", CFUNCTYPE(c_int, c_void_p, c_int)),
         ("wait", CFUNCTYPE(c_int, c_void_p)),
         ("poll", CFUNCTYPE(c_int, c_void_p)),
         ("follow", CFUNCTYPE(None, c_void_p, c_void_p)),
         ("lead", CFUNCTYPE(None, c_void_p, c_void_p)),
         ("refuses", CFUNCTYPE(c_char_p, c_void_p, c_void_p)),
-        ("record", CFUNCTYPE(c_int, c_void_p)),
-        ("recorded", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p))),
+        ("begin_capture", CFUNCTYPE(c_int, c_void_p)),
+        ("end_capture", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p))),
         ("replay", CFUNCTYPE(None, c_void_p, c_void_p)),
-        ("forget", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("destroy_graph", CFUNCTYPE(None, c_void_p, c_void_p)),
         ("enter", CFUNCTYPE(c_int, c_void_p)),
         ("leave", CFUNCTYPE(None, c_void_p, c_int)),
         ("message", CFUNCTYPE(c_char_p, c_void_p)),
@@ -174,9 +174,9 @@ class Device:
     def pin(self, size: int) -> int:
         return self.take("pin", size)
 
-    def recorded(self) -> tuple[int, int | None]:
+    def end_capture(self) -> tuple[int, int | None]:
         out = c_void_p()
-        return self.table.recorded(self.table.self, byref(out)), out.value
+        return self.table.end_capture(self.table.self, byref(out)), out.value
 
     def write(self, to: int, data: bytes) -> None:
         """put of ordinary memory, waited for."""

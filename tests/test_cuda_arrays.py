@@ -224,12 +224,12 @@ def test_streams_that_ops_cannot_be_ordered_with(trainer: Trainer, second: Train
         is_refused(nowhere, "it is no handle of a stream")
     is_refused(second.device.table.stream, "it is another device's")
     with cuda_device.Library(Path(os.environ[LIBRARY_SWITCH])).open(0) as capturing:
-        assert capturing.record() == cuda_device.OK
+        assert capturing.begin_capture() == cuda_device.OK
         with ops.on_stream(capturing.table.stream, "cuda:0"), pytest.raises(errors.ConfigError, match="it is being captured"):
             ops.gemm(mine, weights, 17)
         with pytest.raises(errors.CapacityError, match="operation not permitted when stream is capturing"):
             ops.gemm(mine, weights, 17)  # a capture of this thread: nothing can be allocated
-        assert capturing.recorded()[0] == cuda_device.SPOILT  # by the other device of this thread
+        assert capturing.end_capture()[0] == cuda_device.CAPTURE_INVALIDATED  # by the other device of this thread
     assert (ops.gemm(mine, weights, 17).numpy() == before.numpy()).all()
 
 

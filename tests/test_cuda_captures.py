@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, OK, SPOILT, Library
+from cuda_device import BUSY, CAPTURE_INVALIDATED, FAULT, OK, Library
 from test_cuda_device import library, seen, simt  # noqa: F401  (fixtures)
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode
@@ -24,31 +24,31 @@ def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pyte
         ids, table, out, host = device.map(8), device.map(32), device.map(32), device.pin(32)
         device.write(table, np.arange(8, dtype=np.float32).tobytes())
         for spoilt in (True, False):
-            assert device.record() == OK
+            assert device.begin_capture() == OK
             device.put(ids, host, 8)
             device.embed(out, ids, table, 2, 4)
             device.copy(out, 4, table, 4, 4, 1)
             device.copy(out, 16, table, 8, 4, 2)
             device.get(host, out, 32)
-            status, recording = device.recorded()
-            assert (status, recording is None) == ((SPOILT, True) if spoilt else (OK, False))
+            status, recording = device.end_capture()
+            assert (status, recording is None) == ((CAPTURE_INVALIDATED, True) if spoilt else (OK, False))
             if spoilt:
                 assert device.message() == "cudaStreamEndCapture: operation failed due to a previous error during capture"
                 assert device.read(out, 32) == seen(host, 32) == bytes(32)
         device.replay(recording)
         assert device.wait() == OK
         assert np.frombuffer(seen(host, 32), np.float32).tolist() == [0, 1, 2, 3, 2, 1, 2, 3]
-        device.forget(recording)
+        device.destroy_graph(recording)
 
 
 def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "1")
     with simt.open() as device:
         block = device.map(4)
-        assert device.record() == OK
+        assert device.begin_capture() == OK
         device.zero(block, 4, 4, 1)
         device.embed(block, block, block, (1 << 32) - 1, 1)
-        assert device.recorded() == (FAULT, None)
+        assert device.end_capture() == (FAULT, None)
         assert device.message() == "a launch: invalid configuration argument"
 
 
@@ -59,13 +59,13 @@ def test_what_another_thread_captures_in_global_mode(library: Library) -> None: 
     def work() -> None:
         with library.open() as device:
             block, host = device.map(64), device.pin(64)
-            device.mark(0)
-            asked = [device.reached(0), device.poll()]
-            waited = [device.reach(0), device.wait(), device.record()]
-            status, recording = device.recorded()
+            device.record_event(0)
+            asked = [device.query_event(0), device.poll()]
+            waited = [device.wait_event(0), device.wait(), device.begin_capture()]
+            status, recording = device.end_capture()
             assert {*asked} <= {OK, BUSY}, device.message()
             assert [*waited, status] == [OK] * 4, device.message()
-            device.forget(recording)
+            device.destroy_graph(recording)
             device.drop(block)
             device.drop(host)
 

@@ -18,7 +18,7 @@ from threading import Thread
 import cuda_build
 import numpy as np
 import pytest
-from cuda_device import BUSY, FAULT, MARKS, NO_MEMORY, OK, Device, Embed, Library, Refused, Table, no_gpu
+from cuda_device import BUSY, EVENTS, FAULT, NO_MEMORY, OK, Device, Embed, Library, Refused, Table, no_gpu
 
 
 @pytest.fixture(scope="module", params=["simt", "gpu"])
@@ -216,46 +216,46 @@ def test_an_op_is_enqueued_with_its_arguments(device: Device) -> None:
     assert np.frombuffer(device.read(out, 32), np.float32).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
 
 
-# ------------------------------------------------------------------------------------------------ marks and waiting
+# ------------------------------------------------------------------------------------------------ events and waiting
 def test_marks_are_reached_in_any_order(device: Device) -> None:
-    for number in range(MARKS):
-        assert device.reach(number) == OK  # never set
-    block, host = device.map(MARKS * 1024), device.pin(MARKS * 1024)
+    for number in range(EVENTS):
+        assert device.wait_event(number) == OK  # never set
+    block, host = device.map(EVENTS * 1024), device.pin(EVENTS * 1024)
     source = device.pin(1024)
     ctypes.memset(source, 0x77, 1024)
-    for number in range(MARKS):
+    for number in range(EVENTS):
         device.put(block + 1024 * number, source, 1024)
         device.get(host + 1024 * number, block + 1024 * number, 1024)
-        device.mark(number)
+        device.record_event(number)
     for number in (2, 0, 3, 1):
-        assert device.reach(number) == OK
+        assert device.wait_event(number) == OK
         assert seen(host, 1024 * (number + 1)) == b"\x77" * 1024 * (number + 1)
     ctypes.memset(host, 0, 1024)
     device.get(host, block, 1024)
-    device.mark(0)  # a number names the place where it was set last
-    assert device.reach(0) == OK
+    device.record_event(0)  # a number names the place where it was set last
+    assert device.wait_event(0) == OK
     assert seen(host, 1024) == b"\x77" * 1024
 
 
 def test_a_mark_can_be_asked_after(device: Device) -> None:
     block, host, source = device.map(2048), device.pin(1024), device.pin(2048)
-    for number in range(MARKS):
-        assert device.reached(number) == OK  # never set
+    for number in range(EVENTS):
+        assert device.query_event(number) == OK  # never set
     assert device.wait() == OK
     ctypes.memset(source, 0x77, 1024)
     device.put(block, source, 1024)
     device.get(host, block, 1024)
-    device.mark(1)
+    device.record_event(1)
     device.put(block + 1024, source, 1024)
-    device.mark(2)
-    statuses = [device.reached(1)]
+    device.record_event(2)
+    statuses = [device.query_event(1)]
     while statuses[-1] == BUSY:
-        statuses.append(device.reached(1))
+        statuses.append(device.query_event(1))
     assert statuses[-1] == OK
     assert seen(host, 1024) == b"\x77" * 1024
-    while device.reached(2) == BUSY:
+    while device.query_event(2) == BUSY:
         pass
-    assert device.reached(2) == device.poll() == OK
+    assert device.query_event(2) == device.poll() == OK
 
 
 def test_what_stands_behind_a_mark_is_not_asked_after(simt: Library) -> None:
@@ -264,9 +264,9 @@ def test_what_stands_behind_a_mark_is_not_asked_after(simt: Library) -> None:
         block, source = device.map(64), device.pin(64)
         assert device.wait() == OK
         device.put(block, source, 64)
-        device.mark(0)
+        device.record_event(0)
         device.put(block, source, 64)
-        assert [device.reached(0), device.reached(0)] == [BUSY, OK]
+        assert [device.query_event(0), device.query_event(0)] == [BUSY, OK]
         assert [device.poll(), device.poll()] == [BUSY, OK]
 
 
@@ -296,19 +296,19 @@ def test_unmap_and_unpin_wait(device: Device) -> None:
     assert device.read(block, 5000) == b"q" * 5000
 
 
-# ------------------------------------------------------------------------------------------------ recordings
+# ------------------------------------------------------------------------------------------------ graph capture
 def test_a_recording_is_kept_and_replayed(device: Device) -> None:
     """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the addresses of then."""
     ids, table, out, wide = device.map(8), device.map(64), device.map(32), device.map(64)
     host_ids, host_out = device.pin(8), device.pin(64)
     device.write(table, np.arange(16, dtype=np.float32).tobytes())
-    assert device.record() == OK
+    assert device.begin_capture() == OK
     device.put(ids, host_ids, 8)
     device.embed(out, ids, table, 2, 4)
     device.copy(wide, 32, out, 16, 16, 2)
     device.zero(wide + 16, 32, 4, 2)
     device.get(host_out, wide, 64)
-    status, recording = device.recorded()
+    status, recording = device.end_capture()
     assert status == OK, device.message()
     assert device.wait() == OK
     assert seen(host_out, 64) == bytes(64)  # nothing of it was done
@@ -321,18 +321,18 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
         assert got[[0, 1, 2, 3, 8, 9, 10, 11]].tolist() == [4.0 * row + i for row in pair for i in range(4)]
         assert got[[4, 12]].tolist() == [0, 0]
     device.replay(recording)
-    device.forget(recording)  # waits for it
-    device.forget(None)
+    device.destroy_graph(recording)  # waits for it
+    device.destroy_graph(None)
     assert device.wait() == OK
 
 
 def test_replays_stand_in_the_queue(device: Device) -> None:
     """Replays and what is enqueued between them: done in that order, one recording several times before anything waits."""
     block, host = device.map(16), device.pin(64)
-    assert device.record() == OK
+    assert device.begin_capture() == OK
     device.copy(block + 4, 4, block, 4, 4, 1)
     device.copy(block + 8, 4, block + 4, 4, 4, 1)
-    status, recording = device.recorded()
+    status, recording = device.end_capture()
     assert status == OK
     for i, word in enumerate((b"aaaa", b"bbbb")):
         ctypes.memmove(host + 4 * i, word, 4)
@@ -341,7 +341,7 @@ def test_replays_stand_in_the_queue(device: Device) -> None:
         device.get(host + 32 + 16 * i, block, 16)
     assert device.wait() == OK
     assert seen(host + 32, 32) == b"aaaa" * 3 + bytes(4) + b"bbbb" * 3 + bytes(4)
-    device.forget(recording)
+    device.destroy_graph(recording)
 
 
 def alone(library: Library, body: str) -> str:
@@ -359,18 +359,18 @@ with Library(Path({library.path!r})).open() as device:
     return done.stdout
 
 
-def test_an_op_that_was_never_launched_is_recorded(library: Library) -> None:
+def test_an_op_that_was_never_launched_is_captured(library: Library) -> None:
     """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor break it."""
     body = """ids, table, out = device.map(4), device.map(8), device.map(8)
 device.write(table, b"the bits")
-assert device.record() == OK, device.message()
+assert device.begin_capture() == OK, device.message()
 device.embed(out, ids, table, 1, 2)
 device.copy(out + 1, 4, out, 4, 1, 2)
-status, recording = device.recorded()
+status, recording = device.end_capture()
 assert status == OK, device.message()
 device.replay(recording)
 print(device.read(out, 8))
-device.forget(recording)"""
+device.destroy_graph(recording)"""
     assert alone(library, body) == "b'tte bbts'\n"
 
 
@@ -378,24 +378,24 @@ def test_two_recordings_and_an_empty_one(device: Device) -> None:
     block, made = device.map(16), []
     device.write(block, b"0123456789abcdef")
     for calls in ([], [(block + 8, block)], [(block, block + 12)]):
-        assert device.record() == OK
+        assert device.begin_capture() == OK
         for to, start in calls:
             device.copy(to, 4, start, 4, 4, 1)
-        status, recording = device.recorded()
+        status, recording = device.end_capture()
         assert status == OK
         made.append(recording)
     for recording in (*made, made[1]):
         device.replay(recording)
     assert device.read(block, 16) == b"cdef4567cdefcdef"
     for recording in made:
-        device.forget(recording)
+        device.destroy_graph(recording)
 
 
 @pytest.mark.parametrize("call", ["wait", "poll", "map", "pin"])
 def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
     with library.open() as device:
         block = device.map(16)
-        assert device.record() == OK
+        assert device.begin_capture() == OK
         device.zero(block, 16, 16, 1)
         if call in ("map", "pin"):
             out = ctypes.c_void_p()
@@ -403,7 +403,7 @@ def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
         else:
             assert getattr(device, call)() == FAULT
         assert "capturing" in device.message()
-        assert device.recorded() == (FAULT, None)
+        assert device.end_capture() == (FAULT, None)
 
 
 # ------------------------------------------------------------------------------------------------ faults
@@ -415,13 +415,13 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         device.write(block, b"x" * 64)
         device.zero(block, 8, 4, 8)
         device.get(host, block, 64)
-        device.mark(0)
+        device.record_event(0)
         device.zero(block + 4, 8, 4, 8)  # this one
         device.get(host, block, 64)
-        device.mark(1)
-        assert device.reach(0) == OK
+        device.record_event(1)
+        assert device.wait_event(0) == OK
         assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
-        assert device.reach(1) == FAULT
+        assert device.wait_event(1) == FAULT
         first = device.message()
         assert first == "cudaEventSynchronize: an illegal memory access was encountered"
         device.zero(block, 64, 64, 1)
@@ -430,8 +430,8 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         out = ctypes.c_void_p()
         assert device.table.map(device.table.self, 4, ctypes.byref(out)) == FAULT
         assert device.table.pin(device.table.self, 4, ctypes.byref(out)) == FAULT
-        marks = (device.reach(0), device.reached(0), device.reach(3))
-        for status in (device.wait(), device.poll(), *marks, device.record(), device.recorded()[0]):
+        marks = (device.wait_event(0), device.query_event(0), device.wait_event(3))
+        for status in (device.wait(), device.poll(), *marks, device.begin_capture(), device.end_capture()[0]):
             assert status == FAULT
         assert device.available() == 0
         assert device.message() == first
@@ -538,11 +538,11 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
 def test_place_is_the_device_that_has_the_memory(library: Library) -> None:
     with library.open(0) as device:
         block, host, plain = device.map(100), device.pin(100), ctypes.create_string_buffer(8)
-        assert [device.place(block), device.place(block + 99)] == [0, 0]
-        assert [device.place(host), device.place(ctypes.addressof(plain)), device.place(8192)] == [-1, -1, -1]
+        assert [device.ordinal_of(block), device.ordinal_of(block + 99)] == [0, 0]
+        assert [device.ordinal_of(host), device.ordinal_of(ctypes.addressof(plain)), device.ordinal_of(8192)] == [-1, -1, -1]
         if library.devices() > 1:
             with library.open(1) as other:
-                assert [device.place(other.map(100)), other.place(block)] == [1, 0]
+                assert [device.ordinal_of(other.map(100)), other.ordinal_of(block)] == [1, 0]
 
 
 # ------------------------------------------------------------------------------------------------ the shim's strictness
@@ -554,12 +554,12 @@ def test_nothing_is_done_before_something_waits(simt: Library) -> None:
         device.put(block, host, 5)
         device.copy(block + 8, 4, block, 4, 2, 1)
         device.get(back, block, 16)
-        device.mark(0)
+        device.record_event(0)
         assert seen(back, 16) == bytes(16)
         ctypes.memmove(host, b"later", 5)
         device.get(back, block, 0)
         assert device.poll() == BUSY
-        assert device.reach(0) == OK
+        assert device.wait_event(0) == OK
         assert seen(back, 16) == b"later" + bytes(3) + b"la" + bytes(6)
 
 
@@ -568,9 +568,9 @@ def test_a_mark_does_no_more_than_it_must(simt: Library) -> None:
         block, host = device.map(8), device.pin(8)
         ctypes.memmove(host, b"abcdefgh", 8)
         device.put(block, host, 4)
-        device.mark(1)
+        device.record_event(1)
         device.get(host + 4, block, 4)
-        assert device.reach(1) == OK
+        assert device.wait_event(1) == OK
         assert seen(host, 8) == b"abcdefgh"
         assert device.wait() == OK
         assert seen(host, 8) == b"abcdabcd"
@@ -721,13 +721,13 @@ def test_devices_of_several_threads(library: Library, rng: np.random.Generator) 
             for turn in range(8):
                 device.put(table, data, len(data))
                 if turn % 2:
-                    device.record()
+                    device.begin_capture()
                 device.embed(out, ids, table, 1, len(data) // 4)
                 device.get(host, out, len(data))
                 if turn % 2:
-                    recording = device.recorded()[1]
+                    recording = device.end_capture()[1]
                     device.replay(recording)
-                    device.forget(recording)
+                    device.destroy_graph(recording)
                 if device.wait() != OK or seen(host, len(data)) != data:
                     failures.append(f"cuda:{ordinal} turn {turn}: {device.message()}")
                 device.zero(out, 16, 8, len(data) // 16)

@@ -22,7 +22,7 @@
 static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // the sum of a clock and three years fits any timespec
 // Of rm_comm_wait: a step's end is seen at once, and what lasts longer costs no core; groups are looked at a thousand times a second.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
-enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 };   // QUEUE_END: instead of a mark
+enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 };   // QUEUE_END: instead of a event
 
 typedef struct account {        // what a rank says to another of the group's calls
   uint64_t calls, digest, between;   // between: of the calls, with the bytes for that other
@@ -100,10 +100,10 @@ double rm_comm_timeout(const rm_comm *comm) { return comm->timeout; }
 void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = within_clock(seconds); }
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
-rm_code rm_comm_look(rm_comm *comm, rm_error *err) {
+rm_code rm_comm_check(rm_comm *comm, rm_error *err) {
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
-  return comm->transport.look ? comm->transport.look(comm->transport.self, err) : RM_OK;
+  return comm->transport.check ? comm->transport.check(comm->transport.self, err) : RM_OK;
 }
 
 void rm_comm_abort(rm_comm *comm, rm_code why) {
@@ -276,7 +276,7 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
 static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
     if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->given_up))) continue;
-    const rm_code code = rm_comm_look(comms[i], err), why = (rm_code)atomic_load(&comms[i]->given_up);
+    const rm_code code = rm_comm_check(comms[i], err), why = (rm_code)atomic_load(&comms[i]->given_up);
     return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has given up: %s", comms[i]->rank, rm_code_name(why));
   }
   return RM_OK;
@@ -287,7 +287,7 @@ static int waits_there(const rm_comm *comm) { return comm->transport.waits_there
 // Work is left: what is wrong with a group, or RM_OK.
 static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, double timeout, double waited, rm_error *err) {
   for (int i = 0; i < n; i++) {
-    const rm_code code = comms[i] && waits_there(comms[i]) ? rm_comm_look(comms[i], err) : RM_OK;
+    const rm_code code = comms[i] && waits_there(comms[i]) ? rm_comm_check(comms[i], err) : RM_OK;
     if (code) return code;
   }
   if (waited < timeout) return RM_OK;
@@ -295,10 +295,10 @@ static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, d
                  device->name, timeout);
 }
 
-static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
+static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
   const double start = rm_now();
   for (double looked = start;;) {
-    const rm_device_status status = mark == QUEUE_END ? device->poll(device->self) : device->reached(device->self, mark);
+    const rm_device_status status = event == QUEUE_END ? device->poll(device->self) : device->query_event(device->self, event);
     const double now = rm_now();
     if (status == RM_DEVICE_OK) return look_back(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
@@ -312,18 +312,18 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
 }
 
 // Nothing in the queue waits for another rank.
-static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int mark, rm_error *err) {
-  const rm_device_status status = mark == QUEUE_END ? device->wait(device->self) : device->reach(device->self, mark);
+static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event, rm_error *err) {
+  const rm_device_status status = event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
   const rm_code code = rm_device_check(device, status, err);
   return code ? code : look_back(comms, n, err);
 }
 
-static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
+static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
   rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
   rm_error *said = err ? err : &own;
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, mark, within_clock(timeout), said) : wait_alone(comms, n, device, mark, said);
+  const rm_code code = watched ? wait_for(comms, n, device, event, within_clock(timeout), said) : wait_alone(comms, n, device, event, said);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
@@ -337,11 +337,11 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, dou
   return wait_until(comms, n, device, QUEUE_END, timeout, err);
 }
 
-rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err) {
-  return wait_until(comms, n, device, mark, timeout, err);
+rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
+  return wait_until(comms, n, device, event, timeout, err);
 }
 
-int rm_comm_can_be_recorded(const rm_comm *comm) { return comm->transport.waits_there; }
+int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_there; }
 
 static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
   const unsigned long long n = comm->sequence;

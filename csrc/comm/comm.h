@@ -71,17 +71,17 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
 void rm_comm_abort(rm_comm *comm, rm_code why);
 // Whether this rank can see that the group has failed, and how; takes microseconds and meets no rank. For long work between two calls.
 // Always RM_OK on transports that cannot tell.
-rm_code rm_comm_look(rm_comm *comm, rm_error *err);
+rm_code rm_comm_check(rm_comm *comm, rm_error *err);
 
 // device->wait for a device whose queue may hold calls of `comms` (NULL entries are skipped). Watches the groups meanwhile: when one has
 // failed, or after `timeout` seconds, all are aborted, which ends their work in the queue. The group's error, RM_E_COLLECTIVE_TIMEOUT,
 // or RM_E_DEVICE when the device failed. Without a group that waits in the queue it is device->wait.
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err);
-// The same for device->reach: waits for the work before that mark.
-rm_code rm_comm_reach(rm_comm *const comms[], int n, const rm_device *device, int mark, double timeout, rm_error *err);
+// The same for device->wait_event: waits for the work before that event.
+rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err);
 
 // Whether calls only enqueue, so that a graph can capture them. Barriers never do.
-int rm_comm_can_be_recorded(const rm_comm *comm);
+int rm_comm_can_be_captured(const rm_comm *comm);
 
 // For transports that send no headers (nccl): compares all calls so far (op, sequence, epoch, sizes of gathers), and the bytes between each
 // two ranks, over `host`, another group of the same ranks in the same order. Captured calls count once, at capture; the engine compares
@@ -118,7 +118,7 @@ typedef struct rm_transport {
   rm_code (*exchange)(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                       const rm_block recv[], rm_error *err);
   void (*abort)(void *self, rm_code why);
-  rm_code (*look)(void *self, rm_error *err);   // rm_comm_look; may be NULL
+  rm_code (*check)(void *self, rm_error *err);   // rm_comm_check; may be NULL
   void (*leave)(void *self);    // before destroy, except in a forked child: tells the others that this rank has left; may be NULL
   void (*destroy)(void *self);
 } rm_transport;

@@ -85,7 +85,7 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
 
 static void give_up(void *self, rm_code why) { rm_comm_abort(((staged *)self)->host, why); }
 
-static rm_code look(void *self, rm_error *err) { return rm_comm_look(((staged *)self)->host, err); }
+static rm_code look(void *self, rm_error *err) { return rm_comm_check(((staged *)self)->host, err); }
 
 // ------------------------------------------------------------------------------------------------ making
 static void free_run(const rm_device *device, run *r, size_t bytes) {
@@ -132,7 +132,7 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
                                   .self = s,
                                   .exchange = exchange,
                                   .abort = give_up,
-                                  .look = look,
+                                  .check = look,
                                   .leave = leave,
                                   .destroy = destroy};
   rm_code code = make_runs(s, err);

@@ -47,7 +47,7 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
   const int opened = open(ordinal, kernels, out, why);
   if (opened == RM_DEVICE_OPENED) return RM_OK;
-  code = opened == RM_DEVICE_NOT_SUCH ? RM_E_CONFIG : opened == RM_DEVICE_FULL ? RM_E_CAPACITY : RM_E_DEVICE;
+  code = opened == RM_DEVICE_NOT_FOUND ? RM_E_CONFIG : opened == RM_DEVICE_FULL ? RM_E_CAPACITY : RM_E_DEVICE;
   return rm_fail(err, code, "device=\"cuda:%d\": %s", ordinal, why);
 }
 

@@ -23,7 +23,7 @@ static size_t cpu_available(void *self) {
   return rm_memory_available();
 }
 
-static int cpu_place(void *self, const void *address) {
+static int cpu_ordinal_of(void *self, const void *address) {
   (void)self, (void)address;
   return -1;
 }
@@ -48,9 +48,9 @@ static void cpu_zero(void *self, void *at, size_t pitch, size_t width, size_t ro
   for (size_t r = 0; r < rows; r++) memset((char *)at + r * pitch, 0, width);
 }
 
-static void cpu_mark(void *self, int number) { (void)self, (void)number; }
+static void cpu_record_event(void *self, int number) { (void)self, (void)number; }
 
-static rm_device_status cpu_reach(void *self, int number) {
+static rm_device_status cpu_wait_event(void *self, int number) {
   (void)self, (void)number;
   return RM_DEVICE_OK;
 }
@@ -92,15 +92,15 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .pin = cpu_map,
       .unpin = cpu_unmap,
       .available = cpu_available,
-      .place = cpu_place,
+      .ordinal_of = cpu_ordinal_of,
       .put = cpu_move,
       .get = cpu_move,
       .fetch = cpu_fetch,
       .copy = cpu_copy,
       .zero = cpu_zero,
-      .mark = cpu_mark,
-      .reach = cpu_reach,
-      .reached = cpu_reach,
+      .record_event = cpu_record_event,
+      .wait_event = cpu_wait_event,
+      .query_event = cpu_wait_event,
       .wait = cpu_done,
       .poll = cpu_done,
       .follow = cpu_order,

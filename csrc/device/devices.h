@@ -21,8 +21,8 @@ static inline void rm_device_copy(const rm_device *device, void *to, const void 
   if (bytes) device->copy(device->self, to, bytes, from, bytes, bytes, 1);
 }
 
-// A device's marks, by user: the two halves of a staging buffer, and the host's indices for ops.
-enum { RM_MARK_STAGING, RM_MARK_STAGING_SECOND, RM_MARK_INDICES };
+// A device's events, by user: the two halves of a staging buffer, and the host's indices for ops.
+enum { RM_EVENT_STAGING, RM_EVENT_STAGING_SECOND, RM_EVENT_INDICES };
 
 // A paired host/device buffer. The host fills `host` and puts ranges of it, or gets ranges and reads them after rm_device_wait. On the
 // CPU both are the same memory, and put and get do nothing.

@@ -7,15 +7,15 @@
 
 enum { RM_MAX_GPUS = 64 };
 
-typedef struct rm_readers {
+typedef struct rm_ready_queues {
   char *library;                            // owned; NULL: a CPU engine, which reads no GPU tensors
   const rm_device *own[RM_MAX_GPUS];        // [ordinal] views: the engine's devices
   rm_device opened[RM_MAX_GPUS];            // [ordinal] owned; zeros: not opened
-} rm_readers;
+} rm_ready_queues;
 
-rm_code rm_readers_init(rm_readers *readers, const char *library, rm_error *err);   // on a zeroed struct; library NULL: CPU
-void rm_readers_destroy(rm_readers *readers);                                       // safe on a zeroed struct
+rm_code rm_ready_queues_init(rm_ready_queues *queues, const char *library, rm_error *err);   // on a zeroed struct; library NULL: CPU
+void rm_ready_queues_destroy(rm_ready_queues *queues);                                       // safe on a zeroed struct
 // *out: view. RM_E_CONFIG: no such device; RM_E_DEVICE: it cannot be opened.
-rm_code rm_readers_find(rm_readers *readers, int ordinal, const rm_device **out, rm_error *err);
+rm_code rm_ready_queues_find(rm_ready_queues *queues, int ordinal, const rm_device **out, rm_error *err);
 // Waits until the device has reached the producer's writes; after rm_…_find of the same ordinal.
-rm_code rm_readers_wait(rm_readers *readers, int ordinal, rm_error *err);
+rm_code rm_ready_queues_wait(rm_ready_queues *queues, int ordinal, rm_error *err);

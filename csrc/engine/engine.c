@@ -82,7 +82,7 @@ static rm_code create_scheduler(rm_engine *engine, rm_error *err) {
   return rm_scheduler_create(&engine->scheduler, &scheduler, err);
 }
 
-static void init_runner(rm_engine *engine) {
+static void init_runner(rm_engine *engine, const rm_rank *rank) {
   const rm_engine_options *options = &engine->options;
   const rm_runner_options runner = {
       .spec = engine->spec,
@@ -92,7 +92,7 @@ static void init_runner(rm_engine *engine) {
                 .max_positions = options->max_model_len,
                 .page_size = options->page_size,
                 .cublas_library = options->cublas_library,
-                .rank = options->rank},
+                .rank = rank},
       .max_num_seqs = options->max_num_seqs,
       .max_pages = (options->max_model_len + options->page_size - 1) / options->page_size,
       .enforce_eager = options->enforce_eager,
@@ -104,16 +104,14 @@ static void init_runner(rm_engine *engine) {
 
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  const rm_placement placement = rm_placement_of(engine->spec, &options->rank.mesh, options->rank.index);
-  const int plain = options->cublas_library != NULL;
   rm_runner *runner = &engine->runner;
-  rm_model_options *model = &runner->options.model;
+  const rm_placement placement = rm_placement_of(engine->spec, &runner->rank.mesh, runner->rank.index);
+  const int plain = options->cublas_library != NULL;
   rm_code code;
   if ((code = rm_team_create(options->n_threads ? options->n_threads : threads_allowed(), &engine->team, err))) return code;
   if ((code = rm_comms_join(runner, err))) return code;
-  model->rank = runner->rank;   // with the comms that were made
   if ((code = rm_params_create(engine->spec, &placement, options->dtype, plain, &engine->params, err))) return code;
-  if ((code = rm_model_create(engine->params, engine->device, engine->team, model, &engine->model, err))) return code;
+  if ((code = rm_model_create(engine->params, engine->device, engine->team, &runner->options.model, &engine->model, err))) return code;
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
   if ((code = create_scheduler(engine, err))) return code;
   if ((code = rm_runner_create(runner, engine->model, engine->store, &engine->scheduler.plan, err))) return code;
@@ -136,8 +134,8 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->device = options->device ? options->device : &engine->cpu;
   engine->options = *options;
   engine->options.eos_ids = NULL;
-  engine->options.rank = rank;
-  init_runner(engine);
+  engine->options.rank = (rm_rank){0};   // the runner has it
+  init_runner(engine, &rank);
   int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
   if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
   engine->options.eos_ids = eos;
@@ -256,14 +254,14 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws
   scheduler->version = rm_store_version(engine->store);
   const rm_entered saved = rm_enter(engine);
   for (int64_t i = 0; i < n && !code; i++) {
-    rm_sequence *seq = rm_find_group(scheduler, draws[i].id, NULL)->sequences;
+    rm_sequence *seq = rm_find_sequence_group(scheduler, draws[i].id, NULL)->sequences;
     rm_external_result *result = &results[i];
     seq->external_row = -1;
     if ((code = rm_draw_edited(&engine->runner, seq, &draws[i], result, err))) break;   // the device is dead, as the next step says too
     if (result->token >= 0) {
       rm_append(scheduler, seq, &(rm_drawn){result->token, result->rank, result->logprob, result->sampling_logprob});
     } else {
-      rm_fail_group(scheduler, seq, rm_sequence_length(seq) - 1, "the edited logits leave no token to draw and are");
+      rm_fail_sequence_group(scheduler, seq, rm_sequence_length(seq) - 1, "the edited logits leave no token to draw and are");
       result->token = RM_EXTERNAL_FAILED;
     }
   }
@@ -282,7 +280,7 @@ static rm_code check_weights(const rm_engine *engine, rm_error *err) {
 
 rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err) {
   const rm_code code = check_weights(engine, err);
-  return code ? code : rm_group_check(request, &engine->scheduler.options.limits, err);
+  return code ? code : rm_sequence_group_check(request, &engine->scheduler.options.limits, err);
 }
 
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
@@ -295,10 +293,10 @@ int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
 }
 uint64_t rm_engine_next_finished(const rm_engine *engine) {
   const rm_link *finished = &engine->scheduler.finished;
-  return rm_list_empty(finished) ? 0 : ((const rm_group *)finished->next)->id;
+  return rm_list_empty(finished) ? 0 : ((const rm_sequence_group *)finished->next)->id;
 }
 int64_t rm_engine_unfinished(const rm_engine *engine) { return engine->scheduler.n_live; }
-int rm_engine_has(const rm_engine *engine, uint64_t id) { return rm_find_group(&engine->scheduler, id, NULL) != NULL; }
+int rm_engine_has(const rm_engine *engine, uint64_t id) { return rm_find_sequence_group(&engine->scheduler, id, NULL) != NULL; }
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err) {
   return rm_scheduler_view(&engine->scheduler, id, out, err);
 }
@@ -307,9 +305,9 @@ rm_code rm_engine_sample_view(const rm_engine *engine, uint64_t id, int32_t samp
 }
 rm_code rm_engine_release(rm_engine *engine, uint64_t id, rm_error *err) { return rm_scheduler_release(&engine->scheduler, id, err); }
 rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err) {
-  rm_group *group = rm_find_group(&engine->scheduler, id, err);
+  rm_sequence_group *group = rm_find_sequence_group(&engine->scheduler, id, err);
   if (!group) return RM_E_REQUEST;
-  rm_finish_group(&engine->scheduler, group, RM_FINISH_ABORT);
+  rm_finish_sequence_group(&engine->scheduler, group, RM_FINISH_ABORT);
   return RM_OK;
 }
 rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err) {

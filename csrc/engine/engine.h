@@ -91,16 +91,16 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
 void rm_engine_sync_abort(rm_engine *engine);
 
 // Sleep by part; a part that is asleep or awake already stays so. Weights: unsynced after wake; not while a sync is open. KV: running
-// requests are preempted, and recomputed after wake; a sync may come meanwhile. With RM_SLEEP_KEEP the weights are offloaded to the host's
+// requests are preempted, and recomputed after wake; a sync may come meanwhile. With RM_SLEEP_OFFLOAD the weights are offloaded to the host's
 // memory and serve again after wake; on the CPU they stay where they are. Without it, weights offloaded before are dropped. Each call does
 // all of it, or fails with nothing changed. Where several engines sleep or wake together, all copies are made first (keep) and stay until
 // the last is awake (forget): a sleep or wake that needs no new copy cannot fail, so the others' can be undone.
-enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_KEEP = 4 };
+enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_OFFLOAD = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
-size_t rm_engine_bytes_to_keep(const rm_engine *engine);            // of the host's memory, for keep
-rm_code rm_engine_keep_weights(rm_engine *engine, rm_error *err);   // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
-void rm_engine_forget_kept(rm_engine *engine);    // the copy of weights that are awake
+size_t rm_engine_offload_bytes(const rm_engine *engine);            // of the host's memory, for keep
+rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err);   // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
+void rm_engine_free_offloaded(rm_engine *engine);    // the copy of weights that are awake
 
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced

@@ -103,7 +103,7 @@ static rm_code agree(const rm_engine *engine, rm_comm *world, int64_t *n_pages, 
 }
 
 static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *err) {
-  rm_comm *world = engine->options.rank.world;
+  rm_comm *world = engine->runner.rank.world;
   const rm_code code = rm_device_wait(engine->device, err);   // a dead one has nothing free
   if (code) return code;
   if (world) return agree(engine, world, n_pages, err);

@@ -13,41 +13,41 @@ static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
   return rm_fail(err, RM_E_STATE, "the weights cannot sleep while a sync is open");
 }
 
-rm_code rm_engine_keep_weights(rm_engine *engine, rm_error *err) {
+rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   if (engine->asleep & RM_PART_WEIGHTS) return RM_OK;
   rm_code code = check_no_sync(engine, err);
   if (code) return code;
   const rm_entered saved = rm_enter(engine);
-  code = rm_store_keep(engine->store, err);
+  code = rm_store_offload(engine->store, err);
   rm_leave(engine, saved);
   return code;
 }
 
-size_t rm_engine_bytes_to_keep(const rm_engine *engine) {
-  return engine->asleep & RM_PART_WEIGHTS ? 0 : rm_store_bytes_to_keep(engine->store);
+size_t rm_engine_offload_bytes(const rm_engine *engine) {
+  return engine->asleep & RM_PART_WEIGHTS ? 0 : rm_store_offload_bytes(engine->store);
 }
 
-void rm_engine_forget_kept(rm_engine *engine) { rm_store_forget(engine->store); }
+void rm_engine_free_offloaded(rm_engine *engine) { rm_store_free_offloaded(engine->store); }
 
 static void sleep_weights(rm_engine *engine, int keep) {
-  if (keep) rm_store_rest(engine->store);
+  if (keep) rm_store_release_blocks(engine->store);
   else rm_store_discard(engine->store);
 }
 
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   rm_scheduler *scheduler = &engine->scheduler;
-  const int keep = (parts & RM_SLEEP_KEEP) != 0;
-  parts &= ~(unsigned)RM_SLEEP_KEEP;
+  const int keep = (parts & RM_SLEEP_OFFLOAD) != 0;
+  parts &= ~(unsigned)RM_SLEEP_OFFLOAD;
   rm_code code = check_parts(parts, err);
   if (code) return code;
   if (parts & engine->asleep & RM_PART_WEIGHTS && !keep) rm_store_discard(engine->store);   // what an earlier sleep has kept
   parts &= ~engine->asleep;
-  if (parts & RM_PART_WEIGHTS && (code = keep ? rm_engine_keep_weights(engine, err) : check_no_sync(engine, err))) return code;
+  if (parts & RM_PART_WEIGHTS && (code = keep ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err))) return code;
   if (!parts) return RM_OK;
   const rm_entered saved = rm_enter(engine);
   scheduler->options.policy->pages_lost(scheduler);   // without the weights the KV is of no version, without the pages there is none
   rm_kv_reset(engine->scheduler.cache);
-  rm_graphs_forget(&engine->runner);
+  rm_graphs_clear(&engine->runner);
   if (parts & RM_PART_WEIGHTS) sleep_weights(engine, keep);
   if (parts & RM_PART_KV) {
     rm_kv_renew(engine->scheduler.cache);
@@ -66,7 +66,7 @@ rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
   const rm_entered saved = rm_enter(engine);
   if (parts & RM_PART_WEIGHTS) code = rm_store_restore(engine->store, err);
   if (parts & RM_PART_KV && !code) code = rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->runner.kv, err);
-  if (parts & RM_PART_WEIGHTS && code) rm_store_rest(engine->store);   // they came, and the cache did not
+  if (parts & RM_PART_WEIGHTS && code) rm_store_release_blocks(engine->store);   // they came, and the cache did not
   rm_leave(engine, saved);
   if (!code) engine->asleep &= ~parts;
   return code;

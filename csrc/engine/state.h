@@ -9,7 +9,7 @@
 struct rm_engine {
   // set at creation
   const rm_spec *spec;          // view
-  rm_engine_options options;    // eos_ids: owned; rank: the runner's counts
+  rm_engine_options options;    // eos_ids: owned; rank: zeros, the runner has it
   rm_device cpu;                // what `device` is where the options name none
   const rm_device *device;      // view
   rm_team *team;                // owned, as all below

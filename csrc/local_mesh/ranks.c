@@ -54,7 +54,7 @@ static rm_code verdict(rm_ranks *ranks, rm_error *err) {
 rm_code rm_ranks_run(rm_ranks *ranks, rm_member_call call, void *arg, rm_error *err) {
   member_job job = {ranks, call, arg};
   if (ranks->team) rm_team_run(ranks->team, member_task, &job);
-  else member_task(&job, 0, 1);
+  for (int r = 0; r < ranks->n && !ranks->team; r++) ranks->members[r].code = call(&ranks->members[r], arg);
   return verdict(ranks, err);
 }
 
@@ -153,22 +153,22 @@ static rm_code check_families(const rm_ranks *ranks, rm_error *err) {
 static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks_options *options, rm_error *err) {
   creation how = {ranks, spec, options};
   ranks->members = rm_alloc((size_t)ranks->n, sizeof *ranks->members);
-  ranks->asked = rm_alloc((size_t)ranks->mesh.dp, sizeof *ranks->asked);
-  ranks->beginnings = rm_alloc(PREFIX_SLOTS, sizeof *ranks->beginnings);
-  if (!ranks->members || !ranks->asked || !ranks->beginnings) return rm_fail(err, RM_E_MEMORY, "no memory for %d ranks", ranks->n);
-  if (options->ends) {
-    rm_comm *const groups[N_GROUPS] = {options->ends->tp, options->ends->ep, options->ends->world};
+  ranks->assigned = rm_alloc((size_t)ranks->mesh.dp, sizeof *ranks->assigned);
+  ranks->prefixes = rm_alloc(PREFIX_SLOTS, sizeof *ranks->prefixes);
+  if (!ranks->members || !ranks->assigned || !ranks->prefixes) return rm_fail(err, RM_E_MEMORY, "no memory for %d ranks", ranks->n);
+  if (options->endpoints) {
+    rm_comm *const groups[N_GROUPS] = {options->endpoints->tp, options->endpoints->ep, options->endpoints->world};
     memcpy(ranks->members[0].groups, groups, sizeof groups);
   } else if (ranks->n > 1) {
     const rm_code code = connect(ranks, err);
     if (code) return code;
   }
-  rm_code code = rm_readers_init(&ranks->readers, options->cuda_library, err);
+  rm_code code = rm_ready_queues_init(&ranks->ready_queues, options->cuda_library, err);
   if (!code) code = rm_ranks_run(ranks, create_engine, &how, err);
   if (!code) code = check_families(ranks, err);
   for (int r = ranks->n - 1; r >= 0 && !code; r--) {
     const rm_device *device = &ranks->members[r].device;
-    if (device->self && device->ordinal < RM_MAX_GPUS) ranks->readers.own[device->ordinal] = device;
+    if (device->self && device->ordinal < RM_MAX_GPUS) ranks->ready_queues.own[device->ordinal] = device;
   }
   return code;
 }
@@ -178,24 +178,24 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   *out = NULL;
   rm_code code = rm_placement_check(spec, &options->mesh, err);
   if (code) return code;
-  if (options->ends && (options->ends->index < 0 || options->ends->index >= world))
-    return rm_fail(err, RM_E_CONFIG, "rank %d: expected a rank of a world of %d", options->ends->index, world);
-  if (options->engine.host_pages > 0 && !options->ends && world > 1)
+  if (options->endpoints && (options->endpoints->index < 0 || options->endpoints->index >= world))
+    return rm_fail(err, RM_E_CONFIG, "rank %d: expected a rank of a world of %d", options->endpoints->index, world);
+  if (options->engine.host_pages > 0 && !options->endpoints && world > 1)
     return rm_fail(err, RM_E_CONFIG, "a mesh of %d ranks with an external scheduler: expected one rank in each process", world);
   rm_ranks *ranks = rm_alloc(1, sizeof *ranks);
   if (!ranks) return rm_fail(err, RM_E_MEMORY, "no memory for the ranks");
   ranks->mesh = options->mesh;
-  ranks->n = options->ends ? 1 : world;
-  ranks->first = options->ends ? options->ends->index : 0;
-  ranks->n_replicas = options->ends ? 1 : ranks->mesh.dp;
-  ranks->per_replica = options->ends ? 1 : ranks->mesh.tp;
+  ranks->n = options->endpoints ? 1 : world;
+  ranks->first = options->endpoints ? options->endpoints->index : 0;
+  ranks->n_replicas = options->endpoints ? 1 : ranks->mesh.dp;
+  ranks->per_replica = options->endpoints ? 1 : ranks->mesh.tp;
   ranks->own = rm_mesh_coords(&ranks->mesh, ranks->first).dp;
   ranks->page_size = options->engine.page_size;
   ranks->has_external_scheduler = options->engine.host_pages > 0;
   ranks->next_id = 1;
   code = create_parts(ranks, spec, options, err);
   if (code) {
-    if (options->ends && ranks->members) memset(ranks->members[0].groups, 0, sizeof ranks->members[0].groups);   // the caller's still
+    if (options->endpoints && ranks->members) memset(ranks->members[0].groups, 0, sizeof ranks->members[0].groups); // the caller's still
     rm_ranks_destroy(ranks);
     return code;
   }
@@ -206,7 +206,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
   if (ranks->members) rm_ranks_run(ranks, destroy_engine, NULL, NULL);
-  rm_readers_destroy(&ranks->readers);
+  rm_ready_queues_destroy(&ranks->ready_queues);
   for (int r = 0; ranks->members && r < ranks->n; r++) {
     if (ranks->members[r].device.self) ranks->members[r].device.close(ranks->members[r].device.self);
     for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
@@ -215,12 +215,12 @@ void rm_ranks_destroy(rm_ranks *ranks) {
   rm_region_release(ranks->region);
   rm_team_destroy(ranks->team);
   rm_free(ranks->members);
-  rm_free(ranks->asked);
-  rm_free(ranks->beginnings);
+  rm_free(ranks->assigned);
+  rm_free(ranks->prefixes);
   rm_free(ranks);
 }
 
-void rm_ranks_give_up(rm_ranks *ranks) {
+void rm_ranks_abort_groups(rm_ranks *ranks) {
   for (int r = 0; r < ranks->n; r++)
     for (int group = 0; group < N_GROUPS; group++)
       if (ranks->members[r].groups[group]) rm_comm_abort(ranks->members[r].groups[group], RM_E_RANK_LOST);
@@ -228,9 +228,9 @@ void rm_ranks_give_up(rm_ranks *ranks) {
 
 rm_mesh rm_ranks_mesh(const rm_ranks *ranks) { return ranks->mesh; }
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
-int rm_ranks_read_gpus(const rm_ranks *ranks) { return ranks->readers.library != NULL; }
-rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err) {
-  return rm_readers_find(&ranks->readers, ordinal, out, err);
+int rm_ranks_reads_gpus(const rm_ranks *ranks) { return ranks->ready_queues.library != NULL; }
+rm_code rm_ranks_ready_queue(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err) {
+  return rm_ready_queues_find(&ranks->ready_queues, ordinal, out, err);
 }
 
 // ---------------------------------------------------------------------------------------------- statistics

@@ -16,10 +16,10 @@
 typedef struct rm_ranks rm_ranks;
 
 // The comms of a process that is one rank. They pass to the ranks when create succeeds; NULL where the group has one rank.
-typedef struct rm_ends {
+typedef struct rm_endpoints {
   int32_t index;                // this rank
   rm_comm *tp, *ep, *world;
-} rm_ends;
+} rm_endpoints;
 
 typedef struct rm_ranks_options {
   rm_engine_options engine;     // of each rank, but for `rank` and `memory`; n_threads is divided among the ranks
@@ -29,7 +29,7 @@ typedef struct rm_ranks_options {
   const char *cuda_library;     // NULL: the CPU; else the ranks run on CUDA devices, by this library
   int cuda_ordinal;             // all ranks on this device; −1: rank r on device r modulo their number
   const char *cuda_family;      // of the ops; NULL: device/cuda.h's choice
-  const rm_ends *ends;          // NULL: all ranks are threads here; else this process is one rank
+  const rm_endpoints *endpoints;          // NULL: all ranks are threads here; else this process is one rank
 } rm_ranks_options;
 
 // The spec is a view and must outlive the ranks; the options are copied.
@@ -65,15 +65,15 @@ void rm_ranks_sync_abort(rm_ranks *ranks);
 // All ranks or none. Offloaded copies stay after wake, until forgotten or the next sync: other processes may have failed to wake.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
-size_t rm_ranks_bytes_to_keep(const rm_ranks *ranks);      // of the host, that keep_weights would take
-rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err);
-void rm_ranks_forget_kept(rm_ranks *ranks);
+size_t rm_ranks_offload_bytes(const rm_ranks *ranks);      // of the host, that keep_weights would take
+rm_code rm_ranks_offload_weights(rm_ranks *ranks, rm_error *err);
+void rm_ranks_free_offloaded(rm_ranks *ranks);
 
 // external_scheduler.h's calls, of the one rank in a process with an external scheduler. Requests added here are its own, whatever the
 // mesh.
 rm_code rm_ranks_external_step(rm_ranks *ranks, const rm_external_step *step, rm_external_result *results, int64_t *n_work, rm_error *err);
 rm_code rm_ranks_external_draw(rm_ranks *ranks, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err);
-void rm_ranks_external_forget(rm_ranks *ranks, const int32_t *pages, int64_t n);
+void rm_ranks_external_invalidate_pages(rm_ranks *ranks, const int32_t *pages, int64_t n);
 rm_code rm_ranks_external_fail(rm_ranks *ranks, uint64_t id, rm_error *err);
 rm_code rm_ranks_external_preempt(rm_ranks *ranks, uint64_t id, rm_error *err);
 rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);
@@ -81,8 +81,8 @@ rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *to
 // Counts of requests and tokens are summed over replicas, sizes over ranks; times are of the slowest rank.
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 // This process stops making the calls that the others make: they get RM_E_RANK_LOST where they wait for it.
-void rm_ranks_give_up(rm_ranks *ranks);
+void rm_ranks_abort_groups(rm_ranks *ranks);
 // The device whose stream the producer of a tensor of that CUDA device makes wait (device/ready_queues.h). A view.
-int rm_ranks_read_gpus(const rm_ranks *ranks);
-rm_code rm_ranks_reader(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err);
+int rm_ranks_reads_gpus(const rm_ranks *ranks);
+rm_code rm_ranks_ready_queue(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err);
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member);  // one of those in this process; for the manifest and the version; a view

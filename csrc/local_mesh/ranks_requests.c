@@ -11,7 +11,7 @@ enum { AHEAD = 4 };
 static rm_engine *engine_of(const rm_ranks *ranks, int replica, int i) { return ranks->members[replica * ranks->per_replica + i].engine; }
 static rm_engine *leader(const rm_ranks *ranks, int replica) { return engine_of(ranks, replica, 0); }
 
-static uint64_t hash_beginning(const rm_request *request, int64_t n) {
+static uint64_t hash_prefix(const rm_request *request, int64_t n) {
   const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, request->prompt, (size_t)n * sizeof *request->prompt);
   return hash ? hash : 1;
 }
@@ -22,17 +22,17 @@ static int64_t work_of(const rm_request *request) {
 }
 
 // Of a request that was checked. *place: where its beginning is remembered, NULL: it is too short.
-static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_beginning **place) {
+static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_prefix **place) {
   int least = 0;
   *place = NULL;
   for (int d = 1; d < ranks->mesh.dp; d++)
-    if (ranks->asked[d] < ranks->asked[least]) least = d;
+    if (ranks->assigned[d] < ranks->assigned[least]) least = d;
   if (ranks->has_external_scheduler) return ranks->own;
   if (ranks->mesh.dp == 1 || request->n_prompt < ranks->page_size) return least;
-  const uint64_t hash = hash_beginning(request, ranks->page_size);
-  *place = &ranks->beginnings[hash % PREFIX_SLOTS];
+  const uint64_t hash = hash_prefix(request, ranks->page_size);
+  *place = &ranks->prefixes[hash % PREFIX_SLOTS];
   const int before = (*place)->hash == hash ? (*place)->replica : least;
-  return ranks->asked[before] - ranks->asked[least] <= AHEAD * work_of(request) ? before : least;
+  return ranks->assigned[before] - ranks->assigned[least] <= AHEAD * work_of(request) ? before : least;
 }
 
 int rm_ranks_has(const rm_ranks *ranks, uint64_t id) {
@@ -76,14 +76,14 @@ static rm_code add_to(rm_ranks *ranks, int replica, const rm_request *request, u
 
 rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err) {
   rm_request mine = *request;
-  rm_beginning *place;
+  rm_prefix *place;
   mine.id = *id = ranks->next_id;
   rm_code code = ranks->mesh.dp > 1 ? rm_engine_check(leader(ranks, 0), &mine, err) : RM_OK;   // the same verdict on every rank
   if (code) return code;
   const int chosen = choose_replica(ranks, &mine, &place), replica = chosen - ranks->own;   // own is 0 where all are here
   if (replica >= 0 && replica < ranks->n_replicas && (code = add_to(ranks, replica, &mine, id, err))) return code;
-  if (place) *place = (rm_beginning){hash_beginning(&mine, ranks->page_size), chosen};
-  ranks->asked[chosen] += work_of(&mine);
+  if (place) *place = (rm_prefix){hash_prefix(&mine, ranks->page_size), chosen};
+  ranks->assigned[chosen] += work_of(&mine);
   ranks->next_id++;
   return RM_OK;
 }
@@ -169,8 +169,8 @@ rm_code rm_ranks_external_draw(rm_ranks *ranks, const rm_external_draw *draws, i
   return rm_engine_external_draw(ranks->members[0].engine, draws, n, results, err);
 }
 
-void rm_ranks_external_forget(rm_ranks *ranks, const int32_t *pages, int64_t n) {
-  rm_external_forget(rm_engine_scheduler(ranks->members[0].engine), pages, n);
+void rm_ranks_external_invalidate_pages(rm_ranks *ranks, const int32_t *pages, int64_t n) {
+  rm_external_invalidate_pages(rm_engine_scheduler(ranks->members[0].engine), pages, n);
 }
 
 rm_code rm_ranks_external_fail(rm_ranks *ranks, uint64_t id, rm_error *err) {

@@ -7,7 +7,7 @@
 #include "local_mesh/ranks.h"
 
 enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
-enum { PREFIX_SLOTS = 4096 };   // beginnings of prompts, for routing
+enum { PREFIX_SLOTS = 4096 };   // prefixes of prompts, for routing
 
 typedef struct rm_member {      // one rank
   rm_device device;             // owned, as all that follows; zeros on the CPU
@@ -19,10 +19,10 @@ typedef struct rm_member {      // one rank
   rm_sync_report report;        // of its last commit
 } rm_member;
 
-typedef struct rm_beginning {
+typedef struct rm_prefix {
   uint64_t hash;
   int32_t replica;
-} rm_beginning;
+} rm_prefix;
 
 struct rm_ranks {
   // ranks.c, set at creation
@@ -33,12 +33,12 @@ struct rm_ranks {
   rm_team *team;                // owned, a thread for each member; NULL where there is one
   rm_region *region;            // owned
   rm_member *members;           // [n]
-  rm_readers readers;           // owned
+  rm_ready_queues ready_queues;           // owned
   int64_t page_size;
   int has_external_scheduler;   // it chooses the replica
   // ranks_requests.c; owned
-  int64_t *asked;               // [dp] tokens asked of each replica so far
-  rm_beginning *beginnings;     // [PREFIX_SLOTS]
+  int64_t *assigned;               // [dp] tokens assigned of each replica so far
+  rm_prefix *prefixes;     // [PREFIX_SLOTS]
   uint64_t next_id;
 };
 

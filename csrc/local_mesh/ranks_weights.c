@@ -29,14 +29,14 @@ static rm_code push_member(rm_member *member, void *arg) {
 // enqueued behind it; otherwise this waits until the tensors are there.
 static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
-  uint64_t asked = 0;
+  uint64_t assigned = 0;
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code; i++) {
     const rm_tensor *tensor = &entries[i].tensor;
-    if (!tensor->on_device || !ranks->readers.library || (only && tensor->ordinal == only->ordinal)) continue;
-    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && asked >> tensor->ordinal & 1) continue;
-    code = rm_readers_wait(&ranks->readers, tensor->ordinal, err);
-    if (!code) asked |= (uint64_t)1 << tensor->ordinal;
+    if (!tensor->on_device || !ranks->ready_queues.library || (only && tensor->ordinal == only->ordinal)) continue;
+    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && assigned >> tensor->ordinal & 1) continue;
+    code = rm_ready_queues_wait(&ranks->ready_queues, tensor->ordinal, err);
+    if (!code) assigned |= (uint64_t)1 << tensor->ordinal;
   }
   return code;
 }
@@ -48,7 +48,7 @@ rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t
   code = rm_ranks_run(ranks, push_member, &it, err);
   for (int r = 0; r < ranks->n && code; r++)
     for (int64_t i = 0; i < n && !ranks->members[r].code; i++)
-      rm_sync_forget(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);
+      rm_sync_undo_push(rm_engine_store(ranks->members[r].engine), entries[i].name, entries[i].length);
   return code;
 }
 
@@ -62,7 +62,7 @@ static rm_code commit_member(rm_member *member, void *arg) {
 }
 
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
-  // What would refuse on the ranks of one replica alone is asked first: it leaves the sync open, and must on all.
+  // What would refuse on the ranks of one replica alone is assigned first: it leaves the sync open, and must on all.
   if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
     return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)rm_ranks_unfinished(ranks));
@@ -87,39 +87,39 @@ static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake
 
 static rm_code keep_member(rm_member *member, void *arg) {
   (void)arg;
-  return rm_engine_keep_weights(member->engine, &member->err);
+  return rm_engine_offload_weights(member->engine, &member->err);
 }
 
-void rm_ranks_forget_kept(rm_ranks *ranks) {
-  for (int r = 0; r < ranks->n; r++) rm_engine_forget_kept(ranks->members[r].engine);
+void rm_ranks_free_offloaded(rm_ranks *ranks) {
+  for (int r = 0; r < ranks->n; r++) rm_engine_free_offloaded(ranks->members[r].engine);
 }
 
-size_t rm_ranks_bytes_to_keep(const rm_ranks *ranks) {
+size_t rm_ranks_offload_bytes(const rm_ranks *ranks) {
   size_t wanted = 0;
-  for (int r = 0; r < ranks->n; r++) wanted += rm_engine_bytes_to_keep(ranks->members[r].engine);
+  for (int r = 0; r < ranks->n; r++) wanted += rm_engine_offload_bytes(ranks->members[r].engine);
   return wanted;
 }
 
 // The ranks of a process have one host; each asks for itself once more.
 static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
-  const size_t available = rm_memory_available(), wanted = rm_ranks_bytes_to_keep(ranks);
+  const size_t available = rm_memory_available(), wanted = rm_ranks_offload_bytes(ranks);
   if (wanted <= available) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY, "the weights of %d ranks take %s and the host has %s left to offload them to", ranks->n,
                  rm_say_bytes((double)wanted).text, rm_say_bytes((double)available).text);
 }
 
-rm_code rm_ranks_keep_weights(rm_ranks *ranks, rm_error *err) {
+rm_code rm_ranks_offload_weights(rm_ranks *ranks, rm_error *err) {
   rm_code code = check_host_room(ranks, err);
   if (code) return code;
   code = rm_ranks_run(ranks, keep_member, NULL, err);
-  if (code) rm_ranks_forget_kept(ranks);
+  if (code) rm_ranks_free_offloaded(ranks);
   return code;
 }
 
 // What can fail comes first, on all.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) {
-  const int keep = parts & RM_SLEEP_KEEP && parts & RM_PART_WEIGHTS;
-  const rm_code code = keep ? rm_ranks_keep_weights(ranks, err) : RM_OK;
+  const int keep = parts & RM_SLEEP_OFFLOAD && parts & RM_PART_WEIGHTS;
+  const rm_code code = keep ? rm_ranks_offload_weights(ranks, err) : RM_OK;
   return code ? code : rm_ranks_run(ranks, sleep_member, &parts, err);
 }
 
@@ -131,7 +131,7 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
     asleep |= stats.asleep;
   }
   const rm_code code = rm_ranks_run(ranks, wake_member, &parts, err);
-  parts = (parts & asleep) | RM_SLEEP_KEEP;
+  parts = (parts & asleep) | RM_SLEEP_OFFLOAD;
   if (code && parts & asleep) rm_ranks_run(ranks, sleep_member, &parts, NULL);   // one could not: none does
   return code;
 }

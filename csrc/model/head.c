@@ -122,7 +122,7 @@ rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size
     shard->send[r] = (rm_block){mine, counts[shard->me], bytes, bytes};
     shard->recv[r] = (rm_block){at, counts[r], bytes, bytes};
   }
-  return rm_comm_exchange(model->options.rank.tp, RM_COMM_GATHER, shard->send, shard->recv, err);
+  return rm_comm_exchange(model->options.rank->tp, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {

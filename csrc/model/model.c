@@ -123,10 +123,10 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const rm_limits limits = limits_of(model->params, options, rm_team_threads(team));
   char *workspace;
   const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
-  rm_code code = rm_shard_create(spec, &options->rank, options->dtype, &model->shard, err);
+  rm_code code = rm_shard_create(spec, options->rank, options->dtype, &model->shard, err);
   if (code) return code;
   if (spec->n_moe_layers &&
-      (code = rm_moe_create(&model->moe, model->params, model->device, &options->rank, options->max_rows, options->static_rows, err)))
+      (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, options->max_rows, options->static_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
   if (model->params->plain && (code = rm_open_products(model, err))) return code;
@@ -144,7 +144,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
   if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
   *model = (rm_model){.params = params, .spec = params->spec, .device = device, .kernels = device->kernels, .options = *options};
   model->options.static_rows = rm_min64(options->static_rows, options->max_rows);
-  model->sequence_parallel = options->rank.sequence_parallel && options->rank.mesh.tp > 1;
+  model->sequence_parallel = options->rank->sequence_parallel && options->rank->mesh.tp > 1;
   const rm_code code = create_parts(model, team, err);
   if (code) {
     rm_model_destroy(model);
@@ -167,7 +167,7 @@ void rm_model_destroy(rm_model *model) {
 int rm_model_is_static(const rm_model *model, int64_t rows) {
   rm_comm *const comms[] = {model->shard.comm, model->moe.ep};
   for (int i = 0; i < 2; i++)
-    if (comms[i] && (rows > model->options.static_rows || !rm_comm_can_be_recorded(comms[i]))) return 0;
+    if (comms[i] && (rows > model->options.static_rows || !rm_comm_can_be_captured(comms[i]))) return 0;
   return 1;
 }
 
@@ -188,7 +188,7 @@ static size_t k_bytes(const rm_model *model) { return k_bytes_of(model, model->p
 static size_t v_bytes(const rm_model *model) { return v_bytes_of(model, model->params->placement.kv_heads.n); }
 
 size_t rm_model_page_bytes(const rm_model *model) {
-  const rm_mesh *mesh = &model->options.rank.mesh;
+  const rm_mesh *mesh = &model->options.rank->mesh;
   int64_t most = 0;
   for (int32_t r = 0; r < mesh->tp; r++) most = rm_max64(most, rm_placement_of(model->spec, mesh, r).kv_heads.n);
   return (size_t)model->spec->n_layers * (k_bytes_of(model, most) + v_bytes_of(model, most));
@@ -391,14 +391,14 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
   int16_t *routed = (int16_t *)there(batch, batch->routed) + moe_layer * spec->top_k;
   const rm_layer_params *layer = &model->params->layers[index];
   rm_code code;
-  if (moe->travels) {
+  if (moe->dispatches) {
     char *own = model->x + (size_t)home.first * row_bytes(model), *out = model->sequence_parallel ? model->home : own;
-    code = rm_moe_travel(moe, &model->ctx, layer, weights, own, out, home.n, most, routed + home.first * stride, stride, err);
+    code = rm_moe_dispatched(moe, &model->ctx, layer, weights, own, out, home.n, most, routed + home.first * stride, stride, err);
     if (code || model->sequence_parallel) return code;
     return rm_shard_gather_rows(shard, model->x, rows, row_bytes(model), err);
   }
   if ((code = complete_rows(model, rows, err))) return code;
-  if ((code = rm_moe_stay(moe, &model->ctx, shard, layer, weights, model->x, rows, routed, stride, err))) return code;
+  if ((code = rm_moe_replicated(moe, &model->ctx, shard, layer, weights, model->x, rows, routed, stride, err))) return code;
   return complete_output(model, rows, err);
 }
 
@@ -442,7 +442,7 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
     if (spec->layers[i].is_moe) code = moe_block(model, i, moe_layer++, base, batch, err);
     else code = mlp_block(model, layer, base, batch->n_rows, err);
   }
-  if (!code && moe_layer && model->moe.travels)
+  if (!code && moe_layer && model->moe.dispatches)
     code = rm_shard_gather_rows(&model->shard, there(batch, batch->routed), batch->n_rows,
                                 (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
   return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);

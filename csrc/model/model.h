@@ -20,7 +20,7 @@ typedef struct rm_model_options {
   int64_t max_out_rows;         // rows of logits worked on at a time
   int64_t page_size;
   int64_t static_rows;          // of a forward whose exchanges have sizes known before, at most; 0: none has (rm_model_is_static)
-  rm_rank rank;
+  const rm_rank *rank;          // view, with the comms for device memory; until destroy
   const char *cublas_library;   // of the products of params that are plain; NULL: params are packed. View during create
 } rm_model_options;
 

@@ -53,12 +53,12 @@ static inline int rm_is_static(const rm_model *model, const rm_batch *batch) { r
 
 // Before the host writes words: what it wrote before was read.
 static inline rm_code rm_indices_begin(const rm_model *model, rm_error *err) {
-  return rm_rank_reach(&model->options.rank, model->device, RM_MARK_INDICES, err);
+  return rm_rank_wait_event(model->options.rank, model->device, RM_EVENT_INDICES, err);
 }
 // After it: n of them, for ops; the device's address.
 static inline int32_t *rm_indices_put(const rm_model *model, const int32_t *at, int64_t n) {
   rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
-  model->device->mark(model->device->self, RM_MARK_INDICES);
+  model->device->record_event(model->device->self, RM_EVENT_INDICES);
   return rm_paired_on_device(&model->indices, at);
 }
 

@@ -6,9 +6,9 @@
 rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype, rm_shard *out, rm_error *err) {
   const rm_coords at = rm_mesh_coords(&rank->mesh, rank->index);
   const size_t size = (size_t)rank->mesh.tp;
-  *out = (rm_shard){.comm = size < 2         ? NULL
-                            : rank->tp_there ? rank->tp_there
-                                             : rank->tp,
+  *out = (rm_shard){.comm = size < 2          ? NULL
+                            : rank->device_tp ? rank->device_tp
+                                              : rank->tp,
                     .size = (int)size,
                     .me = at.tp,
                     .elem = rm_dtype_bytes(dtype)};

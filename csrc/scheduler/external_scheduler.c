@@ -7,14 +7,14 @@
 #include "scheduler/external_scheduler.h"
 
 // ---------------------------------------------------------------------------------------------- pages and records that are not to be used
-static void distrust_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
+static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
   for (int64_t i = 0; i < seq->n_pages; i++) scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
 }
 
 // The records of a prompt are of one version: without a token yet they begin again.
 static void restart_records(rm_scheduler *scheduler) {
   for (rm_link *at = scheduler->live.next; at != &scheduler->live; at = at->next) {
-    rm_group *group = (rm_group *)at;
+    rm_sequence_group *group = (rm_sequence_group *)at;
     if (!group->sequences->n_tokens) group->n_scored = group->n_prompt_routed = 0;
   }
 }
@@ -33,14 +33,14 @@ static void pages_lost(rm_scheduler *scheduler) {
 
 // ---------------------------------------------------------------------------------------------- checking a step
 static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
-  rm_group *group = rm_find_group(scheduler, id, err);
+  rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   return group ? group->sequences : NULL;
 }
 
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq, const rm_external_part *part, rm_error *err) {
   const long long id = (long long)part->id, size = scheduler->options.limits.page_size, end = part->n_computed + part->n_rows;
   const long long held = part->replace || seq->status != RM_ACTIVE ? 0 : seq->n_pages, pages = held + part->n_pages;
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   if (seq->external_end) return rm_fail(err, RM_E_REQUEST, "request %lld is in a step twice: expected one part for each request", id);
   if (part->n_computed < 0 || part->n_rows < 1 || end > rm_sequence_length(seq))
     return rm_fail(err, RM_E_REQUEST, "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows", id,
@@ -82,7 +82,7 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
       n_drawn += seq->external_last && seq->group->host_draws;
     }
   }
-  if (!code && n_started > scheduler->n_places)
+  if (!code && n_started > scheduler->n_free_table_rows)
     code = rm_fail(err, RM_E_REQUEST, "%lld requests at once, wanted at most max_num_seqs=%lld",
                    (long long)(scheduler->n_active + n_started), (long long)scheduler->options.max_num_seqs);
   if (!code && n_drawn > step->n_logits)
@@ -113,7 +113,7 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_exter
 static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
   const int32_t *table = rm_block_table(scheduler, seq);
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   int64_t i = 0;
   while (i * size < seq->external_computed && scheduler->page_versions[table[i]] == version) i++;
   const int64_t from = rm_min64(i * size, seq->external_computed);
@@ -123,7 +123,7 @@ static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) 
 // After a batch, when the pages have it: the routing of a prompt whose beginning others have computed, perhaps in this batch.
 static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size, per_token = scheduler->options.limits.routed_per_token;
-  rm_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   for (int64_t p = group->n_prompt_routed; per_token && p < rm_min64(seq->next, group->n_prompt); p++, group->n_prompt_routed++)
     memcpy(group->prompt_routed + p * per_token,
            rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) + p % size * per_token,
@@ -131,7 +131,7 @@ static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 static void begin(rm_scheduler *scheduler, rm_sequence *seq) {
-  rm_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   seq->external_begun = 1;
   seq->next = seq->kv_len = first_row(scheduler, seq);
   if (group->started) return;
@@ -193,7 +193,7 @@ rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step,
   for (int64_t i = 0; i < step->n_parts; i++) {
     rm_sequence *seq = sequence_of(scheduler, step->parts[i].id, NULL);
     if (seq->status != RM_DONE) take_pages(scheduler, seq, &step->parts[i]);
-    else rm_external_forget(scheduler, step->parts[i].pages, step->parts[i].n_pages);
+    else rm_external_invalidate_pages(scheduler, step->parts[i].pages, step->parts[i].n_pages);
   }
   scheduler->step = step;
   scheduler->plan.n_external = 0;
@@ -216,15 +216,11 @@ static void committed(rm_scheduler *scheduler) {
     if (plan->scheduled[i]->status != RM_DONE) take_routed(scheduler, plan->scheduled[i]);
 }
 
-static void token_added(rm_scheduler *scheduler, rm_sequence *seq) { (void)scheduler, (void)seq; }     // it says when there are enough
-static void release_pages(rm_scheduler *scheduler, rm_sequence *seq) { (void)scheduler, (void)seq; }   // they are its own
-
+// No token_added, no release_pages: the external scheduler ends requests, and pages are its own.
 const rm_policy rm_external_policy = {
     .schedule = plan_batch,
     .committed = committed,
-    .token_added = token_added,
-    .release_pages = release_pages,
-    .distrust_pages = distrust_pages,
+    .invalidate_pages = invalidate_pages,
     .weights_changed = weights_changed,
     .pages_lost = pages_lost,
 };
@@ -238,7 +234,7 @@ rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_
   return *code ? NULL : seq;
 }
 
-void rm_external_forget(rm_scheduler *scheduler, const int32_t *pages, int64_t n) {
+void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n) {
   for (int64_t i = 0; i < n && scheduler->page_versions; i++)
     if (pages[i] >= 0 && pages[i] < scheduler->options.limits.n_pages) scheduler->page_versions[pages[i]] = -1;
 }
@@ -246,8 +242,8 @@ void rm_external_forget(rm_scheduler *scheduler, const int32_t *pages, int64_t n
 rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
-  if (seq->status == RM_ACTIVE) distrust_pages(scheduler, seq);
-  rm_finish_group(scheduler, seq->group, RM_FINISH_ABORT);
+  if (seq->status == RM_ACTIVE) invalidate_pages(scheduler, seq);
+  rm_finish_sequence_group(scheduler, seq->group, RM_FINISH_ABORT);
   return RM_OK;
 }
 

@@ -55,7 +55,7 @@ rm_sequence *rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_
 
 // ---------------------------------------------------------------------------------------------- between steps
 // The pages do not hold what counts as computed: their request was not fed. Numbers out of range are ignored.
-void rm_external_forget(rm_scheduler *scheduler, const int32_t *pages, int64_t n);
+void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n);
 // Ends a request whose step was not run; its pages are not to be used.
 rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err);
 rm_code rm_external_preempt(rm_scheduler *scheduler, uint64_t id, rm_error *err);   // its pages are free again

@@ -5,17 +5,19 @@
 
 // ---------------------------------------------------------------------------------------------- groups by id
 // Ids count up, so the low bits spread them evenly.
-static rm_group **bucket(const rm_scheduler *scheduler, uint64_t id) { return &scheduler->buckets[id & (scheduler->n_buckets - 1)]; }
+static rm_sequence_group **bucket(const rm_scheduler *scheduler, uint64_t id) {
+  return &scheduler->buckets[id & (scheduler->n_buckets - 1)];
+}
 
 static int grow_buckets(rm_scheduler *scheduler) {
   if (scheduler->n_groups < (int64_t)scheduler->n_buckets) return 1;
   const uint64_t n_old = scheduler->n_buckets, n = n_old ? 2 * n_old : 64;
-  rm_group **old = scheduler->buckets, **buckets = rm_alloc(n, sizeof *buckets);
+  rm_sequence_group **old = scheduler->buckets, **buckets = rm_alloc(n, sizeof *buckets);
   if (!buckets) return 0;
   scheduler->buckets = buckets;
   scheduler->n_buckets = n;
   for (uint64_t b = 0; b < n_old; b++)
-    for (rm_group *group = old[b], *next; group; group = next) {
+    for (rm_sequence_group *group = old[b], *next; group; group = next) {
       next = group->next_in_bucket;
       group->next_in_bucket = *bucket(scheduler, group->id);
       *bucket(scheduler, group->id) = group;
@@ -24,15 +26,15 @@ static int grow_buckets(rm_scheduler *scheduler) {
   return 1;
 }
 
-rm_group *rm_find_group(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
-  rm_group *group = scheduler->n_buckets ? *bucket(scheduler, id) : NULL;
+rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
+  rm_sequence_group *group = scheduler->n_buckets ? *bucket(scheduler, id) : NULL;
   while (group && group->id != id) group = group->next_in_bucket;
   if (!group) rm_fail(err, RM_E_REQUEST, "there is no request %llu", (unsigned long long)id);
   return group;
 }
 
 static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample, rm_error *err) {
-  rm_group *group = rm_find_group(scheduler, id, err);
+  rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
   rm_fail(err, RM_E_REQUEST, "request %llu has no sample %d, only 0 … %d", (unsigned long long)id, sample, group->n - 1);
@@ -45,8 +47,8 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
   if (number < scheduler->next_id)
     return rm_fail(err, RM_E_STATE, "request %llu is not above %llu, the last one", (unsigned long long)number,
                    (unsigned long long)scheduler->next_id - 1);
-  rm_group *group;
-  const rm_code code = rm_group_create(request, &scheduler->options.limits, number, scheduler->next_order, &group, err);
+  rm_sequence_group *group;
+  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, number, scheduler->next_order, &group, err);
   if (code) return code;
   if (!grow_buckets(scheduler)) {
     rm_free(group);
@@ -68,7 +70,7 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
 int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t capacity) {
   int64_t n = 0;
   for (; n < capacity && !rm_list_empty(&scheduler->finished); n++) {
-    rm_group *group = (rm_group *)scheduler->finished.next;
+    rm_sequence_group *group = (rm_sequence_group *)scheduler->finished.next;
     rm_list_remove(&group->link);
     ids[n] = group->id;
   }
@@ -76,7 +78,7 @@ int64_t rm_scheduler_finished(rm_scheduler *scheduler, uint64_t *ids, int64_t ca
 }
 
 rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out, rm_error *err) {
-  const rm_group *group = rm_find_group(scheduler, id, err);
+  const rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   *out = (rm_request_view){
       .id = id,
@@ -119,10 +121,10 @@ rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int
 }
 
 rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
-  rm_group *group = rm_find_group(scheduler, id, err);
+  rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
   if (group->n_done < group->n) return rm_fail(err, RM_E_STATE, "request %llu is not finished; abort it first", (unsigned long long)id);
-  rm_group **at = bucket(scheduler, id);
+  rm_sequence_group **at = bucket(scheduler, id);
   while (*at != group) at = &(*at)->next_in_bucket;
   *at = group->next_in_bucket;
   rm_list_remove(&group->link);
@@ -132,7 +134,7 @@ rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err
 }
 
 // ---------------------------------------------------------------------------------------------- ends
-static void finish_if_all_done(rm_scheduler *scheduler, rm_group *group) {
+static void finish_if_all_done(rm_scheduler *scheduler, rm_sequence_group *group) {
   if (group->n_done < group->n) return;
   rm_list_remove(&group->link);
   rm_list_insert_before(&scheduler->finished, &group->link);
@@ -151,20 +153,21 @@ void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish fin
   finish_if_all_done(scheduler, seq->group);
 }
 
-void rm_finish_group(rm_scheduler *scheduler, rm_group *group, rm_finish finish) {
+void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group, rm_finish finish) {
   if (group->n_done == group->n) return;
   for (int32_t i = 0; i < group->n; i++)
     if (group->sequences[i].status != RM_DONE) put_away(scheduler, &group->sequences[i], finish);
   finish_if_all_done(scheduler, group);
 }
 
-void rm_fail_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position, const char *what) {
-  rm_group *group = seq->group;
+void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position, const char *what) {
+  rm_sequence_group *group = seq->group;
   group->error = RM_E_NUMERICS;
   snprintf(group->message, sizeof group->message, "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
            seq->index, position, what);
-  scheduler->options.policy->distrust_pages(scheduler, seq);
-  rm_finish_group(scheduler, group, RM_FINISH_ERROR);
+  const rm_policy *policy = scheduler->options.policy;
+  if (policy->invalidate_pages) policy->invalidate_pages(scheduler, seq);
+  rm_finish_sequence_group(scheduler, group, RM_FINISH_ERROR);
 }
 
 // ---------------------------------------------------------------------------------------------- ends from outside

@@ -19,7 +19,7 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
-      {&scheduler->places, seqs, sizeof *scheduler->places},
+      {&scheduler->free_table_rows, seqs, sizeof *scheduler->free_table_rows},
       {&scheduler->page_versions, (size_t)options->external_pages, sizeof *scheduler->page_versions},
       {&plan->scheduled, seqs, sizeof *plan->scheduled},
       {&plan->ids, rows, sizeof *plan->ids},
@@ -45,8 +45,8 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
     return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
                    scheduler->memory_bytes, rows, seqs);
   rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);   // what was asked for fits
-  for (scheduler->n_places = 0; scheduler->n_places < options->max_num_seqs; scheduler->n_places++)
-    scheduler->places[scheduler->n_places] = (int32_t)(options->max_num_seqs - 1 - scheduler->n_places);
+  for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs; scheduler->n_free_table_rows++)
+    scheduler->free_table_rows[scheduler->n_free_table_rows] = (int32_t)(options->max_num_seqs - 1 - scheduler->n_free_table_rows);
   return RM_OK;
 }
 
@@ -60,7 +60,7 @@ rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_err
 
 void rm_scheduler_destroy(rm_scheduler *scheduler) {
   for (uint64_t b = 0; b < scheduler->n_buckets; b++)
-    for (rm_group *group = scheduler->buckets[b], *next; group; group = next) {
+    for (rm_sequence_group *group = scheduler->buckets[b], *next; group; group = next) {
       next = group->next_in_bucket;
       rm_free(group);
     }
@@ -88,8 +88,8 @@ void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
-  assert(scheduler->n_places > 0);
-  seq->place = scheduler->places[--scheduler->n_places];
+  assert(scheduler->n_free_table_rows > 0);
+  seq->table_row = scheduler->free_table_rows[--scheduler->n_free_table_rows];
   seq->status = RM_ACTIVE;
   insert_by_order(&scheduler->active, seq, 1);
   scheduler->n_active++;
@@ -100,14 +100,15 @@ void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
   if (seq->status == RM_WAITING) scheduler->n_waiting--;
   if (seq->status == RM_JOINING) scheduler->n_joining--;
   if (seq->status == RM_ACTIVE) {
-    scheduler->options.policy->release_pages(scheduler, seq);
+    const rm_policy *policy = scheduler->options.policy;
+    if (policy->release_pages) policy->release_pages(scheduler, seq);
     seq->n_pages = 0;
-    scheduler->places[scheduler->n_places++] = seq->place;
+    scheduler->free_table_rows[scheduler->n_free_table_rows++] = seq->table_row;
     scheduler->n_active--;
   }
   if (seq->group->leader == seq) seq->group->leader = NULL;
   if (scheduler->blocked == seq) scheduler->blocked = NULL;
-  seq->place = -1;
+  seq->table_row = -1;
   seq->kv_len = seq->next = seq->n_indexed = seq->n_rows = 0;
   seq->stale = 0;
 }
@@ -185,14 +186,14 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 // ---------------------------------------------------------------------------------------------- admission
 // Whether a cached page would lose nothing that the group must record: 2 yes, 1 if the page has logprobs, 0 no. Row p gives
 // the logprob of token p + 1, so the tokens of page i come from the rows up to its last but one.
-static int page_serves(const rm_scheduler *scheduler, const rm_group *group, int64_t page) {
+static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group, int64_t page) {
   const int64_t rows = rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
   return !group->prompt_top && !group->score_sampling && !group->wants_logits;
 }
 
 static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t index, int32_t page) {
-  rm_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   const int64_t size = scheduler->options.limits.page_size, start = index * size, per_token = scheduler->options.limits.routed_per_token;
   for (int64_t position = rm_max64(start, group->n_scored + 1); position < start + size && position <= group->n_targets; position++) {
     group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
@@ -223,7 +224,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
 // Gives a waiting sequence a place and pages for all of its known tokens. 0: there are too few, and nothing changed.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
-  rm_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   if (scheduler->blocked == seq && scheduler->n_active && rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free) return 0;
   rm_link *next = seq->link.next;
   rm_list_remove(&seq->link);
@@ -265,7 +266,7 @@ static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t t
 static void add_draw(rm_plan *plan, rm_sequence *seq) { plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1}; }
 
 // Siblings that have not begun join while there are places.
-static void join_siblings(rm_scheduler *scheduler, rm_group *group) {
+static void join_siblings(rm_scheduler *scheduler, rm_sequence_group *group) {
   for (int32_t i = 0; i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs; i++) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_WAITING || seq->n_tokens) continue;
@@ -278,7 +279,7 @@ static void join_siblings(rm_scheduler *scheduler, rm_group *group) {
 
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   rm_plan *plan = &scheduler->plan;
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   const int64_t end = seq->next + n_rows, size = scheduler->options.limits.page_size;
   const int32_t *table = rm_block_table(scheduler, seq);
   seq->first_row = plan->n_rows;
@@ -287,7 +288,7 @@ void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   for (int64_t p = seq->next; p < end; p++, plan->n_rows++) {
     plan->ids[plan->n_rows] = seq->ids[p];
     plan->positions[plan->n_rows] = (int32_t)p;
-    plan->seq_of_row[plan->n_rows] = seq->place;
+    plan->seq_of_row[plan->n_rows] = seq->table_row;
     plan->slots[plan->n_rows] = p < seq->kv_len ? -1 : table[p / size] * size + p % size;
   }
   for (int64_t p = rm_max64(seq->next, group->n_scored); p < rm_min64(end, group->n_targets); p++)
@@ -336,12 +337,10 @@ static rm_progress schedule(rm_scheduler *scheduler) {
 }
 
 // ---------------------------------------------------------------------------------------------- the policy
-static void nothing_more(rm_scheduler *scheduler) { (void)scheduler; }
-
 static void token_added(rm_scheduler *scheduler, rm_sequence *seq) {
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   const int32_t token = seq->ids[group->n_prompt + seq->n_tokens - 1];
-  if (rm_group_stops_at(group, token)) {
+  if (rm_sequence_group_stops_at(group, token)) {
     seq->stop_token = token;
     rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
   } else if (seq->n_tokens == group->capacity) {
@@ -354,15 +353,11 @@ static void release_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   while (seq->n_pages > 0) rm_kv_release(scheduler->cache, table[--seq->n_pages]);
 }
 
-// Its pages are not in the prefix index, and nobody reads a page again that was given back.
-static void distrust_pages(rm_scheduler *scheduler, const rm_sequence *seq) { (void)scheduler, (void)seq; }
-
+// No invalidate_pages: the pages of a failed sequence are not in the prefix index, and a page is zeroed when it is allocated again.
 const rm_policy rm_own_policy = {
     .schedule = schedule,
-    .committed = nothing_more,
     .token_added = token_added,
     .release_pages = release_pages,
-    .distrust_pages = distrust_pages,
     .weights_changed = rm_apply_inflight,
     .pages_lost = rm_preempt_all,
 };

@@ -15,13 +15,13 @@
 
 typedef enum rm_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_status;
 
-typedef struct rm_group rm_group;
+typedef struct rm_sequence_group rm_sequence_group;
 
 typedef struct rm_sequence {
   // scheduler.c
   rm_link link;                 // first member; in `waiting` or `active`, both ordered by `order`
   rm_status status;
-  int32_t place;                // row of the block tables while ACTIVE
+  int32_t table_row;                // row of the block tables while ACTIVE
   int64_t n_pages;              // entries of that row
   int64_t kv_len;               // positions whose KV is in the pages; ids[0 … kv_len) are what it was made of
   int64_t next;                 // first position not yet fed since the start; < kv_len where a row is fed again for its logits
@@ -48,17 +48,17 @@ typedef struct rm_sequence {
   int32_t *top_ids;             // [capacity][logprobs]
   float *top_logprobs;
   // sequence_group.c only
-  rm_group *group;
+  rm_sequence_group *group;
   int32_t index;                // which sample
   uint64_t order;               // of arrival, over all sequences: the priority
   uint64_t seed;
 } rm_sequence;
 
-struct rm_group {
+struct rm_sequence_group {
   rm_link link;                 // first member; in `live` while unfinished, then in `finished` until reported
   // sequence_group.c only
   uint64_t id;
-  rm_group *next_in_bucket;
+  rm_sequence_group *next_in_bucket;
   rm_request_kind kind;
   int64_t n_prompt, capacity;   // capacity: tokens that each sequence may generate
   int64_t n_targets;            // rows of the prompt whose logprob or logits are wanted: [0, n_targets)
@@ -106,9 +106,9 @@ typedef struct rm_request_limits {
 } rm_request_limits;
 
 // sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
-rm_code rm_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order, rm_group **out,
-                        rm_error *err);
-rm_code rm_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's refusals
+rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order,
+                                 rm_sequence_group **out, rm_error *err);
+rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's refusals
 // Back to the state after create, but for records already allocated: nothing generated, nothing recorded.
-void rm_group_rewind(rm_group *group);
-int rm_group_stops_at(const rm_group *group, int32_t token);
+void rm_sequence_group_rewind(rm_sequence_group *group);
+int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token);

@@ -67,7 +67,7 @@ static rm_code check_capacity(const rm_request *request, const rm_request_limits
                  (long long)n_pages, (long long)limits->page_size, (long long)limits->n_pages);
 }
 
-rm_code rm_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
+rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE, "kind=%d is neither generate nor score", (int)request->kind);
   if ((code = check_lengths(request, limits, err))) return code;
@@ -105,14 +105,15 @@ static int64_t fill_set(int32_t *out, const rm_request *request, const rm_reques
   return sort_unique(out, request->n_stop_ids + (with_eos ? limits->n_eos : 0));
 }
 
-int rm_group_stops_at(const rm_group *group, int32_t token) {
+int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token) {
   return group->n_stops && bsearch(&token, group->stops, (size_t)group->n_stops, sizeof token, compare_ids);
 }
 
 // ---------------------------------------------------------------------------------------------- the allocation
 enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 9 };
 
-static void group_fields(rm_group *group, const rm_request *request, const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {
+static void group_fields(rm_sequence_group *group, const rm_request *request, const rm_request_limits *limits,
+                         rm_field fields[GROUP_FIELDS]) {
   const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;   // one too many, so that none is not NULL
   const size_t top = group->prompt_top ? targets : 0, set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
@@ -129,7 +130,8 @@ static void group_fields(rm_group *group, const rm_request *request, const rm_re
   memcpy(fields, all, sizeof all);
 }
 
-static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_request_limits *limits, rm_field fields[SEQUENCE_FIELDS]) {
+static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, const rm_request_limits *limits,
+                            rm_field fields[SEQUENCE_FIELDS]) {
   const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
   const rm_field all[SEQUENCE_FIELDS] = {
       {&seq->ids, (size_t)group->n_prompt + capacity, sizeof *seq->ids},
@@ -146,8 +148,8 @@ static void sequence_fields(rm_sequence *seq, const rm_group *group, const rm_re
 }
 
 // The group, its records, then n equal parts for the sequences.
-static rm_group *allocate(const rm_group *values, const rm_request *request, const rm_request_limits *limits) {
-  rm_group model = *values;
+static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_request *request, const rm_request_limits *limits) {
+  rm_sequence_group model = *values;
   rm_sequence sample = {0};
   rm_field fields[GROUP_FIELDS + SEQUENCE_FIELDS];
   size_t total, parts;
@@ -157,7 +159,7 @@ static rm_group *allocate(const rm_group *values, const rm_request *request, con
   if (!own || !part || !rm_mul_size(part, (size_t)model.n, &parts) || !rm_add_size(own, parts, &total) ||
       !rm_add_size(total, sizeof model, &total))
     return NULL;
-  rm_group *group = rm_alloc(1, total);
+  rm_sequence_group *group = rm_alloc(1, total);
   if (!group) return NULL;
   *group = model;
   char *at = (char *)(group + 1);
@@ -173,9 +175,9 @@ static rm_group *allocate(const rm_group *values, const rm_request *request, con
 
 static uint64_t splitmix(uint64_t x) { return rm_hash_finish(x + RM_HASH_STEP); }
 
-static rm_group values_of(const rm_request *request, int64_t capacity) {
+static rm_sequence_group values_of(const rm_request *request, int64_t capacity) {
   const int score = request->kind == RM_SCORE;
-  rm_group group = {
+  rm_sequence_group group = {
       .kind = request->kind,
       .n_prompt = request->n_prompt,
       .capacity = capacity,
@@ -198,14 +200,14 @@ static rm_group values_of(const rm_request *request, int64_t capacity) {
   return group;
 }
 
-rm_code rm_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order, rm_group **out,
-                        rm_error *err) {
+rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order,
+                                 rm_sequence_group **out, rm_error *err) {
   *out = NULL;
-  const rm_code code = rm_group_check(request, limits, err);
+  const rm_code code = rm_sequence_group_check(request, limits, err);
   if (code) return code;
   const int64_t capacity = capacity_of(request, limits);
-  const rm_group values = values_of(request, capacity);
-  rm_group *group = allocate(&values, request, limits);
+  const rm_sequence_group values = values_of(request, capacity);
+  rm_sequence_group *group = allocate(&values, request, limits);
   if (!group)
     return rm_fail(err, RM_E_MEMORY, "no memory for the records of %d samples of %lld + %lld tokens", values.n, (long long)values.n_prompt,
                    (long long)capacity);
@@ -227,12 +229,12 @@ rm_code rm_group_create(const rm_request *request, const rm_request_limits *limi
     rm_list_init(&seq->link);
     memcpy(seq->ids, request->prompt, (size_t)request->n_prompt * sizeof *seq->ids);
   }
-  rm_group_rewind(group);
+  rm_sequence_group_rewind(group);
   *out = group;
   return RM_OK;
 }
 
-void rm_group_rewind(rm_group *group) {
+void rm_sequence_group_rewind(rm_sequence_group *group) {
   group->n_done = 0;
   group->n_scored = group->n_prompt_routed = group->n_cached = 0;
   group->started = group->mixed = 0;
@@ -240,7 +242,7 @@ void rm_group_rewind(rm_group *group) {
     rm_sequence *seq = &group->sequences[i];
     seq->status = RM_WAITING;
     seq->finish = RM_RUNNING;
-    seq->stop_token = seq->place = seq->external_row = -1;
+    seq->stop_token = seq->table_row = seq->external_row = -1;
     seq->n_tokens = seq->n_routed = 0;
   }
 }

@@ -8,7 +8,8 @@ static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq) {
   const rm_plan *plan = &scheduler->plan;
   for (int64_t r = seq->first_row; r < seq->first_row + seq->n_rows; r++)
     if (plan->row_flags[r]) {
-      rm_fail_group(scheduler, seq, plan->positions[r], plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
+      rm_fail_sequence_group(scheduler, seq, plan->positions[r],
+                             plan->row_flags[r] & RM_ROW_KV_NONFINITE ? "a row of K or V is" : "logits are");
       return;
     }
 }
@@ -19,7 +20,7 @@ static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t per_token = scheduler->options.limits.routed_per_token, size = scheduler->options.limits.page_size;
   const size_t bytes = (size_t)per_token * sizeof(int16_t);
   const int32_t *table = rm_block_table(scheduler, seq);
-  rm_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   for (int64_t i = 0; i < seq->n_rows; i++) {
     const int16_t *routed = plan->routed + (seq->first_row + i) * per_token;
     const int64_t p = seq->next + i, generated = p - group->n_prompt;
@@ -36,7 +37,7 @@ static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
 
 // Logprobs of the page's tokens, as the request recorded them. 0: not all of them are.
 static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index, int32_t page) {
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   const int64_t start = index * scheduler->options.limits.page_size;
   float *out = rm_kv_logprobs(scheduler->cache, page);
   if (!group->want_prompt_logprobs || group->mixed) return 0;
@@ -59,7 +60,7 @@ static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
-  rm_group *group = seq->group;
+  rm_sequence_group *group = seq->group;
   const int64_t end = seq->next + seq->n_rows;
   if (scheduler->options.limits.routed_per_token) record_routed(scheduler, seq);
   group->n_scored = rm_max64(group->n_scored, rm_min64(end, group->n_targets));
@@ -71,7 +72,7 @@ static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
 
 // ---------------------------------------------------------------------------------------------- what was drawn
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   const int64_t at = seq->n_tokens++;
   const int32_t token = drawn->token;
   seq->ids[group->n_prompt + at] = token;
@@ -81,7 +82,8 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
   seq->versions[at] = scheduler->version;
   seq->no_contract[at] = seq->stale != 0;
   scheduler->generated_tokens++;
-  scheduler->options.policy->token_added(scheduler, seq);
+  const rm_policy *policy = scheduler->options.policy;
+  if (policy->token_added) policy->token_added(scheduler, seq);
 }
 
 void rm_commit(rm_scheduler *scheduler) {
@@ -90,7 +92,7 @@ void rm_commit(rm_scheduler *scheduler) {
     if (plan->scheduled[i]->status != RM_DONE) fail_flagged(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++)
     if (plan->draws[d].seq->status != RM_DONE && plan->tokens[d] < 0)
-      rm_fail_group(scheduler, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
+      rm_fail_sequence_group(scheduler, plan->draws[d].seq, rm_sequence_length(plan->draws[d].seq) - 1, "logits are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE) advance(scheduler, plan->scheduled[i]);
   for (int64_t d = 0; d < plan->n_draws; d++) {
@@ -103,5 +105,6 @@ void rm_commit(rm_scheduler *scheduler) {
       const rm_drawn drawn = {plan->tokens[d], plan->ranks[d], plan->logprobs[d], plan->sampling_logprobs[d]};
       rm_append(scheduler, plan->draws[d].seq, &drawn);
     }
-  scheduler->options.policy->committed(scheduler);
+  const rm_policy *policy = scheduler->options.policy;
+  if (policy->committed) policy->committed(scheduler);
 }

@@ -29,24 +29,24 @@ rm_code rm_comms_join(rm_runner *runner, rm_error *err) {
   const rm_spec *spec = runner->options.spec;
   rm_code code = RM_OK;
   if (runner->device->on_host) return RM_OK;
-  if (rank->tp) code = join(runner, rank->tp, rm_exchanged_tp(spec, model), &rank->tp_there, err);
+  if (rank->tp) code = join(runner, rank->tp, rm_exchanged_tp(spec, model), &rank->device_tp, err);
   if (code || !rank->ep) return code;
-  if (rank->mesh.ep == rank->mesh.tp) rank->ep_there = rank->tp_there; // the same ranks
-  else code = join(runner, rank->ep, rm_exchanged_ep(spec, model), &rank->ep_there, err);
+  if (rank->mesh.ep == rank->mesh.tp) rank->device_ep = rank->device_tp; // the same ranks
+  else code = join(runner, rank->ep, rm_exchanged_ep(spec, model), &rank->device_ep, err);
   return code;
 }
 
 void rm_comms_leave(rm_runner *runner) {
   rm_rank *rank = &runner->rank;
-  if (rank->ep_there != rank->tp_there) rm_comm_destroy(rank->ep_there);
-  rm_comm_destroy(rank->tp_there);
-  rank->tp_there = rank->ep_there = NULL;
+  if (rank->device_ep != rank->device_tp) rm_comm_destroy(rank->device_ep);
+  rm_comm_destroy(rank->device_tp);
+  rank->device_tp = rank->device_ep = NULL;
 }
 
 // ---------------------------------------------------------------------------------------------- a step
 void rm_comms_set_epoch(const rm_runner *runner, int64_t version) {
   const rm_rank *rank = &runner->rank;
-  rm_comm *const groups[] = {rank->tp, rank->ep, rank->tp_there, rank->ep_there};
+  rm_comm *const groups[] = {rank->tp, rank->ep, rank->device_tp, rank->device_ep};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
     if (groups[i]) rm_comm_set_epoch(groups[i], version);
 }
@@ -54,28 +54,28 @@ void rm_comms_set_epoch(const rm_runner *runner, int64_t version) {
 rm_code rm_runner_wait(rm_runner *runner, rm_error *err) { return rm_rank_wait(&runner->rank, runner->device, err); }
 
 static rm_code compare(rm_comm *there, rm_comm *host, rm_error *err) {
-  return there && rm_comm_can_be_recorded(there) ? rm_comm_compare(there, host, err) : RM_OK;
+  return there && rm_comm_can_be_captured(there) ? rm_comm_compare(there, host, err) : RM_OK;
 }
 
 rm_code rm_compare_forward(rm_runner *runner, rm_error *err) {
   const rm_rank *rank = &runner->rank;
-  return rank->ep_there == rank->tp_there ? RM_OK : compare(rank->ep_there, rank->ep, err);
+  return rank->device_ep == rank->device_tp ? RM_OK : compare(rank->device_ep, rank->ep, err);
 }
 
-rm_code rm_compare_outs(rm_runner *runner, rm_error *err) { return compare(runner->rank.tp_there, runner->rank.tp, err); }
+rm_code rm_compare_outs(rm_runner *runner, rm_error *err) { return compare(runner->rank.device_tp, runner->rank.tp, err); }
 
 // In every group: another rank may wait for this one in a group that did not fail. What is in the device's queue for others runs to its
 // end.
 void rm_comms_abort(rm_runner *runner, rm_code why) {
   const rm_rank *rank = &runner->rank;
-  rm_comm *const groups[] = {rank->tp_there, rank->ep_there, rank->tp, rank->ep, rank->world};
+  rm_comm *const groups[] = {rank->device_tp, rank->device_ep, rank->tp, rank->ep, rank->world};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
     if (groups[i]) rm_comm_abort(groups[i], why);
 }
 
 void rm_comms_settle(rm_runner *runner) {
   const rm_device *device = runner->device;
-  const rm_comm *const tp = runner->rank.tp_there, *const ep = runner->rank.ep_there;
+  const rm_comm *const tp = runner->rank.device_tp, *const ep = runner->rank.device_ep;
   const double until = rm_now() + (tp || ep ? rm_comm_timeout(tp ? tp : ep) : 0);
   if (!tp && !ep) rm_device_wait(device, NULL);
   while ((tp || ep) && device->poll(device->self) == RM_DEVICE_BUSY && rm_now() < until)
@@ -86,9 +86,9 @@ void rm_comms_settle(rm_runner *runner) {
 // A staged comm is counted by the host's comm that it uses.
 rm_traffic rm_comms_traffic(const rm_runner *runner) {
   const rm_rank *rank = &runner->rank;
-  const rm_comm *const tp = rank->tp_there, *const ep = rank->ep_there == tp ? NULL : rank->ep_there;
-  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world, tp && rm_comm_can_be_recorded(tp) ? tp : NULL,
-                                   ep && rm_comm_can_be_recorded(ep) ? ep : NULL};
+  const rm_comm *const tp = rank->device_tp, *const ep = rank->device_ep == tp ? NULL : rank->device_ep;
+  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world, tp && rm_comm_can_be_captured(tp) ? tp : NULL,
+                                   ep && rm_comm_can_be_captured(ep) ? ep : NULL};
   rm_traffic traffic = {runner->comm_bytes, runner->comm_calls, 0};
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
     rm_comm_stats its;

@@ -113,7 +113,7 @@ static void put_tables(const rm_runner *runner) {
 // Padding rows: token 0 at position 0 of the first row's sequence, which has a page there, or of whoever had the first place last: every
 // number in the tables is a page's. They write no KV, and belong to a sequence whose results nobody reads.
 static void pad(rm_plan *plan, int64_t rows) {
-  static rm_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1};
+  static rm_sequence_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1};
   static rm_sequence nobody = {.group = &nobody_group};
   const int32_t first = plan->n_rows ? plan->seq_of_row[0] : 0;
   for (int64_t i = plan->n_rows; i < rows; i++) {
@@ -155,31 +155,27 @@ static rm_code enqueue(rm_runner *runner, rm_error *err) {
   const void *hidden;
   rm_paired_put(&runner->paired, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
   rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv, runner->n_pages, &batch, &hidden, err);
-  if (!code && !runner->plan->is_recorded) code = rm_compare_forward(runner, err);
+  if (!code && !runner->plan->is_captured) code = rm_compare_forward(runner, err);
   if (!code) code = rm_sample_outs(runner, hidden, err);
   rm_paired_get(&runner->paired, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
   return code;
 }
 
-static rm_code run(rm_runner *runner, rm_error *err) {
-  const int is_recorded = runner->plan->is_recorded;
-  fill(runner);
-  put_tables(runner);
-  const rm_batch batch = batch_of(runner);
-  rm_code code = rm_model_prepare(runner->model, &batch, err);
-  if (!code) code = is_recorded ? rm_graphs_run(runner, enqueue, err) : enqueue(runner, err);
-  if (!code && is_recorded) code = rm_compare_forward(runner, err);
-  if (!code && is_recorded) code = rm_compare_outs(runner, err);
-  if (!code) code = rm_results_fetch(&runner->results, err);
-  return code ? code : rm_share_draws(runner, err);
-}
-
 rm_code rm_forward(rm_runner *runner, rm_error *err) {
   rm_plan *plan = runner->plan;
   const int64_t n_rows = plan->n_rows, n_out = plan->n_out, n_draws = plan->n_draws;
+  const int is_captured = plan->is_captured;
   rm_code code = agree_on_batch(runner, err);
-  if (plan->is_recorded) pad(plan, rm_graphs_size(runner, plan->most_rows));
-  if (!code) code = run(runner, err);
+  if (is_captured) pad(plan, rm_graphs_size(runner, plan->most_rows));
+  fill(runner);
+  put_tables(runner);
+  const rm_batch batch = batch_of(runner);
+  if (!code) code = rm_model_prepare(runner->model, &batch, err);
+  if (!code) code = is_captured ? rm_graphs_run(runner, enqueue, err) : enqueue(runner, err);
+  if (!code && is_captured) code = rm_compare_forward(runner, err);
+  if (!code && is_captured) code = rm_compare_outs(runner, err);
+  if (!code) code = rm_results_fetch(&runner->results, err);
+  if (!code) code = rm_share_draws(runner, err);
   plan->n_rows = n_rows, plan->n_out = n_out, plan->n_draws = n_draws;
   if (code) {
     rm_comms_abort(runner, code);

@@ -14,7 +14,7 @@ static int64_t next_size(int64_t rows) {
 void rm_graphs_plan(rm_runner *runner) {
   rm_graphs *graphs = &runner->graphs;
   const int64_t most = runner->options.model.static_rows;   // more rows hide the launches behind the work
-  if (runner->options.enforce_eager || !runner->device->record || !rm_model_is_static(runner->model, most)) return;
+  if (runner->options.enforce_eager || !runner->device->begin_capture || !rm_model_is_static(runner->model, most)) return;
   for (int64_t rows = 1; rows < most; rows = next_size(rows)) {
     assert(graphs->n_sizes < RM_GRAPH_SIZES - 1);
     graphs->sizes[graphs->n_sizes++] = rows;
@@ -26,7 +26,7 @@ void rm_graphs_plan(rm_runner *runner) {
 static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_out_row *out = &plan->outs[i];
   const rm_sequence *seq = out->seq;
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs || group->wants_logits || group->host_draws)
     return 0;
   return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_banned);
@@ -58,11 +58,11 @@ static void forget_set(rm_runner *runner, int set) {
   const rm_device *device = runner->device;
   rm_graphs *graphs = &runner->graphs;
   for (int64_t i = 0; i < graphs->n_sizes; i++)
-    for (int ranks = 0; ranks < 2; ranks++) device->forget(device->self, graphs->sets[set].graphs[i][ranks].captured);
+    for (int ranks = 0; ranks < 2; ranks++) device->destroy_graph(device->self, graphs->sets[set].graphs[i][ranks].captured);
   memset(&graphs->sets[set], 0, sizeof graphs->sets[set]);
 }
 
-void rm_graphs_forget(rm_runner *runner) {
+void rm_graphs_clear(rm_runner *runner) {
   for (int set = 0; set < RM_GRAPH_SETS && runner->graphs.n_sizes; set++) forget_set(runner, set);
   runner->graphs.was_reset = 1;
 }
@@ -82,11 +82,11 @@ static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_ranks) {
   return &graphs->sets[set].graphs[index][with_ranks];
 }
 
-// What came of a capture, from best to worst. SPOILT is tried again at the next step, for REFUSED there is no memory.
-typedef enum outcome { KEPT, SPOILT, REFUSED } outcome;
+// What came of a capture, from best to worst. INVALIDATED is tried again at the next step, for REFUSED there is no memory.
+typedef enum outcome { KEPT, INVALIDATED, REFUSED } outcome;
 
 static outcome outcome_of(rm_device_status status) {
-  return status == RM_DEVICE_SPOILT ? SPOILT : status == RM_DEVICE_NO_MEMORY ? REFUSED : KEPT;
+  return status == RM_DEVICE_CAPTURE_INVALIDATED ? INVALIDATED : status == RM_DEVICE_NO_MEMORY ? REFUSED : KEPT;
 }
 
 // Max-reduces the outcome over the ranks that replay together: where one has no graph none replays, since what it would enqueue instead
@@ -124,18 +124,18 @@ static void replay(rm_runner *runner, const rm_graph *graph) {
 // Without a graph afterwards the step is to be enqueued.
 static rm_code capture(rm_runner *runner, rm_graph *graph, rm_enqueue_step enqueue, rm_error *err) {
   const rm_device *device = runner->device;
-  rm_code code = rm_device_check(device, device->record(device->self), err);
+  rm_code code = rm_device_check(device, device->begin_capture(device->self), err);
   if (code) return code;
   const rm_traffic before = rm_comms_traffic(runner);
   code = enqueue(runner, err);
   count_captured(runner, &before, graph);
-  const rm_device_status status = device->recorded(device->self, &graph->captured);
+  const rm_device_status status = device->end_capture(device->self, &graph->captured);
   outcome came = outcome_of(status);
   if (!code && came == KEPT) code = rm_device_check(device, status, err);
   if (!code) code = agree_on(runner, &came, err);
   if (!code && came == KEPT) return RM_OK;
   graph->is_refused = came == REFUSED;
-  device->forget(device->self, graph->captured);
+  device->destroy_graph(device->self, graph->captured);
   graph->captured = NULL;
   return code;
 }

@@ -53,4 +53,4 @@ int64_t rm_graphs_size(const rm_runner *runner, int64_t rows);   // the captured
 typedef rm_code (*rm_enqueue_step)(rm_runner *runner, rm_error *err);
 rm_code rm_graphs_run(rm_runner *runner, rm_enqueue_step enqueue, rm_error *err);
 // Before memory goes away that graphs hold. Waits for the device.
-void rm_graphs_forget(rm_runner *runner);
+void rm_graphs_clear(rm_runner *runner);

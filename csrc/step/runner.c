@@ -19,7 +19,8 @@ void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
   runner->options = *options;
   runner->device = options->device;
   runner->kernels = options->device->kernels;
-  runner->rank = options->model.rank;
+  runner->rank = *options->model.rank;
+  runner->options.model.rank = &runner->rank;
   runner->routed_per_token = options->spec->n_moe_layers * options->spec->top_k;
   runner->ld_logits = rm_round_up(vocab, RM_VOCAB_BLOCK);
   runner->max_out_rows = rm_min64(rm_max64(LOGITS_BYTES / (runner->ld_logits * (int64_t)sizeof(float)), MIN_OUT_ROWS), max_rows);
@@ -73,7 +74,7 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm
 
 void rm_runner_destroy(rm_runner *runner) {
   if (!runner->device) return;
-  rm_graphs_forget(runner);
+  rm_graphs_clear(runner);
   rm_results_destroy(&runner->results);
   rm_paired_destroy(&runner->paired);
   rm_unmap(runner->host, runner->host_bytes);

@@ -34,7 +34,7 @@ typedef struct rm_step_buffer {
 typedef struct rm_runner_options {   // all pointers are views; the strings during creation
   const rm_spec *spec;
   const rm_device *device;
-  rm_model_options model;       // but for max_out_rows and static_rows, which rm_runner_init chooses
+  rm_model_options model;       // rm_runner_init sets max_out_rows and static_rows; `rank` is copied into the runner
   int64_t max_num_seqs, max_pages;   // max_pages: of one sequence
   int enforce_eager;            // no graphs
   const char *nccl_library, *nccl_gpu;   // as rm_engine_options
@@ -49,7 +49,7 @@ typedef struct rm_runner {
   rm_model *model;
   void *kv;                     // view: [n_pages] in the device's memory; NULL while asleep
   int64_t n_pages;
-  rm_rank rank;                 // tp_there and ep_there are owned (device_comms.c), the rest views
+  rm_rank rank;                 // device_tp and device_ep are owned (device_comms.c), the rest views
   int64_t routed_per_token, max_out_rows, ld_logits;   // ld_logits: elements from one row of logits to the next
   int64_t max_draws;            // tokens of one call of the sample op
   // owned
@@ -84,10 +84,10 @@ uint64_t rm_runner_workspace(const rm_runner *runner);   // bytes mapped, the mo
 // Enqueued, so before the next forward's ops. `runner` is a void * for rm_scheduler_options.
 void rm_runner_zero_page(void *runner, int32_t page);
 void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
-static inline void *rm_there(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
+static inline void *rm_on_device(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Fills the plan's most_rows, is_recorded and with_ranks. With a lockstep group (lockstep.c) its ranks agree on them, and *progress becomes
+// Fills the plan's most_rows, is_captured and with_ranks. With a lockstep group (lockstep.c) its ranks agree on them, and *progress becomes
 // the largest of theirs.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
 rm_code rm_forward(rm_runner *runner, rm_error *err);
@@ -102,7 +102,7 @@ rm_sample_params rm_params_of(const rm_sequence *seq);      // of its next token
 rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *out, rm_error *err);
 
 // ---------------------------------------------------------------------------------------------- device_comms.c
-rm_code rm_comms_join(rm_runner *runner, rm_error *err);    // makes rank.tp_there and rank.ep_there; together on all ranks
+rm_code rm_comms_join(rm_runner *runner, rm_error *err);    // makes rank.device_tp and rank.device_ep; together on all ranks
 void rm_comms_leave(rm_runner *runner);
 void rm_comms_set_epoch(const rm_runner *runner, int64_t version);   // a rank that serves another version fails at its next exchange
 rm_code rm_runner_wait(rm_runner *runner, rm_error *err);   // for all that is enqueued, with the groups' deadline

@@ -15,14 +15,14 @@ typedef struct rm_chunk {
 static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int64_t i) { return &plan->outs[chunk->first + i]; }
 
 static int needs_logits(const rm_out_row *out) {
-  const rm_group *group = out->seq->group;
+  const rm_sequence_group *group = out->seq->group;
   return out->draws || group->wants_logits || group->score_sampling || group->prompt_top || group->want_ranks;
 }
 
 // Whether one rank of a tp group can do for all what is wanted of the row: draw from it. What is recorded of logits besides is recorded by
 // every rank.
 static int one_rank_does(const rm_out_row *out) {
-  const rm_group *group = out->seq->group;
+  const rm_sequence_group *group = out->seq->group;
   if (group->top_logprobs || group->wants_logits || group->score_sampling || group->host_draws) return 0;
   return out->target < 0 || !(group->prompt_top || group->want_ranks);
 }
@@ -49,10 +49,10 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_chunk
       .own_rows = chunk->own_rows,
       .logits = chunk->has_logits ? runner->logits : NULL,
       .stats = runner->stats,
-      .target_logprobs = chunk->has_targets ? rm_there(runner, b->target_logprobs + first) : NULL,
-      .targets = chunk->has_targets ? rm_there(runner, b->targets + first) : NULL,
+      .target_logprobs = chunk->has_targets ? rm_on_device(runner, b->target_logprobs + first) : NULL,
+      .targets = chunk->has_targets ? rm_on_device(runner, b->targets + first) : NULL,
       .host_targets = b->targets + first,
-      .row_flags = rm_there(runner, b->out_flags + first),
+      .row_flags = rm_on_device(runner, b->out_flags + first),
   };
   return rm_model_head(runner->model, rm_store_weights(runner->store), &head, err);
 }
@@ -68,7 +68,7 @@ static void run_sample(rm_runner *runner, const rm_chunk *chunk, int64_t row, in
       .logits = runner->logits + row * runner->ld_logits,
       .stats = runner->stats + 2 * row,
       .params = params,
-      .row_flags = rm_there(runner, runner->step.out_flags + chunk->first + row),
+      .row_flags = rm_on_device(runner, runner->step.out_flags + chunk->first + row),
       .rows = n,
       .vocab = runner->options.spec->vocab_size,
       .ld_logits = ld_logits,
@@ -121,7 +121,7 @@ static int64_t prompt_run(const rm_plan *plan, int64_t i, int64_t end) {
   return at;
 }
 
-static rm_sample_params plain_params(const rm_group *group) {
+static rm_sample_params plain_params(const rm_sequence_group *group) {
   return (rm_sample_params){
       .temperature = group->temperature,
       .top_p = group->top_p,
@@ -133,7 +133,7 @@ static rm_sample_params plain_params(const rm_group *group) {
 
 // For the next token of a sequence.
 rm_sample_params rm_params_of(const rm_sequence *seq) {
-  const rm_group *group = seq->group;
+  const rm_sequence_group *group = seq->group;
   rm_sample_params params = plain_params(group);
   params.seed = seq->seed;
   params.counter = (uint64_t)rm_sequence_length(seq);
@@ -167,7 +167,7 @@ static rm_code rank_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row
   const size_t bytes = (size_t)n * sizeof(int32_t);
   const rm_code code = rm_results_reserve(&runner->results, 1, bytes, err);
   if (code) return code;
-  run_ranks(runner, row, n, runner->ld_logits, rm_there(runner, runner->step.targets + chunk->first + row),
+  run_ranks(runner, row, n, runner->ld_logits, rm_on_device(runner, runner->step.targets + chunk->first + row),
             rm_results_take(&runner->results, out->seq->group->prompt_ranks + out->position, bytes));
   return RM_OK;
 }
@@ -175,7 +175,7 @@ static rm_code rank_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row
 // What is wanted of the logits of rows [row, row + n) of one prompt.
 static rm_code run_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
   const rm_out_row *out = out_row(runner->plan, chunk, row);
-  rm_group *group = out->seq->group;
+  rm_sequence_group *group = out->seq->group;
   const int64_t k = group->prompt_top, at = out->position;
   const int64_t room = (int64_t)(rm_results_room(&runner->results) / (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
   const int64_t most = rm_min64(runner->max_draws, rm_max64(room / 2, 1));
@@ -238,7 +238,7 @@ static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given
   const int64_t n = end - d;
   int64_t n_banned = 0;
   for (int64_t i = 0; i < n; i++) n_banned += params[i].n_banned;
-  *out = rm_there(runner, params);
+  *out = rm_on_device(runner, params);
   if (!n_banned) return RM_OK;
   const rm_code code = rm_results_reserve(&runner->results, 1, given, err);
   if (code) return code;
@@ -255,14 +255,14 @@ static rm_code run_draws(rm_runner *runner, const rm_chunk *chunk, int64_t d, in
   const rm_step_buffer *b = &runner->step;
   const int64_t first = plan->draws[d].out - chunk->first, n = end - d, ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
-  int32_t *tokens = rm_there(runner, b->tokens + d);
-  int wanted = plan->is_recorded && plan->with_ranks;
+  int32_t *tokens = rm_on_device(runner, b->tokens + d);
+  int wanted = plan->is_captured && plan->with_ranks;
   const rm_code code = params_of(runner, d, end, given, &params, err);
   if (code) return code;
   for (int64_t i = d; i < end; i++) wanted |= plan->draws[i].seq->group->want_ranks;
-  run_sample(runner, chunk, first, n, ld_logits, params, tokens, rm_there(runner, b->logprobs + d),
-             rm_there(runner, b->sampling_logprobs + d));
-  if (wanted) run_ranks(runner, first, n, ld_logits, tokens, rm_there(runner, b->ranks + d));
+  run_sample(runner, chunk, first, n, ld_logits, params, tokens, rm_on_device(runner, b->logprobs + d),
+             rm_on_device(runner, b->sampling_logprobs + d));
+  if (wanted) run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));
   return RM_OK;
 }
 
@@ -390,7 +390,7 @@ static rm_code hand_out(rm_runner *runner, const rm_chunk *chunk, rm_error *err)
 // ---------------------------------------------------------------------------------------------- all of them
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
   const rm_plan *plan = runner->plan;
-  const int compares = !plan->is_recorded;   // what is captured is compared behind it
+  const int compares = !plan->is_captured;   // what is captured is compared behind it
   rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += runner->max_out_rows) {
     const rm_chunk chunk = chunk_at(runner, first);

@@ -1,4 +1,4 @@
-// host_offload.c: see host_offload.h. No sync is open meanwhile, so the marks of the staging buffer are free.
+// host_offload.c: see host_offload.h. No sync is open meanwhile, so the events of the staging buffer are free.
 #include "weights/host_offload.h"
 
 #include "base/checked.h"
@@ -19,7 +19,7 @@ typedef struct transfer {
 static size_t n_pieces(const transfer *p) { return (p->bytes + p->half_bytes - 1) / p->half_bytes; }
 static size_t piece_bytes(const transfer *p, size_t i) { return i + 1 < n_pieces(p) ? p->half_bytes : p->bytes - i * p->half_bytes; }
 static char *half(const transfer *p, size_t i) { return p->halves + i % 2 * p->half_bytes; }
-static int mark(size_t i) { return RM_MARK_STAGING + (int)(i % 2); }
+static int event(size_t i) { return RM_EVENT_STAGING + (int)(i % 2); }
 
 static rm_code out(const transfer *p, rm_error *err) {
   const rm_device *device = p->device;
@@ -27,10 +27,10 @@ static rm_code out(const transfer *p, rm_error *err) {
   for (size_t i = 0, n = n_pieces(p); i <= n && !code; i++) {
     if (i < n) {
       device->get(device->self, half(p, i), p->there + i * p->half_bytes, piece_bytes(p, i));
-      device->mark(device->self, mark(i));
+      device->record_event(device->self, event(i));
     }
     if (i == 0) continue;
-    code = rm_device_check(device, device->reach(device->self, mark(i - 1)), err);
+    code = rm_device_check(device, device->wait_event(device->self, event(i - 1)), err);
     if (!code) rm_copy_block(p->host + (i - 1) * p->half_bytes, half(p, i - 1), piece_bytes(p, i - 1), p->ctx);
   }
   return code;
@@ -39,11 +39,11 @@ static rm_code out(const transfer *p, rm_error *err) {
 static rm_code back(const transfer *p, rm_error *err) {
   const rm_device *device = p->device;
   for (size_t i = 0, n = n_pieces(p); i < n; i++) {
-    const rm_code code = rm_device_check(device, device->reach(device->self, mark(i)), err);   // two pieces ago, from the same half
+    const rm_code code = rm_device_check(device, device->wait_event(device->self, event(i)), err);   // two pieces ago, from the same half
     if (code) return code;
     rm_copy_block(half(p, i), p->host + i * p->half_bytes, piece_bytes(p, i), p->ctx);
     device->put(device->self, p->there + i * p->half_bytes, half(p, i), piece_bytes(p, i));
-    device->mark(device->self, mark(i));
+    device->record_event(device->self, event(i));
   }
   return rm_device_wait(device, err);
 }

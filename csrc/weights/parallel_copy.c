@@ -114,10 +114,10 @@ static void load_rows(void *arg, int thread, int n_threads) {
 static rm_code reserve(rm_staging *staging, size_t bytes, char **here, rm_error *err) {
   const rm_device *device = staging->device;
   if (staging->used + bytes > staging->half_bytes) {
-    device->mark(device->self, RM_MARK_STAGING + staging->half);
+    device->record_event(device->self, RM_EVENT_STAGING + staging->half);
     staging->half = !staging->half;
     staging->used = 0;
-    const rm_code code = rm_device_check(device, device->reach(device->self, RM_MARK_STAGING + staging->half), err);
+    const rm_code code = rm_device_check(device, device->wait_event(device->self, RM_EVENT_STAGING + staging->half), err);
     if (code) return code;
   }
   *here = staging->halves.host + (size_t)staging->half * staging->half_bytes + staging->used;
@@ -141,7 +141,7 @@ static rm_code load(rm_staging *staging, rm_pack_args *args, size_t bytes, const
 }
 
 // Copies the unit's source from another GPU. Rows (or columns) that are contiguous go as one pitched copy. A source without contiguous
-// rows or columns, or one that is nearly dense, is copied as the whole byte range that it spans, strides kept.
+// rows or columns, or one that is nearly dense, is copied as the whole byte range that it spans, strides offloaded.
 static rm_code fetch(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
   const rm_device *device = staging->device;
   const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype), down = (args->rows - 1) * args->row_stride;

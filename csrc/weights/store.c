@@ -58,7 +58,7 @@ void rm_store_destroy(rm_store *store) {
   if (!store) return;
   destroy_state(store, &store->serving);
   destroy_state(store, &store->staged);
-  rm_unmap(store->kept, store->params->bytes);
+  rm_unmap(store->offloaded, store->params->bytes);
   rm_free(store->has_bias);
   rm_free(store->flags);
   rm_staging_free(&store->staging);
@@ -75,9 +75,9 @@ int rm_store_is_open(const rm_store *store) { return store->open; }
 size_t rm_store_staging_bytes(const rm_store *store) { return rm_staging_bytes(&store->staging); }
 const rm_params *rm_store_params(const rm_store *store) { return store->params; }
 
-static void drop_kept(rm_store *store) {
-  rm_unmap(store->kept, store->params->bytes);
-  store->kept = NULL;
+static void drop_offloaded(rm_store *store) {
+  rm_unmap(store->offloaded, store->params->bytes);
+  store->offloaded = NULL;
 }
 
 static void drop_blocks(rm_store *store) {
@@ -89,45 +89,45 @@ static void drop_blocks(rm_store *store) {
 
 void rm_store_discard(rm_store *store) {
   rm_sync_abort(store);
-  drop_kept(store);
+  drop_offloaded(store);
   drop_blocks(store);
 }
 
-size_t rm_store_bytes_to_keep(const rm_store *store) {
-  return !store->serving.block || store->kept || store->device->on_host ? 0 : store->params->bytes;
+size_t rm_store_offload_bytes(const rm_store *store) {
+  return !store->serving.block || store->offloaded || store->device->on_host ? 0 : store->params->bytes;
 }
 
-rm_code rm_store_keep(rm_store *store, rm_error *err) {
-  if (!rm_store_bytes_to_keep(store)) return RM_OK;
-  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->kept, err);
+rm_code rm_store_offload(rm_store *store, rm_error *err) {
+  if (!rm_store_offload_bytes(store)) return RM_OK;
+  return rm_offload_block(store->device, store->serving.block, store->params->bytes, &store->ctx, &store->offloaded, err);
 }
 
-void rm_store_rest(rm_store *store) {
-  assert(!store->serving.block || store->kept || store->device->on_host);
-  if (store->serving.block) store->kept_version = store->version;
+void rm_store_release_blocks(rm_store *store) {
+  assert(!store->serving.block || store->offloaded || store->device->on_host);
+  if (store->serving.block) store->offloaded_version = store->version;
   if (store->device->on_host && store->serving.block) { // the block is the copy
-    store->kept = store->serving.block;
+    store->offloaded = store->serving.block;
     store->serving.block = NULL;
   }
   drop_blocks(store);
 }
 
 rm_code rm_store_restore(rm_store *store, rm_error *err) {
-  if (store->serving.block || !store->kept) return RM_OK;
+  if (store->serving.block || !store->offloaded) return RM_OK;
   if (store->device->on_host) {
-    store->serving.block = store->kept;
-    store->kept = NULL;
+    store->serving.block = store->offloaded;
+    store->offloaded = NULL;
   } else {
-    const rm_code code = rm_restore_block(store->device, store->kept, store->params->bytes, &store->ctx, &store->serving.block, err);
+    const rm_code code = rm_restore_block(store->device, store->offloaded, store->params->bytes, &store->ctx, &store->serving.block, err);
     if (code) return code;
   }
   store->serving.number = ++store->n_blocks;
-  store->version = store->kept_version;
+  store->version = store->offloaded_version;
   return RM_OK;
 }
 
-void rm_store_forget(rm_store *store) {
-  if (store->serving.block) drop_kept(store);
+void rm_store_free_offloaded(rm_store *store) {
+  if (store->serving.block) drop_offloaded(store);
 }
 
 void rm_store_swap_blocks(rm_store *store) {

@@ -30,8 +30,8 @@ const rm_params *rm_store_params(const rm_store *store);
 // The copy stays until forget, so rest and restore can each be undone without new memory of the host. An unsynced store keeps nothing.
 // No sync may be open.
 void rm_store_discard(rm_store *store); // aborts an open sync; frees the copy too
-size_t rm_store_bytes_to_keep(const rm_store *store); // host memory that keep would take
-rm_code rm_store_keep(rm_store *store, rm_error *err); // on failure nothing has changed, also of restore
-void rm_store_rest(rm_store *store); // after keep
+size_t rm_store_offload_bytes(const rm_store *store); // host memory that keep would take
+rm_code rm_store_offload(rm_store *store, rm_error *err); // on failure nothing has changed, also of restore
+void rm_store_release_blocks(rm_store *store); // after keep
 rm_code rm_store_restore(rm_store *store, rm_error *err);
-void rm_store_forget(rm_store *store); // no effect while the weights are at rest
+void rm_store_free_offloaded(rm_store *store); // no effect while the weights are at rest

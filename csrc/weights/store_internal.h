@@ -19,26 +19,26 @@ struct rm_store {
   rm_ctx ctx;
   rm_staging staging;
   rm_version_state serving, staged;
-  char *kept;                   // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
-  int64_t kept_version;
-  uint64_t n_blocks;            // that were mapped
-  int64_t version;              // of serving, −1
-  int64_t last_version;         // ever committed, −1
-  uint8_t *has_bias;            // [n_layers] the last committed version carried a router bias here
-  int64_t tied_head, tied_embed;  // indices; −1 when not tied
+  char *offloaded; // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
+  int64_t offloaded_version;
+  uint64_t n_blocks; // that were mapped
+  int64_t version; // of serving, −1
+  int64_t last_version; // ever committed, −1
+  uint8_t *has_bias; // [n_layers] the last committed version carried a router bias here
+  int64_t tied_head, tied_embed; // indices; −1 when not tied
 
   int open;
-  rm_sync_options options;      // with the version resolved
-  int64_t version_before;       // in place: what serves again if nothing gets written
-  int has_base;                 // partial, and staging began as what served
-  uint8_t *flags;               // [n]
-  rm_target target;             // of the tensor at hand
-  rm_units units;               // of the push at hand, not yet made
+  rm_sync_options options; // with the version resolved
+  int64_t version_before; // in place: what serves again if nothing gets written
+  int has_base; // partial, and staging began as what served
+  uint8_t *flags; // [n]
+  rm_target target; // of the tensor at hand
+  rm_units units; // of the push at hand, not yet made
   rm_sync_report report;
-  int64_t n_entries;            // pushes, whatever became of them
+  int64_t n_entries; // pushes, whatever became of them
   double began;
 };
 
 // store.c
 void rm_store_drop_block(rm_store *store, rm_version_state *state);
-void rm_store_swap_blocks(rm_store *store);   // serving and staged change places
+void rm_store_swap_blocks(rm_store *store); // serving and staged change places

@@ -65,7 +65,7 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
   rm_code code = check_version(store, &version, err);
   if (code) return code;
   rm_sync_abort(store);
-  rm_store_forget(store);
+  rm_store_free_offloaded(store);
   store->began = rm_now();
   store->options = *options;
   store->options.version = version;
@@ -98,7 +98,7 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   const size_t each = rm_src_bytes(tensor->dtype);
   if (!tensor->on_device) return RM_OK;
   if (device->on_host) return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: a tensor on cuda:%d; wanted the CPU", name, tensor->ordinal);
-  if (!tensor->data || device->place(device->self, tensor->data) != tensor->ordinal)
+  if (!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal)
     return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is no memory of cuda:%d", name, tensor->data,
                    tensor->ordinal);
   if ((uintptr_t)tensor->data % each)
@@ -270,7 +270,7 @@ rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm
   store->units.n = 0;
   while (taken < n && !(code = take_entry(store, &entries[taken], err))) taken++;
   if (!code) code = make_units(store, err);
-  for (int64_t i = 0; i < taken && code; i++) rm_sync_forget(store, entries[i].name, entries[i].length);
+  for (int64_t i = 0; i < taken && code; i++) rm_sync_undo_push(store, entries[i].name, entries[i].length);
   if (code) store->report.bytes = read_before;
   return code;
 }
@@ -280,7 +280,7 @@ rm_code rm_sync_push(rm_store *store, const char *name, size_t length, const rm_
   return rm_sync_push_all(store, &entry, 1, err);
 }
 
-void rm_sync_forget(rm_store *store, const char *name, size_t length) {
+void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
   rm_error err = RM_ERROR_INIT;
   if (!store->open) return;
   const rm_code code = rm_names_resolve(store->params, name, length, &store->target, &err);

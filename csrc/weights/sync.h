@@ -66,6 +66,6 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on 
 const uint64_t *rm_sync_sums(const rm_store *store);
 void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report); // after prepare; sums: added over the mesh
 // Undoes the push of this name, which failed on another rank. No effect on a name that was not pushed.
-void rm_sync_forget(rm_store *store, const char *name, size_t length);
+void rm_sync_undo_push(rm_store *store, const char *name, size_t length);
 void rm_sync_abort(rm_store *store);
 int rm_sync_complete(const rm_store *store); // every required parameter has come

@@ -162,7 +162,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   self->exchange = Py_NewRef(exchange);
   self->size = size;
   self->rank = rank;
-  const rm_transport transport = {.name = "torch", .self = self, .exchange = call_exchange, .abort = call_abort, .look = call_look};
+  const rm_transport transport = {.name = "torch", .self = self, .exchange = call_exchange, .abort = call_abort, .check = call_look};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
   Py_DECREF(self);
@@ -280,7 +280,7 @@ static PyObject *comm_look(comm_object *self, PyObject *ignored) {
   (void)ignored;
   rm_error err = RM_ERROR_INIT;
   if (enter(self)) return NULL;
-  const rm_code code = rm_comm_look(self->comm, &err);
+  const rm_code code = rm_comm_check(self->comm, &err);
   return rm_none(rm_module_of((PyObject *)self), code, &err);
 }
 

@@ -37,7 +37,7 @@ PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err) 
 
 // ------------------------------------------------------------------------------------------------ create, destroy
 // (rank, tp, ep, world): the engine takes the Comms; they get their ends back when it is not made.
-static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_ends *ends) {
+static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_endpoints *ends) {
   rm_comm **const places[3] = {&ends->tp, &ends->ep, &ends->world};
   if (!PyArg_ParseTuple(given, "iOOO:ends", &ends->index, &comms[0], &comms[1], &comms[2])) return -1;
   for (int i = 0; i < 3; i++)
@@ -47,13 +47,13 @@ static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_e
 
 static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
   rm_ranks_options options;
-  rm_ends ends = {0};
+  rm_endpoints ends = {0};
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   PyObject *comms[3] = {0}, *held = rm_engine_options_read(module, object, &options);
   if (!held) return -1;
   int failed = self->ends != Py_None && take_ends(module, self->ends, comms, &ends);
-  if (self->ends != Py_None) options.ends = &ends;
+  if (self->ends != Py_None) options.endpoints = &ends;
   if (!failed) {
     Py_BEGIN_ALLOW_THREADS
       code = rm_ranks_create(self->spec, &options, &self->engine, &err);
@@ -83,7 +83,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   self->done = PySet_New(NULL);
   self->ends = Py_NewRef(ends);
   if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) && !make_engine(module, self, options)) {
-    self->reads_gpus = rm_ranks_read_gpus(self->engine);
+    self->reads_gpus = rm_ranks_reads_gpus(self->engine);
     return (PyObject *)self;
   }
   Py_DECREF(self);
@@ -245,7 +245,7 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
 static PyObject *engine_give_up(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  rm_ranks_give_up(self->engine);
+  rm_ranks_abort_groups(self->engine);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
@@ -332,8 +332,8 @@ static PyObject *engine_keep_weights(rm_engine_object *self, PyObject *keep) {
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   Py_BEGIN_ALLOW_THREADS
-    if (value) code = rm_ranks_keep_weights(self->engine, &err);
-    else rm_ranks_forget_kept(self->engine);
+    if (value) code = rm_ranks_offload_weights(self->engine, &err);
+    else rm_ranks_free_offloaded(self->engine);
   Py_END_ALLOW_THREADS
   return rm_engine_finish(self, code, &err);
 }
@@ -341,7 +341,7 @@ static PyObject *engine_keep_weights(rm_engine_object *self, PyObject *keep) {
 static PyObject *engine_host_room(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const unsigned long long wanted = rm_ranks_bytes_to_keep(self->engine);
+  const unsigned long long wanted = rm_ranks_offload_bytes(self->engine);
   rm_engine_leave(self);
   rm_memory_pool pools[2];
   const int n = rm_memory_pools(pools);

@@ -208,7 +208,7 @@ PyObject *rm_engine_py_host_forget(rm_engine_object *self, PyObject *pages) {
   const int32_t *numbers;
   int64_t n;
   if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n) || rm_engine_enter(self)) return NULL;
-  rm_ranks_external_forget(self->engine, numbers, n);
+  rm_ranks_external_invalidate_pages(self->engine, numbers, n);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }

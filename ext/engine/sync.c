@@ -98,7 +98,7 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
-  const rm_code code = rm_ranks_reader(self->engine, ordinal, &device, &err);
+  const rm_code code = rm_ranks_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device;   // the engine is left by give_reader
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;

@@ -182,8 +182,8 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   }
   uintptr_t at = (uintptr_t)t->data;
   if (!array->bytes) return 0;
-  if (!at || __builtin_add_overflow(at, t->byte_offset, &at) || device->place(device->self, (const void *)at) != device->ordinal ||
-      device->place(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
+  if (!at || __builtin_add_overflow(at, t->byte_offset, &at) || device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
+      device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
     rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: its memory is not %s's", name, device->name);
     return -1;
   }

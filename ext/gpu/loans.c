@@ -15,7 +15,7 @@ static const char *const dtype_names[] = {
 
 typedef struct gpus_object {
   PyObject_HEAD
-  rm_readers readers;           // owned
+  rm_ready_queues readers;           // owned
 } gpus_object;
 
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -24,20 +24,20 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Gpus", names, &library)) return NULL;
   gpus_object *self = rm_object_new((PyObject *)type);
-  if (!self || !rm_readers_init(&self->readers, library, &err)) return (PyObject *)self;
+  if (!self || !rm_ready_queues_init(&self->readers, library, &err)) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(PyType_GetModule(type), &err);
 }
 
 static void gpus_dealloc(PyObject *self) {
-  rm_readers_destroy(&((gpus_object *)self)->readers);
+  rm_ready_queues_destroy(&((gpus_object *)self)->readers);
   rm_object_free(self);
 }
 
 static const rm_device *find(gpus_object *self, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
-  if (rm_readers_find(&self->readers, ordinal, &device, &err)) rm_raise(rm_module_of((PyObject *)self), &err);
+  if (rm_ready_queues_find(&self->readers, ordinal, &device, &err)) rm_raise(rm_module_of((PyObject *)self), &err);
   return device;
 }
 
@@ -74,7 +74,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
   rm_code code;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_readers_wait(&self->readers, ordinal, &err);
+    code = rm_ready_queues_wait(&self->readers, ordinal, &err);
   Py_END_ALLOW_THREADS
   return rm_none(rm_module_of(object), code, &err);
 }

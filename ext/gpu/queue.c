@@ -29,7 +29,7 @@ static size_t grown(size_t bytes) { return bytes < 4096 ? 4096 : bytes + bytes /
 rm_code rm_queue_paired(rm_queue_object *queue, int i, size_t bytes, rm_error *err) {
   const rm_device *device = &queue->device;
   rm_paired *paired = &queue->paired[i];
-  const rm_code code = rm_device_check(device, device->reach(device->self, 0), err);
+  const rm_code code = rm_device_check(device, device->wait_event(device->self, 0), err);
   if (code || (paired->device && bytes <= paired->bytes)) return code;
   rm_paired_destroy(paired);
   return rm_paired_create(device, grown(bytes), "the indices of ops", paired, err);

@@ -208,7 +208,7 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 // ------------------------------------------------------------------------------------------------ running
 // A copy of indices to the host that nobody waited for may still be under way: the next call's paired buffers wait for it.
 static int end(rm_op_call *c) {
-  if (c->is_fetching) c->self->queue->device.mark(c->self->queue->device.self, 0);
+  if (c->is_fetching) c->self->queue->device.record_event(c->self->queue->device.self, 0);
   close_call(c);
   drop_copies(c);
   return -1;
@@ -238,7 +238,7 @@ static PyObject *finish_on_device(rm_op_call *c) {
   const rm_device *device = &c->self->queue->device;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
-  device->mark(device->self, 0);
+  device->record_event(device->self, 0);
   if (c->self->stream) device->lead(device->self, c->self->stream);
   else code = rm_device_wait(device, &err);
   close_call(c);

@@ -123,8 +123,8 @@ void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
 
 // ------------------------------------------------------------------------------------------------ slots
 // own begins at -1: a row's choices are few, and most of them other ranks'.
-static void slots_of_row(const rm_slots_args *a, const int32_t *ids, int64_t row, int32_t *place, int32_t *own) {
-  const int64_t each = rm_slots_each(a->top_k, a->experts_each);
+static void static_dispatch_row(const rm_static_dispatch_args *a, const int32_t *ids, int64_t row, int32_t *place, int32_t *own) {
+  const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   int64_t n_own = 0;
   for (int64_t k = 0; k < a->top_k; k++) {
     int64_t earlier = 0, rank = ids[k] / a->experts_each;
@@ -137,21 +137,21 @@ static void slots_of_row(const rm_slots_args *a, const int32_t *ids, int64_t row
 }
 
 static void slots_task(void *arg, int thread, int n_threads) {
-  const rm_slots_args *a = arg;
-  const int64_t each = rm_slots_each(a->top_k, a->experts_each);
+  const rm_static_dispatch_args *a = arg;
+  const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   int64_t from, to;
   rm_split(a->homes * a->pitch, thread, n_threads, &from, &to);
   memset(a->own + from * each, 0xff, (size_t)((to - from) * each) * sizeof *a->own);
   for (int64_t i = from; i < to; i++) {
     const int64_t home = i / a->pitch, row = i % a->pitch;
     if (row < a->home_rows)
-      slots_of_row(a, a->ids + home * a->ids_pitch + row * a->top_k, row, a->place + (home * a->home_rows + row) * a->top_k,
-                   a->own + i * each);
+      static_dispatch_row(a, a->ids + home * a->ids_pitch + row * a->top_k, row, a->place + (home * a->home_rows + row) * a->top_k,
+                          a->own + i * each);
   }
 }
 
-void RM_FN(slots)(const rm_ctx *ctx, const rm_slots_args *a) {
-  rm_slots_args args = *a;
+void RM_FN(static_dispatch)(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
+  rm_static_dispatch_args args = *a;
   rm_parallel(ctx, a->homes * a->pitch * a->top_k * a->top_k, slots_task, &args);
 }
 

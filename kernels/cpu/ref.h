@@ -16,7 +16,7 @@ static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) { return (char
 void rm_attention_ref(const rm_ctx *, const rm_attention_args *);
 void rm_router_ref(const rm_ctx *, const rm_router_args *);
 void rm_permute_ref(const rm_ctx *, const rm_permute_args *);
-void rm_slots_ref(const rm_ctx *, const rm_slots_args *);
+void rm_static_dispatch_ref(const rm_ctx *, const rm_static_dispatch_args *);
 void rm_combine_ref(const rm_ctx *, const rm_combine_args *);
 void rm_sample_ref(const rm_ctx *, const rm_sample_args *);
 void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *);

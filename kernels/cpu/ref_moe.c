@@ -71,8 +71,8 @@ void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
 }
 
 // Expert by expert of every rank in turn, the other way round than a choice finds its rank.
-static void slots_of_row(const rm_slots_args *a, int64_t home, int64_t row) {
-  const int64_t each = rm_slots_each(a->top_k, a->experts_each);
+static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, int64_t row) {
+  const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   const int32_t *ids = a->ids + home * a->ids_pitch + row * a->top_k;
   int32_t *place = a->place + (home * a->home_rows + row) * a->top_k, *own = a->own + (home * a->pitch + row) * each;
   int32_t most = -1;
@@ -91,11 +91,11 @@ static void slots_of_row(const rm_slots_args *a, int64_t home, int64_t row) {
   }
 }
 
-void rm_slots_ref(const rm_ctx *ctx, const rm_slots_args *a) {
+void rm_static_dispatch_ref(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
   (void)ctx;
-  for (int64_t i = 0; i < a->homes * a->pitch * rm_slots_each(a->top_k, a->experts_each); i++) a->own[i] = -1;
+  for (int64_t i = 0; i < a->homes * a->pitch * rm_max_choices(a->top_k, a->experts_each); i++) a->own[i] = -1;
   for (int64_t home = 0; home < a->homes; home++)
-    for (int64_t row = 0; row < a->home_rows; row++) slots_of_row(a, home, row);
+    for (int64_t row = 0; row < a->home_rows; row++) static_dispatch_row(a, home, row);
 }
 
 // The node over expert ids [first, first + width) for row r and column i; 0 when no expert there was chosen.

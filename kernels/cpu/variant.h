@@ -13,7 +13,7 @@ void RM_FN(qk_rope_kv)(const rm_ctx *, const rm_qk_rope_kv_args *);
 void RM_FN(attention)(const rm_ctx *, const rm_attention_args *);
 void RM_FN(router)(const rm_ctx *, const rm_router_args *);
 void RM_FN(permute)(const rm_ctx *, const rm_permute_args *);
-void RM_FN(slots)(const rm_ctx *, const rm_slots_args *);
+void RM_FN(static_dispatch)(const rm_ctx *, const rm_static_dispatch_args *);
 void RM_FN(combine)(const rm_ctx *, const rm_combine_args *);
 void RM_FN(lm_head)(const rm_ctx *, const rm_lm_head_args *);
 void RM_FN(merge_pairs)(const rm_ctx *, const rm_merge_pairs_args *);

@@ -20,10 +20,10 @@ constexpr uintptr_t FIRST_HANDLE = 3, FIRST_ADDRESS = 4096;  // below are number
 struct cuda_device {
   int ordinal;
   unsigned long long peers_asked;  // a bit for each
-  bool dead, is_recording;
+  bool dead, is_capturing;
   cudaStream_t stream;
-  cudaEvent_t marks[RM_DEVICE_MARKS];
-  bool is_marked[RM_DEVICE_MARKS];
+  cudaEvent_t events[RM_DEVICE_EVENTS];
+  bool is_recorded[RM_DEVICE_EVENTS];
   cudaEvent_t order;  // of follow and lead: a wait for it means what it was recorded for when the wait was enqueued
   char name[24], isa[16], family[24], message[200];
   rm_kernels kernels;
@@ -41,7 +41,7 @@ rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
 
 // Another thread that waits for the whole device (torch.cuda.synchronize) ends what this one records, in whatever mode it does. What
 // is enqueued from then on goes nowhere, each call says so, and nothing but the recording is lost.
-bool is_spoilt(const cuda_device *d, cudaError_t error) { return d->is_recording && error == cudaErrorStreamCaptureInvalidated; }
+bool is_invalidated(const cuda_device *d, cudaError_t error) { return d->is_capturing && error == cudaErrorStreamCaptureInvalidated; }
 
 // While the thread captures a stream that is not ours nothing can be allocated, and nothing is broken.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
@@ -63,13 +63,13 @@ rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess && !is_spoilt(d, error)) die(d, error, "a launch");
+  if (error != cudaSuccess && !is_invalidated(d, error)) die(d, error, "a launch");
   return !d->dead;
 }
 
 rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
   if (error == cudaSuccess) return RM_DEVICE_OK;
-  if (!is_spoilt(d, error)) return die(d, error, call);
+  if (!is_invalidated(d, error)) return die(d, error, call);
   cudaGetLastError();
   return RM_DEVICE_OK;
 }
@@ -125,7 +125,7 @@ size_t available(void *self) {
   return done(d, cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo") == RM_DEVICE_OK ? free_bytes : 0;
 }
 
-int place(void *, const void *address) {
+int ordinal_of(void *, const void *address) {
   cudaPointerAttributes found;
   const bool known = cudaPointerGetAttributes(&found, address) == cudaSuccess;
   if (!known) cudaGetLastError();
@@ -193,16 +193,16 @@ void zero(void *self, void *at, size_t pitch, size_t width, size_t rows) {
   else rm_cuda_copy(d->stream, at, pitch, nullptr, 0, width, rows);
 }
 
-void mark(void *self, int number) {
+void record_event(void *self, int number) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return;
-  d->is_marked[number] = done(d, cudaEventRecord(d->marks[number], d->stream), "cudaEventRecord") == RM_DEVICE_OK;
+  d->is_recorded[number] = done(d, cudaEventRecord(d->events[number], d->stream), "cudaEventRecord") == RM_DEVICE_OK;
 }
 
-rm_device_status reach(void *self, int number) {
+rm_device_status wait_event(void *self, int number) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return d->is_marked[number] ? done(d, cudaEventSynchronize(d->marks[number]), "cudaEventSynchronize") : RM_DEVICE_OK;
+  return d->is_recorded[number] ? done(d, cudaEventSynchronize(d->events[number]), "cudaEventSynchronize") : RM_DEVICE_OK;
 }
 
 rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char *call) {
@@ -211,10 +211,10 @@ rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char
   return RM_DEVICE_BUSY;
 }
 
-rm_device_status reached(void *self, int number) {
+rm_device_status query_event(void *self, int number) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return d->is_marked[number] ? not_ready_is_busy(d, cudaEventQuery(d->marks[number]), "cudaEventQuery") : RM_DEVICE_OK;
+  return d->is_recorded[number] ? not_ready_is_busy(d, cudaEventQuery(d->events[number]), "cudaEventQuery") : RM_DEVICE_OK;
 }
 
 rm_device_status wait(void *self) {
@@ -254,34 +254,34 @@ const char *refuses(void *self, void *stream) {
 
 // ------------------------------------------------------------------------------------------------ recordings
 // Thread-local: another thread may allocate on another device, or this one, in the meantime.
-rm_device_status record(void *self) {
+rm_device_status begin_capture(void *self) {
   cuda_device *d = of(self);
   if (!is_alive(d)) return RM_DEVICE_FAULT;
   const cudaError_t error = cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal);
-  d->is_recording = error == cudaSuccess;
+  d->is_capturing = error == cudaSuccess;
   return done(d, error, "cudaStreamBeginCapture");
 }
 
 // What the capture came to, which ends in any case; NULL where it is not to be used.
-rm_device_status end_capture(cuda_device *d, cudaGraph_t *graph) {
+rm_device_status stop_capture(cuda_device *d, cudaGraph_t *graph) {
   is_alive(d);
   const cudaError_t error = cudaStreamEndCapture(d->stream, graph);
-  const bool spoilt = is_spoilt(d, error);
-  d->is_recording = false;
+  const bool invalidated = is_invalidated(d, error);
+  d->is_capturing = false;
   if (error == cudaSuccess && !d->dead) return RM_DEVICE_OK;
   if (*graph) cudaGraphDestroy(*graph);
-  if (!spoilt || d->dead) return die(d, error, "cudaStreamEndCapture");
+  if (!invalidated || d->dead) return die(d, error, "cudaStreamEndCapture");
   cudaGetLastError();
   snprintf(d->message, sizeof d->message, "cudaStreamEndCapture: %s", cudaGetErrorString(error));
-  return RM_DEVICE_SPOILT;
+  return RM_DEVICE_CAPTURE_INVALIDATED;
 }
 
-rm_device_status recorded(void *self, void **recording) {
+rm_device_status end_capture(void *self, void **out) {
   cuda_device *d = of(self);
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t made = nullptr;
-  *recording = nullptr;
-  const rm_device_status ended = end_capture(d, &graph);
+  *out = nullptr;
+  const rm_device_status ended = stop_capture(d, &graph);
   if (ended != RM_DEVICE_OK) return ended;
   cudaError_t error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
@@ -290,20 +290,20 @@ rm_device_status recorded(void *self, void **recording) {
     cudaGraphExecDestroy(made);
     return lacks(d, error, "cudaGraphUpload", 0);
   }
-  *recording = made;
+  *out = made;
   return done(d, error, "cudaGraphInstantiate");
 }
 
-void replay(void *self, void *recording) {
+void replay(void *self, void *graph) {
   cuda_device *d = of(self);
-  if (is_alive(d)) done(d, cudaGraphLaunch(static_cast<cudaGraphExec_t>(recording), d->stream), "cudaGraphLaunch");
+  if (is_alive(d)) done(d, cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), d->stream), "cudaGraphLaunch");
 }
 
-void forget(void *self, void *recording) {
+void destroy_graph(void *self, void *graph) {
   cuda_device *d = of(self);
-  if (!recording) return;
+  if (!graph) return;
   finish(d);
-  const cudaError_t error = cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(recording));
+  const cudaError_t error = cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
   if (error != cudaSuccess) die(d, error, "cudaGraphExecDestroy");
 }
 
@@ -370,7 +370,7 @@ const char *message(void *self) { return of(self)->message; }
 
 void close_device(void *self) {
   cuda_device *d = of(self);
-  for (cudaEvent_t event : d->marks)
+  for (cudaEvent_t event : d->events)
     if (event) cudaEventDestroy(event);
   if (d->order) cudaEventDestroy(d->order);
   if (d->stream) cudaStreamDestroy(d->stream);
@@ -388,7 +388,7 @@ const char *make(cuda_device *d, cudaError_t *error) {
   for (const rm_listed_kernel *l = listed; l; l = l->next)
     if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess) return "cudaFuncGetAttributes";
   if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess) return "cudaStreamCreateWithFlags";
-  for (cudaEvent_t &event : d->marks)
+  for (cudaEvent_t &event : d->events)
     if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
   if ((*error = cudaEventCreateWithFlags(&d->order, cudaEventDisableTiming)) != cudaSuccess) return "cudaEventCreateWithFlags";
   return nullptr;
@@ -409,7 +409,7 @@ rm_device_opened explain(char *why, size_t room, const cuda_device *d, const cha
   }
   snprintf(why, room, "%s is an sm_%d, for which this library has no code, but for %s (ROLLMESH_CUDA_ARCHS when it is built)", d->name,
            architecture(d->ordinal), rm_cuda_archs());
-  return RM_DEVICE_NOT_SUCH;
+  return RM_DEVICE_NOT_FOUND;
 }
 
 // The table with the card's own names.
@@ -434,24 +434,24 @@ const rm_device CALLS = {
     .pin = pin,
     .unpin = unpin,
     .available = available,
-    .place = place,
+    .ordinal_of = ordinal_of,
     .put = put,
     .get = get,
     .fetch = fetch,
     .copy = copy,
     .zero = zero,
-    .mark = mark,
-    .reach = reach,
-    .reached = reached,
+    .record_event = record_event,
+    .wait_event = wait_event,
+    .query_event = query_event,
     .wait = wait,
     .poll = poll,
     .follow = follow,
     .lead = lead,
     .refuses = refuses,
-    .record = record,
-    .recorded = recorded,
+    .begin_capture = begin_capture,
+    .end_capture = end_capture,
     .replay = replay,
-    .forget = forget,
+    .destroy_graph = destroy_graph,
     .enter = enter,
     .leave = leave,
     .message = message,
@@ -469,7 +469,7 @@ void rm_cuda_kill(void *self, const char *why) {
   cuda_device *d = of(self);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (!is_alive(d)) return;
-  if (d->is_recording && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusInvalidated)
+  if (d->is_capturing && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusInvalidated)
     return;  // why it failed, in somebody else's words
   snprintf(d->message, sizeof d->message, "%s", why);
   d->dead = true;
@@ -496,7 +496,7 @@ RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, 
   if (counted != cudaSuccess || ordinal < 0 || ordinal >= n) {
     if (counted != cudaSuccess) snprintf(why, 256, "no CUDA device: %s", cudaGetErrorString(counted));
     else snprintf(why, 256, "cuda:%d: the driver shows %d devices, counted from 0", ordinal, n);
-    return RM_DEVICE_NOT_SUCH;
+    return RM_DEVICE_NOT_FOUND;
   }
   cuda_device *d = new (std::nothrow) cuda_device();
   if (!d) {

@@ -41,7 +41,7 @@ void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a);
 void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a);
-void rm_cuda_slots(const rm_ctx *ctx, const rm_slots_args *a);
+void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a);
 void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a);
 void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a);

@@ -115,12 +115,12 @@ __global__ void no_choices_kernel(rm_permute_args a) {
 // ------------------------------------------------------------------------------------------------ slots
 // A thread has a choice, and counts those of its row that come before it: no thread waits for another. Of `own` it writes the place
 // that its choice has, and place k where there is none.
-__global__ void __launch_bounds__(THREADS) slots_kernel(rm_slots_args a, uint32_t n) {
+__global__ void __launch_bounds__(THREADS) static_dispatch_kernel(rm_static_dispatch_args a, uint32_t n) {
   const uint32_t i = blockIdx.x * THREADS + threadIdx.x, top_k = static_cast<uint32_t>(a.top_k);  // a 64-bit division is a call
   if (i >= n) return;
   const uint32_t at = i / top_k, k = i % top_k, home = at / static_cast<uint32_t>(a.pitch), row = at % static_cast<uint32_t>(a.pitch);
   const int32_t experts = static_cast<int32_t>(a.experts_each);
-  const int64_t each = rm_slots_each(a.top_k, a.experts_each);
+  const int64_t each = rm_max_choices(a.top_k, a.experts_each);
   int32_t *own = a.own + at * each;
   int64_t earlier = 0, n_own = 0;
   if (row < a.home_rows) {
@@ -234,10 +234,10 @@ void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
   RM_LAUNCH(move_kernel, dim3(static_cast<unsigned>(n)), dim3(THREADS), 0, ctx->stream, *a);
 }
 
-void rm_cuda_slots(const rm_ctx *ctx, const rm_slots_args *a) {
+void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
   const int64_t n = a->homes * a->pitch * a->top_k;
   if (n <= 0) return;
-  RM_LAUNCH(slots_kernel, dim3(rm_blocks(n, THREADS)), dim3(THREADS), 0, ctx->stream, *a, static_cast<uint32_t>(n));
+  RM_LAUNCH(static_dispatch_kernel, dim3(rm_blocks(n, THREADS)), dim3(THREADS), 0, ctx->stream, *a, static_cast<uint32_t>(n));
 }
 
 void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a) {

@@ -194,7 +194,7 @@ static void add_some(life *l, int n) {
 }
 
 static uint64_t live(life *l) {
-  const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS, kept = both | RM_SLEEP_KEEP, none = 8;
+  const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS, kept = both | RM_SLEEP_OFFLOAD, none = 8;
   static const int32_t outside[] = {1, 1 << 20};
   const rm_request bad = {.prompt = outside, .n_prompt = 2, .n = 1, .max_tokens = 3, .top_p = 1, .top_k = -1};
   rm_error err = RM_ERROR_INIT;

@@ -75,14 +75,14 @@ int main(int argc, char **argv) {
                   .dispatcher = w[STAYS] ? RM_DISPATCH_LOCAL_ALLREDUCE : RM_DISPATCH_ALLTOALL};
   const rm_transport transport = {.name = "none", .waits_there = 1, .exchange = exchange};
   if (w[EP] > 1) tiny_must(rm_comm_create(&transport, 0, (int)w[EP], &rank.ep, &err), &err);
-  const rm_model_options options = {.dtype = RM_BF16, .max_rows = w[ROWS], .max_out_rows = w[OUTS], .static_rows = w[FEW], .rank = rank};
+  const rm_model_options options = {.dtype = RM_BF16, .max_rows = w[ROWS], .max_out_rows = w[OUTS], .static_rows = w[FEW], .rank = &rank};
   const rm_params params = {.spec = spec, .placement = rm_placement_of(spec, &rank.mesh, 0), .dtype = RM_BF16};
   const rm_device device = rm_device_cpu(rm_kernels_best());
   rm_moe moe;
   rm_field fields[RM_MOE_FIELDS];
   tiny_must(rm_moe_create(&moe, &params, &device, &rank, options.max_rows, options.static_rows, &err), &err);
   const rm_exchanged tp = rm_exchanged_tp(spec, &options), ep = rm_exchanged_ep(spec, &options);
-  printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.slots.rows, tp.all, tp.apart, ep.all, ep.apart,
+  printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.fixed.rows, tp.all, tp.apart, ep.all, ep.apart,
          rm_fields_bytes(fields, rm_moe_fields(&moe, fields)), rm_moe_bytes(&moe));
   rm_moe_destroy(&moe);
   rm_comm_destroy(rank.ep);

@@ -325,7 +325,7 @@ static void do_sync_abort(life *l) {
 static unsigned pick_parts(fuzz *f) { return fuzz_one_in(f, 10) ? (unsigned)fuzz_integer(f) : 1 + (unsigned)fuzz_below(f, 3); }
 
 static void do_sleep(life *l) {
-  const unsigned parts = pick_parts(l->f) | (fuzz_one_in(l->f, 2) ? RM_SLEEP_KEEP : 0);
+  const unsigned parts = pick_parts(l->f) | (fuzz_one_in(l->f, 2) ? RM_SLEEP_OFFLOAD : 0);
   const seen before = look(l);
   rm_error err = RM_ERROR_INIT;
   const codes want = predict_sleep(&l->p, parts);

@@ -143,9 +143,9 @@ static void shuffle(fuzz *f, int32_t *list, int n) {
 static void begin_near_the_end(const world *w, int index, uint32_t rounds) {
   for (int first = 0; first < w->world; first += w->length[index]) {
     const int n = w->world - first < w->length[index] ? w->world - first : w->length[index];
-    const uint32_t turn = (uint32_t)(UINT64_C(0x100000000) / ((unsigned)n * RM_BELL_ARRIVAL)) - rounds;
+    const uint32_t turn = (uint32_t)(UINT64_C(0x100000000) / ((unsigned)n * RM_BARRIER_ARRIVAL)) - rounds;
     for (int i = first; i < first + n; i++) atomic_store(&rm_region_slot_of(w->region, index, w->members[index][i])->came, turn);
-    atomic_store(&rm_region_slot_of(w->region, index, w->members[index][first])->bell, turn * (uint32_t)n * RM_BELL_ARRIVAL);
+    atomic_store(&rm_region_slot_of(w->region, index, w->members[index][first])->barrier, turn * (uint32_t)n * RM_BARRIER_ARRIVAL);
   }
 }
 

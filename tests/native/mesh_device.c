@@ -134,28 +134,28 @@ static void run_chain(const rank *self) {
   const rm_device *device = &self->device->device;
   const size_t bytes = chain_bytes(w);
   rm_error err = RM_ERROR_INIT;
-  void *there, *recording = NULL;
+  void *there, *graph = NULL;
   char *here = malloc(bytes), *shadow = malloc(bytes);
   if (!here || !shadow || device->map(device->self, bytes, &there)) tiny_die("no memory");
   for (size_t i = 0; i < bytes; i++) here[i] = talk_byte(w->seed + (uint64_t)self->rank, i);
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->put(device->self, there, here, bytes);
-  if (rm_comm_can_be_recorded(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
+  if (rm_comm_can_be_captured(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
-    if (device->record(device->self)) tiny_die("nothing can be recorded");
+    if (device->begin_capture(device->self)) tiny_die("nothing can be recorded");
     chain_on_device(self, &on_device);
-    if (device->recorded(device->self, &recording)) tiny_die("nothing was recorded");
+    if (device->end_capture(device->self, &graph)) tiny_die("nothing was recorded");
   }
   const int behind = w->plant == 2 && self->rank == 0;
   for (int round = 0; round < ROUNDS; round++) {
-    if (recording && !(behind && round == 0)) device->replay(device->self, recording);
-    else if (!recording) chain_on_device(self, &on_device);
+    if (graph && !(behind && round == 0)) device->replay(device->self, graph);
+    else if (!graph) chain_on_device(self, &on_device);
     chain_on_host(self, &on_host);
   }
   device->get(device->self, shadow, there, bytes);
   tiny_must(rm_comm_wait(&self->tried, 1, device, behind ? 2 : 60, &err), &err);
   if (memcmp(shadow, here, bytes)) tiny_die("%s: a chain of exchanges brings other bytes than threads do", w->where);
-  device->forget(device->self, recording);
+  device->destroy_graph(device->self, graph);
   device->unmap(device->self, there, bytes);
   free(shadow);
   free(here);

@@ -88,7 +88,7 @@ bool permute_case(rm_dtype dtype, shape s, bool holes) {
 
 // `ranks` of s.n_experts experts each, and homes of s.rows rows with `behind` more after them.
 bool slots_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool holes) {
-  const int64_t pitch = s.rows * s.top_k + pick(5), each = rm_slots_each(s.top_k, s.n_experts);
+  const int64_t pitch = s.rows * s.top_k + pick(5), each = rm_max_choices(s.top_k, s.n_experts);
   int32_t *ids = array<int32_t>(homes * pitch);
   for (int64_t i = 0; i < homes * pitch; i++) ids[i] = 0;  // between homes: ids, but nobody's
   for (int64_t home = 0; home < homes; home++) {
@@ -96,7 +96,7 @@ bool slots_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool hole
     if (holes) make_holes(its, s);
     if (s.rows > 0) memcpy(ids + home * pitch, its, of_choices(s) * 4);
   }
-  rm_slots_args a = {};
+  rm_static_dispatch_args a = {};
   a.ids = ids, a.homes = homes, a.home_rows = s.rows, a.pitch = s.rows + behind, a.ids_pitch = pitch;
   a.top_k = s.top_k, a.experts_each = s.n_experts, a.rank = pick(ranks);
   char what[140];

@@ -38,7 +38,7 @@ static void *abort_comm(void *data) {
 
 // On a thread of its own: NCCL first stops its kernels, then waits until every graph that has captured the communicator is
 // destroyed. Their owner does that later, and two communicators of one queue have to be aborted before either is waited for.
-void rm_nccl_give_up(rm_nccl_end *end) {
+void rm_nccl_abort_comm(rm_nccl_endpoint *end) {
   pthread_mutex_lock(&end->lock);
   rm_nccl_comm *comm = end->comm;
   end->comm = NULL;
@@ -55,7 +55,7 @@ void rm_nccl_give_up(rm_nccl_end *end) {
 }
 
 // What does not come to its end keeps what it has, and its thread.
-static void join_aborter(rm_nccl_end *end) {
+static void join_aborter(rm_nccl_endpoint *end) {
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
   until.tv_sec += (time_t)LEAVING_SECONDS;
@@ -63,8 +63,8 @@ static void join_aborter(rm_nccl_end *end) {
   end->has_aborter = 0;
 }
 
-static rm_code fall(rm_nccl_end *end, rm_code code, int how) {
-  rm_nccl_give_up(end);
+static rm_code fall(rm_nccl_endpoint *end, rm_code code, int how) {
+  rm_nccl_abort_comm(end);
   if (how & RM_NCCL_TELLS) rm_comm_abort(end->host, code);
   return code;
 }
@@ -80,14 +80,14 @@ static rm_code code_of(int result, int how) {
 }
 
 // The host's group knows who has ended or given up; RM_OK when it knows of nobody after a while.
-static rm_code ask_the_host(rm_nccl_end *end, double seconds, rm_error *err) {
+static rm_code ask_the_host(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   const double until = rm_now() + seconds;
   rm_code code;
-  while (!(code = rm_comm_look(end->host, err)) && rm_now() < until) nap(5e-3);
+  while (!(code = rm_comm_check(end->host, err)) && rm_now() < until) nap(5e-3);
   return code;
 }
 
-rm_code rm_nccl_judge(rm_nccl_end *end, const char *what, int result, int how, rm_error *err) {
+rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int how, rm_error *err) {
   char detail[200] = "";
   if (result == RM_NCCL_SUCCESS || result == RM_NCCL_IN_PROGRESS) return RM_OK;
   pthread_mutex_lock(&end->lock);
@@ -103,7 +103,7 @@ rm_code rm_nccl_judge(rm_nccl_end *end, const char *what, int result, int how, r
 }
 
 // NCCL's state of this end; 0 when it was given up.
-static int ask(rm_nccl_end *end, int *state) {
+static int ask(rm_nccl_endpoint *end, int *state) {
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
   const int result = lives ? end->api.get_async_error(end->comm, state) : RM_NCCL_SUCCESS;
@@ -112,17 +112,17 @@ static int ask(rm_nccl_end *end, int *state) {
   return lives;
 }
 
-static rm_code gone(rm_nccl_end *end, rm_error *err) {
-  const rm_code code = rm_comm_look(end->host, err);
+static rm_code gone(rm_nccl_endpoint *end, rm_error *err) {
+  const rm_code code = rm_comm_check(end->host, err);
   return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has given up", end->rank);
 }
 
-rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int how, rm_error *err) {
+rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double seconds, int how, rm_error *err) {
   const double start = rm_now();
   double looked = start;
   for (int state;;) {
     if (!ask(end, &state)) return gone(end, err);
-    if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_judge(end, what, state, how, err);
+    if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_result(end, what, state, how, err);
     const double now = rm_now();
     if (now - start > seconds) {
       rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not come", what,
@@ -130,7 +130,7 @@ rm_code rm_nccl_settle(rm_nccl_end *end, const char *what, double seconds, int h
       return fall(end, RM_E_COLLECTIVE_TIMEOUT, how);
     }
     if (now - looked > LOOK_SECONDS) {
-      const rm_code code = rm_comm_look(end->host, err);
+      const rm_code code = rm_comm_check(end->host, err);
       if (code) return fall(end, code, how);
       looked = now;
     }
@@ -147,7 +147,7 @@ typedef struct call {
   char *whole;                  // of an all_gather: [size][gathered]
 } call;
 
-static size_t gathered_bytes(const rm_nccl_end *end, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
+static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
   if (op != RM_COMM_GATHER || end->size < 2) return 0;
   const size_t bytes = rm_block_bytes(&send[(end->rank + 1) % end->size]);
   for (int r = 0; r < end->size; r++)
@@ -156,7 +156,7 @@ static size_t gathered_bytes(const rm_nccl_end *end, rm_comm_op op, const rm_blo
 }
 
 // Where a gather's bytes can come to without a run: all blocks flat and side by side in the order of ranks.
-static char *whole_of(const rm_nccl_end *end, const rm_block recv[], size_t bytes) {
+static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t bytes) {
   for (int r = 0; r < end->size; r++)
     if (rm_block_bytes(&recv[r]) != bytes || !rm_block_is_flat(&recv[r]) ||
         (char *)recv[r].base != (char *)recv[0].base + (size_t)r * bytes)
@@ -165,7 +165,7 @@ static char *whole_of(const rm_nccl_end *end, const rm_block recv[], size_t byte
 }
 
 // Each rank's block where it is, if it is flat, else in the run. Bytes of the run that are used.
-static size_t place(const rm_nccl_end *end, const rm_block blocks[], int is_shared, char *run, char *at[]) {
+static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is_shared, char *run, char *at[]) {
   size_t used = 0;
   char *shared = NULL;
   for (int r = 0; r < end->size; r++) {
@@ -182,7 +182,7 @@ static size_t place(const rm_nccl_end *end, const rm_block blocks[], int is_shar
   return used;
 }
 
-static rm_code check_room(rm_nccl_end *end, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
+static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
   const size_t most = sent > received ? sent : received;
   if (most <= end->capacity) return RM_OK;
   rm_fail(err, RM_E_CAPACITY, "%s: rank %d %s %zu bytes with rows apart in one exchange, and there is room for %zu", rm_comm_op_name(op),
@@ -190,7 +190,7 @@ static rm_code check_room(rm_nccl_end *end, rm_comm_op op, size_t sent, size_t r
   return fall(end, RM_E_CAPACITY, RM_NCCL_TELLS);
 }
 
-static void pack_all(rm_nccl_end *end, const call *c) {
+static void pack_all(rm_nccl_endpoint *end, const call *c) {
   for (int r = 0; r < end->size; r++) {
     int is_there = !end->from[r] || rm_block_is_flat(&c->send[r]);
     for (int i = 0; i < r && !is_there; i++) is_there = end->from[i] == end->from[r];   // the one block of a broadcast or a gather
@@ -198,13 +198,13 @@ static void pack_all(rm_nccl_end *end, const call *c) {
   }
 }
 
-static void unpack_all(rm_nccl_end *end, const call *c) {
+static void unpack_all(rm_nccl_endpoint *end, const call *c) {
   for (int r = 0; r < end->size; r++)
     if (end->to[r] && !rm_block_is_flat(&c->recv[r])) rm_device_unpack(end->device, end->to[r], &c->recv[r]);
 }
 
 // From the next rank on, so that no rank is everybody's first.
-static int send_and_receive(rm_nccl_end *end, const call *c) {
+static int send_and_receive(rm_nccl_endpoint *end, const call *c) {
   void *stream = end->device->stream;
   int result = RM_NCCL_SUCCESS;
   for (int step = 1; step < end->size && !result; step++) {
@@ -216,7 +216,7 @@ static int send_and_receive(rm_nccl_end *end, const call *c) {
   return result;
 }
 
-static rm_code issue(rm_nccl_end *end, const call *c, const char *what, double timeout, rm_error *err) {
+static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, double timeout, rm_error *err) {
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
   int result = lives ? end->api.group_start() : RM_NCCL_SUCCESS;
@@ -229,11 +229,11 @@ static rm_code issue(rm_nccl_end *end, const call *c, const char *what, double t
   }
   pthread_mutex_unlock(&end->lock);
   if (!lives) return gone(end, err);
-  const rm_code code = rm_nccl_judge(end, what, result, RM_NCCL_TELLS, err);
-  return code ? code : rm_nccl_settle(end, what, timeout, RM_NCCL_TELLS, err);
+  const rm_code code = rm_nccl_result(end, what, result, RM_NCCL_TELLS, err);
+  return code ? code : rm_nccl_wait_ready(end, what, timeout, RM_NCCL_TELLS, err);
 }
 
-static rm_code all_gather(rm_nccl_end *end, call *c, const char *what, double timeout, rm_error *err) {
+static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, double timeout, rm_error *err) {
   const rm_block *own = &c->send[(end->rank + 1) % end->size];   // what the others get
   if (!(c->whole = whole_of(end, c->recv, c->gathered))) {
     const rm_code code = check_room(end, c->op, 0, (size_t)end->size * c->gathered, err);
@@ -250,7 +250,7 @@ static rm_code all_gather(rm_nccl_end *end, call *c, const char *what, double ti
 }
 
 // The ranks, on the host, whose deadline is lent.
-static rm_code meet(rm_nccl_end *end, double seconds, rm_error *err) {
+static rm_code meet(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   const double kept = rm_comm_timeout(end->host);
   rm_comm_set_timeout(end->host, seconds);
   const rm_code code = rm_comm_barrier(end->host, err);
@@ -260,7 +260,7 @@ static rm_code meet(rm_nccl_end *end, double seconds, rm_error *err) {
 
 rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                          const rm_block recv[], rm_error *err) {
-  rm_nccl_end *end = self;
+  rm_nccl_endpoint *end = self;
   call c = {.op = op, .send = send, .recv = recv, .gathered = gathered_bytes(end, op, send, recv)};
   const rm_block *from = &send[end->rank], *to = &recv[end->rank];
   char what[64];
@@ -269,7 +269,7 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
   rm_code code = RM_OK;
   int moves = 0;
   if (op == RM_COMM_BARRIER) {   // no bytes meet, so the ranks do
-    if ((code = meet(end, timeout, err))) rm_nccl_give_up(end);
+    if ((code = meet(end, timeout, err))) rm_nccl_abort_comm(end);
     return code;
   }
   size_t sent = c.gathered ? 0 : place(end, send, op == RM_COMM_GATHER || op == RM_COMM_BROADCAST, end->out, end->from);
@@ -288,41 +288,41 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
 }
 
 void rm_nccl_abort(void *self, rm_code why) {
-  rm_nccl_end *end = self;
+  rm_nccl_endpoint *end = self;
   rm_comm_abort(end->host, why);   // first, so that whoever finds the end gone finds the reason
-  rm_nccl_give_up(end);
+  rm_nccl_abort_comm(end);
 }
 
-rm_code rm_nccl_look(void *self, rm_error *err) {
-  rm_nccl_end *end = self;
+rm_code rm_nccl_check(void *self, rm_error *err) {
+  rm_nccl_endpoint *end = self;
   int state;
-  const rm_code code = rm_comm_look(end->host, err);
+  const rm_code code = rm_comm_check(end->host, err);
   if (code) return code;
   if (!ask(end, &state)) return gone(end, err);
-  return rm_nccl_judge(end, "what is in the queue", state, RM_NCCL_TELLS, err);
+  return rm_nccl_result(end, "what is in the queue", state, RM_NCCL_TELLS, err);
 }
 
 // ------------------------------------------------------------------------------------------------ the end of it
 // Leaves together with the other ranks: a barrier on the host, then NCCL's finalize. Without the barrier a rank whose queue is not empty
 // would find the others gone. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
-static rm_code part(rm_nccl_end *end, rm_error *err) {
+static rm_code part(rm_nccl_endpoint *end, rm_error *err) {
   rm_code code = meet(end, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS, err);
   if (code) return code;
   pthread_mutex_lock(&end->lock);
   const int result = end->comm ? end->api.finalize(end->comm) : RM_NCCL_SUCCESS;
   pthread_mutex_unlock(&end->lock);
-  code = rm_nccl_judge(end, "leaving", result, 0, err);
-  return code ? code : rm_nccl_settle(end, "leaving", end->timeout, 0, err);
+  code = rm_nccl_result(end, "leaving", result, 0, err);
+  return code ? code : rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
 }
 
-static void put_down(rm_nccl_end *end) {
+static void put_down(rm_nccl_endpoint *end) {
   rm_error ignored = RM_ERROR_INIT;
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
   pthread_mutex_unlock(&end->lock);
   const rm_code code = lives ? part(end, &ignored) : RM_OK;
   rm_error_clear(&ignored);
-  if (code) rm_nccl_give_up(end);
+  if (code) rm_nccl_abort_comm(end);
   pthread_mutex_lock(&end->lock);
   if (end->comm) end->api.destroy(end->comm);
   end->comm = NULL;
@@ -331,7 +331,7 @@ static void put_down(rm_nccl_end *end) {
 
 // Nothing of NCCL or a device survives a fork; the process that made the end gives it all back.
 void rm_nccl_leave(void *self) {
-  rm_nccl_end *end = self;
+  rm_nccl_endpoint *end = self;
   put_down(end);
   join_aborter(end);
   if (end->out) end->device->unmap(end->device->self, end->out, end->capacity);
@@ -343,7 +343,7 @@ void rm_nccl_leave(void *self) {
 }
 
 void rm_nccl_destroy(void *self) {
-  rm_nccl_end *end = self;
+  rm_nccl_endpoint *end = self;
   pthread_mutex_destroy(&end->lock);
   rm_free(end);
 }

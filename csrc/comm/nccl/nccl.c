@@ -28,7 +28,7 @@ static uint64_t digest_of(const char *name) {
 }
 
 // ------------------------------------------------------------------------------------------------ what the ranks tell one another
-static rm_code map_run(const rm_nccl_end *end, char **out, rm_error *err) {
+static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
   void *block = NULL;
   const rm_device *device = end->device;
   if (!end->capacity) return RM_OK;
@@ -39,7 +39,7 @@ static rm_code map_run(const rm_nccl_end *end, char **out, rm_error *err) {
   return rm_fail(err, RM_E_CAPACITY, "no room on %s for exchanges of %zu bytes, twice", device->name, end->capacity);
 }
 
-static rm_code prepare(rm_nccl_end *end, const rm_nccl_options *options, hello *mine, rm_error *err) {
+static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, hello *mine, rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   if (options->capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "capacity=%zu, wanted bytes of one exchange", options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
@@ -50,7 +50,7 @@ static rm_code prepare(rm_nccl_end *end, const rm_nccl_options *options, hello *
   mine->gpu = digest_of(options->gpu);
   mine->may_share = shares && atoi(shares) == 1;
   const int result = end->rank == 0 ? end->api.get_unique_id(&mine->id) : RM_NCCL_SUCCESS;
-  return rm_nccl_judge(end, "a name for the group", result, RM_NCCL_MAKING, err);
+  return rm_nccl_result(end, "a name for the group", result, RM_NCCL_MAKING, err);
 }
 
 static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
@@ -82,7 +82,7 @@ static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
 }
 
 // All ranks have what they need, and agree; *id is the group's. `code` and err: how this rank's own preparation went.
-static rm_code meet(rm_nccl_end *end, rm_code code, hello *mine, rm_nccl_id *id, rm_error *err) {
+static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id, rm_error *err) {
   const size_t size = (size_t)end->size;
   hello *all = rm_alloc(size, sizeof *all);
   size_t *bytes = rm_alloc(size, sizeof *bytes);
@@ -107,7 +107,7 @@ out:
 }
 
 // ------------------------------------------------------------------------------------------------ NCCL's part
-static rm_code init(rm_nccl_end *end, rm_nccl_id id, double timeout, rm_error *err) {
+static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_error *err) {
   rm_nccl_config config = {.size = sizeof config,
                            .magic = RM_NCCL_MAGIC,
                            .version = 22200,   // the layout's: later than 2.17, before trafficClass
@@ -122,19 +122,19 @@ static rm_code init(rm_nccl_end *end, rm_nccl_id id, double timeout, rm_error *e
   pthread_mutex_lock(&end->lock);
   end->comm = comm;
   pthread_mutex_unlock(&end->lock);
-  const rm_code code = rm_nccl_judge(end, "making a group", result, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+  const rm_code code = rm_nccl_result(end, "making a group", result, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
   if (code) return code;
   if (!comm) {
     rm_comm_abort(end->host, RM_E_DEVICE);
     return rm_fail(err, RM_E_DEVICE, "making a group: NCCL gave none and no error");
   }
-  return rm_nccl_settle(end, "making a group", timeout, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
+  return rm_nccl_wait_ready(end, "making a group", timeout, RM_NCCL_MAKING | RM_NCCL_TELLS, err);
 }
 
 static uint64_t word_of(int from, int to) { return UINT64_C(0x9E3779B97F4A7C15) * (uint64_t)(1 + from) + (uint64_t)to; }
 
 // [size] words out, [size] words in, [size] words of the gather.
-static rm_code exchange_words(rm_nccl_end *end, uint64_t *there, uint64_t *here, double timeout, rm_comm *comm, rm_error *err) {
+static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *here, double timeout, rm_comm *comm, rm_error *err) {
   const size_t n = (size_t)end->size, word = sizeof *here;
   const rm_device *device = end->device;
   rm_block *send = rm_alloc(2 * n, sizeof *send), *recv = send + n;
@@ -160,7 +160,7 @@ static rm_code exchange_words(rm_nccl_end *end, uint64_t *there, uint64_t *here,
   return code;
 }
 
-static rm_code prove(rm_nccl_end *end, double timeout, rm_comm *comm, rm_error *err) {
+static rm_code prove(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_error *err) {
   const rm_device *device = end->device;
   const size_t bytes = rm_nccl_words_bytes(end);
   void *there = NULL, *here = NULL;
@@ -175,18 +175,18 @@ static rm_code prove(rm_nccl_end *end, double timeout, rm_comm *comm, rm_error *
   return code;
 }
 
-static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_nccl_end **out, rm_error *err) {
+static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_nccl_endpoint **out, rm_error *err) {
   const size_t size = (size_t)rm_comm_size(host);
-  rm_nccl_end *end = rm_alloc(1, sizeof *end + 2 * size * sizeof end->from[0]);
+  rm_nccl_endpoint *end = rm_alloc(1, sizeof *end + 2 * size * sizeof end->from[0]);
   *out = end;
   if (!end) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %zu ranks", size);
-  *end = (rm_nccl_end){.host = host,
-                       .device = device,
-                       .rank = rm_comm_rank(host),
-                       .size = (int)size,
-                       .capacity = options->capacity,
-                       .timeout = options->timeout,
-                       .from = (char **)(end + 1)};
+  *end = (rm_nccl_endpoint){.host = host,
+                            .device = device,
+                            .rank = rm_comm_rank(host),
+                            .size = (int)size,
+                            .capacity = options->capacity,
+                            .timeout = options->timeout,
+                            .from = (char **)(end + 1)};
   end->to = end->from + size;
   pthread_mutex_init(&end->lock, NULL);
   return RM_OK;
@@ -195,7 +195,7 @@ static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_op
 rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_comm **out, rm_error *err) {
   rm_error own = RM_ERROR_INIT;   // what this rank tells the others, also for a caller that wants to hear nothing
   rm_error *said = err ? err : &own;
-  rm_nccl_end *end;
+  rm_nccl_endpoint *end;
   rm_nccl_id id;
   hello mine = {0};
   const double kept = rm_comm_timeout(host);
@@ -215,7 +215,7 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
                                   .self = end,
                                   .exchange = rm_nccl_exchange,
                                   .abort = rm_nccl_abort,
-                                  .look = rm_nccl_look,
+                                  .check = rm_nccl_check,
                                   .leave = rm_nccl_leave,
                                   .destroy = rm_nccl_destroy};
   if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, said))) rm_comm_abort(host, code);
@@ -223,7 +223,7 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
   if (!code && !(code = prove(end, options->timeout, *out, said))) goto out;
   if (*out) rm_comm_destroy(*out);
   else {
-    rm_nccl_give_up(end);
+    rm_nccl_abort_comm(end);
     rm_nccl_leave(end);
     rm_nccl_destroy(end);
   }

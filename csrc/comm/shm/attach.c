@@ -154,10 +154,10 @@ static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_
 // ------------------------------------------------------------------------------------------------ gathering
 // Ends the attaching of all by this rank's verdict, unless all have come meanwhile.
 static void end_gathering(attaching *a, uint32_t cause) {
-  uint32_t gathering = RM_GATHERING;
-  if (atomic_compare_exchange_strong(&a->region->map->gathering, &gathering, RM_GATHERED + cause))
+  uint32_t gathering = RM_ATTACHING;
+  if (atomic_compare_exchange_strong(&a->region->map->gathering, &gathering, RM_ATTACHED + cause))
     rm_region_futex_wake(&a->region->map->gathering);
-  else if (gathering == RM_GATHERED) rm_region_withdraw(a->region, a->rank);
+  else if (gathering == RM_ATTACHED) rm_region_clear_error(a->region, a->rank);
 }
 
 static rm_code write_down(attaching *a, rm_error *err) {
@@ -168,8 +168,8 @@ static rm_code write_down(attaching *a, rm_error *err) {
                    (int)getpid());
   if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
   remove_name(a, a->region->file);
-  uint32_t gathering = RM_GATHERING;
-  if (atomic_compare_exchange_strong(&map->gathering, &gathering, RM_GATHERED)) rm_region_futex_wake(&map->gathering);
+  uint32_t gathering = RM_ATTACHING;
+  if (atomic_compare_exchange_strong(&map->gathering, &gathering, RM_ATTACHED)) rm_region_futex_wake(&map->gathering);
   return RM_OK;
 }
 
@@ -182,7 +182,7 @@ static void look(attaching *a, uint64_t *dead, uint64_t *absent) {
   for (int r = 0; r < world; r++) {
     identities[r] = atomic_load(&region->map->ranks[r].identity);
     if (!identities[r]) *absent |= UINT64_C(1) << r;
-    else if (region->pidfd[r] < 0) region->pidfd[r] = rm_process_handle(identities[r]);
+    else if (region->pidfd[r] < 0) region->pidfd[r] = rm_process_pidfd(identities[r]);
   }
   *dead = rm_process_ended(identities, region->pidfd, world);
 }
@@ -193,20 +193,20 @@ static rm_code gather(attaching *a, rm_error *err) {
   char who[4 * RM_REGION_RANKS + 8];
   uint64_t dead, absent;
   uint32_t gathering;
-  while ((gathering = atomic_load(&region->map->gathering)) == RM_GATHERING) {
-    rm_region_futex_wait(&region->map->gathering, RM_GATHERING, RM_REGION_SLICE);
+  while ((gathering = atomic_load(&region->map->gathering)) == RM_ATTACHING) {
+    rm_region_futex_wait(&region->map->gathering, RM_ATTACHING, RM_REGION_SLICE);
     look(a, &dead, &absent);
-    if (atomic_load(&region->map->gathering) != RM_GATHERING) continue;
+    if (atomic_load(&region->map->gathering) != RM_ATTACHING) continue;
     if (dead)
-      end_gathering(a, rm_region_judge(region, a->rank, RM_E_RANK_LOST, "lost %s: the process has ended (attaching to \"%s\")",
-                                       rm_region_names(dead, who, sizeof who), a->name));
+      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_RANK_LOST, "lost %s: the process has ended (attaching to \"%s\")",
+                                           rm_region_names(dead, who, sizeof who), a->name));
     else if (rm_now() >= a->deadline)
-      end_gathering(a, rm_region_judge(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not come to the region \"%s\" within %.3g s",
-                                       rm_region_names(absent, who, sizeof who), a->name, region->options.timeout));
+      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not come to the region \"%s\" within %.3g s",
+                                           rm_region_names(absent, who, sizeof who), a->name, region->options.timeout));
   }
-  if (gathering != RM_GATHERED) {
+  if (gathering != RM_ATTACHED) {
     remove_name(a, region->file);
-    return rm_region_quote(region, gathering - RM_GATHERED, err);
+    return rm_region_rank_error(region, gathering - RM_ATTACHED, err);
   }
   look(a, &dead, &absent);   // a handle for each rank; one that has ended is found by the first wait
   return RM_OK;
@@ -215,10 +215,10 @@ static rm_code gather(attaching *a, rm_error *err) {
 // Other options than rank 0's are everybody's failure: all are told what they are.
 static void end_for_options(attaching *a, const rm_region_head *head) {
   const rm_region_options *o = &a->region->options;
-  end_gathering(a, rm_region_judge(a->region, a->rank, RM_E_MESH_MISMATCH,
-                                   "rank %d of \"%s\" has world=%d, n_groups=%d, buffer_bytes=%zu, rank 0 %llu, %llu, %llu", a->rank,
-                                   a->name, o->world, o->n_groups, o->buffer_bytes, (unsigned long long)head->world,
-                                   (unsigned long long)head->n_groups, (unsigned long long)head->buffer_bytes));
+  end_gathering(a, rm_region_set_error(a->region, a->rank, RM_E_MESH_MISMATCH,
+                                       "rank %d of \"%s\" has world=%d, n_groups=%d, buffer_bytes=%zu, rank 0 %llu, %llu, %llu", a->rank,
+                                       a->name, o->world, o->n_groups, o->buffer_bytes, (unsigned long long)head->world,
+                                       (unsigned long long)head->n_groups, (unsigned long long)head->buffer_bytes));
 }
 
 static rm_code come(attaching *a, rm_error *err) {

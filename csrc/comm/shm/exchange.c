@@ -17,10 +17,10 @@ typedef struct stream {
 
 static int is_gather(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
 
-static size_t buffer_of(const rm_region_end *end) { return end->region->buffer_bytes; }
+static size_t buffer_of(const rm_region_endpoint *end) { return end->region->buffer_bytes; }
 
 // What rank `from` of the group sends, by its header.
-static stream stream_of(const rm_region_end *end, int from, rm_comm_op op, const uint64_t bytes[]) {
+static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op, const uint64_t bytes[]) {
   stream out = {0};
   for (int step = 1; step < end->size; step++) {
     const int to = (from + step) % end->size;
@@ -44,7 +44,7 @@ static part part_of(size_t at, size_t bytes, size_t begin, size_t room) {
   return from < to ? (part){from - at, to - from} : (part){0};
 }
 
-static void fill(rm_region_end *end, rm_comm_op op, const stream *mine, uint64_t round, const rm_block send[]) {
+static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uint64_t round, const rm_block send[]) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
   char *buffer = end->buffers[end->me] + (end->turn & 1) * room;
   if (begin >= mine->bytes) return;
@@ -56,7 +56,7 @@ static void fill(rm_region_end *end, rm_comm_op op, const stream *mine, uint64_t
   }
 }
 
-static void take(rm_region_end *end, int from, size_t at, uint64_t round, const rm_block *into) {
+static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round, const rm_block *into) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
   const part p = part_of(at, rm_block_bytes(into), begin, room);
   const char *buffer = end->buffers[from] + (end->turn & 1) * room;
@@ -64,7 +64,7 @@ static void take(rm_region_end *end, int from, size_t at, uint64_t round, const 
 }
 
 // Ends the group when what rank `from` is doing is not what this rank is doing.
-static rm_code compare(rm_region_end *end, int from, const rm_region_header *mine, const rm_region_header *theirs, size_t expected,
+static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header *mine, const rm_region_header *theirs, size_t expected,
                        rm_error *err) {
   rm_region *region = end->region;
   const int me = end->members[end->me], other = end->members[from];
@@ -72,28 +72,31 @@ static rm_code compare(rm_region_end *end, int from, const rm_region_header *min
   const unsigned long long n = mine->sequence;
   uint32_t cause;
   if (atomic_load(&end->slots[from]->members) != atomic_load(&end->slots[end->me]->members))
-    cause =
-        rm_region_judge(region, me, RM_E_MESH_MISMATCH, "group %d has other members for rank %d than for rank %d", end->index, other, me);
+    cause = rm_region_set_error(region, me, RM_E_MESH_MISMATCH, "group %d has other members for rank %d than for rank %d", end->index,
+                                other, me);
   else if (theirs->op != mine->op)
-    cause = rm_region_judge(region, me, RM_E_COLLECTIVE_MISMATCH, "call %llu: rank %d is in %s, rank %d in %s", n, other, others, me, op);
+    cause =
+        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH, "call %llu: rank %d is in %s, rank %d in %s", n, other, others, me, op);
   else if (theirs->sequence != n || theirs->round != mine->round)
-    cause = rm_region_judge(
+    cause = rm_region_set_error(
         region, me, RM_E_COLLECTIVE_MISMATCH, "%s: rank %d is in call %llu, round %llu, rank %d in call %llu, round %llu", op, other,
         (unsigned long long)theirs->sequence, (unsigned long long)theirs->round, me, n, (unsigned long long)mine->round);
   else if (theirs->epoch != mine->epoch)
-    cause = rm_region_judge(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld",
+    cause =
+        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld",
                             op, n, other, (long long)theirs->epoch, me, (long long)mine->epoch);
   else if (theirs->bytes[end->me] != expected)
-    cause = rm_region_judge(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
+    cause =
+        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH, "%s, call %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
                             op, n, other, (unsigned long long)theirs->bytes[end->me], me, expected);
   else return RM_OK;
-  rm_region_condemn(end, cause);
-  return rm_region_report(end, err);
+  rm_region_fail_group(end, cause);
+  return rm_region_group_error(end, err);
 }
 
 // Publishes this rank's part of a round and waits for the others'.
-static rm_code meet(rm_region_end *end, const rm_region_call *call, const rm_region_header *mine, const stream *out, const rm_block send[],
-                    rm_error *err) {
+static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const rm_region_header *mine, const stream *out,
+                    const rm_block send[], rm_error *err) {
   end->turn++;
   fill(end, call->op, out, mine->round, send);
   rm_copy(&end->slots[end->me]->headers[end->turn & 1], mine,
@@ -102,7 +105,7 @@ static rm_code meet(rm_region_end *end, const rm_region_call *call, const rm_reg
 }
 
 // One round: what is in the others' buffers for this rank. `at` is where this rank's block begins in each stream.
-static rm_code round_of(rm_region_end *end, const rm_region_call *call, rm_region_header *mine, const stream *out, size_t at[],
+static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_region_header *mine, const stream *out, size_t at[],
                         const rm_block send[], const rm_block recv[], rm_error *err) {
   rm_code code = meet(end, call, mine, out, send, err);
   for (int step = 1; step < end->size && !code; step++) {
@@ -120,11 +123,11 @@ static rm_code round_of(rm_region_end *end, const rm_region_call *call, rm_regio
 
 rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                            const rm_block recv[], rm_error *err) {
-  rm_region_end *end = self;
+  rm_region_endpoint *end = self;
   const rm_region_call call = {.op = op, .sequence = sequence, .seconds = timeout, .deadline = rm_now() + timeout};
   rm_region_header mine = {.sequence = sequence, .epoch = epoch, .op = (uint32_t)op};
   size_t at[RM_REGION_RANKS];
-  if (atomic_load(&end->group->bell) & RM_BELL_CAUSE) return rm_region_report(end, err);
+  if (atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE) return rm_region_group_error(end, err);
   for (int r = 0; r < end->size; r++) mine.bytes[r] = r == end->me ? 0 : rm_block_bytes(&send[r]);
   const stream out = stream_of(end, end->me, op, mine.bytes);
   mine.n_rounds = out.bytes / buffer_of(end) + (out.bytes % buffer_of(end) != 0);

@@ -50,7 +50,7 @@ static int has_ended(uint64_t identity) {
   return state == 'Z' || state == 'X' || (then != UNKNOWN && then != now);
 }
 
-int rm_process_handle(uint64_t identity) {
+int rm_process_pidfd(uint64_t identity) {
 #ifdef SYS_pidfd_open
   const int handle = (int)syscall(SYS_pidfd_open, pid_of(identity), 0);
   if (handle < 0 || !has_ended(identity)) return handle;

@@ -91,20 +91,20 @@ void rm_region_release(rm_region *region) {
 
 // ------------------------------------------------------------------------------------------------ ends of groups
 static void end_abort(void *self, rm_code why) {
-  rm_region_end *end = self;
+  rm_region_endpoint *end = self;
   const int me = end->members[end->me];
-  rm_region_condemn(end, rm_region_judge(end->region, me, RM_E_RANK_LOST, "rank %d has given up: %s", me, rm_code_name(why)));
+  rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "rank %d has given up: %s", me, rm_code_name(why)));
 }
 
 // Who waits for this rank has to know that it will not come.
 static void end_leave(void *self) {
-  rm_region_end *end = self;
+  rm_region_endpoint *end = self;
   atomic_store(&end->slots[end->me]->left, 1);
-  rm_region_futex_wake(&end->group->bell);
+  rm_region_futex_wake(&end->group->barrier);
 }
 
 static void end_destroy(void *self) {
-  rm_region_end *end = self;
+  rm_region_endpoint *end = self;
   rm_region_release(end->region);
   rm_free(end);
 }
@@ -146,10 +146,10 @@ static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s", region->buffer_bytes, strerror(failed));
 }
 
-static rm_region_end *make_end(rm_region *region, int index, const int32_t *members, int n, int me) {
-  rm_region_end *end = rm_alloc(1, sizeof *end);
+static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t *members, int n, int me) {
+  rm_region_endpoint *end = rm_alloc(1, sizeof *end);
   if (!end) return NULL;
-  *end = (rm_region_end){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
+  *end = (rm_region_endpoint){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
   end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, but where a test begins near the counters' end
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];
@@ -174,7 +174,7 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
                             .self = make_end(region, index, members, n_members, me),
                             .exchange = rm_region_exchange,
                             .abort = end_abort,
-                            .look = rm_region_look,
+                            .check = rm_region_check,
                             .leave = end_leave,
                             .destroy = end_destroy};
   if (!transport.self) code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);

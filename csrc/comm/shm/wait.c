@@ -1,4 +1,4 @@
-// wait.c: coming to a round and waiting for the others. A wait looks at the bell for some microseconds, when there is a core
+// wait.c: coming to a round and waiting for the others. A wait looks at the barrier for some microseconds, when there is a core
 // for every rank, and then sleeps on it in slices. The last rank to come wakes the sleepers, so a slice runs out only when something
 // is late; then the rank looks who has left, whose process has ended and whether the deadline has passed.
 //
@@ -28,23 +28,23 @@ static void cpu_relax(void) {
 #endif
 }
 
-// What the bell shows when all have come to the round. It wraps; what is compared is never half its range apart.
-static int all_came(const rm_region_end *end, uint32_t bell) {
-  const uint32_t wanted = (uint32_t)end->turn * (uint32_t)end->size * RM_BELL_ARRIVAL;
-  return (int32_t)((bell & ~RM_BELL_CAUSE) - wanted) >= 0;
+// What the barrier shows when all have come to the round. It wraps; what is compared is never half its range apart.
+static int all_came(const rm_region_endpoint *end, uint32_t barrier) {
+  const uint32_t wanted = (uint32_t)end->turn * (uint32_t)end->size * RM_BARRIER_ARRIVAL;
+  return (int32_t)((barrier & ~RM_BARRIER_CAUSE) - wanted) >= 0;
 }
 
-// Adds this rank's arrival and returns the bell as it is then. Not on a dead group: a completed round is one of a living group.
-static uint32_t arrive(rm_region_end *end) {
+// Adds this rank's arrival and returns the barrier as it is then. Not on a dead group: a completed round is one of a living group.
+static uint32_t arrive(rm_region_endpoint *end) {
   rm_region_slot *group = end->group;
   atomic_store_explicit(&end->slots[end->me]->came, (uint32_t)end->turn, memory_order_relaxed);
-  uint32_t bell = atomic_load_explicit(&group->bell, memory_order_relaxed);
+  uint32_t barrier = atomic_load_explicit(&group->barrier, memory_order_relaxed);
   do {
-    if (bell & RM_BELL_CAUSE) return bell;
-  } while (!atomic_compare_exchange_weak(&group->bell, &bell, bell + RM_BELL_ARRIVAL));   // before `sleepers` is read: seq_cst
-  bell += RM_BELL_ARRIVAL;
-  if (all_came(end, bell) && atomic_load(&group->sleepers)) rm_region_futex_wake(&group->bell);
-  return bell;
+    if (barrier & RM_BARRIER_CAUSE) return barrier;
+  } while (!atomic_compare_exchange_weak(&group->barrier, &barrier, barrier + RM_BARRIER_ARRIVAL)); // before `sleepers` is read: seq_cst
+  barrier += RM_BARRIER_ARRIVAL;
+  if (all_came(end, barrier) && atomic_load(&group->sleepers)) rm_region_futex_wake(&group->barrier);
+  return barrier;
 }
 
 // ------------------------------------------------------------------------------------------------ what may have happened
@@ -55,7 +55,7 @@ typedef struct absent {
   uint64_t left, other_members, late;
 } absent;
 
-static absent look(const rm_region_end *end) {
+static absent look(const rm_region_endpoint *end) {
   absent found = {0};
   const uint64_t mine = atomic_load_explicit(&end->slots[end->me]->members, memory_order_relaxed);
   for (int i = 0; i < end->size; i++) {
@@ -68,10 +68,10 @@ static absent look(const rm_region_end *end) {
   return found;
 }
 
-static uint64_t look_for_the_dead(const rm_region_end *end) {
+static uint64_t look_for_the_dead(const rm_region_endpoint *end) {
   uint64_t identities[RM_REGION_RANKS], dead = 0;
   int handles[RM_REGION_RANKS];
-  if (end->region->file < 0) return 0;   // threads: this process lives
+  if (end->region->file < 0) return 0; // threads: this process lives
   for (int i = 0; i < end->size; i++) {
     identities[i] = atomic_load(&end->region->map->ranks[end->members[i]].identity);
     handles[i] = end->region->pidfd[end->members[i]];
@@ -83,97 +83,99 @@ static uint64_t look_for_the_dead(const rm_region_end *end) {
 }
 
 // This rank's verdict on a round that is not completed: 1 + rank, or 0 when nothing is wrong yet.
-static uint32_t judge(rm_region_end *end, const rm_region_call *call, int with_processes, double now) {
+static uint32_t judge(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
   const absent found = look(end);
   const uint64_t dead = with_processes ? look_for_the_dead(end) : 0;
   const char *op = rm_comm_op_name(call->op);
   const unsigned long long n = call->sequence;
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8];
-  if (all_came(end, atomic_load(&end->group->bell))) return 0;   // the last to come may be done and gone by now
+  if (all_came(end, atomic_load(&end->group->barrier))) return 0; // the last to come may be done and gone by now
   if (found.other_members)
-    return rm_region_judge(end->region, me, RM_E_MESH_MISMATCH, "group %d has other members for %s than for rank %d", end->index,
-                           rm_region_names(found.other_members, who, sizeof who), me);
+    return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH, "group %d has other members for %s than for rank %d", end->index,
+                               rm_region_names(found.other_members, who, sizeof who), me);
   if (found.left)
-    return rm_region_judge(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group (%s, call %llu)",
-                           rm_region_names(found.left, who, sizeof who), op, n);
+    return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group (%s, call %llu)",
+                               rm_region_names(found.left, who, sizeof who), op, n);
   if (dead)
-    return rm_region_judge(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended (%s, call %llu)",
-                           rm_region_names(dead, who, sizeof who), op, n);
+    return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended (%s, call %llu)",
+                               rm_region_names(dead, who, sizeof who), op, n);
   if (now < call->deadline) return 0;
-  return rm_region_judge(end->region, me, RM_E_COLLECTIVE_TIMEOUT, "%s, call %llu: %s did not come within %.3g s of rank %d", op, n,
-                         rm_region_names(found.late, who, sizeof who), call->seconds, me);
+  return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT, "%s, call %llu: %s did not come within %.3g s of rank %d", op, n,
+                             rm_region_names(found.late, who, sizeof who), call->seconds, me);
 }
 
-static int is_over(const rm_region_end *end, uint32_t bell) { return all_came(end, bell) || bell & RM_BELL_CAUSE; }
+static int is_over(const rm_region_endpoint *end, uint32_t barrier) { return all_came(end, barrier) || barrier & RM_BARRIER_CAUSE; }
 
 // Ends the group if a member is gone or the time is over; not if the round is completed meanwhile.
-static void check(rm_region_end *end, const rm_region_call *call, int with_processes, double now) {
-  _Atomic uint32_t *bell = &end->group->bell;
+static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
+  _Atomic uint32_t *barrier = &end->group->barrier;
   const int me = end->members[end->me];
   const int had_verdict = atomic_load(&end->region->map->ranks[me].cause) != 0;
   const uint32_t cause = judge(end, call, with_processes, now);
-  uint32_t seen = atomic_load(bell);
+  uint32_t seen = atomic_load(barrier);
   if (!cause) return;
   while (!is_over(end, seen))
-    if (atomic_compare_exchange_weak(bell, &seen, seen | cause)) {
-      rm_region_futex_wake(bell);
+    if (atomic_compare_exchange_weak(barrier, &seen, seen | cause)) {
+      rm_region_futex_wake(barrier);
       return;
     }
-  if (!had_verdict) rm_region_withdraw(end->region, me);
+  if (!had_verdict) rm_region_clear_error(end->region, me);
 }
 
-rm_code rm_region_look(void *self, rm_error *err) {
-  rm_region_end *end = self;
+rm_code rm_region_check(void *self, rm_error *err) {
+  rm_region_endpoint *end = self;
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8];
   uint32_t cause = 0;
-  if (!(atomic_load(&end->group->bell) & RM_BELL_CAUSE)) {
+  if (!(atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE)) {
     const uint64_t left = look(end).left, dead = left ? 0 : look_for_the_dead(end);
     if (left)
-      cause = rm_region_judge(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group", rm_region_names(left, who, sizeof who));
+      cause =
+          rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group", rm_region_names(left, who, sizeof who));
     else if (dead)
-      cause = rm_region_judge(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended", rm_region_names(dead, who, sizeof who));
+      cause =
+          rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended", rm_region_names(dead, who, sizeof who));
     if (!cause) return RM_OK;
-    rm_region_condemn(end, cause);
+    rm_region_fail_group(end, cause);
   }
-  return rm_region_report(end, err);
+  return rm_region_group_error(end, err);
 }
 
 // ------------------------------------------------------------------------------------------------ waiting
-static uint32_t sleep_on(rm_region_end *end, const rm_region_call *call) {
+static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   double next_look = rm_now() + RM_REGION_SLICE;
-  uint32_t bell;
-  while (!is_over(end, bell = atomic_load(&end->group->bell))) {
+  uint32_t barrier;
+  while (!is_over(end, barrier = atomic_load(&end->group->barrier))) {
     const double now = rm_now(), until = next_look < call->deadline ? next_look : call->deadline;
-    if (now < until) rm_region_futex_wait(&end->group->bell, bell, until - now);
+    if (now < until) rm_region_futex_wait(&end->group->barrier, barrier, until - now);
     const double then = rm_now();
     check(end, call, then >= next_look, then);
     if (then >= next_look) next_look = then + RM_REGION_SLICE;
   }
-  return bell;
+  return barrier;
 }
 
-// Looks at the bell for a while without sleeping. Ranks that share a core with their peers, or with whatever else runs, spin for nothing:
+// Looks at the barrier for a while without sleeping. Ranks that share a core with their peers, or with whatever else runs, spin for nothing:
 // each time that it does not help the next spin is half as long, and each time that it does, twice.
-static uint32_t spin(rm_region_end *end, uint32_t bell) {
-  for (int i = 0; i < end->n_spins && !is_over(end, bell); i++) {
+static uint32_t spin(rm_region_endpoint *end, uint32_t barrier) {
+  for (int i = 0; i < end->n_spins && !is_over(end, barrier); i++) {
     cpu_relax();
-    bell = atomic_load_explicit(&end->group->bell, memory_order_acquire);
+    barrier = atomic_load_explicit(&end->group->barrier, memory_order_acquire);
   }
-  const int next = is_over(end, bell) ? end->n_spins * 2 : end->n_spins / 2;
+  const int next = is_over(end, barrier) ? end->n_spins * 2 : end->n_spins / 2;
   const int most = end->region->most_spins, least = most < LEAST_SPINS ? most : LEAST_SPINS;
   end->n_spins = next > most ? most : next < least ? least : next;
-  return bell;
+  return barrier;
 }
 
-rm_code rm_region_meet(rm_region_end *end, const rm_region_call *call, rm_error *err) {
-  uint32_t bell = arrive(end);
-  if (!is_over(end, bell)) bell = spin(end, bell);
-  if (!is_over(end, bell)) {
-    atomic_fetch_add(&end->group->sleepers, 1);   // before the futex looks at the bell: a last arrival that misses us here, we see there
-    bell = sleep_on(end, call);
+rm_code rm_region_meet(rm_region_endpoint *end, const rm_region_call *call, rm_error *err) {
+  uint32_t barrier = arrive(end);
+  if (!is_over(end, barrier)) barrier = spin(end, barrier);
+  if (!is_over(end, barrier)) {
+    atomic_fetch_add(&end->group->sleepers, 1); // before the futex looks at the barrier: a last arrival that misses us here, we see there
+    barrier = sleep_on(end, call);
     atomic_fetch_sub(&end->group->sleepers, 1);
   }
-  return all_came(end, bell) ? RM_OK : rm_region_report(end, err);
+  return all_came(end, barrier) ? RM_OK : rm_region_group_error(end, err);
 }

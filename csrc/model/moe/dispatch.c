@@ -14,7 +14,7 @@ struct rm_dispatch {
   int n_ranks, me;
   int64_t n_experts, top_k, max_rows, max_arrive;
   size_t max_row_bytes;
-  int travels, sees_all;        // rows leave their home; go to every rank
+  int dispatches, sees_all;        // rows leave their home; go to every rank
   rm_range here;                // experts of this rank
   rm_range *experts;            // [n_ranks]
   rm_block *send, *recv;        // [n_ranks]
@@ -22,8 +22,8 @@ struct rm_dispatch {
   char (*said)[RM_DISPATCH_SAID];   // [n_ranks]
   int32_t *all_ids;             // [n_ranks·max_rows][top_k]; sees_all
   char *choices;                // rows [max_rows·top_k] of the home by expert
-  char *arrived;                // rows [max_arrive] by rank, then expert; travels
-  char *work;                   // rows [max_arrive] by expert, then rank; travels
+  char *arrived;                // rows [max_arrive] by rank, then expert; dispatches
+  char *work;                   // rows [max_arrive] by expert, then rank; dispatches
   char *all_rows;               // rows [n_ranks·max_rows]; sees_all
   void *block;                  // owned: all of these arrays
   size_t block_bytes;
@@ -52,7 +52,7 @@ static rm_code check_options(const rm_dispatch_options *o, int n_ranks, rm_error
 
 static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
   const size_t ranks = (size_t)d->n_ranks, choices = (size_t)(d->max_rows * d->top_k), row = d->max_row_bytes;
-  const size_t arrive = d->travels ? (size_t)d->max_arrive : 0, all = d->sees_all ? ranks * (size_t)d->max_rows : 0;
+  const size_t arrive = d->dispatches ? (size_t)d->max_arrive : 0, all = d->sees_all ? ranks * (size_t)d->max_rows : 0;
   const rm_field fields[] = {
       {&d->experts, ranks, sizeof *d->experts},
       {&d->send, ranks, sizeof *d->send},
@@ -87,10 +87,10 @@ rm_code rm_dispatch_create(const rm_dispatch_options *options, rm_dispatch **out
                      .top_k = options->top_k,
                      .max_rows = options->max_rows,
                      .max_row_bytes = options->max_row_bytes};
-  d->travels = n_ranks > 1 && options->backend != RM_DISPATCH_LOCAL_ALLREDUCE;
-  d->sees_all = d->travels && options->backend == RM_DISPATCH_ALLGATHER_REDUCESCATTER;
+  d->dispatches = n_ranks > 1 && options->backend != RM_DISPATCH_LOCAL_ALLREDUCE;
+  d->sees_all = d->dispatches && options->backend == RM_DISPATCH_ALLGATHER_REDUCESCATTER;
   d->here = options->experts[d->me];
-  d->max_arrive = d->max_rows * (d->travels ? n_ranks : 1) * rm_min64(d->top_k, d->here.n);
+  d->max_arrive = d->max_rows * (d->dispatches ? n_ranks : 1) * rm_min64(d->top_k, d->here.n);
   if ((code = create_buffers(d, err))) {
     rm_dispatch_destroy(d);
     return code;
@@ -204,7 +204,7 @@ static rm_code check_starts(const rm_dispatch *d, const rm_dispatch_plan *plan, 
     if (!fits || rows_for(d, plan, r, d->me) > most_here)
       return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d plans %lld choices, wanted a multiple of top_k=%lld, %lld at most", r, n,
                      (long long)d->top_k, (long long)most);
-    if (!d->travels && memcmp(starts, mine, (size_t)stride(d) * sizeof *starts) != 0)
+    if (!d->dispatches && memcmp(starts, mine, (size_t)stride(d) * sizeof *starts) != 0)
       return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has other rows or ids than rank %d, where local_allreduce wants the same", r,
                      d->me);
   }
@@ -226,7 +226,7 @@ rm_code rm_dispatch_plan_fill(rm_dispatch *d, rm_dispatch_plan *plan, const int3
   rm_code code = sort_choices(d, plan, ids, n_rows, err);
   if (code) return refuse(d, code);
   if ((code = exchange_starts(d, plan, err))) return code;
-  const int first = d->travels ? 0 : d->me, end = d->travels ? d->n_ranks : d->me + 1;   // the ranks whose rows come here
+  const int first = d->dispatches ? 0 : d->me, end = d->dispatches ? d->n_ranks : d->me + 1;   // the ranks whose rows come here
   plan->group_rows[0] = 0;
   for (int64_t e = 0; e < d->here.n; e++) {
     plan->group_rows[e + 1] = plan->group_rows[e];
@@ -383,7 +383,7 @@ rm_code rm_dispatch_out(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatch_pla
   if (code) return code;
   if (d->sees_all) return send_all(d, plan, x, row_bytes, rows, err);
   spread(d, ctx, plan, x, row_bytes);
-  if (d->travels) return send_each(d, ctx, plan, d->choices, row_bytes, rows, err);
+  if (d->dispatches) return send_each(d, ctx, plan, d->choices, row_bytes, rows, err);
   *rows = own_choices(d, plan, d->choices, row_bytes);
   return RM_OK;
 }
@@ -392,7 +392,7 @@ rm_code rm_dispatch_out_each(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatc
                              char **rows, rm_error *err) {
   const rm_code code = check_call(d, row_bytes, err);
   if (code) return code;
-  if (d->travels) return send_each(d, ctx, plan, choices, row_bytes, rows, err);
+  if (d->dispatches) return send_each(d, ctx, plan, choices, row_bytes, rows, err);
   *rows = own_choices(d, plan, d->choices, row_bytes);
   rm_copy(*rows, own_choices(d, plan, choices, row_bytes), (size_t)plan->n_arrive * row_bytes);
   return RM_OK;
@@ -415,7 +415,7 @@ rm_code rm_dispatch_back(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatch_pl
   const rm_code code = check_call(d, row_bytes, err);
   if (code) return code;
   *choices = d->choices;
-  if (!d->travels) return give_to_all(d, plan, rows, row_bytes, err);
+  if (!d->dispatches) return give_to_all(d, plan, rows, row_bytes, err);
   run(ctx, reorder_task, plan->n_arrive, &(copy_job){.d = d, .plan = plan, .from = rows, .to = d->arrived, .bytes = row_bytes, .back = 1});
   return exchange(d, plan, RM_COMM_COMBINE, d->choices, row_bytes, err);
 }

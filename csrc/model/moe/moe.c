@@ -18,17 +18,17 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
       .spec = params->spec, .here = &params->placement, .device = device, .rank = rank, .dtype = params->dtype, .max_rows = max_rows};
   moe->kernels = device->kernels;
   moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
-  moe->travels = mesh->ep > 1 && moe->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
+  moe->dispatches = mesh->ep > 1 && moe->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   if (mesh->ep == 1) return create_groups(moe, err);
-  moe->ep = rank->ep_there ? rank->ep_there : rank->ep;
+  moe->ep = rank->device_ep ? rank->device_ep : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
   moe->send = rm_alloc((size_t)mesh->ep, 2 * sizeof *moe->send);
   if (!moe->experts || !moe->send) return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
   moe->recv = moe->send + mesh->ep;
   for (int32_t i = 0; i < peers.count; i++) moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
-  rm_code code = rm_moe_slots_create(moe, mesh, static_rows, err);
+  rm_code code = rm_moe_static_create(moe, mesh, static_rows, err);
   if (code || rm_moe_is_static(moe, INT64_MAX)) return code;
-  if (!moe->travels) return create_groups(moe, err);
+  if (!moe->dispatches) return create_groups(moe, err);
   const rm_dispatch_options options = {.ep = rank->ep,
                                        .experts = moe->experts,
                                        .n_experts = params->spec->n_experts,
@@ -44,7 +44,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
 void rm_moe_destroy(rm_moe *moe) {
   rm_paired_destroy(&moe->stage.paired);
   rm_paired_destroy(&moe->groups);
-  rm_paired_destroy(&moe->slots.none);
+  rm_paired_destroy(&moe->fixed.none);
   rm_dispatch_plan_destroy(moe->plan);
   rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
@@ -52,22 +52,22 @@ void rm_moe_destroy(rm_moe *moe) {
 }
 
 size_t rm_moe_bytes(const rm_moe *moe) {
-  return moe->groups.bytes + moe->stage.paired.bytes + moe->slots.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
+  return moe->groups.bytes + moe->stage.paired.bytes + moe->fixed.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
 }
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
-  const int travels = moe->travels, cut = moe->rank->mesh.tp > 1 && !travels;
-  const rm_slot_sizes most = rm_moe_slots_most(moe);
-  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), ep = (size_t)moe->slots.mesh.ep;
-  const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each, in_part = ep * (size_t)(moe->slots.rows * most.each);
-  const size_t arrive = moe->dispatch ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : travels ? 0 : choices;
-  const rm_field list[RM_MOE_FIELDS - RM_SLOT_FIELDS] = {
+  const int dispatches = moe->dispatches, cut = moe->rank->mesh.tp > 1 && !dispatches;
+  const rm_static_sizes most = rm_moe_static_most(moe);
+  const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype), ep = (size_t)moe->fixed.mesh.ep;
+  const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each, in_part = ep * (size_t)(moe->fixed.rows * most.each);
+  const size_t arrive = moe->dispatch ? (size_t)rm_dispatch_max_arrive(moe->dispatch) : dispatches ? 0 : choices;
+  const rm_field list[RM_MOE_FIELDS - RM_STATIC_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
       {&moe->inner, arrive > slots ? arrive : slots, (size_t)spec->moe_intermediate_size * elem},
-      {&moe->place, travels ? homes * (size_t)spec->top_k : choices, sizeof *moe->place},
-      {&moe->sorted, travels ? slots : choices, (size_t)spec->hidden_size * elem},
+      {&moe->place, dispatches ? homes * (size_t)spec->top_k : choices, sizeof *moe->place},
+      {&moe->sorted, dispatches ? slots : choices, (size_t)spec->hidden_size * elem},
       {&moe->part,
        !cut                ? 0
        : choices > in_part ? choices
@@ -75,7 +75,7 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
        (size_t)rm_max64(moe->here->hidden.n, 1) * elem},
   };
   memcpy(fields, list, sizeof list);
-  rm_moe_slots_fields(moe, fields + RM_MOE_FIELDS - RM_SLOT_FIELDS);
+  rm_moe_static_fields(moe, fields + RM_MOE_FIELDS - RM_STATIC_FIELDS);
   return RM_MOE_FIELDS;
 }
 
@@ -209,7 +209,7 @@ static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_la
   rm_code code;
   rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
   if (is_static) {
-    code = rm_moe_slots_stay(moe, ctx, shard, layer, weights, x, rows, err);
+    code = rm_moe_static_replicated(moe, ctx, shard, layer, weights, x, rows, err);
   } else {
     permute(moe, ctx, x, rows);
     code = moe->ep ? own_experts(moe, ctx, shard, layer, weights, m, err) : cut_experts(moe, ctx, shard, layer, weights, m, err);
@@ -226,10 +226,10 @@ static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_la
   return RM_OK;
 }
 
-rm_code rm_moe_stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
-                    int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+rm_code rm_moe_replicated(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
+                          int64_t rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int is_static = moe->ep && rm_moe_is_static(moe, rows);
-  const int64_t each = is_static ? moe->slots.rows : rm_max64(rows, 1);
+  const int64_t each = is_static ? moe->fixed.rows : rm_max64(rows, 1);
   const size_t row = rm_moe_row_bytes(moe);
   rm_code code = RM_OK;
   for (int64_t first = 0; first < rm_max64(rows, 1) && !code; first += each)

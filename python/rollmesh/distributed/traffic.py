@@ -2,8 +2,8 @@
 
 Figures are for the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts once
 for each receiver. Tokens are assumed to choose experts evenly; everything else is exact and tested against the engine's own count.
-`static`: GPU steps of few rows, whose exchanges have sizes that do not depend on the routing (csrc/model/moe/slots.c). `recorded`: steps
-that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the padded batch size.
+`static`: GPU steps of few rows, whose exchanges have sizes that do not depend on the routing (csrc/model/moe/static_dispatch.c).
+`recorded`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the padded batch size.
 """
 
 from __future__ import annotations

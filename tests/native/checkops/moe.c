@@ -153,9 +153,9 @@ static void build_slots(trial *t) {
     make_holes(t, ids + home * pitch, choices);
   }
   free(all);
-  t->args.slots = (rm_slots_args){
+  t->args.slots = (rm_static_dispatch_args){
       .place = output(t, "place", s->n_groups * choices, sizeof *ids),
-      .own = output(t, "own", s->n_groups * s->positions * rm_slots_each(s->top_k, s->group), sizeof *ids),
+      .own = output(t, "own", s->n_groups * s->positions * rm_max_choices(s->top_k, s->group), sizeof *ids),
       .ids = ids,
       .homes = s->n_groups,
       .home_rows = s->rows,

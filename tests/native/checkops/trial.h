@@ -54,7 +54,7 @@ typedef struct trial {
     rm_attention_args attention;
     rm_router_args router;
     rm_permute_args permute;
-    rm_slots_args slots;
+    rm_static_dispatch_args slots;
     rm_combine_args combine;
     rm_lm_head_args lm_head;
     rm_merge_pairs_args merge_pairs;

@@ -42,8 +42,8 @@ typedef struct fake_device {
   pthread_mutex_t lock;
   pthread_cond_t changed;
   fake_list queue;
-  fake_list *recording;         // NULL: nothing is recorded
-  long enqueued, done, marks[RM_DEVICE_MARKS];
+  fake_list *graph;         // NULL: nothing is captured
+  long enqueued, done, events[RM_DEVICE_EVENTS];
   int late_us, closing;
   long waits;                   // calls of wait and reach: what may not be recorded
   atomic_int fault;
@@ -63,7 +63,7 @@ static inline void fake_append(fake_list *list, int (*run)(void *), const void *
 static inline void fake_enqueue(standin_stream *stream, int (*run)(void *), const void *data, size_t bytes) {
   fake_device *d = (fake_device *)stream;
   pthread_mutex_lock(&d->lock);
-  if (d->recording) fake_append(d->recording, run, data, bytes);
+  if (d->graph) fake_append(d->graph, run, data, bytes);
   else {
     fake_append(&d->queue, run, data, bytes);
     d->enqueued++;
@@ -196,14 +196,16 @@ static inline void fake_zero(void *self, void *at, size_t pitch, size_t width, s
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
 }
 
-static inline void fake_mark(void *self, int number) {
+static inline void fake_record_event(void *self, int number) {
   fake_device *d = self;
   pthread_mutex_lock(&d->lock);
-  d->marks[number] = d->enqueued;
+  d->events[number] = d->enqueued;
   pthread_mutex_unlock(&d->lock);
 }
 
-static inline rm_device_status fake_reach(void *self, int number) { return fake_wait_until(self, ((fake_device *)self)->marks[number]); }
+static inline rm_device_status fake_wait_event(void *self, int number) {
+  return fake_wait_until(self, ((fake_device *)self)->events[number]);
+}
 
 // Whether so many are done; −1: all.
 static inline rm_device_status fake_poll_until(fake_device *d, long until) {
@@ -215,36 +217,38 @@ static inline rm_device_status fake_poll_until(fake_device *d, long until) {
 
 static inline rm_device_status fake_poll(void *self) { return fake_poll_until(self, -1); }
 
-static inline rm_device_status fake_reached(void *self, int number) { return fake_poll_until(self, ((fake_device *)self)->marks[number]); }
+static inline rm_device_status fake_query_event(void *self, int number) {
+  return fake_poll_until(self, ((fake_device *)self)->events[number]);
+}
 
-// ------------------------------------------------------------------------------------------------ recordings
-static inline rm_device_status fake_record(void *self) {
+// ------------------------------------------------------------------------------------------------ graph capture
+static inline rm_device_status fake_begin_capture(void *self) {
   fake_device *d = self;
-  if (!(d->recording = calloc(1, sizeof *d->recording))) return RM_DEVICE_NO_MEMORY;
+  if (!(d->graph = calloc(1, sizeof *d->graph))) return RM_DEVICE_NO_MEMORY;
   d->waits = 0;
   return RM_DEVICE_OK;
 }
 
-static inline rm_device_status fake_recorded(void *self, void **recording) {
+static inline rm_device_status fake_end_capture(void *self, void **graph) {
   fake_device *d = self;
   if (d->waits) tiny_die("%ld waits while it is recorded", d->waits);
-  *recording = d->recording;
-  d->recording = NULL;
+  *graph = d->graph;
+  d->graph = NULL;
   return RM_DEVICE_OK;
 }
 
-static inline void fake_replay(void *self, void *recording) {
+static inline void fake_replay(void *self, void *graph) {
   fake_device *d = self;
-  for (const fake_task *t = ((fake_list *)recording)->first; t; t = t->next) fake_enqueue(&d->stream, t->run, t->data, t->bytes);
+  for (const fake_task *t = ((fake_list *)graph)->first; t; t = t->next) fake_enqueue(&d->stream, t->run, t->data, t->bytes);
 }
 
-static inline void fake_forget(void *self, void *recording) {
+static inline void fake_destroy_graph(void *self, void *graph) {
   (void)self;
-  for (fake_task *t = recording ? ((fake_list *)recording)->first : NULL, *next; t; t = next) {
+  for (fake_task *t = graph ? ((fake_list *)graph)->first : NULL, *next; t; t = next) {
     next = t->next;
     free(t);
   }
-  free(recording);
+  free(graph);
 }
 
 static inline int fake_enter(void *self) { return (void)self, 0; }
@@ -284,15 +288,15 @@ static inline fake_device *fake_device_open(size_t room) {
                           .get = fake_get,
                           .copy = fake_copy,
                           .zero = fake_zero,
-                          .mark = fake_mark,
-                          .reach = fake_reach,
+                          .record_event = fake_record_event,
+                          .wait_event = fake_wait_event,
                           .wait = fake_wait,
                           .poll = fake_poll,
-                          .reached = fake_reached,
-                          .record = fake_record,
-                          .recorded = fake_recorded,
+                          .query_event = fake_query_event,
+                          .begin_capture = fake_begin_capture,
+                          .end_capture = fake_end_capture,
                           .replay = fake_replay,
-                          .forget = fake_forget,
+                          .destroy_graph = fake_destroy_graph,
                           .enter = fake_enter,
                           .leave = fake_leave,
                           .message = fake_message};

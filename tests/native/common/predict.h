@@ -146,8 +146,8 @@ static inline codes wrong_parts(unsigned parts) {
 }
 
 static inline codes predict_sleep(predict *p, unsigned parts) {
-  const int keep = (parts & RM_SLEEP_KEEP) != 0;
-  const codes wrong = wrong_parts(parts &= ~(unsigned)RM_SLEEP_KEEP);
+  const int keep = (parts & RM_SLEEP_OFFLOAD) != 0;
+  const codes wrong = wrong_parts(parts &= ~(unsigned)RM_SLEEP_OFFLOAD);
   if (wrong) return wrong;
   const unsigned now = parts & ~p->asleep;
   if (now & RM_PART_WEIGHTS && p->open) return code_set(RM_E_STATE);

@@ -1,4 +1,4 @@
-"""The static form of the block between ranks (csrc/model/moe/slots.c) on the simulated device: steps of few rows have it, whatever their
+"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device: steps of few rows use it, whatever their
 dispatcher, longer ones do not, and both give the bits of one rank of the CPU.
 
 Input: steps of one row and more a replica, ranks without rows and with none of the experts that are chosen, rows that no word of four

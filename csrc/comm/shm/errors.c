@@ -10,7 +10,7 @@
 
 #include "comm/shm/layout.h"
 
-uint32_t rm_region_judge(rm_region *region, int me, rm_code code, const char *format, ...) {
+uint32_t rm_region_set_error(rm_region *region, int me, rm_code code, const char *format, ...) {
   rm_region_rank *rank = &region->map->ranks[me];
   uint32_t cause;
   while (!(cause = atomic_load(&rank->cause)) && atomic_exchange(&rank->writing, 1)) sched_yield();   // another thread is at it
@@ -23,29 +23,29 @@ uint32_t rm_region_judge(rm_region *region, int me, rm_code code, const char *fo
   return atomic_compare_exchange_strong(&rank->cause, &cause, 1 + (uint32_t)me) ? 1 + (uint32_t)me : cause;
 }
 
-void rm_region_withdraw(rm_region *region, int me) {
+void rm_region_clear_error(rm_region *region, int me) {
   uint32_t own = 1 + (uint32_t)me;
   if (atomic_compare_exchange_strong(&region->map->ranks[me].cause, &own, 0)) atomic_store(&region->map->ranks[me].writing, 0);
 }
 
-void rm_region_condemn(rm_region_end *end, uint32_t cause) {
-  uint32_t bell = atomic_load(&end->group->bell);
-  while (!(bell & RM_BELL_CAUSE) && !atomic_compare_exchange_weak(&end->group->bell, &bell, bell | cause)) {}
-  rm_region_futex_wake(&end->group->bell);
+void rm_region_fail_group(rm_region_endpoint *end, uint32_t cause) {
+  uint32_t barrier = atomic_load(&end->group->barrier);
+  while (!(barrier & RM_BARRIER_CAUSE) && !atomic_compare_exchange_weak(&end->group->barrier, &barrier, barrier | cause)) {}
+  rm_region_futex_wake(&end->group->barrier);
 }
 
-rm_code rm_region_quote(rm_region *region, uint32_t cause, rm_error *err) {
+rm_code rm_region_rank_error(rm_region *region, uint32_t cause, rm_error *err) {
   if (cause < 1 || cause > RM_REGION_RANKS) return rm_fail(err, RM_E_RANK_LOST, "the group was ended for no reason that can be read");
   const rm_region_rank *rank = &region->map->ranks[cause - 1];
   const rm_code code = rank->code > RM_OK && rank->code < RM_N_CODE ? (rm_code)rank->code : RM_E_RANK_LOST;
   return rm_fail(err, code, "%.*s", (int)sizeof rank->text, rank->text);
 }
 
-rm_code rm_region_report(rm_region_end *end, rm_error *err) {
-  const uint32_t cause = atomic_load(&end->group->bell) & RM_BELL_CAUSE;
+rm_code rm_region_group_error(rm_region_endpoint *end, rm_error *err) {
+  const uint32_t cause = atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE;
   uint32_t none = 0;
   atomic_compare_exchange_strong(&end->region->map->ranks[end->members[end->me]].cause, &none, cause);
-  return rm_region_quote(end->region, cause, err);
+  return rm_region_rank_error(end->region, cause, err);
 }
 
 const char *rm_region_names(uint64_t ranks, char *text, size_t room) {

@@ -72,13 +72,13 @@ static void combine_there(rm_moe *moe, const rm_ctx *ctx, char *out, const char 
                  rm_paired_on_device(&stage->paired, stage->place), moe->spec->hidden_size, rows);
 }
 
-rm_code rm_moe_travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
-                      int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
+rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
+                          int64_t rows, int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int staged = !moe->device->on_host;
   char *here, *choices;
   rm_code code;
   if (rm_moe_is_static(moe, most_rows))
-    return rm_moe_slots_travel(moe, ctx, layer, weights, x, out, rows, most_rows, routed, routed_stride, err);
+    return rm_moe_static_dispatched(moe, ctx, layer, weights, x, out, rows, most_rows, routed, routed_stride, err);
   rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
   if (staged && (code = take_home(moe, x, rows, err))) return code;
   const int32_t *ids = staged ? moe->stage.ids : moe->ids;
