@@ -1,4 +1,4 @@
-"""Row 34 of FAULTS.md through the extension: what the engine, the interpreter and the system are asked for is refused, at every
+"""Through the extension: what the engine, the interpreter and the system are asked for is refused, at every
 site. (tests/native/alloc_fail.c does it to the C core alone, with the leak detector on.)"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The transports that share memory: ranks that are threads, and ranks that are processes. Rows 25 to 28 of FAULTS.md.
+"""The transports that share memory: ranks that are threads, and ranks that are processes.
 
 The drivers are tests/native/mesh_*.c; each says at its head what it does and what its oracle is. Bounds: bytes are equal, errors are
 of the one code and name the one rank. Time from the end of a process to the last survivor's error is asserted far above the goal of

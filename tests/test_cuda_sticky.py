@@ -1,4 +1,4 @@
-"""A fault of a kernel takes the device's context with it, for as long as the process lives (row 31 of the faults): in a process of its
+"""A fault of a kernel takes the device's context with it, for as long as the process lives: in a process of its
 own, on the fibres of tests/simt with ROLLMESH_SIMT_STICKY=1, where it does so too.
 
 Oracle: the CPU, for what other devices give meanwhile. Bound: equality; and the error's type and words.

@@ -1,5 +1,5 @@
 """The transports for blocks in a device's memory, on devices that are threads: staged over a group of the host, and nccl over a
-stand-in for NCCL that the tests build. Rows 26 and 31 of FAULTS.md as far as they go without a GPU.
+stand-in for NCCL that the tests build.
 
 The drivers are tests/native/mesh_device*.c; each says at its head what it does and what its oracle is. Bounds: bytes are those of the
 transport for threads; errors are of the codes that are meant, say what happened, and come in time."""

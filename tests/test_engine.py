@@ -1,5 +1,5 @@
 """The engine's behaviour: who shares pages, who is preempted, what a cache hit returns, what a new version does to requests in
-flight, who fails and who does not notice. FAULTS.md rows 11, 14, 18 and 19.
+flight, who fails and who does not notice.
 
 Input: tiny random models. Oracle: the same request alone in a plain engine (`solo`), or `score` under the version that a token
 names; bounds are 0 unless stated. How many rows were computed and pages held comes from metrics(), and the expected figures
@@ -220,10 +220,10 @@ def test_the_cache_gives_way_oldest_first() -> None:
         assert gen.generate(prompt(80, 0), Params(max_tokens=2), use_tqdm=False)[0].num_cached_tokens == 0
 
 
-# -------------------------------------------------------------------------------------------------- exhaustion (row 19)
+# -------------------------------------------------------------------------------------------------- exhaustion
 @BOTH
 @pytest.mark.parametrize("caching", [False, True])
-def test_row_19_preemption_keeps_bits_and_records(config: helpers.Config, caching: bool) -> None:
+def test_exhaustion_preemption_keeps_bits_and_records(config: helpers.Config, caching: bool) -> None:
     """12 pages for requests that need up to 7 each: the newest give way, all finish, the oldest never waits."""
     loads = [
         (prompt(20 + 9 * i, i), Params(n=1 + i % 3, max_tokens=40, seed=i, prompt_logprobs=1 if i % 2 else 0, logprobs=2)) for i in range(8)
@@ -239,7 +239,7 @@ def test_row_19_preemption_keeps_bits_and_records(config: helpers.Config, cachin
         assert arrays(outputs[request]) == arrays(solo(config, x, p))
 
 
-def test_row_19_the_oldest_is_not_disturbed() -> None:
+def test_exhaustion_the_oldest_is_not_disturbed() -> None:
     """It gets a token a step, whatever is added after it."""
     with engine(pages=8) as gen:
         oldest = gen.submit([prompt(20)], Params(max_tokens=90, ignore_eos=True))
@@ -251,7 +251,7 @@ def test_row_19_the_oldest_is_not_disturbed() -> None:
         assert gen.metrics()["preemptions"] > 0
 
 
-def test_row_19_what_can_never_fit_is_refused_and_the_rest_served() -> None:
+def test_exhaustion_what_can_never_fit_is_refused_and_the_rest_served() -> None:
     """4 pages hold 64 positions; the last token is never fed, so 30 + 35 fit and 30 + 36 do not."""
     with engine(pages=4) as gen:
         assert len(gen.generate(prompt(30), Params(max_tokens=35), use_tqdm=False)[0].outputs[0].token_ids) == 35
@@ -343,7 +343,7 @@ def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: 
     assert arrays(outputs[ids[1]]) == arrays(solo(config, prompt(9, 1), params))
 
 
-# -------------------------------------------------------------------------------------------------- in flight (row 14)
+# -------------------------------------------------------------------------------------------------- in flight
 def in_flight(gen: rm.Generator, config: helpers.Config, how: dict[str, Any]) -> list[tuple[list[int], rm.RequestOutput]]:
     """Six requests of one to three samples; a new version after 9 steps, when some have ended, some run and some wait."""
     prompts = [prompt(11 + 17 * i, i) for i in range(6)]
@@ -371,7 +371,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @BOTH
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("pages", [400, 14])
-def test_row_14_every_token_is_scores_at_its_version(config: helpers.Config, policy: str, pages: int) -> None:
+def test_in_flight_every_token_is_scores_at_its_version(config: helpers.Config, policy: str, pages: int) -> None:
     """But for tokens computed from stale KV, which carry no contract. 14 pages: preempted requests are in flight, too."""
     with engine(config, pages=pages, max_num_seqs=6, max_num_batched_tokens=64) as gen:
         results = in_flight(gen, config, POLICIES[policy])
@@ -405,7 +405,7 @@ def test_row_14_every_token_is_scores_at_its_version(config: helpers.Config, pol
 
 
 @BOTH
-def test_row_14_restart_is_the_new_version_from_the_beginning(config: helpers.Config) -> None:
+def test_in_flight_restart_is_the_new_version_from_the_beginning(config: helpers.Config) -> None:
     params = Params(n=3, max_tokens=20, seed=4, prompt_logprobs=1, logprobs=2)
     with engine(config) as gen:
         gen.submit([prompt(30)], params)
@@ -419,7 +419,7 @@ def test_row_14_restart_is_the_new_version_from_the_beginning(config: helpers.Co
 
 
 @BOTH
-def test_row_14_a_prompt_in_the_making_is_of_one_version(config: helpers.Config) -> None:
+def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Config) -> None:
     """70 positions in chunks of 32: a sync comes after the second. Records of the prompt, and of a score, are all new."""
     for policy in ("keep", "keep_kv"):
         with engine(config, max_num_batched_tokens=32) as gen:
@@ -432,7 +432,7 @@ def test_row_14_a_prompt_in_the_making_is_of_one_version(config: helpers.Config)
         assert arrays(output) == arrays(solo(config, prompt(70), Params(max_tokens=6, seed=4, prompt_logprobs=0), version=2))
 
 
-def test_row_14_keep_never_mixes_records_into_the_cache() -> None:
+def test_in_flight_keep_never_mixes_records_into_the_cache() -> None:
     """A kept request has the old version's prompt logprobs on the new version's pages; a later score must not find them."""
     with engine() as gen:
         gen.submit([prompt(64)], Params(max_tokens=30, seed=4, prompt_logprobs=0))
@@ -459,7 +459,7 @@ def push_between_steps(gen: rm.Generator, config: helpers.Config, fail: bool) ->
 
 
 @BOTH
-def test_row_14_steps_go_on_while_a_sync_is_open(config: helpers.Config) -> None:
+def test_in_flight_steps_go_on_while_a_sync_is_open(config: helpers.Config) -> None:
     """Pushes between steps change no bit before the commit; an aborted sync changes none at all."""
     params = Params(max_tokens=60, seed=1)
     want = solo(config, prompt(20), params)
@@ -479,7 +479,7 @@ def test_row_14_steps_go_on_while_a_sync_is_open(config: helpers.Config) -> None
         assert c.logprobs[:old].tobytes() == w.logprobs[:old].tobytes()
 
 
-def test_row_14_in_place_needs_an_idle_engine() -> None:
+def test_in_flight_in_place_needs_an_idle_engine() -> None:
     with engine() as gen:
         gen.submit([prompt(20)], Params(max_tokens=30, seed=1))
         gen.poll()
@@ -491,13 +491,13 @@ def test_row_14_in_place_needs_an_idle_engine() -> None:
         assert set(output.outputs[0].versions.tolist()) == {1}
 
 
-# -------------------------------------------------------------------------------------------------- not finite (row 18)
+# -------------------------------------------------------------------------------------------------- not finite
 BAD = 77  # a token whose embedding is not finite: every K row made from it is NaN
 
 
 @BOTH
 @pytest.mark.parametrize("value", [np.inf, np.nan], ids=str)
-def test_row_18_a_bad_row_ends_its_request_alone(config: helpers.Config, value: float) -> None:
+def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, value: float) -> None:
     """In prompts (at a page's start, inside, last) and generated; the others' bits are those of an engine without bad requests."""
     weights = dict(WEIGHTS[id(config), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
@@ -529,7 +529,7 @@ def test_row_18_a_bad_row_ends_its_request_alone(config: helpers.Config, value: 
         assert at_rest(gen)
 
 
-def test_row_18_a_generated_bad_token_keeps_what_came_before() -> None:
+def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
     """Drawn by chance in some of 60 samples: feeding it back fails, and it and what came before stay readable."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
@@ -553,7 +553,7 @@ def test_row_18_a_generated_bad_token_keeps_what_came_before() -> None:
 
 
 @pytest.mark.parametrize("rows", [[5], list(range(151))], ids=["one", "all"])
-def test_row_18_logits_that_are_not_finite(rows: list[int]) -> None:
+def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
     """Every request fails at its first token (all -inf included); after a sound sync all is well."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["lm_head.weight"] = weights["lm_head.weight"].copy()

@@ -349,7 +349,7 @@ def test_messages_name_the_bound() -> None:
         make(kv_cache_gib=1e-12)
 
 
-def test_row_11_a_refused_version_leaves_an_open_set_alone(gen: rm.Generator) -> None:
+def test_a_refused_version_leaves_an_open_set_alone(gen: rm.Generator) -> None:
     with gen.begin_sync() as sync:
         for name, tensor in OTHER_STATE.items():
             sync.push(name, tensor)

@@ -1,4 +1,4 @@
-"""FAULTS.md row 20: a Ctrl-C at any moment of a call.
+"""A Ctrl-C at any moment of a call.
 
 CPython looks for signals where a Python function begins, after a call of a C function and at the end of a loop's body. A profile function
 is called at the first two of these, and what it raises comes out there: so each call is run again and again, interrupted at its first
@@ -146,7 +146,7 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_row_20_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
+def test_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
     """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a poll had taken, the next one brings."""
     call = CALLS[name]
     call(gen)
@@ -181,7 +181,7 @@ def test_row_20_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, n
     assert fingerprint(gen) == before
 
 
-def test_row_20_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
+def test_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
     place, hit = 0, True
     while hit:
         ids: list[int] = []
@@ -193,7 +193,7 @@ def test_row_20_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None
     assert place > 20
 
 
-def test_row_20_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
+def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
     """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts short, up to their stop strings."""
     prompts = [PROMPT, PROMPT[:2], PROMPT[:3]]
     free = [output.outputs[0].text for output in gen.generate(prompts, rm.SamplingParams(max_tokens=9, seed=7), use_tqdm=False)]
@@ -218,7 +218,7 @@ def test_row_20_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
     assert place > 100
 
 
-def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
+def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
     """Whichever version serves then, a request that ran gives what it gives alone, its stop string found where it is."""
     states = [OTHER_STATE, STATE]  # by the version's lowest bit
     free = rm.SamplingParams(max_tokens=12, seed=7)
@@ -250,7 +250,7 @@ def test_row_20_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None
 
 # A folder that is being listed is closed as the listing goes, with a ResourceWarning.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
-def test_row_20_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To vLLM's workers, in blocks that grow. The sender sends on."""
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(3)}
@@ -267,7 +267,7 @@ def test_row_20_an_interrupted_send_leaves_no_block(tmp_path: Path, monkeypatch:
 
 # A folder that is being listed is closed as the listing goes, with a ResourceWarning.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning")
-def test_row_20_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
+def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
     """The writer knows which version readers find, it is whole, and nothing else is left in the store, nor a store that was closed."""
     states = [{"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)} for value in range(2)]
     with SharedWriter(tmp_path) as writer, SharedReader(writer.address) as reader:
@@ -297,7 +297,7 @@ def test_row_20_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_check", [False, True])
-def test_row_20_no_interrupt_leaves_a_turn_taken(has_check: bool) -> None:
+def test_no_interrupt_leaves_a_turn_taken(has_check: bool) -> None:
     turn = _core.Turn()
 
     def check() -> None:
@@ -315,7 +315,7 @@ def test_row_20_no_interrupt_leaves_a_turn_taken(has_check: bool) -> None:
     assert place > 3
 
 
-def test_row_20_a_check_that_raises_passes_the_turn_on() -> None:
+def test_a_check_that_raises_passes_the_turn_on() -> None:
     turn = _core.Turn()
 
     def refuse() -> None:
@@ -329,7 +329,7 @@ def test_row_20_a_check_that_raises_passes_the_turn_on() -> None:
         turn.take("soon")  # type: ignore[arg-type]
 
 
-def test_row_20_a_signal_handler_that_raises_ends_the_wait() -> None:
+def test_a_signal_handler_that_raises_ends_the_wait() -> None:
     """In the queue: the caller leaves it, and who came later gets the turn. A handler that returns does not end it."""
     turn, has_it, done = _core.Turn(), threading.Event(), threading.Event()
 

@@ -94,12 +94,12 @@ def test_what_was_aborted_comes_though_no_step_can_be_made(ranks: Ask, threads: 
 
 
 @pytest.mark.parametrize("mesh, victim", [((1, 2, 1), 0), ((2, 1, 1), 1)])
-def test_row_25_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
+def test_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
     for kind, words in results(ranks("stops", mesh, victim=victim)):
         assert (kind, "in the requests that they were given" in words) == ("CollectiveMismatchError", True), words
 
 
-# -------------------------------------------------------------------------------------------------- row 24: sets that go wrong
+# -------------------------------------------------------------------------------------------------- sets that go wrong
 @pytest.fixture(scope="module")
 def serves_next(servers: dict[str, Server]) -> Any:  # noqa: F811
     """What one rank answers with the weights that the scenarios sync last."""
@@ -206,7 +206,7 @@ HELD_BY_MANY = {  # of what several ranks hold the same part of, whatever else i
 
 @pytest.mark.parametrize("way", ["sync", full("pieces")])
 @pytest.mark.parametrize("name, mesh, victim", [(name, *where) for name, its in HELD_BY_MANY.items() for where in its])
-def test_row_24_ranks_that_are_given_different_values(
+def test_bad_set_ranks_that_are_given_different_values(
     ranks: Ask, serves_next: Any, way: str, name: str, mesh: tuple[int, int, int], victim: int
 ) -> None:
     """Replicas of a trainer that have drifted apart: all refuse, whoever is the one that differs."""
@@ -217,7 +217,7 @@ def test_row_24_ranks_that_are_given_different_values(
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
-def test_row_25_a_set_with_other_options_on_one_rank(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int]) -> None:
+def test_a_set_with_other_options_on_one_rank(ranks: Ask, serves_next: Any, mesh: tuple[int, int, int]) -> None:
     for got in results(ranks("differs", mesh, how="options", way="pieces", victim=1)):
         kind, text, _ = got["told"]
         assert (kind, "inflight='keep'" in text, "inflight='wait'" in text) == ("CollectiveMismatchError", True, True)

@@ -1,5 +1,5 @@
 """A process is a rank: over shared memory and over torch.distributed a mesh gives the bits of one rank, and what goes wrong on one rank
-is a typed error on all, in time. Rows 22 to 28 of FAULTS.md, at the level of the generator; test_comm.py has them for the transports.
+is a typed error on all, in time; test_comm.py has the same for the transports.
 
 Ranks are forked by tests/mesh_ranks.py, which has the scenarios. Oracle: one rank, or the scenario's rows. Bound: 0 differing bits.
 Times that depend on the machine are printed and asserted far above their goals."""
@@ -185,7 +185,7 @@ def test_refusals_are_the_same_everywhere(shm: Run, alone: Callable[..., Any], m
         assert got == expected
 
 
-# -------------------------------------------------------------------------------------------------- row 22
+# -------------------------------------------------------------------------------------------------- what breaks a rule
 @pytest.mark.parametrize(
     "mesh, words",
     [
@@ -198,7 +198,7 @@ def test_refusals_are_the_same_everywhere(shm: Run, alone: Callable[..., Any], m
         ({"tp": 1 << 20}, "tp"),
     ],
 )
-def test_row_22_meshes_that_break_a_rule(mesh: dict[str, Any], words: str) -> None:
+def test_meshes_that_break_a_rule(mesh: dict[str, Any], words: str) -> None:
     with pytest.raises(rm.ConfigError, match=words):
         rm.Mesh(**mesh)
 
@@ -208,7 +208,7 @@ def test_row_22_meshes_that_break_a_rule(mesh: dict[str, Any], words: str) -> No
     "mesh, model, words",
     [((5, 1, 1), "dense", "num_attention_heads"), ((1, 5, 5), "moe", "experts"), ((8, 1, 1), "moe", "num_attention_heads")],
 )
-def test_row_22_models_that_a_mesh_does_not_divide(
+def test_models_that_a_mesh_does_not_divide(
     servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], model: str, words: str
 ) -> None:
     world = {"order": [0]} if transport == "none" else {}
@@ -238,19 +238,19 @@ def test_row_22_models_that_a_mesh_does_not_divide(
         (lambda: rm.comm.shm(rank=0, world=2), "MASTER_PORT"),
     ],
 )
-def test_row_22_comms_that_break_a_rule(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], words: str) -> None:
+def test_comms_that_break_a_rule(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], words: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(rm.ConfigError, match=words):
         make()
 
 
-def test_row_22_numbers_of_numpy() -> None:
+def test_numbers_of_numpy() -> None:
     comm = rm.comm.shm("a", rank=np.int64(1), world=np.uint8(2), timeout=np.float32(3))
     assert [(type(value), value) for value in (comm.rank, comm.world, comm.timeout)] == [(int, 1), (int, 2), (float, 3.0)]
 
 
-def test_row_22_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "3"), ("MASTER_PORT", "29500"), ("MASTER_ADDR", "here")):
         monkeypatch.setenv(name, value)
     first = rm.comm.shm()
@@ -263,7 +263,7 @@ def test_row_22_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         rm.comm.shm()
 
 
-# -------------------------------------------------------------------------------------------------- row 23
+# -------------------------------------------------------------------------------------------------- ranks that were made differently
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 @pytest.mark.parametrize(
     "other, words",
@@ -277,7 +277,7 @@ def test_row_22_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_row_23_ranks_that_were_made_differently(servers: dict[str, Server], transport: str, other: dict[str, Any], words: str) -> None:
+def test_ranks_that_were_made_differently(servers: dict[str, Server], transport: str, other: dict[str, Any], words: str) -> None:
     ranks = servers[transport]("construct", (1, 2, 1), each=[{}, other])
     for rank in ranks:
         assert rank["error"] is not None
@@ -286,22 +286,22 @@ def test_row_23_ranks_that_were_made_differently(servers: dict[str, Server], tra
         assert words in rank["error"][1] or "other members" in rank["error"][1]
 
 
-def test_row_23_what_may_differ(shm: Run) -> None:
+def test_what_may_differ(shm: Run) -> None:
     for rank in shm("construct", (1, 2, 1), each=[{"threads": 1}, {"threads": 2, "isa": "ref"}]):
         assert rank["error"] is None
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_row_23_a_rank_that_cannot_be_made(servers: dict[str, Server], transport: str) -> None:
+def test_a_rank_that_cannot_be_made(servers: dict[str, Server], transport: str) -> None:
     ranks = servers[transport]("construct", (1, 2, 1), each=[{}, {"kv_cache_gib": 500000.0}], timeout=20.0)
     assert ranks[1]["error"][0] in ("MemoryError", "CapacityError")
     assert ranks[0]["error"][0] == "RankLostError"
     assert "rank 1" in ranks[0]["error"][1]
 
 
-# -------------------------------------------------------------------------------------------------- row 24
+# -------------------------------------------------------------------------------------------------- sets that go wrong on one rank
 @pytest.mark.parametrize("mesh, victim, row", [((2, 1, 1), 1, 290), ((2, 1, 2), 0, 5), ((4, 1, 1), 2, 270)])
-def test_row_24_a_weight_that_one_rank_holds_is_bad(
+def test_bad_set_a_weight_that_one_rank_holds_is_bad(
     shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int], victim: int, row: int
 ) -> None:
     """The rows of the embedding are cut over tp in blocks of 128: `row` is one of the victim's. Whoever has it says NonFiniteError."""
@@ -317,7 +317,7 @@ def test_row_24_a_weight_that_one_rank_holds_is_bad(
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 4)], ids=str)
-def test_row_24_one_rank_lacks_a_weight_at_the_commit(shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int]) -> None:
+def test_bad_set_one_rank_lacks_a_weight_at_the_commit(shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int]) -> None:
     """begin_sync, push, commit: the vote finds it."""
     ranks = results(shm("bad_weight", mesh, model="moe", how="pushed", victim=1, row=0))
     for number, rank in enumerate(ranks):
@@ -328,7 +328,7 @@ def test_row_24_one_rank_lacks_a_weight_at_the_commit(shm: Run, alone: Callable[
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_row_24_the_source_raises(shm: Run, alone: Callable[..., Any], victim: int) -> None:
+def test_bad_set_the_source_raises(shm: Run, alone: Callable[..., Any], victim: int) -> None:
     for number, rank in enumerate(results(shm("source_raises", (2, 1, 1), victim=victim))):
         assert rank["told"][0] == ("KeyError" if number == victim else "SyncAbortedError")
         assert number == victim or (f"rank {victim}" in rank["told"][1] and "KeyError" in rank["told"][1])
@@ -336,10 +336,10 @@ def test_row_24_the_source_raises(shm: Run, alone: Callable[..., Any], victim: i
         assert rank["next"] == alone("bits", model="dense")[1]["digest"]
 
 
-# -------------------------------------------------------------------------------------------------- row 25
+# -------------------------------------------------------------------------------------------------- ranks that call different things
 @pytest.mark.parametrize("how", ["logits", "score", "sync", "prompts", "longer", "more", "params", "timeout"])
 @pytest.mark.parametrize("mesh", some([(2, 1, 1), (1, 2, 1), (2, 2, 4)], [2]), ids=str)
-def test_row_25_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], how: str) -> None:
+def test_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], how: str) -> None:
     for rank in shm("apart", mesh, model="moe", how=how, victim=1, timeout=30.0):
         assert rank["status"] == 0
         assert rank["error"] is not None
@@ -348,7 +348,7 @@ def test_row_25_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int,
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 4)], ids=str)
-def test_row_25_ranks_that_step_with_different_batches(shm: Run, mesh: tuple[int, int, int]) -> None:
+def test_ranks_that_step_with_different_batches(shm: Run, mesh: tuple[int, int, int]) -> None:
     """The engine's own look, behind the digest of requests that the ranks of a program compare: prompts of one length, so that no
     exchange has another size. A rank that sees it ends the mesh for those that it does not step with."""
     errors = [rank["error"] for rank in shm("apart", mesh, model="moe", how="unheard", victim=1, timeout=30.0)]
@@ -356,12 +356,12 @@ def test_row_25_ranks_that_step_with_different_batches(shm: Run, mesh: tuple[int
     assert {name for name, _ in errors} <= {"CollectiveMismatchError", "RankLostError"}, errors
 
 
-def test_row_25_ranks_that_sync_different_versions(shm: Run) -> None:
+def test_ranks_that_sync_different_versions(shm: Run) -> None:
     for rank in shm("apart", (2, 1, 1), how="version", victim=1, timeout=30.0):
         assert rank["error"][0] in ("CollectiveMismatchError", "MeshMismatchError"), rank["error"]
 
 
-def test_row_25_ranks_that_commit_different_versions(shm: Run, alone: Callable[..., Any]) -> None:
+def test_ranks_that_commit_different_versions(shm: Run, alone: Callable[..., Any]) -> None:
     """begin_sync, push, commit on each rank by itself: the vote finds it, and the mesh goes on."""
     for rank in results(shm("bad_weight", (2, 1, 1), model="moe", how="version", victim=1)):
         assert rank["told"][0] == "MeshMismatchError"
@@ -372,12 +372,12 @@ def test_row_25_ranks_that_commit_different_versions(shm: Run, alone: Callable[.
 
 
 @pytest.mark.full
-def test_row_25_over_torch(servers: dict[str, Server]) -> None:
+def test_different_calls_over_torch(servers: dict[str, Server]) -> None:
     for rank in servers["torch"]("apart", (2, 1, 1), how="prompts", victim=1, timeout=30.0):
         assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
 
 
-# -------------------------------------------------------------------------------------------------- rows 26 and 27
+# -------------------------------------------------------------------------------------------------- ranks that are killed or stop
 def check_lost(ranks: list[dict[str, Any]], victim: int, kind: str = "RankLostError", within: float = 10.0) -> float:
     """Seconds from the signal to the last survivor's error."""
     moment = ranks[victim]["moment"]
@@ -423,7 +423,7 @@ PHASES = [("generate", 0), ("generate", 7), ("settle", 0), ("settle", 2), ("sync
 
 @pytest.mark.parametrize("where, calls", PHASES)
 @pytest.mark.parametrize("mesh, victim", [full((2, 1, 1), 1), ((2, 2, 4), 2), full((1, 3, 1), 0)])
-def test_row_26_a_rank_that_is_killed_is_named(
+def test_a_rank_that_is_killed_is_named(
     shm: Run, alone: Callable[..., Any], survivors: Callable[..., None], mesh: tuple[int, int, int], victim: int, where: str, calls: int
 ) -> None:
     job = {"model": "moe", "source": (victim + 1) % 2, "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}}
@@ -439,7 +439,7 @@ N_CALLS = {"prefill": 20, "generate": 300, "settle": 10, "sync": 300, "commit": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("RM_KILLS", "300"))))
-def test_row_26_killed_at_any_moment(
+def test_killed_at_any_moment(
     shm: Run, alone: Callable[..., Any], survivors: Callable[..., None], rng: np.random.Generator, number: int
 ) -> None:
     """RM_KILLS kills, 300 by default, each within 3 ms of the beginning of any call of a phase, so also inside collectives: nobody
@@ -459,7 +459,7 @@ def test_row_26_killed_at_any_moment(
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["generate", "sync"])
-def test_row_26_over_torch(servers: dict[str, Server], pytestconfig: pytest.Config, where: str) -> None:
+def test_killed_over_torch(servers: dict[str, Server], pytestconfig: pytest.Config, where: str) -> None:
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}}
     ranks = servers["torch"]("lost", (2, 1, 2), where=where, calls=5, victim=1, signal=KILL, **job)
     assert ranks[1]["status"] == -KILL
@@ -468,7 +468,7 @@ def test_row_26_over_torch(servers: dict[str, Server], pytestconfig: pytest.Conf
 
 
 @pytest.mark.full
-def test_row_27_over_torch(servers: dict[str, Server]) -> None:
+def test_stopped_over_torch(servers: dict[str, Server]) -> None:
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 3.0}
     ranks = servers["torch"]("lost", (2, 1, 2), where="generate", calls=5, victim=1, signal=STOP, **job)
     assert ranks[0]["result"]["told"][0] == "CollectiveTimeoutError"
@@ -476,7 +476,7 @@ def test_row_27_over_torch(servers: dict[str, Server]) -> None:
 
 
 @pytest.mark.parametrize("where, calls", [("generate", 5), ("sync", 3), ("commit", 0)])
-def test_row_27_a_rank_that_stops_is_fenced_off(shm: Run, where: str, calls: int) -> None:
+def test_a_rank_that_stops_is_fenced_off(shm: Run, where: str, calls: int) -> None:
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 2.0}
     ranks = shm("lost", (2, 2, 4), where=where, calls=calls, victim=3, signal=STOP, **job)
     seconds = check_lost(ranks, 3, "CollectiveTimeoutError")
@@ -487,10 +487,10 @@ def test_row_27_a_rank_that_stops_is_fenced_off(shm: Run, where: str, calls: int
     assert late["version"] == 0
 
 
-# -------------------------------------------------------------------------------------------------- row 28
+# -------------------------------------------------------------------------------------------------- comms
 
 
-def test_row_28_a_comm_is_used_once() -> None:
+def test_a_comm_is_used_once() -> None:
     comm = rm.comm.shm("one", 0, 1)
     comm.connect(rm.Mesh())
     with pytest.raises(rm.StateError, match="another generator"):
@@ -502,7 +502,7 @@ def test_row_28_a_comm_is_used_once() -> None:
 # -------------------------------------------------------------------------------------------------- forks, close, timeouts and Ctrl-C
 @pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (2, 2, 4)), ("torch", (2, 1, 1))])
 @pytest.mark.parametrize("how", ["close", "forget"])
-def test_row_20_a_forked_child_lets_go(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], how: str) -> None:
+def test_a_forked_child_lets_go(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], how: str) -> None:
     for rank in results(servers[transport]("forked", mesh, model="moe", how=how, timeout=20.0)):
         assert rank == {"refused": True, "same": True, "closed": None}
 

@@ -44,7 +44,7 @@ def expected() -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("name", LAST_ROWS)
-def test_row_24_what_one_rank_refuses_no_rank_serves(name: str, expected: tuple[bytes, bytes]) -> None:
+def test_bad_set_what_one_rank_refuses_no_rank_serves(name: str, expected: tuple[bytes, bytes]) -> None:
     """Only the rank that holds the last row reads the NaN in it."""
     bad = halved()
     bad[name] = bad[name].copy()
@@ -152,7 +152,7 @@ def test_requests_in_flight(inflight: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", [None, rm.Mesh(tp=2), rm.Mesh(tp=4, ep=4)], ids=str)
-def test_row_18_what_one_rank_finds_not_finite_ends_the_request_on_all(mesh: rm.Mesh | None) -> None:
+def test_nonfinite_what_one_rank_finds_not_finite_ends_the_request_on_all(mesh: rm.Mesh | None) -> None:
     """The last KV head's K is infinite for one token only; the ranks without that head would have gone on."""
     bad = {name: value.copy() for name, value in WEIGHTS.items()}
     bad["model.layers.0.self_attn.k_proj.weight"][-1] = np.inf

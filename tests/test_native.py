@@ -97,7 +97,7 @@ def sites(printed: str) -> list[tuple[int, int]]:
 
 
 def test_every_allocation_may_fail(native: Build, pytestconfig: pytest.Config) -> None:
-    """Row 34 of FAULTS.md. The driver compares state, bits and held blocks after each failure; here, that it met the sites there
+    """The driver compares state, bits and held blocks after each failure; here, that it met the sites there
     are: some 20 of create, two or three of each sync, one of each of 91 requests."""
     printed = passes([native("alloc_fail")])
     assert len(sites(printed)) == 3

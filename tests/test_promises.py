@@ -1,6 +1,6 @@
-"""The promises of FAULTS.md where one rank can break them. P1 (a failed call changes nothing) and P6 (every token of one whole
-version) are test_sync, test_requests and test_engine; P4's ban on what turns data into code is test_layers. Here: what the
-library may call at all (P2, P5), deadlines (P3), files that would like to be programs (P4) and what close() gives back (P7).
+"""Promises of the library that one rank could break: it neither ends the process nor prints, reaches no network, keeps deadlines, runs no
+code from data, and close() gives everything back. That a failed call changes nothing and that every token is of one whole version is held
+by test_sync, test_requests and test_engine; the ban on what turns data into code by test_layers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def imported_symbols() -> set[str]:
     return {line.split()[-1].partition("@")[0] for line in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize(("promise", "banned"), [("P2 ends or prints", ENDS_OR_PRINTS), ("P5 reaches out", REACHES_OUT)])
-def test_p2_and_p5_the_extension_cannot(promise: str, banned: str) -> None:
+@pytest.mark.parametrize(("promise", "banned"), [("ends or prints", ENDS_OR_PRINTS), ("reaches out", REACHES_OUT)])
+def test_the_extension_cannot(promise: str, banned: str) -> None:
     """What is not among the imported symbols cannot be called. An assertion (test builds only) is the one way to end."""
     names = imported_symbols()
     assert "pthread_create" in names  # nm found the right table
@@ -60,7 +60,7 @@ def listening() -> set[str]:
     return {inode for inode in inodes if f"socket:[{inode}]" in held}
 
 
-def test_p5_nothing_listens() -> None:
+def test_nothing_listens() -> None:
     before = listening()
     with make() as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
@@ -74,7 +74,7 @@ def test_p5_nothing_listens() -> None:
         assert len(listening()) == len(before) + 1
 
 
-def test_p3_generate_ends_at_its_deadline() -> None:
+def test_generate_ends_at_its_deadline() -> None:
     """Far more work than fits in 0.3 s: the error comes within a second of it, and the generator serves on."""
     prompts = [[1, 2, 3]] * 64
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
@@ -88,7 +88,7 @@ def test_p3_generate_ends_at_its_deadline() -> None:
         assert len(gen.generate([[1, 2]], rm.SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 3
 
 
-def test_p3_a_sync_that_waits_ends_at_its_deadline() -> None:
+def test_a_sync_that_waits_ends_at_its_deadline() -> None:
     """inflight="wait" behind requests that take seconds: a DeadlineError, the old version, the requests untouched."""
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
@@ -108,7 +108,7 @@ NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "weights.npy", "weights.npz"])
-def test_p4_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
     """Files that torch.load or numpy.load would have executed are refused unread, whatever they are called."""
     trapped = TRAP
     if name.endswith(".npy"):
@@ -146,7 +146,7 @@ def held() -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("state", ["new", "synced", "syncing", "running", "asleep", "paused", "failed"])
-def test_p7_close_gives_everything_back(state: str) -> None:
+def test_close_gives_everything_back(state: str) -> None:
     """Memory, file descriptors and threads, from every state that a generator can be closed in."""
     weights = numpy_state_dict(tiny_config())
     with make() as warm:  # what the process itself allocates once

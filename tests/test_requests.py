@@ -1,6 +1,5 @@
-"""Bad requests and misuse, by the rows of FAULTS.md: 11 (state of a sync), 16 and 17 (requests), 19 (never fits), 20 (threads,
-re-entry, fork, exit), 21 (user code that fails). The oracle of "nothing observable changed" is a bitwise equal generation
-before and after.
+"""Bad requests and misuse: prompts and parameters, threads, re-entry, fork, exit, objects of the caller. The oracle of "nothing
+observable changed" is a bitwise equal generation before and after.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def fingerprint(generator: rm.Generator) -> tuple[Any, ...]:
     return generator.version, output.token_ids.tobytes(), output.logprobs.tobytes(), output.versions.tobytes()
 
 
-# -------------------------------------------------------------------------------------------------- rows 16 and 17
+# -------------------------------------------------------------------------------------------------- bad prompts and parameters
 BAD_PROMPTS = {
     "negative id": [1, -1],
     "id = vocab": [1, VOCAB],
@@ -68,7 +67,7 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize("prompt", BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
-def test_row_16_a_bad_prompt_is_refused_alone(gen: rm.Generator, prompt: Any) -> None:
+def test_a_bad_prompt_is_refused_alone(gen: rm.Generator, prompt: Any) -> None:
     before = fingerprint(gen)
     outputs = gen.generate([PROMPT, prompt, PROMPT], PARAMS, use_tqdm=False, on_error="return")
     assert isinstance(outputs[1].error, rm.RequestError)
@@ -86,7 +85,7 @@ def test_row_16_a_bad_prompt_is_refused_alone(gen: rm.Generator, prompt: Any) ->
 
 
 @pytest.mark.parametrize("prompt", BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
-def test_row_16_submit_takes_all_or_nothing(gen: rm.Generator, prompt: Any) -> None:
+def test_submit_takes_all_or_nothing(gen: rm.Generator, prompt: Any) -> None:
     before = fingerprint(gen)
     with pytest.raises(rm.RequestError):
         gen.submit([PROMPT, prompt], PARAMS)
@@ -95,7 +94,7 @@ def test_row_16_submit_takes_all_or_nothing(gen: rm.Generator, prompt: Any) -> N
     assert fingerprint(gen) == before
 
 
-def test_row_16_score_refuses_bad_ids(gen: rm.Generator) -> None:
+def test_score_refuses_bad_ids(gen: rm.Generator) -> None:
     before = fingerprint(gen)
     for bad in ([1, -1], [1, VOCAB], [], [1] * 129):
         with pytest.raises(rm.RequestError):
@@ -105,7 +104,7 @@ def test_row_16_score_refuses_bad_ids(gen: rm.Generator) -> None:
     assert fingerprint(gen) == before
 
 
-def test_row_16_stop_ids_out_of_the_vocabulary(gen: rm.Generator) -> None:
+def test_stop_ids_out_of_the_vocabulary(gen: rm.Generator) -> None:
     output = gen.generate(PROMPT, rm.SamplingParams(stop_token_ids=[VOCAB]), use_tqdm=False, on_error="return")[0]
     assert isinstance(output.error, rm.RequestError)
     assert str(VOCAB) in str(output.error)
@@ -149,7 +148,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", BAD_PARAMS, ids=lambda fields: str(fields)[:40])
-def test_rows_16_and_17_sampling_params(fields: dict[str, Any]) -> None:
+def test_sampling_params(fields: dict[str, Any]) -> None:
     with pytest.raises(rm.RequestError) as caught:
         rm.SamplingParams(**fields)
     name, value = next(iter(fields.items()))
@@ -157,14 +156,14 @@ def test_rows_16_and_17_sampling_params(fields: dict[str, Any]) -> None:
     assert str(value).strip("[]") in str(caught.value)  # the value seen
 
 
-def test_row_17_the_limits_themselves_are_fine(gen: rm.Generator) -> None:
+def test_the_limits_themselves_are_fine(gen: rm.Generator) -> None:
     limits = [{"temperature": 0.0}, {"top_p": 1e-3}, {"top_p": 1.0}, {"top_k": -1}, {"top_k": 1}, {"top_k": 2**31 - 1}, {"min_p": 1.0}]
     for fields in (*limits, {"seed": 0}, {"seed": 2**64 - 1}):
         output = gen.generate(PROMPT, rm.SamplingParams(max_tokens=2, n=2, **fields), use_tqdm=False)[0]
         assert [len(sample.token_ids) for sample in output.outputs] == [2, 2]
 
 
-def test_row_17_more_logprobs_than_the_vocabulary_has(gen: rm.Generator) -> None:
+def test_more_logprobs_than_the_vocabulary_has(gen: rm.Generator) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         with pytest.raises(rm.RequestError, match=name):
             gen.generate(PROMPT, rm.SamplingParams(**{name: VOCAB + 1}), use_tqdm=False)
@@ -178,7 +177,7 @@ def test_stop_strings_need_a_tokenizer(gen: rm.Generator) -> None:
         gen.generate(PROMPT, rm.SamplingParams(stop="a"), use_tqdm=False)
 
 
-def test_row_19_a_request_that_can_never_fit(gen: rm.Generator) -> None:
+def test_exhaustion_a_request_that_can_never_fit(gen: rm.Generator) -> None:
     with make(kv_cache_gib=40 / 2**20, max_model_len=4096) as small:
         small.sync_weights(STATE)
         outputs = small.generate([[1] * 4000, PROMPT], PARAMS, use_tqdm=False, on_error="return")
@@ -186,11 +185,8 @@ def test_row_19_a_request_that_can_never_fit(gen: rm.Generator) -> None:
         assert outputs[1].outputs[0].logprobs.tobytes() == fingerprint(gen)[2]
 
 
-# -------------------------------------------------------------------------------------------------- row 11
-
-
-# -------------------------------------------------------------------------------------------------- row 20
-def test_row_20_many_threads_generate_and_sync(gen: rm.Generator) -> None:
+# -------------------------------------------------------------------------------------------------- threads, re-entry, fork, exit
+def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
     """Tokens of two versions may mix within a request (inflight keep), but each token's number is its version's."""
     gen.sync_weights(STATE, version=10)
     problems: list[BaseException] = []
@@ -228,7 +224,7 @@ def test_row_20_many_threads_generate_and_sync(gen: rm.Generator) -> None:
                 assert scores[mine].tobytes() == sample.logprobs[mine].tobytes()
 
 
-def test_row_20_turns_come_in_the_order_of_arrival() -> None:
+def test_turns_come_in_the_order_of_arrival() -> None:
     turn, order = _core.Turn(), []
 
     def wait_for_turn(name: int) -> None:
@@ -260,7 +256,7 @@ def test_row_20_turns_come_in_the_order_of_arrival() -> None:
     assert order[-1] == 5
 
 
-def test_row_20_reentry_from_a_weights_iterator(gen: rm.Generator) -> None:
+def test_reentry_from_a_weights_iterator(gen: rm.Generator) -> None:
     before = fingerprint(gen)
 
     def weights() -> Iterator[tuple[str, Any]]:
@@ -286,7 +282,7 @@ class ReentrantTokenizer:
         return "x" * len(ids)
 
 
-def test_row_20_reentry_from_a_tokenizer() -> None:
+def test_reentry_from_a_tokenizer() -> None:
     tokenizer = ReentrantTokenizer()
     with make(tokenizer=tokenizer) as generator:
         tokenizer.generator = generator
@@ -296,7 +292,7 @@ def test_row_20_reentry_from_a_tokenizer() -> None:
         assert generator.metrics()["running"] == generator.metrics()["waiting"] == 0
 
 
-def test_row_20_close_while_another_thread_generates(gen: rm.Generator) -> None:
+def test_close_while_another_thread_generates(gen: rm.Generator) -> None:
     problems: list[BaseException] = []
     started = threading.Event()
 
@@ -317,7 +313,7 @@ def test_row_20_close_while_another_thread_generates(gen: rm.Generator) -> None:
     assert [type(error) for error in problems] == [rm.StateError]
 
 
-def test_row_20_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
+def test_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
     """Below the generator's lock: a mistake there would be an exception and not a race."""
     gen.submit([[1, 2, 3]] * 32, rm.SamplingParams(max_tokens=100))
     engine = gen._engine
@@ -348,7 +344,7 @@ def test_row_20_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> 
 
 
 @pytest.mark.parametrize("call", ["generate", "submit", "score", "sync_weights"])
-def test_rows_12_and_20_an_interrupt_leaves_nothing_behind(gen: rm.Generator, call: str) -> None:
+def test_an_interrupt_leaves_nothing_behind(gen: rm.Generator, call: str) -> None:
     """Ctrl-C at twelve moments of a call: between two requests of an add, in a step, between two tensors of a sync."""
     before = fingerprint(gen)
     many = [[1, 2, 3]] * 300
@@ -404,7 +400,7 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_row_20_fork() -> None:
+def test_fork() -> None:
     """The child may not use it, may make its own, and leaves the parent's alone."""
     done = run_script("""
         before = gen.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].logprobs
@@ -432,7 +428,7 @@ def test_row_20_fork() -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "cycle", "daemon", "requests", "sync"])
-def test_row_20_interpreter_exit_with_a_live_engine(how: str) -> None:
+def test_interpreter_exit_with_a_live_engine(how: str) -> None:
     body = {
         "plain": "",
         "cycle": "gen.self = gen",
@@ -450,10 +446,10 @@ def test_row_20_interpreter_exit_with_a_live_engine(how: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# -------------------------------------------------------------------------------------------------- row 21
+# -------------------------------------------------------------------------------------------------- objects of the caller
 
 
-def test_row_21_references_are_balanced(gen: rm.Generator) -> None:
+def test_references_are_balanced(gen: rm.Generator) -> None:
     name = "model.norm.weight"
     state = {key: value.copy() for key, value in OTHER_STATE.items()}
     counts = {key: sys.getrefcount(value) for key, value in state.items()}
@@ -465,7 +461,7 @@ def test_row_21_references_are_balanced(gen: rm.Generator) -> None:
     assert {key: sys.getrefcount(value) for key, value in state.items()} == counts
 
 
-def test_row_21_weights_may_go_away_after_the_push(gen: rm.Generator) -> None:
+def test_weights_may_go_away_after_the_push(gen: rm.Generator) -> None:
     """The engine keeps copies: what the trainer does to its tensors later does not matter."""
     state = {name: value.copy() for name, value in STATE.items()}
     gen.sync_weights(state)

@@ -1,4 +1,4 @@
-"""ModelSpec.from_hf: what configs of transformers 4 and 5 mean, and FAULTS row 15, absurd configs.
+"""ModelSpec.from_hf: what configs of transformers 4 and 5 mean, and absurd configs.
 
 Oracles: transformers' own config classes and rotary embeddings (inv_freq bit for bit), and the rule that an error names.
 """
@@ -100,7 +100,7 @@ def test_which_layers_are_sparse_and_which_slide() -> None:
     assert spec(dense, use_sliding_window=True, sliding_window=9, layer_types=types).sliding_windows == (9, 0, 9, 0)
 
 
-# ------------------------------------------------------------------------------------------------ row 15
+# ------------------------------------------------------------------------------------------------ absurd configs
 ABSURD: list[tuple[dict[str, Any], str]] = [
     *[
         ({key: value}, key)
@@ -184,13 +184,13 @@ ABSURD_MOE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), ABSURD, ids=lambda value: str(value))
-def test_row_15_absurd_config(changes: dict[str, Any], words: str) -> None:
+def test_absurd_config(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(rm.ConfigError, match=words):
         spec(DENSE, **changes)
 
 
 @pytest.mark.parametrize(("changes", "words"), ABSURD_MOE, ids=lambda value: str(value))
-def test_row_15_absurd_moe_config(changes: dict[str, Any], words: str) -> None:
+def test_absurd_moe_config(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(rm.ConfigError, match=words):
         spec(MOE, **changes)
 
@@ -234,14 +234,14 @@ BEYOND_ANY_INTEGER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("base", "changes", "words"), BEYOND_ANY_INTEGER, ids=[f"{i}-{next(iter(c[1]))}" for i, c in enumerate(BEYOND_ANY_INTEGER)]
 )
-def test_row_15_what_no_machine_integer_or_double_holds(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+def test_what_no_machine_integer_or_double_holds(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     """Refused by from_hf itself, with key, value and bound, before anything of that size is made."""
     with pytest.raises(rm.ConfigError, match=words):
         spec(base, **changes)
 
 
 @pytest.mark.parametrize(("base", "changes", "words"), LARGE, ids=lambda value: str(value)[:60])
-def test_row_15_sizes_beyond_any_model(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+def test_sizes_beyond_any_model(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     """The engine refuses them by rule, before it allocates anything; where no rule is broken, because nothing fits."""
     with pytest.raises((rm.ConfigError, rm.CapacityError, MemoryError), match=words):
         rm.Generator(spec(base, **changes), max_model_len=32, kv_cache_gib=0.002, threads=1).sync_weights({})
@@ -269,14 +269,14 @@ NO_JSON: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), NO_JSON, ids=[str(next(iter(c[0])))[:20] for c in NO_JSON])
-def test_row_15_what_no_file_holds(changes: dict[Any, Any], words: str) -> None:
+def test_what_no_file_holds(changes: dict[Any, Any], words: str) -> None:
     """Values of Python's alone, and more of them than a message should list: refused as any other, on less than a page."""
     with pytest.raises(rm.ConfigError, match=words) as refused:
         rm.ModelSpec.from_hf({**DENSE, **changes})
     assert len(str(refused.value).encode()) < 8192
 
 
-def test_row_15_what_is_no_config(tmp_path: Path) -> None:
+def test_what_is_no_config(tmp_path: Path) -> None:
     for bad in (None, 3, [1], object()):
         with pytest.raises(rm.ConfigError):
             rm.ModelSpec.from_hf(bad)

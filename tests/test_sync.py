@@ -1,4 +1,4 @@
-"""Weight sync against bad input: FAULTS rows 1 to 13 and 21, each test named by its row. "old" means what `unchanged` checks:
+"""Weight sync against bad input: names, tensors, limits, order of calls, failures, room. What `unchanged` checks:
 after the fault the same version serves, its digest is the same and its logits have the same bits.
 
 Input: tiny random models. Oracle of what was copied: the digest and the logits of the same values sent as plain contiguous
@@ -89,8 +89,8 @@ def digest_of(config: dict[str, Any], state: State, **options: Any) -> str:
         return str(generator.sync_weights(state, **options).digest)
 
 
-# ------------------------------------------------------------------------------------------------ rows 1 to 3: names
-def test_row_1_missing_keys(served: dict[str, rm.Generator]) -> None:
+# ------------------------------------------------------------------------------------------------ names
+def test_missing_keys(served: dict[str, rm.Generator]) -> None:
     state = new_state(MOE)
     gone = [NORM, "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.2.mlp.gate.weight", "lm_head.weight"]
     refused(served["moe"], {k: v for k, v in state.items() if k not in gone}, rm.MissingKeyError, *gone)
@@ -124,12 +124,12 @@ UNEXPECTED = [
 
 
 @pytest.mark.parametrize("name", UNEXPECTED)
-def test_row_2_unexpected_key(served: dict[str, rm.Generator], name: str) -> None:
+def test_unexpected_key(served: dict[str, rm.Generator], name: str) -> None:
     state = new_state(MOE)
     refused(served["moe"], {**state, name: state[NORM]}, rm.UnexpectedKeyError, name)
 
 
-def test_row_2_not_strict_skips_them_and_keeps_what_is_missing() -> None:
+def test_not_strict_skips_them_and_keeps_what_is_missing() -> None:
     state = new_state(DENSE)
     with make(DENSE, OLD["dense"]) as generator, make(DENSE, {**OLD["dense"], Q: state[Q]}) as mixed:
         report = generator.sync_weights({Q: state[Q], "novel": state[Q]}, strict=False)
@@ -140,7 +140,7 @@ def test_row_2_not_strict_skips_them_and_keeps_what_is_missing() -> None:
         fresh.sync_weights({Q: state[Q]}, strict=False)  # nothing to keep yet
 
 
-def test_row_2_not_strict_never_serves_half_a_parameter() -> None:
+def test_not_strict_never_serves_half_a_parameter() -> None:
     """A fused tensor whose second part is bad has its first part written; the parameter must not keep that as its value."""
     state, prefix = new_state(MOE), "model.layers.0.mlp.experts"
     packed = np.stack([np.concatenate([state[f"{prefix}.{e}.gate_proj.weight"], state[f"{prefix}.{e}.up_proj.weight"]]) for e in range(8)])
@@ -153,7 +153,7 @@ def test_row_2_not_strict_never_serves_half_a_parameter() -> None:
             sync.commit()
 
 
-def test_row_3_duplicates_and_two_spellings(served: dict[str, rm.Generator]) -> None:
+def test_duplicates_and_two_spellings(served: dict[str, rm.Generator]) -> None:
     state = new_state(MOE)
     titan = "layers.0.attention.wq.weight"
     refused(served["moe"], {**state, titan: state[Q]}, rm.DuplicateKeyError, Q, titan)
@@ -165,7 +165,7 @@ def test_row_3_duplicates_and_two_spellings(served: dict[str, rm.Generator]) -> 
 
 
 @pytest.mark.parametrize("head_first", [False, True])
-def test_row_3_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None:
+def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None:
     state = new_state(TIED)
     embed = state["model.embed_tokens.weight"]
 
@@ -182,7 +182,7 @@ def test_row_3_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -
     )
 
 
-# ------------------------------------------------------------------------------------------------ rows 4 to 9: tensors
+# ------------------------------------------------------------------------------------------------ tensors
 def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray], str]]:
     """config, name, what is done to the tensor, what the message must say."""
     down, experts = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.experts"
@@ -207,7 +207,7 @@ def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray],
 
 
 @pytest.mark.parametrize(("config", "name", "change", "words"), list(bad_shapes()))
-def test_row_4_shape(served: dict[str, rm.Generator], config: str, name: str, change: Callable[[Any], Any], words: str) -> None:
+def test_shape(served: dict[str, rm.Generator], config: str, name: str, change: Callable[[Any], Any], words: str) -> None:
     state = new_state({"moe": MOE, "tied": TIED}[config])
     bad = change(state.get(name, state[NORM]))
     replaced = (".qkv_proj", ".experts.gate_up_proj", ".experts.down_proj")
@@ -223,7 +223,7 @@ def test_row_4_shape(served: dict[str, rm.Generator], config: str, name: str, ch
 @pytest.mark.parametrize(
     "dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64", "bool", "complex64", "float64", "float16", ">f4", "S4"]
 )
-def test_row_5_numpy_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
+def test_numpy_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
     state = new_state(DENSE)
     refused(served["dense"], {**state, Q: state[Q].astype(dtype)}, rm.DTypeError, Q)
     if dtype not in ("float64", "float16"):
@@ -231,7 +231,7 @@ def test_row_5_numpy_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "complex64", "float64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "int64"])
-def test_row_5_torch_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
+def test_torch_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
     torch = pytest.importorskip("torch")
     state = new_state(DENSE)
     refused(served["dense"], {**state, Q: torch.from_numpy(state[Q]).to(getattr(torch, dtype))}, rm.DTypeError, Q)
@@ -239,7 +239,7 @@ def test_row_5_torch_dtype(served: dict[str, rm.Generator], dtype: str) -> None:
 
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("to", ["bfloat16", "float32"])
-def test_row_5_cast_is_torchs(source: str, to: str) -> None:
+def test_cast_is_torchs(source: str, to: str) -> None:
     """Values over the whole range: denormals of both types, ties, overflow to infinity, both zeros."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(5)
@@ -261,7 +261,7 @@ def test_row_5_cast_is_torchs(source: str, to: str) -> None:
         assert generator.sync_weights({**want, Q: flipped}, **options).digest != digest
 
 
-def test_row_5_router_bias_is_float32_in_any_model() -> None:
+def test_router_bias_is_float32_in_any_model() -> None:
     config = tiny_config(True)
     bias = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(-1, 1, 8, dtype=np.float32) for i in range(2)}
     state = numpy_state_dict(config, dtype="bfloat16")
@@ -302,7 +302,7 @@ def views(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     yield "of bytes", np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape)
 
 
-def test_row_6_strides_are_followed() -> None:
+def test_strides_are_followed() -> None:
     state = new_state(DENSE)
     want = digest_of(DENSE, state)
     embed = "model.embed_tokens.weight"  # stored plainly; Q is stored packed
@@ -319,7 +319,7 @@ def test_row_6_strides_are_followed() -> None:
             assert generator.sync_weights({**state, Q: view}).digest == digest_of(DENSE, {**state, Q: view.copy()})
 
 
-def test_row_6_torch_strides_are_followed() -> None:
+def test_torch_strides_are_followed() -> None:
     torch = pytest.importorskip("torch")
     state = {name: torch.from_numpy(x).bfloat16() for name, x in new_state(DENSE).items()}
     want = digest_of(DENSE, state, cast=True)
@@ -337,7 +337,7 @@ def test_row_6_torch_strides_are_followed() -> None:
             assert generator.sync_weights({**state, Q: view}, cast=True).digest == want
 
 
-def test_row_6_strides_outside_the_buffer(served: dict[str, rm.Generator]) -> None:
+def test_strides_outside_the_buffer(served: dict[str, rm.Generator]) -> None:
     """Refused before a byte is read: some of these addresses are not mapped at all."""
     state = new_state(DENSE)
     x = state[Q]
@@ -390,14 +390,14 @@ OVERFLOWS: list[tuple[dict[str, Any], type[rm.Error]]] = [
 
 
 @pytest.mark.parametrize(("lie", "error"), OVERFLOWS, ids=lambda value: str(value))
-def test_row_7_and_21_dlpack_that_lies(served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]) -> None:
+def test_dlpack_that_lies(served: dict[str, rm.Generator], lie: dict[str, Any], error: type[rm.Error]) -> None:
     state = new_state(DENSE)
     refused(served["dense"], {**state, Q: Producer(state[Q], **lie)}, error)
     gc.collect()
     assert dlpack.alive == 0
 
 
-def test_row_21_honest_dlpack_of_both_kinds() -> None:
+def test_honest_dlpack_of_both_kinds() -> None:
     state = new_state(DENSE)
     want = digest_of(DENSE, state)
     x = state[Q]
@@ -421,7 +421,7 @@ class Stubborn(Exception):
     pass
 
 
-def test_row_21_exceptions_of_user_code_pass(served: dict[str, rm.Generator]) -> None:
+def test_exceptions_of_user_code_pass(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
 
     class BadDevice:
@@ -451,7 +451,7 @@ def test_row_21_exceptions_of_user_code_pass(served: dict[str, rm.Generator]) ->
         assert sys.getrefcount(bad) == count
 
 
-def test_row_8_no_tensors(served: dict[str, rm.Generator]) -> None:
+def test_no_tensors(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     for bad in (None, 1.0, [[1.0] * 64] * 64, "weights", b"\0" * 16384, memoryview(state[Q]), object(), np.float32):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
@@ -468,7 +468,7 @@ def test_row_8_no_tensors(served: dict[str, rm.Generator]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:The PyTorch API of MaskedTensors")
-def test_row_8_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> None:
+def test_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> None:
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -495,7 +495,7 @@ def test_row_8_torch_tensors_without_plain_memory(served: dict[str, rm.Generator
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_row_9_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) -> None:
+def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) -> None:
     """In every layout of the store, at the first, the last and a middle element; the message names the sender's index."""
     names = ("model.embed_tokens.weight", Q, "model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight", NORM)
     config = {**MOE, "head_dim": 20, "hidden_size": 52}
@@ -517,8 +517,8 @@ def test_row_9_nonfinite(served: dict[str, rm.Generator], value: float, dtype: s
         assert generator.sync_weights({**state, name: bad}, allow_nonfinite=True).version == 6
 
 
-# ------------------------------------------------------------------------------------------------ row 10: limits
-def test_row_10_names(served: dict[str, rm.Generator]) -> None:
+# ------------------------------------------------------------------------------------------------ limits
+def test_names(served: dict[str, rm.Generator]) -> None:
     state = new_state(DENSE)
     for name in ("x" * 1025, "model." * 200_000, Q + "\0", "\0", "model.\ud800", "\udfff" + Q):
         start = time.perf_counter()
@@ -529,7 +529,7 @@ def test_row_10_names(served: dict[str, rm.Generator]) -> None:
     refused(served["dense"], {**state, "_orig_mod." * 93: state[Q]}, rm.UnexpectedKeyError)
 
 
-def test_row_10_a_million_keys(served: dict[str, rm.Generator]) -> None:
+def test_a_million_keys(served: dict[str, rm.Generator]) -> None:
     x = np.zeros(1, np.float32)
     with unchanged(served["dense"]), pytest.raises(rm.LimitError):
         served["dense"].sync_weights({f"k{i}": x for i in range(1_000_001)})
@@ -543,8 +543,8 @@ def test_row_10_a_million_keys(served: dict[str, rm.Generator]) -> None:
         sync.abort()
 
 
-# ------------------------------------------------------------------------------------------------ rows 11 to 13: order, failure, room
-def test_row_11_versions(served: dict[str, rm.Generator]) -> None:
+# ------------------------------------------------------------------------------------------------ order, failure, room
+def test_versions(served: dict[str, rm.Generator]) -> None:
     generator, state = served["dense"], new_state(DENSE)
     for version in (5, 4, 0):
         with unchanged(generator), pytest.raises(rm.VersionError, match=f"version {version} does not exceed 5"):
@@ -562,7 +562,7 @@ def test_row_11_versions(served: dict[str, rm.Generator]) -> None:
             fresh.sync_weights(state)
 
 
-def test_row_11_order_of_calls(served: dict[str, rm.Generator]) -> None:
+def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
     generator, state = served["dense"], new_state(DENSE)
     engine = generator._engine
     with unchanged(generator):
@@ -597,7 +597,7 @@ def test_row_11_order_of_calls(served: dict[str, rm.Generator]) -> None:
 
 
 @pytest.mark.parametrize("error", [Stubborn, KeyboardInterrupt, MemoryError])
-def test_row_12_exception_at_any_entry(served: dict[str, rm.Generator], error: type[BaseException]) -> None:
+def test_exception_at_any_entry(served: dict[str, rm.Generator], error: type[BaseException]) -> None:
     generator, items = served["moe"], list(new_state(MOE).items())
     for stop in (0, 1, len(items) // 2, len(items) - 1, len(items)):
 
@@ -617,7 +617,7 @@ def push_all(generator: rm.Generator, entries: Iterator[tuple[str, Any]]) -> Non
             sync.push(name, tensor)
 
 
-def test_row_13_memory_is_given_back() -> None:
+def test_memory_is_given_back() -> None:
     gc.collect()
     before = _core.memory_mapped()
     generator = make(DENSE, OLD["dense"])
@@ -635,7 +635,7 @@ def test_row_13_memory_is_given_back() -> None:
     assert _core.memory_mapped() == before
 
 
-def test_row_13_in_place() -> None:
+def test_in_place() -> None:
     """A failure before anything is written leaves the old version; one half way leaves none, and the next sync brings one."""
     state = new_state(DENSE)
     with make(DENSE, OLD["dense"]) as generator, make(DENSE, state) as other:
@@ -679,7 +679,7 @@ print("in place")
 """
 
 
-def test_row_13_the_second_copy_does_not_fit() -> None:
+def test_the_second_copy_does_not_fit() -> None:
     run = subprocess.run(
         [sys.executable, "-c", NO_ROOM, str(Path(__file__).parent)],
         capture_output=True,

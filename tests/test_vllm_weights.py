@@ -1,5 +1,4 @@
-"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is test_vllm_updates.py). Row 30 of FAULTS.md,
-and 11, 12 and 28 where they meet vLLM.
+"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is test_vllm_updates.py).
 
 Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Oracle: the logits of a Generator that was given the same
 weights. Bound: 0 differing bits. Each refusal ends with the old bits, and with a good set that is taken.

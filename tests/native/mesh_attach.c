@@ -1,4 +1,4 @@
-// mesh_attach.c: processes that come to a region by name. Rows 27 and 28 of FAULTS.md: whose file it is, what it says, who does not
+// mesh_attach.c: processes that come to a region by name: whose file it is, what it says, who does not
 // come, what a dead run has left, a rank that is stopped and goes on, a rank that goes home.
 //
 // Each scene forks ranks that attach, exchange a few times and say how they ended; wanted are a code and words in the sentence of each

@@ -1,4 +1,4 @@
-// mesh_kill.c: processes that exchange over shared memory, one of which is killed. Row 26 of FAULTS.md.
+// mesh_kill.c: processes that exchange over shared memory, one of which is killed.
 //
 // Each case forks 2 … 6 ranks, which attach to a region and call what common/talk.h says, in a group of all and in smaller ones, for
 // ever. One rank is killed at a random moment, in a third of the cases while they attach. Every other rank must then fail: RankLostError
