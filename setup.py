@@ -136,9 +136,9 @@ def shared_flags() -> list[str]:
 
 
 def is_fresh(path: Path, command: list[str]) -> bool:
-    """True when the object was made by this very command from files that have not changed since."""
+    """True when the object was made by this very command, wherever it was put, from files that have not changed since."""
     record, depends = path.with_suffix(".cmd"), path.with_suffix(".d")
-    if not (path.exists() and record.exists() and depends.exists() and record.read_text() == shlex.join(command)):
+    if not (path.exists() and record.exists() and depends.exists() and record.read_text() == shlex.join(command[:-1])):
         return False
     inputs = depends.read_text().replace("\\\n", " ").partition(":")[2].split()
     made = path.stat().st_mtime_ns
@@ -154,7 +154,7 @@ def run(path: Path, command: list[str]) -> str | None:
     if done.stdout:
         print(done.stdout, file=sys.stderr)
     if path.suffix == ".o":
-        path.with_suffix(".cmd").write_text(shlex.join(command))
+        path.with_suffix(".cmd").write_text(shlex.join(command[:-1]))
     return None
 
 
@@ -167,14 +167,15 @@ def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[s
 def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
     """Compiles what is not fresh, several at once, and returns the objects' paths."""
     flags = [*COMMON, *WARNINGS, *INCLUDE, *shared_flags()]
-    flags.append("-UNDEBUG" if os.environ.get("ROLLMESH_ASSERT") == "1" else "-DNDEBUG")
+    assertions = "-UNDEBUG" if os.environ.get("ROLLMESH_ASSERT") == "1" else "-DNDEBUG"
     if os.environ.get("ROLLMESH_WERROR") == "1":
         flags.append("-Werror")
     flags_end = shlex.split(os.environ.get("CFLAGS", ""))
 
     def compile_one(unit: Unit) -> str | None:
         path = temp / unit.object
-        command = [*compiler(), *flags, *unit.flags, *flags_end, "-MMD", "-c", str(unit.source), "-o", str(path)]
+        own = unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)  # kernels have none
+        command = [*compiler(), *flags, *own, *flags_end, "-MMD", "-c", str(unit.source), "-o", str(path)]
         return None if is_fresh(path, command) and not force else run(path, command)
 
     if failed := at_once(compile_one, todo):
@@ -207,7 +208,7 @@ def build_cuda(target: Path, temp: Path) -> None:
         if done.returncode:
             return f"{shlex.join(command)}\n{done.stdout}"
         path.with_suffix(".ptxas").write_text(done.stdout)
-        path.with_suffix(".cmd").write_text(shlex.join(command))
+        path.with_suffix(".cmd").write_text(shlex.join(command[:-1]))
         return None
 
     sources = files("kernels/cuda", "*.cu")

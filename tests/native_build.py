@@ -15,6 +15,7 @@ import fcntl
 import functools
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,11 +49,17 @@ def once(target: Path, make: Callable[[], None]) -> Path:
 
 @functools.cache
 def core(into: Path, sanitize: str, emulate: bool) -> Path:
-    """librollmesh.a, in the folder under `into` of its sanitizer and of emulation. Objects that are fresh are kept, so `into` may be
-    used again; within one process nothing is looked at twice."""
+    """librollmesh.a, in the folder under `into` of its sanitizer and of emulation. Fresh objects are kept: those of an earlier call, and
+    the kernels' that installing from this tree left in build/."""
     at = into / "-".join(word for word in (sanitize.replace(",", "-") or "plain", "emulated" if emulate else "") if word)
     environment = os.environ | {"ROLLMESH_SANITIZE": sanitize, "ROLLMESH_ASSERT": "1", "ROLLMESH_EMULATE": "1" if emulate else ""}
-    return once(at / "librollmesh.a", lambda: run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment))
+
+    def make() -> None:
+        for made in ROOT.glob("build/temp.*/kernels") if at.name == "plain" and not (at / "kernels").exists() else ():
+            shutil.copytree(made, at / "kernels", dirs_exist_ok=True)
+        run([sys.executable, "setup.py", "-q", "archive", "--to", str(at)], environment)
+
+    return once(at / "librollmesh.a", make)
 
 
 @functools.cache

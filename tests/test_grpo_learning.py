@@ -1,6 +1,7 @@
 """It learns, from random weights, on prompts that were never trained on; and from shuffled rewards it does not.
 
-A short run is part of the quick tests, its control of the whole set. The long runs take about ten minutes on two cores:
+The quick tests have a run on pairs of eight letters; the whole set has the main configuration cut short, and its control. The long runs
+take about ten minutes on two cores:
 
     pytest -m slow tests/test_grpo_learning.py
 
@@ -10,15 +11,17 @@ Chance is at most 0.1 here (the first line of each run is asserted), and the bes
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from marks import SUMMARY
+from marks import SUMMARY, full
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -43,9 +46,22 @@ def heldout(lines: list[dict[str, Any]]) -> list[float]:
 SHORT = ["--set", "train.steps=80", "--set", "eval.every=80"]
 
 
-def test_it_learns_from_rewards(tmp_path: Path) -> None:
-    """The main configuration cut short."""
-    lines = train("qwen3_moe_debug", tmp_path, *SHORT)[0]
+def pairs(folder: Path) -> list[str]:
+    """Options for prompts of two letters of eight; every fifth pair is held out. The best constant completion is worth 1/8."""
+    files: dict[str, list[str]] = {"train": [], "heldout": []}
+    for i, (a, b) in enumerate(itertools.product("abcdefgh", repeat=2)):
+        files["heldout" if i % 5 == 2 else "train"].append(json.dumps({"prompt": f"{a}{b}=", "answer": (a + b).upper()}) + "\n")
+    options = []
+    for name, lines in files.items():
+        (folder / name).write_text("".join(lines))
+        options += ["--set", f"data.{name}={json.dumps([str(folder / name)])}"]
+    values = ("train.steps=60", "eval.every=60", "rollout.prompts=16", "rollout.max_tokens=4")
+    return options + [word for value in values for word in ("--set", value)]
+
+
+@pytest.mark.parametrize("options", [pairs, full(lambda folder: SHORT)], ids=["pairs", "main"])
+def test_it_learns_from_rewards(options: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    lines = train("qwen3_moe_debug", tmp_path / "run", *options(tmp_path))[0]
     learned = heldout(lines)
     assert learned[0] <= 0.1
     assert learned[-1] >= 0.5
