@@ -147,11 +147,11 @@ def test_pairs_and_what_goes_with_them() -> None:
     core, flags, stats = ops.kernels("ref"), np.zeros(1, np.uint8), np.ones((1, 2), f32)
     for wrong in (pairs, np.ones((1, 2, 2), f32), np.ones((0, 1, 2), f32)):
         with pytest.raises(errors.ShapeError, match="pairs"):
-            core.lm_head(None, stats, None, None, flags, words(1, 32), words(512), 16, wrong)
+            core.lm_head(None, stats, None, None, flags, words(1, 32), words(512), 16, wrong, None)
     with pytest.raises(errors.ShapeError, match="vocab"):
-        core.lm_head(None, stats, None, None, flags, words(1, 32), words(0), 0)
+        core.lm_head(None, stats, None, None, flags, words(1, 32), words(0), 0, None, None)
     with pytest.raises(errors.Error, match="stats"):
-        core.lm_head(None, None, None, None, flags, words(1, 32), words(512), 16)
+        core.lm_head(None, None, None, None, flags, words(1, 32), words(512), 16, None, None)
     with pytest.raises(errors.Error, match="targets"):
         core.lm_head(None, stats, None, None, flags, words(1, 32), words(512), 16, None, np.ones(1, f32))
     assert ops.lm_head_pairs(words(1, 32), words(0), 0, targets=one).pairs.shape == (0, 1, 2)
@@ -209,17 +209,17 @@ def test_the_core_bounds_sizes_itself() -> None:
                 lambda: core.router(np.zeros((1, 1), i), np.zeros((1, 1), f), z(1, 32), z(0), None, size, True),
                 lambda: core.permute(z(1, 32), np.zeros(1, i), np.zeros((1, 1), i), z(1, 32), np.zeros((1, 1), i), size),
                 lambda: core.combine(z(1, 32), z(1, 32), np.zeros((1, 1), i), np.zeros((1, 1), i), np.zeros((1, 1), f), size),
-                lambda: core.lm_head(None, stats, None, None, flags, z(1, 32), z(0), size),
-                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), one, one, one[None], size, 0, 1.0),
-                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 512), z(1, 1, 512), one, one, one[None], 16, size, 1.0),
+                lambda: core.lm_head(None, stats, None, None, flags, z(1, 32), z(0), size, None, None),
+                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 0), z(1, 1, 0), one, one, one[None], size, 0, 1.0, 0, 0),
+                lambda: core.attention(z(1, 1, 32), z(1, 1, 32), z(1, 1, 512), z(1, 1, 512), one, one, one[None], 16, size, 1.0, 0, 0),
                 lambda: core.qk_rope_kv(
                     z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 0), z(1, 1, 0), flags, 1, size, 1e-6
                 ),
                 lambda: core.qk_rope_kv(
                     z(1, 1, 32), z(1, 96), z(32), z(32), *angles, one, np.array([0]), z(1, 1, 512), z(1, 1, 512), flags, size, 16, 1e-6
                 ),
-                lambda: core.pack(z(512), z(1, 32), 1, size),
-                lambda: core.pack(z(1024), z(1, 32), 2, size),
+                lambda: core.pack(z(512), z(1, 32), 1, size, 0),
+                lambda: core.pack(z(1024), z(1, 32), 2, size, 0),
             )
             for n, call in enumerate(calls):
                 try:

@@ -92,7 +92,7 @@ def test_pack(isa: str | None, layout: int, stored: str, dtype: str, rng: np.ran
         want, out = before.copy(), before.copy()
         want[places(layout, bf16, rows, cols, row0)] = want_bits
         target = out if bf16 else out.view(np.float32)
-        got = ops.kernels(isa, 1 + trial % 2).pack(target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0)
+        got = ops.kernels(isa, 1 + trial % 2).pack(target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0, 0)
         where = f"{rows=} {cols=} {row0=} {total=}"
         same = want == out
         if not bf16:
@@ -123,7 +123,7 @@ def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator)
                     out = np.zeros(size + 64, kind)
                     start = -out.ctypes.data // out.itemsize % (64 // out.itemsize) + shift
                     target = out[start : start + size]
-                    told = ops.kernels(isa, 2).pack(target.reshape(-1, cols) if layout == PLAIN else target, source, layout, row0)
+                    told = ops.kernels(isa, 2).pack(target.reshape(-1, cols) if layout == PLAIN else target, source, layout, row0, 0)
                     found.append((told, target.tobytes()))
                 assert found[0] == found[1], (rows, cols, at, row0, shift)
 
@@ -135,7 +135,7 @@ def test_the_digest_does_not_depend_on_threads_or_layout(rng: np.random.Generato
         for threads in (1, 2, 3):
             for row0 in (0, 5):
                 out = np.zeros(2 * 416 * 704, np.uint16)
-                seen.add(ops.kernels(threads=threads).pack(out[: 405 * 700].reshape(405, 700) if layout == PLAIN else out, x, layout, row0))
+                seen.add(ops.kernels(threads=threads).pack(out[: 405 * 700].reshape(405, 700) if layout == PLAIN else out, x, layout, row0, 0))
     assert seen == {(digest(to_bf16(x)), -1)}
 
 

@@ -1,6 +1,8 @@
 // attention.c: q, k and v of rows, and attention over pages. See ops.h.
 #include "ops.h"
 
+#include <float.h>
+
 typedef struct cache_shape {
   int64_t n_pages, n_kv_heads, k_elems, v_elems;
 } cache_shape;
@@ -9,47 +11,42 @@ static void check_heads(rm_op_call *c, int64_t n_heads, int64_t n_kv_heads, int6
   rm_op_at_least(c, "num_kv_heads", n_kv_heads, 1);
   rm_op_multiple_of(c, "page_size", page_size, 16);
   rm_op_multiple_of(c, "head_dim", head_dim, 2);
-  rm_op_size(c, "num_heads", n_heads, 1);
+  rm_op_at_least(c, "num_heads", n_heads, 1);
   rm_op_size(c, "num_heads * head_dim", rm_op_product(c, "q", n_heads, head_dim), 0);
 }
 
 static void check_caches(rm_op_call *c, PyObject *k, PyObject *v, rm_dtype dtype, int64_t page_size, int64_t head_dim, int flags,
                          cache_shape *s, void **k_out, void **v_out) {
-  rm_op_size(c, "page_size", page_size, 1);
   rm_op_size(c, "head_dim", head_dim, 1);
   if (c->failed) return;
   s->k_elems = rm_op_product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
   s->v_elems = rm_op_product(c, "v_cache", page_size, rm_round_up(head_dim, RM_N_TILE));
-  *k_out = rm_op_view(c, k, "k_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, 3, &s->n_pages, &s->n_kv_heads, &s->k_elems);
-  *v_out = rm_op_view(c, v, "v_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, 3, &s->n_pages, &s->n_kv_heads, &s->v_elems);
+  *k_out = VIEW(c, k, "k_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, &s->n_pages, &s->n_kv_heads, &s->k_elems);
+  *v_out = VIEW(c, v, "v_cache", rm_op_numpy_type(dtype), flags | RM_ARRAY_PACKED, &s->n_pages, &s->n_kv_heads, &s->v_elems);
 }
 
 // (q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)
 RM_KERNELS_METHOD(qk_rope_kv) {
-  OBJECTS(11);
-  CALL;
-  long long n_heads, page_size;
-  rm_qk_rope_kv_args a = {.rows = -1, .head_dim = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOLLf:qk_rope_kv", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &o[10],
-                        &n_heads, &page_size, &a.eps))
-    return NULL;
+  CALL(14);
+  const int64_t n_heads = rm_op_size_of(&c, o[11], "num_heads", 1), page_size = rm_op_size_of(&c, o[12], "page_size", 1);
+  rm_qk_rope_kv_args a = {.rows = -1, .head_dim = -1, .eps = rm_op_real(&c, o[13], "eps", 0)};
   a.dtype = rm_op_dtype_of(&c, o[1], "qkv");
   const int type = rm_op_numpy_type(a.dtype);
   cache_shape s = {.n_pages = -1, .n_kv_heads = -1};
   int64_t width = -1, n_positions = -1;
-  a.q_weight = rm_op_view(&c, o[2], "q_weight", type, RM_ARRAY_IN, 1, &a.head_dim, NULL, NULL);
-  a.k_weight = rm_op_view(&c, o[3], "k_weight", type, RM_ARRAY_IN, 1, &a.head_dim, NULL, NULL);
+  a.q_weight = VIEW(&c, o[2], "q_weight", type, RM_ARRAY_IN, &a.head_dim);
+  a.k_weight = VIEW(&c, o[3], "k_weight", type, RM_ARRAY_IN, &a.head_dim);
   if (!c.failed) check_caches(&c, o[8], o[9], a.dtype, page_size, a.head_dim, RM_ARRAY_WRITE, &s, &a.k_cache, &a.v_cache);
   check_heads(&c, n_heads, s.n_kv_heads, a.head_dim, page_size);
   width = c.failed ? 0 : rm_op_product(&c, "qkv", n_heads + 2 * s.n_kv_heads, a.head_dim);
-  a.qkv = rm_op_view(&c, o[1], "qkv", type, RM_ARRAY_IN, 2, &a.rows, &width, NULL);
+  a.qkv = VIEW(&c, o[1], "qkv", type, RM_ARRAY_IN, &a.rows, &width);
   int64_t half = a.head_dim / 2, heads = n_heads;
-  a.q_out = rm_op_view(&c, o[0], "q_out", type, RM_ARRAY_WRITE, 3, &a.rows, &heads, &a.head_dim);
-  a.cos = rm_op_view(&c, o[4], "cos", NPY_FLOAT32, RM_ARRAY_IN, 2, &n_positions, &half, NULL);
-  a.sin = rm_op_view(&c, o[5], "sin", NPY_FLOAT32, RM_ARRAY_IN, 2, &n_positions, &half, NULL);
-  a.positions = rm_op_view(&c, o[6], "positions", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.slots = rm_op_view(&c, o[7], "slots", NPY_INT64, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.row_flags = rm_op_view(&c, o[10], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  a.q_out = VIEW(&c, o[0], "q_out", type, RM_ARRAY_WRITE, &a.rows, &heads, &a.head_dim);
+  a.cos = VIEW(&c, o[4], "cos", NPY_FLOAT32, RM_ARRAY_IN, &n_positions, &half);
+  a.sin = VIEW(&c, o[5], "sin", NPY_FLOAT32, RM_ARRAY_IN, &n_positions, &half);
+  a.positions = VIEW(&c, o[6], "positions", NPY_INT32, RM_ARRAY_IN, &a.rows);
+  a.slots = VIEW(&c, o[7], "slots", NPY_INT64, RM_ARRAY_IN, &a.rows);
+  a.row_flags = VIEW(&c, o[10], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
   rm_op_in_range(&c, "positions", a.positions, a.rows, 0, n_positions);
   const int64_t *slots = rm_op_seen(&c, a.slots);
   for (int64_t r = 0; slots && r < a.rows && !c.failed; r++)
@@ -63,8 +60,6 @@ RM_KERNELS_METHOD(qk_rope_kv) {
 
 // The kv heads are those that the query heads read.
 static void check_group(rm_op_call *c, const rm_attention_args *a) {
-  rm_op_size(c, "group", a->group, 0);
-  rm_op_size(c, "head0", a->head0, 0);
   if (c->failed) return;
   if (!a->group) {
     rm_op_multiple_of(c, "num_heads", a->n_heads, a->n_kv_heads);
@@ -88,38 +83,33 @@ static void check_tables(rm_op_call *c, const rm_attention_args *a, int64_t n_pa
   }
 }
 
-// (out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group = 0, head0 = 0)
+// (out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
 RM_KERNELS_METHOD(attention) {
-  OBJECTS(7);
-  CALL;
-  long long page_size, window, group = 0, head0 = 0;
-  rm_attention_args a = {.rows = -1, .n_heads = -1, .head_dim = -1, .n_seqs = -1, .max_pages = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOLLf|LL:attention", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &page_size, &window, &a.scale,
-                        &group, &head0))
-    return NULL;
+  CALL(12);
+  const int64_t page_size = rm_op_size_of(&c, o[7], "page_size", 1);
+  rm_attention_args a = {.rows = -1, .n_heads = -1, .head_dim = -1, .n_seqs = -1, .max_pages = -1, .page_size = page_size};
+  a.window = rm_op_size_of(&c, o[8], "window", 0);
+  a.scale = rm_op_real(&c, o[9], "scale", -FLT_MAX);
+  a.group = rm_op_size_of(&c, o[10], "group", 0);
+  a.head0 = rm_op_size_of(&c, o[11], "head0", 0);
   a.dtype = rm_op_dtype_of(&c, o[1], "q");
   cache_shape s = {.n_pages = -1, .n_kv_heads = -1};
   void *k = NULL, *v = NULL;
-  a.q = rm_op_view(&c, o[1], "q", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 3, &a.rows, &a.n_heads, &a.head_dim);
-  a.out = rm_op_view(&c, o[0], "out", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE, 3, &a.rows, &a.n_heads, &a.head_dim);
+  a.q = VIEW(&c, o[1], "q", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &a.n_heads, &a.head_dim);
+  a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE, &a.rows, &a.n_heads, &a.head_dim);
   if (!c.failed) check_caches(&c, o[2], o[3], a.dtype, page_size, a.head_dim, RM_ARRAY_IN, &s, &k, &v);
   check_heads(&c, a.n_heads, s.n_kv_heads, a.head_dim, page_size);
   a.n_kv_heads = s.n_kv_heads;
-  a.group = group;
-  a.head0 = head0;
   check_group(&c, &a);
-  rm_op_size(&c, "window", window, 0);
-  a.positions = rm_op_view(&c, o[4], "positions", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.seq_of_row = rm_op_view(&c, o[5], "seq_of_row", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.block_tables = rm_op_view(&c, o[6], "block_tables", NPY_INT32, RM_ARRAY_IN, 2, &a.n_seqs, &a.max_pages, NULL);
+  a.positions = VIEW(&c, o[4], "positions", NPY_INT32, RM_ARRAY_IN, &a.rows);
+  a.seq_of_row = VIEW(&c, o[5], "seq_of_row", NPY_INT32, RM_ARRAY_IN, &a.rows);
+  a.block_tables = VIEW(&c, o[6], "block_tables", NPY_INT32, RM_ARRAY_IN, &a.n_seqs, &a.max_pages);
   const int64_t positions = rm_op_product(&c, "a row of block_tables", a.max_pages, page_size);
   rm_op_size(&c, "block_tables' pages * page_size", positions, 0);
   rm_op_in_range(&c, "positions", a.positions, a.rows, 0, INT32_MAX);
   rm_op_in_range(&c, "seq_of_row", a.seq_of_row, a.rows, 0, a.n_seqs);
   a.k_cache = k;
   a.v_cache = v;
-  a.page_size = page_size;
-  a.window = window;
   check_tables(&c, &a, s.n_pages);
   RUN(attention,
       ((rm_limits){.max_rows = a.rows,

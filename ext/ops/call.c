@@ -1,6 +1,8 @@
 // call.c: see ops.h.
 #include "ops.h"
 
+#include <float.h>
+#include <math.h>
 #include <string.h>
 
 #include "base/checked.h"
@@ -18,6 +20,37 @@ void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
   rm_op_at_least(c, name, seen, least);
   if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at most", RM_OP_MAX_SIZE);
+}
+
+int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high) {
+  int overflow = 0;
+  if (c->failed) return -1;
+  PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+  const long long value = number ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
+  PyErr_Clear();
+  c->failed = !number || overflow || value < low || value > high;
+  if (c->failed)
+    rm_raise_code(c->module, RM_E_SHAPE, "%s: expected an integer in [%lld, %lld], got %R", name, (long long)low, (long long)high,
+                  number && !overflow ? number : (PyObject *)Py_TYPE(object));   // one of many digits is not printed
+  Py_XDECREF(number);
+  return c->failed ? -1 : value;
+}
+
+int64_t rm_op_size_of(rm_op_call *c, PyObject *object, const char *name, int64_t least) {
+  return rm_op_integer(c, object, name, least, RM_OP_MAX_SIZE);
+}
+
+float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
+  if (c->failed) return 0;
+  PyObject *number = PyBool_Check(object) || PyArray_Check(object) || PyUnicode_Check(object) ? NULL : PyNumber_Float(object);
+  const double value = number ? PyFloat_AsDouble(number) : NAN;
+  PyErr_Clear();
+  c->failed = !(value >= (double)low && value <= (double)FLT_MAX);
+  if (c->failed)
+    rm_raise_code(c->module, RM_E_CONFIG, "%s: expected a finite float32%s, got %R", name, low == 0 ? " >= 0" : "",
+                  number ? number : (PyObject *)Py_TYPE(object));
+  Py_XDECREF(number);
+  return c->failed ? 0 : (float)value;
 }
 
 // a · b; 0 after a fault.
@@ -148,9 +181,7 @@ static void *host_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
   return copied(c, data, (size_t)PyArray_NBYTES((PyArrayObject *)object));
 }
 
-void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1,
-                 int64_t *d2) {
-  int64_t *sizes[3] = {d0, d1, d2};
+void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int64_t *const sizes[], int n_dims) {
   rm_array_want want = {.name = name, .type = type, .flags = flags, .n_dims = n_dims};
   for (int i = 0; i < n_dims; i++) {
     rm_op_at_least(c, name, *sizes[i], -1);

@@ -5,36 +5,29 @@ static const int64_t MAX_INDEX = INT64_MAX / 16;  // of an element in a paramete
 
 // (out, ids, table, packed, vocab, hidden)
 RM_KERNELS_METHOD(embed) {
-  OBJECTS(3);
-  CALL;
-  long long vocab, hidden, rows = -1;
-  rm_embed_args a = {0};
-  if (!PyArg_ParseTuple(args, "OOOpLL:embed", &o[0], &o[1], &o[2], &a.packed, &vocab, &hidden)) return NULL;
-  rm_op_size(&c, "vocab", vocab, 0);
-  rm_op_size(&c, "hidden", hidden, 0);
-  int64_t n = rows, v = vocab, k = hidden, elems = rm_op_packed_elems(&c, "table", vocab, hidden);
+  CALL(6);
+  rm_embed_args a = {.rows = -1, .packed = o[3] == Py_True};
+  int64_t vocab = rm_op_size_of(&c, o[4], "vocab", 0);
+  a.hidden = rm_op_size_of(&c, o[5], "hidden", 0);
+  int64_t elems = rm_op_packed_elems(&c, "table", vocab, a.hidden);
   a.dtype = rm_op_dtype_of(&c, o[2], "table");
-  a.ids = rm_op_view(&c, o[1], "ids", NPY_INT32, RM_ARRAY_IN, 1, &n, NULL, NULL);
-  a.table = a.packed ? rm_op_view(&c, o[2], "table", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, 1, &elems, NULL, NULL)
-                     : rm_op_view(&c, o[2], "table", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 2, &v, &k, NULL);
-  a.out = rm_op_view(&c, o[0], "out", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE, 2, &n, &k, NULL);
-  rm_op_in_range(&c, "ids", a.ids, n, 0, vocab);
-  a.rows = n;
-  a.hidden = k;
-  RUN(embed, ((rm_limits){.max_rows = n, .max_k = k}), &a);
+  a.ids = VIEW(&c, o[1], "ids", NPY_INT32, RM_ARRAY_IN, &a.rows);
+  a.table = a.packed ? VIEW(&c, o[2], "table", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, &elems)
+                     : VIEW(&c, o[2], "table", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &vocab, &a.hidden);
+  a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE, &a.rows, &a.hidden);
+  rm_op_in_range(&c, "ids", a.ids, a.rows, 0, vocab);
+  RUN(embed, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden}), &a);
 }
 
 // (out, x, from)
 RM_KERNELS_METHOD(gather_rows) {
-  OBJECTS(3);
-  CALL;
+  CALL(3);
   rm_gather_rows_args a = {.rows = -1};
-  if (!PyArg_ParseTuple(args, "OOO:gather_rows", &o[0], &o[1], &o[2])) return NULL;
   int64_t rows_of_x = -1, width = -1;
   const rm_dtype dtype = rm_op_dtype_of(&c, o[1], "x");
-  a.x = rm_op_view(&c, o[1], "x", rm_op_numpy_type(dtype), RM_ARRAY_IN, 2, &rows_of_x, &width, NULL);
-  a.from = rm_op_view(&c, o[2], "from", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.out = rm_op_view(&c, o[0], "out", rm_op_numpy_type(dtype), RM_ARRAY_WRITE, 2, &a.rows, &width, NULL);
+  a.x = VIEW(&c, o[1], "x", rm_op_numpy_type(dtype), RM_ARRAY_IN, &rows_of_x, &width);
+  a.from = VIEW(&c, o[2], "from", NPY_INT32, RM_ARRAY_IN, &a.rows);
+  a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(dtype), RM_ARRAY_WRITE, &a.rows, &width);
   rm_op_in_range(&c, "from", a.from, a.rows, 0, rows_of_x);
   a.row_bytes = c.failed ? 0 : (size_t)width * rm_dtype_bytes(dtype);
   RUN(gather_rows, ((rm_limits){.max_rows = a.rows}), &a);
@@ -42,16 +35,14 @@ RM_KERNELS_METHOD(gather_rows) {
 
 // (out, residual, x | None, weight, eps)
 RM_KERNELS_METHOD(rms_norm) {
-  OBJECTS(4);
-  CALL;
-  rm_rms_norm_args a = {.rows = -1, .n = -1};
-  if (!PyArg_ParseTuple(args, "OOOOf:rms_norm", &o[0], &o[1], &o[2], &o[3], &a.eps)) return NULL;
+  CALL(5);
+  rm_rms_norm_args a = {.rows = -1, .n = -1, .eps = rm_op_real(&c, o[4], "eps", 0)};
   a.dtype = rm_op_dtype_of(&c, o[1], "residual");
   const int type = rm_op_numpy_type(a.dtype);
-  a.residual = rm_op_view(&c, o[1], "residual", type, o[2] == Py_None ? RM_ARRAY_IN : RM_ARRAY_WRITE, 2, &a.rows, &a.n, NULL);
-  a.x = rm_op_view(&c, o[2], "x", type, RM_ARRAY_OPTIONAL, 2, &a.rows, &a.n, NULL);
-  a.weight = rm_op_view(&c, o[3], "weight", type, RM_ARRAY_IN, 1, &a.n, NULL, NULL);
-  a.out = rm_op_view(&c, o[0], "out", type, RM_ARRAY_WRITE, 2, &a.rows, &a.n, NULL);
+  a.residual = VIEW(&c, o[1], "residual", type, o[2] == Py_None ? RM_ARRAY_IN : RM_ARRAY_WRITE, &a.rows, &a.n);
+  a.x = VIEW(&c, o[2], "x", type, RM_ARRAY_OPTIONAL, &a.rows, &a.n);
+  a.weight = VIEW(&c, o[3], "weight", type, RM_ARRAY_IN, &a.n);
+  a.out = VIEW(&c, o[0], "out", type, RM_ARRAY_WRITE, &a.rows, &a.n);
   rm_op_at_least(&c, "the width of residual", a.n, 1);
   RUN(rms_norm, ((rm_limits){.max_rows = a.rows, .max_k = a.n}), &a);
 }
@@ -70,31 +61,26 @@ static void check_groups(rm_op_call *c, const rm_gemm_args *a) {
 
 // (y, x, w, bias | None, group_rows | None, n, swiglu)
 RM_KERNELS_METHOD(gemm) {
-  OBJECTS(5);
-  CALL;
-  long long n;
-  int swiglu;
-  rm_gemm_args a = {.m = -1, .k = -1, .n_groups = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOLp:gemm", &o[0], &o[1], &o[2], &o[3], &o[4], &n, &swiglu)) return NULL;
-  rm_op_size(&c, "n", n, 0);
-  a.n = n;
+  CALL(7);
+  const int swiglu = o[6] == Py_True;
+  rm_gemm_args a = {.m = -1, .k = -1, .n = rm_op_size_of(&c, o[5], "n", 0), .n_groups = -1};
   a.dtype = rm_op_dtype_of(&c, o[1], "x");
   a.y_dtype = rm_op_dtype_of(&c, o[0], "y");
-  a.x = rm_op_view(&c, o[1], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.m, &a.k, NULL);
+  a.x = VIEW(&c, o[1], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.m, &a.k);
   int64_t bounds = -1;
-  a.group_rows = rm_op_view(&c, o[4], "group_rows", NPY_INT32, RM_ARRAY_OPTIONAL, 1, &bounds, NULL, NULL);
+  a.group_rows = VIEW(&c, o[4], "group_rows", NPY_INT32, RM_ARRAY_OPTIONAL, &bounds);
   if (a.group_rows) rm_op_at_least(&c, "the length of group_rows", bounds, 1);
   a.n_groups = a.group_rows ? bounds - 1 : 1;
-  a.group_stride = c.failed ? 0 : rm_op_packed_elems(&c, "w", swiglu ? rm_gate_up_rows(n) : n, a.k);
+  a.group_stride = c.failed ? 0 : rm_op_packed_elems(&c, "w", swiglu ? rm_gate_up_rows(a.n) : a.n, a.k);
   int64_t elems = rm_op_product(&c, "w", a.n_groups, a.group_stride);
-  a.w = rm_op_view(&c, o[2], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, 1, &elems, NULL, NULL);
-  a.bias = rm_op_view(&c, o[3], "bias", rm_op_numpy_type(a.dtype), RM_ARRAY_OPTIONAL, 1, &a.n, NULL, NULL);
+  a.w = VIEW(&c, o[2], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, &elems);
+  a.bias = VIEW(&c, o[3], "bias", rm_op_numpy_type(a.dtype), RM_ARRAY_OPTIONAL, &a.n);
   if (a.bias && (swiglu || a.group_rows)) rm_op_refuse(&c, RM_E_SHAPE, "bias with groups or swiglu", 1, "at most", 0);
   if (a.dtype == RM_F32 && a.y_dtype == RM_BF16 && !c.failed) {
     rm_raise_code(c.module, RM_E_DTYPE, "y is bfloat16 and x float32; wanted y of x's dtype, or float32");
     c.failed = 1;
   }
-  a.y = rm_op_view(&c, o[0], "y", rm_op_numpy_type(a.y_dtype), RM_ARRAY_WRITE, 2, &a.m, &a.n, NULL);
+  a.y = VIEW(&c, o[0], "y", rm_op_numpy_type(a.y_dtype), RM_ARRAY_WRITE, &a.m, &a.n);
   check_groups(&c, &a);
   a.ldx = a.k;
   a.ldy = a.n;
@@ -119,13 +105,11 @@ static PyObject *packed_on_device(rm_op_call *c, rm_pack_found *found) {
   return Py_BuildValue("KL", (unsigned long long)seen.digest, (long long)seen.nonfinite_index);
 }
 
-// (dst, src, layout, dst_row0, index0 = 0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed with dst_cols = src's columns.
+// (dst, src, layout, dst_row0, index0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed with dst_cols = src's columns.
 RM_KERNELS_METHOD(pack) {
-  OBJECTS(2);
-  CALL;
-  int layout;
-  long long row0, index0 = 0;
-  if (!PyArg_ParseTuple(args, "OOiL|L:pack", &o[0], &o[1], &layout, &row0, &index0)) return NULL;
+  CALL(5);
+  const int64_t layout = rm_op_size_of(&c, o[2], "layout", RM_PLAIN), row0 = rm_op_size_of(&c, o[3], "dst_row0", 0);
+  const int64_t index0 = rm_op_integer(&c, o[4], "index0", 0, MAX_INDEX);
   static const int types[] = {NPY_UINT16, NPY_FLOAT32, NPY_FLOAT16, NPY_FLOAT64};  // by rm_src_dtype
   rm_pack_args a = {.rows = -1, .cols = -1, .layout = (rm_layout)layout, .dst_row0 = row0, .index0 = index0};
   const int type = PyArray_Check(o[1])                  ? PyArray_TYPE((PyArrayObject *)o[1])
@@ -134,18 +118,13 @@ RM_KERNELS_METHOD(pack) {
   while (a.src_dtype < RM_SRC_F64 && types[a.src_dtype] != type) a.src_dtype++;
   if (types[a.src_dtype] != type) rm_op_refuse_dtype(&c, o[1], "the weight", "bfloat16 (its words in uint16), float32, float16 or float64");
   a.dst_dtype = rm_op_dtype_of(&c, o[0], "dst");
-  a.src = rm_op_view(&c, o[1], "src", types[a.src_dtype], RM_ARRAY_IN, 2, &a.rows, &a.cols, NULL);
-  if (layout < RM_PLAIN || layout > RM_PACKED_UP)
-    rm_op_refuse(&c, RM_E_LAYOUT, "layout", layout, "one of rm_layout, at most", RM_PACKED_UP);
-  rm_op_size(&c, "dst_row0", row0, 0);
-  rm_op_at_least(&c, "index0", index0, 0);
-  if (index0 > MAX_INDEX) rm_op_refuse(&c, RM_E_SHAPE, "index0", index0, "at most", MAX_INDEX);
+  a.src = VIEW(&c, o[1], "src", types[a.src_dtype], RM_ARRAY_IN, &a.rows, &a.cols);
+  if (layout > RM_PACKED_UP) rm_op_refuse(&c, RM_E_LAYOUT, "layout", layout, "one of rm_layout, at most", RM_PACKED_UP);
   if (a.cols % 2 == 0 && index0 % 2) rm_op_refuse(&c, RM_E_SHAPE, "index0 of rows of even width", index0, "even, such as", index0 - 1);
   const int64_t end = c.failed ? 0 : row0 + a.rows, rows_of = layout >= RM_PACKED_GATE ? rm_gate_up_rows(end) : end;
   int64_t elems = -1, dst_rows = -1;
-  a.dst = layout == RM_PLAIN
-              ? rm_op_view(&c, o[0], "dst", rm_op_numpy_type(a.dst_dtype), RM_ARRAY_WRITE, 2, &dst_rows, &a.cols, NULL)
-              : rm_op_view(&c, o[0], "dst", rm_op_numpy_type(a.dst_dtype), RM_ARRAY_WRITE | RM_ARRAY_PACKED, 1, &elems, NULL, NULL);
+  a.dst = layout == RM_PLAIN ? VIEW(&c, o[0], "dst", rm_op_numpy_type(a.dst_dtype), RM_ARRAY_WRITE, &dst_rows, &a.cols)
+                             : VIEW(&c, o[0], "dst", rm_op_numpy_type(a.dst_dtype), RM_ARRAY_WRITE | RM_ARRAY_PACKED, &elems);
   if (!c.failed && layout == RM_PLAIN) rm_op_at_least(&c, "dst's rows", dst_rows, rows_of);
   const int64_t packed = rm_op_packed_elems(&c, "dst", rows_of, a.cols);
   if (!c.failed && layout != RM_PLAIN) rm_op_at_least(&c, "dst's length", elems, packed);

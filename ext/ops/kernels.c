@@ -47,7 +47,7 @@ static void kernels_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-#define METHOD(name, text) RM_METHOD(#name, rm_kernels_py_##name, METH_VARARGS, text)
+#define METHOD(name, text) RM_METHOD(#name, rm_kernels_py_##name, METH_FASTCALL, text)
 static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
     METHOD(gather_rows, "(out, x, from)"),
@@ -55,19 +55,20 @@ static PyMethodDef kernels_methods[] = {
     METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu)"),
     METHOD(qk_rope_kv,
            "(q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)"),
-    METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group = 0, head0 = 0)"),
+    METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)"),
     METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize)"),
     METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
     METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
-    METHOD(lm_head, "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None = None, "
-                    "target_logits | None = None)"),
+    METHOD(
+        lm_head,
+        "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, target_logits | None)"),
     METHOD(merge_pairs, "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
     METHOD(sample,
            "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
            "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
     METHOD(ranks, "(ranks, logits, tokens)"),
-    METHOD(pack, "(dst, src, layout, dst_row0, index0 = 0) -> (digest, nonfinite_index)"),
+    METHOD(pack, "(dst, src, layout, dst_row0, index0) -> (digest, nonfinite_index)"),
     {0},
 };
 
@@ -85,15 +86,15 @@ PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, RM_GC, slots
 // ------------------------------------------------------------------------------------------------ functions
 // (cos, sin, inv_freq, scale, bfloat16)
 static PyObject *rope_table(PyObject *module, PyObject *args) {
-  OBJECTS(3);
+  PyObject *o[3];
   rm_op_call c = {.module = module};
   float scale;
   int bf16;
   int64_t positions = -1, half = -1;
   if (!PyArg_ParseTuple(args, "OOOfp:rope_table", &o[0], &o[1], &o[2], &scale, &bf16)) return NULL;
-  const float *inv_freq = rm_op_view(&c, o[2], "inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, &half, NULL, NULL);
-  float *cos = rm_op_view(&c, o[0], "cos", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &positions, &half, NULL);
-  float *sin = rm_op_view(&c, o[1], "sin", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &positions, &half, NULL);
+  const float *inv_freq = VIEW(&c, o[2], "inv_freq", NPY_FLOAT32, RM_ARRAY_IN, &half);
+  float *cos = VIEW(&c, o[0], "cos", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
+  float *sin = VIEW(&c, o[1], "sin", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
   if (c.failed) return NULL;
   Py_BEGIN_ALLOW_THREADS
     ;

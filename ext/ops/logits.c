@@ -8,48 +8,40 @@
 // (logits | None, stats, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, target_logits | None). With
 // pairs, stats may be None, and vocab 0.
 RM_KERNELS_METHOD(lm_head) {
-  OBJECTS(9);
-  CALL;
-  long long vocab;
+  CALL(10);
   rm_lm_head_args a = {.rows = -1, .hidden = -1};
-  o[7] = o[8] = Py_None;
-  if (!PyArg_ParseTuple(args, "OOOOOOOL|OO:lm_head", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &vocab, &o[7], &o[8])) return NULL;
-  const int in_pairs = o[7] != Py_None, has_targets = o[2] != Py_None || o[8] != Py_None;
-  rm_op_size(&c, "vocab", vocab, !in_pairs);
-  a.vocab = vocab;
+  const int in_pairs = o[8] != Py_None, has_targets = o[2] != Py_None || o[9] != Py_None;
+  const int64_t vocab = a.vocab = a.ld_logits = rm_op_size_of(&c, o[7], "vocab", !in_pairs);
   a.dtype = rm_op_dtype_of(&c, o[5], "x");
-  a.x = rm_op_view(&c, o[5], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, 2, &a.rows, &a.hidden, NULL);
+  a.x = VIEW(&c, o[5], "x", rm_op_numpy_type(a.dtype), RM_ARRAY_IN, &a.rows, &a.hidden);
   int64_t elems = rm_op_packed_elems(&c, "w", vocab, a.hidden), two = 2;
   int64_t n_blocks = c.failed ? 0 : rm_round_up(vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
-  a.w = rm_op_view(&c, o[6], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, 1, &elems, NULL, NULL);
-  a.logits = rm_op_view(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, &a.rows, &a.vocab, NULL);
-  a.stats = rm_op_view(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), 2, &a.rows, &two, NULL);
-  a.target_logprobs = rm_op_view(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
-  a.targets = rm_op_view(&c, o[3], "targets", NPY_INT32, has_targets ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
-  a.pairs = rm_op_view(&c, o[7], "pairs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 3, &n_blocks, &a.rows, &two);
-  a.target_logits = rm_op_view(&c, o[8], "target_logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
-  a.row_flags = rm_op_view(&c, o[4], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  a.w = VIEW(&c, o[6], "w", rm_op_numpy_type(a.dtype), RM_ARRAY_PACKED, &elems);
+  a.logits = VIEW(&c, o[0], "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows, &a.vocab);
+  a.stats = VIEW(&c, o[1], "stats", NPY_FLOAT32, RM_ARRAY_WRITE | (in_pairs ? RM_ARRAY_OPTIONAL : 0), &a.rows, &two);
+  a.target_logprobs = VIEW(&c, o[2], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
+  a.targets = VIEW(&c, o[3], "targets", NPY_INT32, has_targets ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL, &a.rows);
+  a.pairs = VIEW(&c, o[8], "pairs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &n_blocks, &a.rows, &two);
+  a.target_logits = VIEW(&c, o[9], "target_logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
+  a.row_flags = VIEW(&c, o[4], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
   rm_op_in_range(&c, "targets", a.targets, a.rows, -1, vocab);
   a.ldx = a.hidden;
-  a.ld_logits = vocab;
   RUN(lm_head, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden, .vocab = vocab}), &a);
 }
 
 // (stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)
 RM_KERNELS_METHOD(merge_pairs) {
-  OBJECTS(6);
-  CALL;
+  CALL(6);
   rm_merge_pairs_args a = {.rows = -1, .n_blocks = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOO:merge_pairs", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5])) return NULL;
   int64_t two = 2;
-  a.pairs = rm_op_view(&c, o[4], "pairs", NPY_FLOAT32, RM_ARRAY_IN, 3, &a.n_blocks, &a.rows, &two);
+  a.pairs = VIEW(&c, o[4], "pairs", NPY_FLOAT32, RM_ARRAY_IN, &a.n_blocks, &a.rows, &two);
   rm_op_at_least(&c, "the blocks of pairs", a.n_blocks, 1);
-  a.stats = rm_op_view(&c, o[0], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &a.rows, &two, NULL);
-  a.target_logprobs = rm_op_view(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 1, &a.rows, NULL, NULL);
+  a.stats = VIEW(&c, o[0], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &two);
+  a.target_logprobs = VIEW(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
   const int wanted = a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL;
-  a.targets = rm_op_view(&c, o[2], "targets", NPY_INT32, wanted, 1, &a.rows, NULL, NULL);
-  a.target_logits = rm_op_view(&c, o[5], "target_logits", NPY_FLOAT32, wanted, 1, &a.rows, NULL, NULL);
-  a.row_flags = rm_op_view(&c, o[3], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  a.targets = VIEW(&c, o[2], "targets", NPY_INT32, wanted, &a.rows);
+  a.target_logits = VIEW(&c, o[5], "target_logits", NPY_FLOAT32, wanted, &a.rows);
+  a.row_flags = VIEW(&c, o[3], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
   rm_op_in_range(&c, "targets", a.targets, a.rows, -1, a.n_blocks * RM_VOCAB_BLOCK);
   RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
 }
@@ -57,15 +49,15 @@ RM_KERNELS_METHOD(merge_pairs) {
 // Per row parameters from their columns, which are the host's; owned, on a device in a paired buffer. NULL with an exception set.
 static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows, int64_t vocab) {
   int64_t bounds = rows + 1, n_banned = -1;
-  const float *temperature = rm_op_view(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const float *top_p = rm_op_view(c, o[1], "top_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const float *min_p = rm_op_view(c, o[2], "min_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const int32_t *top_k = rm_op_view(c, o[3], "top_k", NPY_INT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const uint64_t *seed = rm_op_view(c, o[4], "seed", NPY_UINT64, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const uint64_t *counter = rm_op_view(c, o[5], "counter", NPY_UINT64, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const int32_t *forced = rm_op_view(c, o[6], "forced", NPY_INT32, RM_ARRAY_OF_HOST, 1, &rows, NULL, NULL);
-  const int32_t *starts = rm_op_view(c, o[7], "banned_starts", NPY_INT32, RM_ARRAY_OF_HOST, 1, &bounds, NULL, NULL);
-  const int32_t *banned = rm_op_view(c, o[8], "banned", NPY_INT32, RM_ARRAY_OF_HOST, 1, &n_banned, NULL, NULL);
+  const float *temperature = VIEW(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
+  const float *top_p = VIEW(c, o[1], "top_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
+  const float *min_p = VIEW(c, o[2], "min_p", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
+  const int32_t *top_k = VIEW(c, o[3], "top_k", NPY_INT32, RM_ARRAY_OF_HOST, &rows);
+  const uint64_t *seed = VIEW(c, o[4], "seed", NPY_UINT64, RM_ARRAY_OF_HOST, &rows);
+  const uint64_t *counter = VIEW(c, o[5], "counter", NPY_UINT64, RM_ARRAY_OF_HOST, &rows);
+  const int32_t *forced = VIEW(c, o[6], "forced", NPY_INT32, RM_ARRAY_OF_HOST, &rows);
+  const int32_t *starts = VIEW(c, o[7], "banned_starts", NPY_INT32, RM_ARRAY_OF_HOST, &bounds);
+  const int32_t *banned = VIEW(c, o[8], "banned", NPY_INT32, RM_ARRAY_OF_HOST, &n_banned);
   rm_op_in_range(c, "forced", forced, rows, -1, vocab);
   rm_op_in_range(c, "banned_starts", starts, bounds, 0, n_banned + 1);
   for (int64_t r = 0; r < rows && !c->failed; r++) {
@@ -93,20 +85,16 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
 
 // (tokens, logprobs, sampling_logprobs, logits, stats, row_flags, then the columns of sample_params)
 RM_KERNELS_METHOD(sample) {
-  OBJECTS(15);
-  CALL;
+  CALL(15);
   rm_sample_args a = {.rows = -1, .vocab = -1};
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOO:sample", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7], &o[8], &o[9], &o[10],
-                        &o[11], &o[12], &o[13], &o[14]))
-    return NULL;
   int64_t two = 2;
-  a.logits = rm_op_view(&c, o[3], "logits", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.vocab, NULL);
+  a.logits = VIEW(&c, o[3], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
   rm_op_at_least(&c, "vocab", a.vocab, 1);
-  a.stats = rm_op_view(&c, o[4], "stats", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &two, NULL);
-  a.row_flags = rm_op_view(&c, o[5], "row_flags", NPY_UINT8, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.tokens = rm_op_view(&c, o[0], "tokens", NPY_INT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
-  a.logprobs = rm_op_view(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
-  a.sampling_logprobs = rm_op_view(&c, o[2], "sampling_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  a.stats = VIEW(&c, o[4], "stats", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &two);
+  a.row_flags = VIEW(&c, o[5], "row_flags", NPY_UINT8, RM_ARRAY_IN, &a.rows);
+  a.tokens = VIEW(&c, o[0], "tokens", NPY_INT32, RM_ARRAY_WRITE, &a.rows);
+  a.logprobs = VIEW(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
+  a.sampling_logprobs = VIEW(&c, o[2], "sampling_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
   a.ld_logits = a.vocab;
   rm_sample_params *params = sample_params(&c, o + 6, a.rows, a.vocab);
   a.params = self->queue ? rm_op_there(&c, params) : params;
@@ -121,15 +109,13 @@ RM_KERNELS_METHOD(sample) {
 
 // (ids, logprobs, logits, stats)
 RM_KERNELS_METHOD(top_logprobs) {
-  OBJECTS(4);
-  CALL;
+  CALL(4);
   rm_top_logprobs_args a = {.rows = -1, .vocab = -1, .k = -1};
-  if (!PyArg_ParseTuple(args, "OOOO:top_logprobs", &o[0], &o[1], &o[2], &o[3])) return NULL;
   int64_t two = 2;
-  a.logits = rm_op_view(&c, o[2], "logits", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.vocab, NULL);
-  a.stats = rm_op_view(&c, o[3], "stats", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &two, NULL);
-  a.ids = rm_op_view(&c, o[0], "ids", NPY_INT32, RM_ARRAY_WRITE, 2, &a.rows, &a.k, NULL);
-  a.logprobs = rm_op_view(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, 2, &a.rows, &a.k, NULL);
+  a.logits = VIEW(&c, o[2], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
+  a.stats = VIEW(&c, o[3], "stats", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &two);
+  a.ids = VIEW(&c, o[0], "ids", NPY_INT32, RM_ARRAY_WRITE, &a.rows, &a.k);
+  a.logprobs = VIEW(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &a.k);
   if (a.k > a.vocab) rm_op_refuse(&c, RM_E_SHAPE, "k", a.k, "at most", a.vocab);
   a.ld_logits = a.vocab;
   RUN(top_logprobs, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);
@@ -137,13 +123,11 @@ RM_KERNELS_METHOD(top_logprobs) {
 
 // (ranks, logits, tokens)
 RM_KERNELS_METHOD(ranks) {
-  OBJECTS(3);
-  CALL;
+  CALL(3);
   rm_ranks_args a = {.rows = -1, .vocab = -1};
-  if (!PyArg_ParseTuple(args, "OOO:ranks", &o[0], &o[1], &o[2])) return NULL;
-  a.logits = rm_op_view(&c, o[1], "logits", NPY_FLOAT32, RM_ARRAY_IN, 2, &a.rows, &a.vocab, NULL);
-  a.tokens = rm_op_view(&c, o[2], "tokens", NPY_INT32, RM_ARRAY_IN, 1, &a.rows, NULL, NULL);
-  a.ranks = rm_op_view(&c, o[0], "ranks", NPY_INT32, RM_ARRAY_WRITE, 1, &a.rows, NULL, NULL);
+  a.logits = VIEW(&c, o[1], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
+  a.tokens = VIEW(&c, o[2], "tokens", NPY_INT32, RM_ARRAY_IN, &a.rows);
+  a.ranks = VIEW(&c, o[0], "ranks", NPY_INT32, RM_ARRAY_WRITE, &a.rows);
   rm_op_in_range(&c, "tokens", a.tokens, a.rows, -1, a.vocab);
   a.ld_logits = a.vocab;
   RUN(ranks, ((rm_limits){.max_rows = a.rows, .vocab = a.vocab}), &a);

@@ -49,8 +49,10 @@ typedef struct rm_op_call {
   PyThreadState *thread;
 } rm_op_call;
 
-// The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 takes what is found.
-void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int n_dims, int64_t *d0, int64_t *d1, int64_t *d2);
+// The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 is set to the array's.
+void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags, int64_t *const sizes[], int n_dims);
+#define VIEW(c, object, name, type, flags, ...) \
+  rm_op_view(c, object, name, type, flags, (int64_t *[]){__VA_ARGS__}, sizeof((int64_t *[]){__VA_ARGS__}) / sizeof(int64_t *))
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted); // or one that is no array
 int rm_op_numpy_type(rm_dtype dtype);
@@ -61,6 +63,12 @@ void *rm_op_paired(rm_op_call *c, size_t bytes);
 const void *rm_op_there(const rm_op_call *c, const void *here); // the device's half
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *wanted, long long limit);
+// A number that is an argument: an integer in [low, high], a size in [least, RM_OP_MAX_SIZE] (ShapeError; −1 after a fault), a finite
+// float32 of at least `low` (ConfigError).
+int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high);
+int64_t rm_op_size_of(rm_op_call *c, PyObject *object, const char *name, int64_t least);
+float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low);
+// A number that was computed from arguments.
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
@@ -81,11 +89,11 @@ void rm_op_fail(rm_op_call *c, rm_error *err);
     return rm_op_finish(&c); \
   } while (0)
 
-#define OBJECTS(n) PyObject *o[n] = {0}
-#define CALL rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)}
-
-// The methods; what they take is in the table of kernels.c.
-#define RM_KERNELS_METHOD(name) PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *args)
+// A method begins with CALL(how many arguments it takes); o[i] is the i-th. What they are is in the table of kernels.c.
+#define CALL(n_wanted) \
+  rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)}; \
+  if (n_given != (n_wanted)) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", n_wanted, n_given)
+#define RM_KERNELS_METHOD(name) PyObject *rm_kernels_py_##name(rm_kernels_object *self, PyObject *const *o, Py_ssize_t n_given)
 RM_KERNELS_METHOD(embed);
 RM_KERNELS_METHOD(gather_rows);
 RM_KERNELS_METHOD(rms_norm);

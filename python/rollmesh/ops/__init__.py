@@ -112,7 +112,7 @@ def _packed(op: Op, sources: list[tuple[Array, int]], rows: int, dtype: str) -> 
     out = op.new((groups * size,), numpy_dtype(dtype), zeros=True)
     for group in range(groups if size else min(groups, 1)):
         for matrices, layout in sources:
-            op.core.pack(part_of(out, group * size, (size,)), part_of(matrices, group * n * k, (n, k)), layout, 0)
+            op.core.pack(part_of(out, group * size, (size,)), part_of(matrices, group * n * k, (n, k)), layout, 0, 0)
     return out
 
 
@@ -153,7 +153,7 @@ def rms_norm(
 ) -> Array:
     """weight · residual / rms(residual) over rows [rows, n]. With x, residual += x is stored to `residual` first."""
     op, residual, weight, x, out = op_over(isa, threads, residual=residual, weight=weight, x=x, out=out)
-    residual, eps = array_of("residual", residual), real_of("eps", eps, 0.0)
+    residual = array_of("residual", residual)
     out = op.new(residual.shape, residual.dtype) if out is None else out
     op.core.rms_norm(out, residual, x, weight, eps)
     return out
@@ -243,8 +243,8 @@ def qk_rope_kv(
         isa, threads, qkv=qkv, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, positions=positions, slots=slots, k_cache=k_cache,
         v_cache=v_cache, row_flags=row_flags, out=out,
     )  # fmt: skip
-    qkv, num_heads, page_size = matrix_of("qkv", qkv), size_of("num_heads", num_heads), size_of("page_size", page_size)
-    rows, q_weight, eps = qkv.shape[0], array_of("q_weight", q_weight, 1), real_of("eps", eps, 0.0)
+    qkv, q_weight, num_heads = matrix_of("qkv", qkv), array_of("q_weight", q_weight, 1), size_of("num_heads", num_heads)
+    rows = qkv.shape[0]
     out = op.new((rows, num_heads, q_weight.shape[0]), qkv.dtype) if out is None else out
     flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
     op.core.qk_rope_kv(out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, flags, num_heads, page_size, eps)
@@ -276,8 +276,7 @@ def attention(
     op, q, k_cache, v_cache, positions, seq_of_row, block_tables, out = op_over(
         isa, threads, q=q, k_cache=k_cache, v_cache=v_cache, positions=positions, seq_of_row=seq_of_row, block_tables=block_tables, out=out
     )
-    q, scale, page_size, window = array_of("q", q), real_of("scale", scale), size_of("page_size", page_size), size_of("window", window)
-    group, head0 = size_of("group", group), size_of("head0", head0)
+    q = array_of("q", q)
     out = op.new(q.shape, q.dtype) if out is None else out
     op.core.attention(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)
     return out
@@ -297,7 +296,7 @@ def router(
 ) -> Routing:
     """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates."""
     op, x, w, bias = op_over(isa, threads, x=x, w=w, bias=bias)
-    x, num_experts, top_k = matrix_of("x", x), size_of("num_experts", num_experts), size_of("top_k", top_k)
+    x, top_k = matrix_of("x", x), size_of("top_k", top_k)
     routing = Routing(op.new((x.shape[0], top_k), np.int32), op.new((x.shape[0], top_k), np.float32))
     op.core.router(*routing, x, w, bias, num_experts, renormalize)
     return routing
@@ -326,7 +325,7 @@ def combine(
 ) -> Array:
     """Each row's sum of gate · y[place] over its experts, distinct in a row, by the contract's tree: [rows, hidden]."""
     op, y, place, ids, gates, out = op_over(isa, threads, y=y, place=place, ids=ids, gates=gates, out=out)
-    y, ids, num_experts = matrix_of("y", y), matrix_of("ids", ids), size_of("num_experts", num_experts)
+    y, ids = matrix_of("y", y), matrix_of("ids", ids)
     out = op.new((ids.shape[0], y.shape[1]), y.dtype) if out is None else out
     op.core.combine(out, y, place, ids, gates, num_experts)
     return out
@@ -350,7 +349,7 @@ def lm_head(
     logits = op.new((rows, vocab), np.float32) if keep_logits else None
     logprobs = None if targets is None else op.new((rows,), np.float32)
     head = LmHead(logits, op.new((rows, 2), np.float32), logprobs, op.new((rows,), np.uint8, zeros=True))
-    op.core.lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, w, vocab)
+    op.core.lm_head(head.logits, head.stats, logprobs, targets, head.row_flags, x, w, vocab, None, None)
     return head
 
 
