@@ -21,13 +21,13 @@ static const char *type_name(int type) {
 
 static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *want) {
   if (PyArray_NDIM(array) != want->n_dims) {
-    rm_raise_code(module, RM_E_SHAPE, "%s has %d dims, wanted %d", want->name, PyArray_NDIM(array), want->n_dims);
+    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims, PyArray_NDIM(array));
     return -1;
   }
   for (int i = 0; i < want->n_dims; i++) {
     const long long size = (long long)PyArray_DIM(array, i);
     if (want->shape[i] >= 0 && size != want->shape[i]) {
-      rm_raise_code(module, RM_E_SHAPE, "%s has size %lld in dim %d, wanted %lld", want->name, size, i, (long long)want->shape[i]);
+      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name, (long long)want->shape[i], i, size);
       return -1;
     }
     want->shape[i] = size;
@@ -36,13 +36,13 @@ static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *wa
 }
 
 static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_want *want) {
-  const char *fault = NULL;
-  if (!PyArray_IS_C_CONTIGUOUS(array)) fault = "not C-contiguous";
-  else if (!PyArray_ISALIGNED(array)) fault = "not aligned";
-  else if (!PyArray_ISNOTSWAPPED(array)) fault = "in the other byte order";
-  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array)) fault = "read-only";
-  if (!fault) return 0;
-  rm_raise_code(module, RM_E_LAYOUT, "%s is %s; arrays are passed as they lie, copy it first", want->name, fault);
+  const char *expected = NULL;
+  if (!PyArray_IS_C_CONTIGUOUS(array)) expected = "a C-contiguous";
+  else if (!PyArray_ISALIGNED(array)) expected = "an aligned";
+  else if (!PyArray_ISNOTSWAPPED(array)) expected = "a native-endian";
+  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array)) expected = "a writable";
+  if (!expected) return 0;
+  rm_raise_code(module, RM_E_LAYOUT, "%s: expected %s array, got another; copy it first", want->name, expected);
   return -1;
 }
 
@@ -55,17 +55,17 @@ int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void 
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
   if (!PyArray_Check(object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is %R, wanted a numpy array of %s", want->name, (PyObject *)Py_TYPE(object),
-                  type_name(want->type));
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected a NumPy array of %s, got %R", want->name, type_name(want->type),
+                  (PyObject *)Py_TYPE(object));
     return -1;
   }
   if (rm_array_is_masked(object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is a masked array, wanted a plain one: .filled(value) makes it", want->name);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected a plain array, got a masked one; .filled(value) makes one", want->name);
     return -1;
   }
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_EquivTypenums(PyArray_TYPE(array), want->type)) {
-    rm_raise_code(module, RM_E_DTYPE, "%s has dtype %S, wanted %s", want->name, (PyObject *)PyArray_DESCR(array), type_name(want->type));
+    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %S", want->name, type_name(want->type), (PyObject *)PyArray_DESCR(array));
     return -1;
   }
   if (want->n_dims >= 0 && check_shape(module, array, want)) return -1;
@@ -78,7 +78,7 @@ int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_Check(object) || !PyArray_EquivTypenums(PyArray_TYPE(array), NPY_INT32) || PyArray_NDIM(array) != 1 ||
       !PyArray_ISCARRAY_RO(array)) {
-    rm_raise_code(module, RM_E_REQUEST, "%s is not a C-contiguous int32 array of one dim", name);
+    rm_raise_code(module, RM_E_REQUEST, "%s: expected a C-contiguous int32 array of one dim, got another object", name);
     return -1;
   }
   *ids = PyArray_DATA(array);

@@ -37,8 +37,7 @@ typedef struct rm_module_state {
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
 
 // ------------------------------------------------------------------------------------------------ types (module.c has the table of all)
-// A type that may hold a Python reference takes part in garbage collection: RM_GC, a tp_traverse that begins with rm_object_visit, a
-// tp_clear, and a tp_dealloc that begins with PyObject_GC_UnTrack.
+// A type that may hold a Python reference takes part in garbage collection: RM_GC, RM_TRAVERSE, a tp_clear, and a tp_dealloc that begins with PyObject_GC_UnTrack.
 #define RM_TYPE(name_, object, flags_, slots_) \
   {.name = "rollmesh._core." name_, \
    .basicsize = sizeof(object), \
@@ -47,22 +46,39 @@ rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module t
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
 #define RM_METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
 
-PyObject *rm_module_of(PyObject *object);                     // view
-void *rm_object_new(PyObject *type);                          // new, all zeros; NULL with MemoryError
+// What `call`, an rm_code, gives; it runs without the GIL.
+#define RM_UNLOCKED(call) \
+  ({ \
+    PyThreadState *const thread_ = PyEval_SaveThread(); \
+    const rm_code code_ = (call); \
+    PyEval_RestoreThread(thread_); \
+    code_; \
+  })
+
+// A tp_traverse: of a type whose objects own the Python objects listed, members of `self`.
+#define RM_TRAVERSE(name, type, ...) \
+  static int name(PyObject *object, visitproc visit, void *arg) { \
+    type *const self = (type *)object; \
+    PyObject *const owned[] = {(PyObject *)Py_TYPE(object), __VA_ARGS__}; \
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_VISIT(owned[i]); \
+    return 0; \
+  }
+
+PyObject *rm_module_of(PyObject *object); // view
+void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
 void *rm_object_make(PyObject *module, rm_type type);
-int rm_is(PyObject *module, PyObject *object, rm_type type);  // of exactly that type
-int rm_object_visit(PyObject *object, visitproc visit, void *arg);
-void rm_object_free(PyObject *object);                        // the end of a tp_dealloc
+int rm_is(PyObject *module, PyObject *object, rm_type type); // of exactly that type
+void rm_object_free(PyObject *object); // the end of a tp_dealloc
 
 // ------------------------------------------------------------------------------------------------ errors
 // Sets the exception that belongs to err->code, with its message; clears err; returns NULL, so that a function can
 // `return rm_raise(module, &err)`. An exception that is set already (a callback raised) stays; a call that was cut short by Ctrl-C gives
 // KeyboardInterrupt.
 PyObject *rm_raise(PyObject *module, rm_error *err);
-PyObject *rm_none(PyObject *module, rm_code code, rm_error *err);   // None, or rm_raise
+PyObject *rm_none(PyObject *module, rm_code code, rm_error *err); // None, or rm_raise
 // An error that the extension itself finds. Takes PyErr_Format's formats. Returns NULL.
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);
 
 // ------------------------------------------------------------------------------------------------ tuples of integers
 PyObject *rm_tuple_of(const int64_t *numbers, int n);
-int rm_numbers_of(PyObject *tuple, int64_t *out, int n);      // of at least n; −1 with an exception
+int rm_numbers_of(PyObject *tuple, int64_t *out, int n); // of at least n; −1 with an exception

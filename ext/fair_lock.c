@@ -122,11 +122,7 @@ static PyObject *holding_exit(PyObject *object, PyObject *error) {
   Py_RETURN_NONE;
 }
 
-static int holding_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((holding_object *)object)->turn);
-  Py_VISIT(((holding_object *)object)->check);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(holding_traverse, holding_object, (PyObject *)self->turn, self->check)
 
 static int holding_clear(PyObject *object) {   // not the turn, which dealloc passes on
   Py_CLEAR(((holding_object *)object)->check);

@@ -44,10 +44,7 @@ static PyObject *cuda_count(PyObject *module, PyObject *path) {
   int count = 0;
   const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
   if (!library) return NULL;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_count(library, &count, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_cuda_count(library, &count, &err));
   if (code) return rm_raise(module, &err);
   return PyLong_FromLong(count);
 }
@@ -58,10 +55,7 @@ static PyObject *cuda_bus(PyObject *module, PyObject *args) {
   char id[32];
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_bus_id(library, ordinal, id, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err));
   return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
 }
 

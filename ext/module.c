@@ -20,11 +20,6 @@ void *rm_object_make(PyObject *module, rm_type type) { return rm_object_new(rm_s
 
 int rm_is(PyObject *module, PyObject *object, rm_type type) { return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->types[type]); }
 
-int rm_object_visit(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(Py_TYPE(object));
-  return 0;
-}
-
 void rm_object_free(PyObject *object) {
   PyTypeObject *type = Py_TYPE(object);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);

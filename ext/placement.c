@@ -48,7 +48,7 @@ static int shape_of(PyObject *module, PyObject *shape, rm_pieces *pieces) {
   const Py_ssize_t n = PySequence_Size(shape);
   if (n < 0) return -1;
   if (n > RM_BOX_DIMS) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s: a tensor of %zd dims, wanted at most %d", pieces->name, n, RM_BOX_DIMS);
+    rm_raise_code(module, RM_E_LAYOUT, "%s: expected at most %d dims, got %zd", pieces->name, RM_BOX_DIMS, n);
     return -1;
   }
   pieces->n_dims = (int)n;

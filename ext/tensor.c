@@ -7,24 +7,32 @@
 #include "base/checked.h"
 #include "dlpack.h"
 
-static int64_t element_bytes(rm_src_dtype dtype) { return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2; }
+const rm_element rm_elements[RM_N_ELEMENTS] = {
+    {"bfloat16", DL_BFLOAT, 16, NPY_UINT16}, {"float32", DL_FLOAT, 32, NPY_FLOAT32}, {"float16", DL_FLOAT, 16, NPY_FLOAT16},
+    {"float64", DL_FLOAT, 64, NPY_FLOAT64},  {"int32", DL_INT, 32, NPY_INT32},       {"int64", DL_INT, 64, NPY_INT64},
+    {"uint8", DL_UINT, 8, NPY_UINT8},
+};
+_Static_assert(RM_SRC_BF16 == 0 && RM_SRC_F32 == 1 && RM_SRC_F16 == 2 && RM_SRC_F64 == 3, "the order of rm_elements");
+
+static int64_t element_bytes(rm_src_dtype dtype) { return rm_elements[dtype].bits / 8; }
 
 // Dims and shape as given; every size ≥ 0 and their product addressable.
 static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape, rm_tensor *out) {
   if (n_dims < 0 || n_dims > 4) {
-    rm_raise_code(module, RM_E_SHAPE, "%.200U: a tensor of %d dims; no parameter has more than 4", name, n_dims);
+    rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most 4 dims, got %d", name, n_dims);
     return -1;
   }
   out->n_dims = n_dims;
   int64_t bytes = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     if (shape[i] < 0) {
-      rm_raise_code(module, RM_E_SHAPE, "%.200U: size %lld in dim %d", name, (long long)shape[i], i);
+      rm_raise_code(module, RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name, (long long)shape[i], i);
       return -1;
     }
     out->shape[i] = shape[i];
     if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes)) {
-      rm_raise_code(module, RM_E_SHAPE, "%.200U: the sizes up to dim %d (%lld) overflow", name, i, (long long)shape[i]);
+      rm_raise_code(module, RM_E_SHAPE, "%.200U: expected fewer than 2^63 bytes, got size %lld in dim %d after those before it", name,
+                    (long long)shape[i], i);
       return -1;
     }
   }
@@ -75,7 +83,7 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
     Py_DECREF(word);
     if (is) return 0;
   }
-  rm_raise_code(module, RM_E_DTYPE, "%.200U: %R; wanted bfloat16, float32, float16 or float64 in native byte order", name, dtype);
+  rm_raise_code(module, RM_E_DTYPE, "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name, dtype);
   return -1;
 }
 
@@ -126,8 +134,8 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
   for (int i = 0; i < n_dims; i++) {
     const int64_t stride = PyArray_STRIDE(array, i);
     if (stride % each && shape[i] > 1) {
-      rm_raise_code(module, RM_E_LAYOUT, "%.200U: stride of %lld bytes in dim %d is no multiple of the %lld of an element", name,
-                    (long long)stride, i, (long long)each);
+      rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes in dim %d",
+                    name, (long long)each, (long long)stride, i);
       return -1;
     }
     out->strides[i] = stride / each;
@@ -186,10 +194,14 @@ static const char *torch_objection(PyObject *object, int *failed) {
   if (fake) return "a fake tensor, which has no data";
   if (masked) return "a masked tensor; send .to_tensor(value)";
   if (distributed) return "a DTensor; send .full_tensor(), or .to_local() where it is replicated";
-  if (!*failed && attr_is_true(object, "is_quantized", failed)) return "a quantized tensor";
-  if (!*failed && attr_is_true(object, "is_meta", failed)) return "a meta tensor, which has no data";
-  if (!*failed && attr_is_true(object, "is_sparse", failed)) return "a sparse tensor";
-  if (!*failed && attr_is_true(object, "is_nested", failed)) return "a nested tensor";
+  static const char *const attributes[][2] = {
+      {"is_quantized", "a quantized tensor"},
+      {"is_meta", "a meta tensor, which has no data"},
+      {"is_sparse", "a sparse tensor"},
+      {"is_nested", "a nested tensor"},
+  };
+  for (size_t i = 0; i < sizeof attributes / sizeof *attributes && !*failed; i++)
+    if (attr_is_true(object, attributes[i][0], failed)) return attributes[i][1];
   if (!*failed && !attr_reads(object, "layout", "torch.strided", failed)) return "a tensor whose layout is not strided";
   if (!*failed && method_is_true(object, "is_neg", failed)) return "a lazily negated view; send .resolve_neg()";
   return NULL;
@@ -208,7 +220,7 @@ static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_ten
   const unsigned long long at = PyLong_AsUnsignedLongLong(start), length = PyLong_AsUnsignedLongLong(bytes);
   if (PyErr_Occurred()) goto out;
   if (length == 0) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U: the tensor's storage is empty (0 bytes)", name);
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)", name);
     goto out;
   }
   take_span(out, (uintptr_t)at, (uintptr_t)(at + length));
@@ -225,7 +237,7 @@ static int is_host(long type) { return type == DL_CPU || type == DL_CUDA_HOST; }
 static int is_cuda(long type) { return type == DL_CUDA || type == DL_CUDA_MANAGED; }
 
 static int refuse(PyObject *module, PyObject *name, const char *what) {
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %s; wanted a dense tensor", name, what);
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name, what);
   return -1;
 }
 
@@ -241,13 +253,13 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name, cons
   const long number = is_pair && !PyErr_Occurred() ? PyLong_AsLong(PyTuple_GetItem(device, 1)) : 0;
   Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
-  if (!is_pair) return refuse(module, name, "__dlpack_device__ did not return a pair");
+  if (!is_pair) return refuse(module, name, "a __dlpack_device__ that returns no pair");
   *ordinal = is_cuda(type) ? (int)number : HOST;
-  if (is_cuda(type) && (number < 0 || number > INT32_MAX)) return refuse(module, name, "__dlpack_device__ names no CUDA device");
+  if (is_cuda(type) && (number < 0 || number > INT32_MAX)) return refuse(module, name, "a __dlpack_device__ that names no CUDA device");
   if (is_host(type) || (is_cuda(type) && reader)) return 0;
   rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                "%.200U: a tensor on DLPack device type %ld (2 is CUDA, 10 ROCm, 8 Metal); wanted the CPU%s", name, type,
-                reader ? " or CUDA" : "");
+                "%.200U: expected a tensor on the CPU%s, got one on DLPack device type %ld (2: CUDA, 8: Metal, 10: ROCm)", name,
+                reader ? " or a CUDA device" : "", type);
   return -1;
 }
 
@@ -271,7 +283,8 @@ static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
   if (!capsule && PyErr_ExceptionMatches(PyExc_BufferError)) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: the producer refuses: %S", name, value ? value : Py_None);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor that its library exports by DLPack, got BufferError: %S",
+                  name, value ? value : Py_None);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
@@ -279,19 +292,13 @@ static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
   return capsule;
 }
 
-static int dlpack_dtype(PyObject *module, PyObject *name, dl_dtype dtype, rm_src_dtype *out) {
-  static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  if (dtype.lanes == 1) {
-    if (dtype.code == DL_BFLOAT && dtype.bits == 16) return *out = RM_SRC_BF16, 0;
-    if (dtype.code == DL_FLOAT && dtype.bits == 32) return *out = RM_SRC_F32, 0;
-    if (dtype.code == DL_FLOAT && dtype.bits == 16) return *out = RM_SRC_F16, 0;
-    if (dtype.code == DL_FLOAT && dtype.bits == 64) return *out = RM_SRC_F64, 0;
-  }
-  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "a float of fewer than 16 bits, DLPack code ";
-  if (dtype.code < sizeof kinds / sizeof *kinds)
-    rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d with %d lanes; wanted bfloat16, float32, float16 or float64", name, kind,
-                  (int)dtype.bits, (int)dtype.lanes);
-  else rm_raise_code(module, RM_E_DTYPE, "%.200U: %s%d; wanted bfloat16, float32, float16 or float64", name, kind, (int)dtype.code);
+int rm_element_of(PyObject *module, PyObject *name, dl_dtype dtype, int n_expected, const char *expected) {
+  static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};   // by DLPack's code
+  for (int i = 0; i < n_expected && dtype.lanes == 1; i++)
+    if (rm_elements[i].code == dtype.code && rm_elements[i].bits == dtype.bits) return i;
+  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "DLPack type of bits ";
+  rm_raise_code(module, RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind, (int)dtype.bits,
+                dtype.lanes == 1 ? "" : " in vectors");
   return -1;
 }
 
@@ -303,7 +310,8 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   }
   uintptr_t data = (uintptr_t)t->data;
   if (data && __builtin_add_overflow(data, t->byte_offset, &data)) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U: byte offset %llu is outside the address space", name, (unsigned long long)t->byte_offset);
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a byte offset inside the address space, got %llu", name,
+                  (unsigned long long)t->byte_offset);
     return -1;
   }
   out->data = (const void *)data;
@@ -315,7 +323,7 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
     if (managed->major != 1) {
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: DLPack version %u.%u; wanted 1.x", name, managed->major, managed->minor);
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u", name, managed->major, managed->minor);
       return -1;
     }
     t = &managed->tensor;
@@ -323,11 +331,11 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
   } else if (PyCapsule_IsValid(capsule, "dltensor")) {
     t = PyCapsule_GetPointer(capsule, "dltensor");      // DLManagedTensor begins with its DLTensor
   } else {
-    return refuse(module, name, "__dlpack__ did not return a fresh DLPack capsule");
+    return refuse(module, name, "a __dlpack__ that returns no fresh DLPack capsule");
   }
   if (ordinal == HOST ? !is_host(t->device.type) : !is_cuda(t->device.type) || t->device.id != ordinal)
-    return refuse(module, name, "the capsule's tensor is not where its producer says");
-  if (t->n_dims > 0 && !t->shape) return refuse(module, name, "the capsule's tensor has dims but no shape");
+    return refuse(module, name, "a capsule whose tensor is not where __dlpack_device__ says");
+  if (t->n_dims > 0 && !t->shape) return refuse(module, name, "a capsule whose tensor has dims but no shape");
   out->tensor = t;
   out->on_device = ordinal != HOST;
   out->ordinal = ordinal;
@@ -338,7 +346,9 @@ static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_
   const dl_tensor *t = from->tensor;
   out->on_device = from->on_device;
   out->ordinal = from->ordinal;
-  if (dlpack_dtype(module, name, t->dtype, &out->dtype)) return -1;
+  const int dtype = rm_element_of(module, name, t->dtype, RM_N_WEIGHT_ELEMENTS, RM_WEIGHT_ELEMENTS);
+  if (dtype < 0) return -1;
+  out->dtype = (rm_src_dtype)dtype;
   if (take_shape(module, name, t->n_dims, t->shape, out)) return -1;
   return take_strides(module, name, t, out);
 }
@@ -420,7 +430,7 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, co
   PyObject *method = optional_attr(object, "__dlpack_device__", &failed);
   if (failed) return -1;
   if (!method) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: %R is neither a NumPy array nor a DLPack tensor", name,
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
                   (PyObject *)Py_TYPE(object));
     return -1;
   }

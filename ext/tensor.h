@@ -36,6 +36,10 @@ typedef struct rm_dlpack {
 } rm_dlpack;
 int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out);
 
+// The index of a DLPack dtype in rm_elements; −1 with DTypeError, which names those that were `expected`.
+struct dl_dtype;
+int rm_element_of(PyObject *module, PyObject *name, struct dl_dtype dtype, int n_expected, const char *expected);
+
 // Drops a reference whose end may run the producer's code (a capsule's destructor): that code neither sees nor loses the
 // exception that is on its way. NULL is fine.
 void rm_tensor_release(PyObject *owner);

@@ -119,7 +119,7 @@ def test_tensor_cores_are_a_family_of_their_own(make: Callable[..., rm.Generator
         scored = gpu.score([[*one.prompt_token_ids.tolist(), *tokens.tolist()]])[0]
         assert scored[-len(tokens) :].tobytes() == logprobs.tobytes()
         assert re.fullmatch(r"cuda_mma_sm\d+", one.outputs[0].contract.family)  # of the card's architecture
-    with pytest.raises(rm.ConfigError, match="isa = 'avx2', wanted one of cuda_fma, cuda_mma"):
+    with pytest.raises(rm.ConfigError, match="isa: expected one of cuda_fma, cuda_mma, got 'avx2'"):
         make(config, isa="avx2")
 
 
@@ -341,7 +341,7 @@ def test_tensors_of_the_device_are_read_where_they_are(make: Callable[..., rm.Ge
     [
         ({"data": 8192}, rm.UnsupportedTensorError, "0x2000 is no memory of cuda:0"),
         ({"ordinal": 1}, rm.UnsupportedTensorError, "the capsule's tensor is not where its producer says"),
-        ({"shift": 1}, rm.LayoutError, "no multiple of the 4 bytes of an element"),
+        ({"shift": 1}, rm.LayoutError, "multiples of 4 bytes"),
     ],
 )
 def test_tensors_of_the_device_that_are_refused(
@@ -365,7 +365,8 @@ def test_tensors_of_the_device_that_are_refused(
 
 def test_a_generator_on_the_cpu_takes_none_of_a_device(make: Callable[..., rm.Generator], library: Path) -> None:
     state = helpers.numpy_state_dict(DENSE, seed=1)
-    with cuda_device.Library(library).open() as device, pytest.raises(rm.UnsupportedTensorError, match=r"device type 2 .*wanted the CPU$"):
+    on_the_cpu = "expected a tensor on the CPU, got one on DLPack device type 2 "
+    with cuda_device.Library(library).open() as device, pytest.raises(rm.UnsupportedTensorError, match=on_the_cpu):
         make(DENSE, "cpu").sync_weights({**state, "model.norm.weight": OnDevice(device, state["model.norm.weight"])}, cast=True)
 
 
@@ -514,15 +515,15 @@ def test_a_fault_ends_the_engine_and_says_so(
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "CUDA", "cuda:-1", "cuda:99999", "", None, 0])
 def test_names_that_are_no_device(make: Callable[..., rm.Generator], name: Any) -> None:
-    with pytest.raises(rm.ConfigError, match="wanted 'cpu', 'cuda' or 'cuda:N'"):
+    with pytest.raises(rm.ConfigError, match="expected 'cpu', 'cuda' or 'cuda:N'"):
         make(DENSE, name)
 
 
 def test_devices_that_are_not_here(make: Callable[..., rm.Generator], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(rm.ConfigError, match=r"device = 'cuda:99', and the driver shows \d+ devices?, numbered from 0"):
+    with pytest.raises(rm.ConfigError, match=r"one of the driver's \d+ devices?, numbered from 0, got 'cuda:99'"):
         make(DENSE, "cuda:99")
     monkeypatch.setenv(LIBRARY_SWITCH, str(tmp_path / "none.so"))
-    with pytest.raises(rm.ConfigError, match=r"none\.so: there is no such file, wanted a library"):
+    with pytest.raises(rm.ConfigError, match=r"expected a library .*none\.so, which is no file"):
         make()
     (tmp_path / "none.so").write_bytes(b"no library")
     with pytest.raises(rm.ConfigError, match=r"the CUDA library cannot be loaded: .*none\.so"):

@@ -239,8 +239,8 @@ def test_unsynced_weights_are_not_kept(make: Make) -> None:
 @pytest.mark.parametrize(
     "parts, keep, words",
     [
-        ("kv", True, "keep_weights=True with parts = 'kv', wanted 'weights' among them"),
-        ("weights", 1, "keep_weights = 1, wanted a bool"),
+        ("kv", True, "parts: expected 'weights' among them with keep_weights=True, got 'kv'"),
+        ("weights", 1, "keep_weights: expected a bool, got 1"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words: str) -> None:

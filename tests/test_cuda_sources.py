@@ -142,9 +142,9 @@ def test_values_of_another_gpu_that_are_refused(make: Callable[..., rm.Generator
 @pytest.mark.parametrize(
     "how, kind, message",
     [
-        ("a GPU that is not there", rm.UnsupportedTensorError, r"norm\.weight: a tensor on cuda:63; .* the driver shows 8 devices"),
-        ("no GPU's number", rm.UnsupportedTensorError, r"norm\.weight: a tensor on cuda:64; expected one of the first 64 GPUs"),
-        ("a number below 0", rm.UnsupportedTensorError, r"norm\.weight: __dlpack_device__ names no CUDA device"),
+        ("a GPU that is not there", rm.UnsupportedTensorError, r"norm\.weight: .*got one on cuda:63: .* the driver shows 8 devices"),
+        ("no GPU's number", rm.UnsupportedTensorError, r"norm\.weight: .*got one on cuda:64: expected one of the first 64 GPUs"),
+        ("a number below 0", rm.UnsupportedTensorError, r"norm\.weight: .*got a __dlpack_device__ that names no CUDA device"),
         ("memory of another", rm.UnsupportedTensorError, r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no memory of cuda:2"),
         ("an odd address", rm.LayoutError, r"norm\.weight: the tensor's address 0x[0-9a-f]+ is no multiple of the 4 bytes"),
         ("spread too far", rm.LayoutError, r"strides \[\d+, 2\] spread \d+ elements on cuda:1 over \d+ bytes; send \.contiguous\(\)"),

@@ -224,7 +224,7 @@ def test_which_nccl_is_said(make: Make, where: dict[str, str]) -> None:
 def test_it_is_of_gpus(make: Make) -> None:
     with pytest.raises(rm.ConfigError, match=r"device: expected 'cuda' with rm.comm.nccl\(…\), got 'cpu'"):
         make(DENSE, rm.Mesh(tp=2), device="cpu")
-    with pytest.raises(rm.ConfigError, match="wanted 'cpu', 'cuda' or 'cuda:N'"):
+    with pytest.raises(rm.ConfigError, match="expected 'cpu', 'cuda' or 'cuda:N'"):
         make(DENSE, rm.Mesh(tp=2), device="cuda:")
 
 

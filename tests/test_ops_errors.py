@@ -56,7 +56,7 @@ def test_groups_share_out_every_row(dtype: str, swiglu: bool, rng: np.random.Gen
         with pytest.raises(errors.ShapeError, match=r"(first|last) of group_rows"):
             op(x, w, 16, group_rows=ints(*bounds), out=out)
         assert (out == before).all()
-    with pytest.raises(errors.ShapeError, match="last of group_rows is 0"):
+    with pytest.raises(errors.ShapeError, match=r"last of group_rows: expected .*got 0"):
         op(x, w[:0], 16, group_rows=ints(0))
     assert op(x[:0], w[:0], 16, group_rows=ints(0)).shape == (0, 16)
     first, second = (op(part, half, 16) for part, half in ((x[:1], w[: w.size // 2]), (x[1:], w[w.size // 2 :])))
@@ -68,7 +68,7 @@ def test_gate_and_up_have_one_shape() -> None:
         with pytest.raises(errors.ShapeError):
             ops.pack_gate_up(words(*gate), words(*up))
     for shape in ((), (3,), (1, 2, 3, 4)):
-        with pytest.raises(errors.ShapeError, match="wanted 2, or 3"):
+        with pytest.raises(errors.ShapeError, match="expected 2 dims, or 3"):
             ops.pack(words(*shape))
 
 
@@ -100,7 +100,7 @@ def test_heads_and_the_kv_heads_that_they_read() -> None:
 def test_a_wrong_dtype_is_named(dtype: str) -> None:
     """And the ones that are wanted; what is no array at all is told as that."""
     wrong, core = np.zeros((2, 32), dtype), ops.kernels("ref")
-    either = rf"has dtype {dtype}, wanted bfloat16 \(its words in uint16\) or float32"
+    either = rf"expected bfloat16 \(its words in uint16\) or float32, got {dtype}"
     for name, call in (
         ("x", lambda: ops.gemm(wrong, words(512), 16)),
         ("x", lambda: ops.gather_rows(wrong, ints(0))),
@@ -108,14 +108,14 @@ def test_a_wrong_dtype_is_named(dtype: str) -> None:
         ("table", lambda: ops.embed(ints(0), wrong)),
         ("x", lambda: ops.lm_head(wrong, words(512), 16)),
     ):
-        with pytest.raises(errors.DTypeError, match=f"^{name} {either}$"):
+        with pytest.raises(errors.DTypeError, match=f"^{name}: {either}$"):
             call()
-    with pytest.raises(errors.DTypeError, match=rf"^weight has dtype {dtype}, wanted uint16$"):
+    with pytest.raises(errors.DTypeError, match=rf"^weight: expected dtype uint16, got {dtype}$"):
         ops.rms_norm(words(2, 32), wrong[0], eps=1e-6)
     if dtype in ("int32", "bool"):
-        with pytest.raises(errors.DTypeError, match=rf"^the weight has dtype {dtype}, wanted bfloat16 .* float16 or float64$"):
+        with pytest.raises(errors.DTypeError, match=rf"^the weight: expected bfloat16 .* float16 or float64, got {dtype}$"):
             ops.pack(wrong)
-    with pytest.raises(errors.UnsupportedTensorError, match=r"^x is <class 'list'>, wanted an array of bfloat16"):
+    with pytest.raises(errors.UnsupportedTensorError, match=r"^x: expected an array of bfloat16 .*got <class 'list'>"):
         core.gather_rows(words(1, 32), [1.0], ints(0))  # type: ignore[arg-type]
 
 
@@ -125,18 +125,18 @@ def test_pairs_and_what_goes_with_them() -> None:
     for wrong in (pairs[:0], pairs[0], np.ones((2, 1, 3), f32)):
         with pytest.raises(errors.ShapeError):
             ops.merge_pairs(wrong)
-    with pytest.raises(errors.UnsupportedTensorError, match="pairs is a list"):
+    with pytest.raises(errors.UnsupportedTensorError, match="pairs: expected a NumPy array, got a list"):
         ops.merge_pairs([1.0])  # type: ignore[arg-type]
     with pytest.raises(errors.DTypeError):
         ops.merge_pairs(pairs.astype(np.float64))
     with pytest.raises(errors.LayoutError):
         ops.merge_pairs(np.ones((2, 2, 2), f32).transpose(1, 0, 2))
-    with pytest.raises(errors.UnsupportedTensorError, match="target_logits is None and targets is given, wanted both, or neither"):
+    with pytest.raises(errors.UnsupportedTensorError, match="both of targets and target_logits, or neither, got target_logits = None"):
         ops.merge_pairs(pairs, targets=one)
-    with pytest.raises(errors.UnsupportedTensorError, match="targets is None and target_logits is given, wanted both, or neither"):
+    with pytest.raises(errors.UnsupportedTensorError, match="both of targets and target_logits, or neither, got targets = None"):
         ops.merge_pairs(pairs, target_logits=np.ones(1, f32))
     head = ops.merge_pairs(pairs)
-    with pytest.raises(errors.UnsupportedTensorError, match="target_logits is <class 'NoneType'>, wanted a numpy array of float32"):
+    with pytest.raises(errors.UnsupportedTensorError, match="target_logits: expected a NumPy array of float32, got <class 'NoneType'>"):
         ops.kernels().merge_pairs(head.stats, np.ones(1, f32), one, head.row_flags, pairs, None)
     with pytest.raises(errors.ShapeError, match="targets"):
         ops.merge_pairs(pairs, targets=ints(0, 0), target_logits=np.ones(2, f32))
@@ -261,9 +261,9 @@ def test_sizes_no_array_can_have(size: int) -> None:
 def test_inputs_of_other_dims() -> None:
     for x in (words(32), words(1, 1, 32), words()):
         for call in (ops.gemm, ops.gemm_swiglu, ops.lm_head):
-            with pytest.raises(errors.ShapeError, match="wanted 2"):
+            with pytest.raises(errors.ShapeError, match="expected 2"):
                 call(x, words(512), 16)
-        with pytest.raises(errors.ShapeError, match="wanted 2"):
+        with pytest.raises(errors.ShapeError, match="expected 2"):
             ops.embed(ints(0), x)
 
 

@@ -135,7 +135,8 @@ def test_the_digest_does_not_depend_on_threads_or_layout(rng: np.random.Generato
         for threads in (1, 2, 3):
             for row0 in (0, 5):
                 out = np.zeros(2 * 416 * 704, np.uint16)
-                seen.add(ops.kernels(threads=threads).pack(out[: 405 * 700].reshape(405, 700) if layout == PLAIN else out, x, layout, row0, 0))
+                target = out[: 405 * 700].reshape(405, 700) if layout == PLAIN else out
+                seen.add(ops.kernels(threads=threads).pack(target, x, layout, row0, 0))
     assert seen == {(digest(to_bf16(x)), -1)}
 
 

@@ -173,7 +173,7 @@ HUGE = 2**62
         ((4, 4), (-1, (0, 0), (4, 4)), rm.LayoutError, "rank -1"),
         ((HUGE, HUGE), (0, (0, 0), (1, 1)), rm.LayoutError, "cannot be addressed"),
         ((-4, 4), (0, (0, 0), (0, 0)), rm.LayoutError, "cannot be addressed"),
-        ((1, 1, 1, 1, 1), (0, (0,), (1,)), rm.LayoutError, "5 dims"),
+        ((1, 1, 1, 1, 1), (0, (0,), (1,)), rm.LayoutError, "got 5"),
         ((4,), (0, (0, 1), (4, 1)), rm.LayoutError, "dim 1"),
     ],
 )

@@ -192,7 +192,7 @@ def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray],
     yield "moe", down, lambda x: x[:, :1], "expected shape [64, 96], got [64, 1]"
     yield "moe", down, lambda x: x[:1], "[1, 96]"
     yield "moe", down, lambda x: x[:0], "[0, 96]"
-    yield "moe", down, lambda x: np.zeros((2, 2, 2, 2, 2), np.float32), "5 dims"
+    yield "moe", down, lambda x: np.zeros((2, 2, 2, 2, 2), np.float32), "got 5"
     yield "moe", down, lambda x: np.zeros((), np.float32), "expected shape [64, 96], got []"
     yield "moe", NORM, lambda x: x[:, None], "[64, 1]"
     yield "moe", NORM, lambda x: x[:1], "[1]"

@@ -94,7 +94,7 @@ def test_tensors_of_the_cpu_share_their_memory(rng: np.random.Generator) -> None
 def test_tensors_of_two_devices() -> None:
     one, other = torch.empty(1), torch.empty(1, device="meta")
     _on_one_device("ids", one, "x", one)
-    with pytest.raises(errors.UnsupportedTensorError, match="ids is on meta and x on cpu, wanted one device"):
+    with pytest.raises(errors.UnsupportedTensorError, match="tensors on one device, got ids on meta and x on cpu"):
         _on_one_device("ids", other, "x", one)
 
 

@@ -57,7 +57,7 @@ static int lists_of(const comm_object *c, const rm_block send[], const rm_block 
 
 static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
   if (PySequence_Size(got) != c->size) {
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "the exchange gave %zd parts, wanted %d", PySequence_Size(got), c->size);
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "exchange: expected %d parts, got %zd", c->size, PySequence_Size(got));
     return -1;
   }
   for (int r = 0; r < c->size; r++) {
@@ -68,9 +68,9 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
     const int failed = PyObject_GetBuffer(part, &view, PyBUF_SIMPLE);
     Py_DECREF(part);
     if (failed) return -1;
-    const size_t wanted = rm_block_bytes(&recv[r]);
-    if ((size_t)view.len == wanted) rm_block_move(&recv[r], 0, view.buf, wanted, 1);
-    else PyErr_Format(PyExc_RuntimeError, "rank %d gave %zd bytes, wanted %zu", r, view.len, wanted);
+    const size_t expected = rm_block_bytes(&recv[r]);
+    if ((size_t)view.len == expected) rm_block_move(&recv[r], 0, view.buf, expected, 1);
+    else PyErr_Format(PyExc_RuntimeError, "rank %d: expected %zu bytes, got %zd", r, expected, view.len);
     PyBuffer_Release(&view);
     if (PyErr_Occurred()) return -1;
   }
@@ -172,7 +172,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 // ------------------------------------------------------------------------------------------------ what Python sends
 static int enter(comm_object *self) {
   if (self->comm) return 0;
-  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "this end of a group is closed, or an engine has it");
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE, "expected a Comm that is open and not in use by an engine");
   return -1;
 }
 
@@ -209,7 +209,7 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
 // The buffers of a list, one for each rank, as blocks; how many were got is in *n, also on failure.
 static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[], int *n) {
   if (PySequence_Size(list) != size) {
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "%zd buffers for %d ranks", PySequence_Size(list), size);
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "expected %d buffers, one for each rank, got %zd", size, PySequence_Size(list));
     return -1;
   }
   for (*n = 0; *n < size; ++*n) {
@@ -237,10 +237,7 @@ static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
   }
   if (buffers_of(give, size, PyBUF_SIMPLE, views, blocks, &n_give)) goto out;
   if (buffers_of(take_into, size, PyBUF_WRITABLE, views + size, blocks + size, &n_take)) goto out;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err));
   result = rm_none(rm_module_of((PyObject *)self), code, &err);
 out:
   for (int i = 0; i < n_give; i++) PyBuffer_Release(&views[i]);
@@ -261,10 +258,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
     return NULL;
   }
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err));
   PyBuffer_Release(&view);
   return rm_none(rm_module_of((PyObject *)self), code, &err);
 }
@@ -300,10 +294,7 @@ static PyObject *comm_close(comm_object *self, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
-static int comm_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((comm_object *)object)->exchange);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(comm_traverse, comm_object, self->exchange)
 
 static int comm_clear(PyObject *object) {
   Py_CLEAR(((comm_object *)object)->exchange);
@@ -350,12 +341,9 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   rm_mesh mesh;
   rm_comm *ends[N_GROUPS] = {0};
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
   if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout)) return NULL;
   if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
-  Py_BEGIN_ALLOW_THREADS
-    code = attach_groups(&mesh, name, rank, nonce, timeout, ends, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(attach_groups(&mesh, name, rank, nonce, timeout, ends, &err));
   PyObject *out = code ? NULL : PyTuple_New(N_GROUPS);
   for (int group = 0; out && group < N_GROUPS; group++) {
     PyObject *end = ends[group] ? rm_object_make(module, RM_TYPE_COMM) : Py_NewRef(Py_None);

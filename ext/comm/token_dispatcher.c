@@ -217,10 +217,8 @@ static PyObject *dispatcher_close(dispatcher_object *self, PyObject *ignored) {
   return leave(self, RM_OK, &err, Py_NewRef(Py_None));
 }
 
-static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg) { // cycles through it end in the Comm: comm_clear
-  Py_VISIT(((dispatcher_object *)object)->end);
-  return rm_object_visit(object, visit, arg);
-}
+// Cycles through it end in the Comm: comm_clear
+RM_TRAVERSE(dispatcher_traverse, dispatcher_object, self->end)
 
 static void dispatcher_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
@@ -234,10 +232,7 @@ static PyObject *dispatcher_experts(dispatcher_object *self, void *unused) {
 }
 
 // ------------------------------------------------------------------------------------------------ plans
-static int plan_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((plan_object *)object)->owner);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(plan_traverse, plan_object, self->owner)
 
 static void plan_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);

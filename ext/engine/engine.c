@@ -55,9 +55,7 @@ static int make_engine(PyObject *module, rm_engine_object *self, PyObject *objec
   int failed = self->ends != Py_None && take_ends(module, self->ends, comms, &ends);
   if (self->ends != Py_None) options.endpoints = &ends;
   if (!failed) {
-    Py_BEGIN_ALLOW_THREADS
-      code = rm_ranks_create(self->spec, &options, &self->engine, &err);
-    Py_END_ALLOW_THREADS
+    code = RM_UNLOCKED(rm_ranks_create(self->spec, &options, &self->engine, &err));
     if (code) rm_raise(module, &err);
     failed = code != RM_OK;
   }
@@ -104,12 +102,7 @@ static void destroy(rm_engine_object *self) {
   Py_CLEAR(self->ends);
 }
 
-static int engine_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((rm_engine_object *)object)->requests);
-  Py_VISIT(((rm_engine_object *)object)->done);
-  Py_VISIT(((rm_engine_object *)object)->ends);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(engine_traverse, rm_engine_object, self->requests, self->done, self->ends)
 
 static int engine_clear(PyObject *object) {   // not the Comms, which the engine needs: a cycle through one ends in comm.c
   Py_CLEAR(((rm_engine_object *)object)->requests);
@@ -222,8 +215,7 @@ static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err);
-  return rm_engine_finish(self, code, &err);
+  return rm_engine_finish(self, rm_ranks_stop_sample(self->engine, id, sample, n_tokens, &err), &err);
 }
 
 // ------------------------------------------------------------------------------------------------ steps
@@ -233,10 +225,7 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
   int more = 0;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_step(self->engine, &n_work, &more, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_ranks_step(self->engine, &n_work, &more, &err));
   rm_engine_leave(self);
   if (code) return rm_raise(rm_engine_module(self), &err);
   return Py_BuildValue("(LO)", (long long)n_work, more ? Py_True : Py_False);
@@ -316,11 +305,7 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = change(self->engine, (unsigned)mask, &err);
-  Py_END_ALLOW_THREADS
-  return rm_engine_finish(self, code, &err);
+  return rm_engine_finish(self, RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)), &err);
 }
 
 static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }

@@ -31,7 +31,7 @@ static int read_columns(PyObject *module, PyObject *const objects[6], columns *c
   for (int64_t i = 0; i < n && total >= 0; i++)
     total = c->page_counts[i] < 0 || c->page_counts[i] > c->n_pages ? -1 : total + c->page_counts[i];
   if (total == c->n_pages) return 0;
-  rm_raise_code(module, RM_E_SHAPE, "page_counts do not add up to the %lld pages", (long long)c->n_pages);
+  rm_raise_code(module, RM_E_SHAPE, "page_counts: expected a sum of %lld, the length of pages, got another", (long long)c->n_pages);
   return -1;
 }
 
@@ -66,11 +66,8 @@ static PyObject *result_columns(const rm_external_result *results, int64_t n) {
 
 static PyObject *run_step(rm_engine_object *self, rm_external_step *step, rm_external_result *results) {
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
   int64_t n_work = 0;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_external_step(self->engine, step, results, &n_work, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_ranks_external_step(self->engine, step, results, &n_work, &err));
   if (code) return rm_raise(rm_engine_module(self), &err);
   PyObject *all = result_columns(results, step->n_parts);
   if (!all) return NULL;
@@ -102,7 +99,7 @@ PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args) {
       step.n_logits = data[0] ? want_logits.shape[0] : 0;
       result = run_step(self, &step, results);
     } else {
-      rm_raise_code(module, RM_E_CONFIG, "logits and stats come together, with as many rows, or neither does");
+      rm_raise_code(module, RM_E_CONFIG, "logits, stats: expected arrays of as many rows, or None for both");
     }
   }
   rm_free(parts);
@@ -221,6 +218,5 @@ PyObject *rm_engine_py_host_tokens(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "KO:host_tokens", &id, &object)) return NULL;
   if (rm_array_ids(rm_engine_module(self), object, "tokens", &tokens, &n) || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = rm_ranks_external_tokens(self->engine, id, tokens, n, &err);
-  return rm_engine_finish(self, code, &err);
+  return rm_engine_finish(self, rm_ranks_external_tokens(self->engine, id, tokens, n, &err), &err);
 }

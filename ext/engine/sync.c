@@ -10,7 +10,7 @@
 // The UTF-8 of a key; *held is an owned object that keeps it. Lone surrogates pass, so that the engine can refuse the name.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
   if (!PyUnicode_Check(name)) {
-    rm_raise_code(module, RM_E_UNEXPECTED_KEY, "a weight's name is %R, wanted str", (PyObject *)Py_TYPE(name));
+    rm_raise_code(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R", (PyObject *)Py_TYPE(name));
     return -1;
   }
   char *bytes;
@@ -30,11 +30,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_sync_begin(self->engine, &options, &err);
-  Py_END_ALLOW_THREADS
-  return rm_engine_finish(self, code, &err);
+  return rm_engine_finish(self, RM_UNLOCKED(rm_ranks_sync_begin(self->engine, &options, &err)), &err);
 }
 
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *name) {
@@ -102,7 +98,8 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   if (!code) return device;   // the engine is left by give_reader
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor on cuda:%d; %s", name, ordinal, rm_error_message(&err));
+  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor that this engine can read, got one on cuda:%d: %s", name,
+                ordinal, rm_error_message(&err));
   rm_error_clear(&err);
   return NULL;
 }
@@ -126,10 +123,7 @@ static PyObject *with_tensor(rm_engine_object *self, PyObject *name, PyObject *o
   if (key_bytes(module, name, &key, &text, &length)) goto out;
   if (tensor_of(self, object, name, &tensor, &owner)) goto out;
   if (rm_engine_enter(self)) goto out;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = call(self->engine, text, (size_t)length, &tensor, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(call(self->engine, text, (size_t)length, &tensor, &err));
   rm_engine_leave(self);
   if (code) rm_raise(module, &err);
   else result = Py_NewRef(Py_None);
@@ -180,17 +174,14 @@ PyObject *rm_engine_py_sync_push_all(rm_engine_object *self, PyObject *pairs) {
   for (Py_ssize_t i = 0; i < n; i++) {
     PyObject *pair = PyTuple_GetItem(list, i);
     if (!PyTuple_Check(pair)) {
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "an entry is a %R, wanted a tuple (name, tensor)", (PyObject *)Py_TYPE(pair));
+      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected a tuple (name, tensor), got %R", (PyObject *)Py_TYPE(pair));
       goto out;
     }
     if (hold_pair(self, pair, &held[i], &entries[i])) goto out;
   }
   if (rm_engine_enter(self)) goto out;
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_sync_push_all(self->engine, entries, n, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_ranks_sync_push_all(self->engine, entries, n, &err));
   rm_engine_leave(self);
   if (code) rm_raise(module, &err);
   else result = Py_NewRef(Py_None);
@@ -234,10 +225,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ranks_sync_commit(self->engine, inflight, &report, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_ranks_sync_commit(self->engine, inflight, &report, &err));
   rm_engine_leave(self);
   return code ? rm_raise(module, &err) : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }

@@ -12,18 +12,8 @@
 #include "gpu/loans.h"
 #include "tensor.h"
 
-static const struct {
-  const char *name;
-  uint8_t code, bits;
-  int type;
-} dtypes[] = {
-    {"bfloat16", DL_BFLOAT, 16, NPY_UINT16}, {"float32", DL_FLOAT, 32, NPY_FLOAT32}, {"int32", DL_INT, 32, NPY_INT32},
-    {"uint8", DL_UINT, 8, NPY_UINT8},        {"int64", DL_INT, 64, NPY_INT64},       {"float16", DL_FLOAT, 16, NPY_FLOAT16},
-    {"float64", DL_FLOAT, 64, NPY_FLOAT64},
-};
-enum { N_DTYPES = sizeof dtypes / sizeof *dtypes, MAX_DIMS = 4 };
+enum { MAX_DIMS = 4 };
 #define GIVEN_BACK "the tensor was given back to the process that lent it"
-#define DTYPES "bfloat16, float32, int32, uint8, int64, float16 or float64"
 
 typedef struct array_object {
   PyObject_HEAD
@@ -39,9 +29,9 @@ typedef struct array_object {
 // ------------------------------------------------------------------------------------------------ making arrays
 static int dtype_named(PyObject *module, const char *name) {
   int dtype = 0;
-  while (dtype < N_DTYPES && strcmp(dtypes[dtype].name, name) != 0) dtype++;
-  if (dtype < N_DTYPES) return dtype;
-  rm_raise_code(module, RM_E_DTYPE, "dtype='%.64s', wanted " DTYPES, name);
+  while (dtype < RM_N_ELEMENTS && strcmp(rm_elements[dtype].name, name) != 0) dtype++;
+  if (dtype < RM_N_ELEMENTS) return dtype;
+  rm_raise_code(module, RM_E_DTYPE, "expected dtype " RM_ELEMENTS ", got '%.64s'", name);
   return -1;
 }
 
@@ -50,24 +40,24 @@ static int64_t size_of(PyObject *module, PyObject *size) {
   const int64_t value = PyLong_AsLongLong(size);
   if (value != -1 || !PyErr_Occurred()) return value;
   PyErr_Clear();
-  rm_raise_code(module, RM_E_SHAPE, "a size or a place is %R, wanted an integer below 2^63", size);
+  rm_raise_code(module, RM_E_SHAPE, "expected sizes and offsets that are integers below 2^63, got %R", size);
   return -1;
 }
 
 // Without memory yet. A tuple of sizes, of which all are held to what a product may be.
 static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
-  if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "an array of %zd dims, wanted at most %d", n, (int)MAX_DIMS);
+  if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
   array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!self) return NULL;
   self->queue = (rm_queue_object *)Py_NewRef((PyObject *)queue);
   self->dtype = dtype, self->n_dims = (int)n;
-  int64_t bytes = dtypes[dtype].bits / 8;
+  int64_t bytes = rm_elements[dtype].bits / 8;
   for (int i = 0; i < self->n_dims; i++) {
     self->shape[i] = size_of(module, PyTuple_GetItem(shape, i));
     if (!PyErr_Occurred() && (self->shape[i] < 0 || !rm_mul_i64(bytes, self->shape[i], &bytes)))
-      rm_raise_code(module, RM_E_SHAPE, "size %lld in dim %d of a %s array, wanted 0 or more, and less than 2^63 bytes",
-                    (long long)self->shape[i], i, dtypes[dtype].name);
+      rm_raise_code(module, RM_E_SHAPE, "expected a %s array of sizes >= 0 and fewer than 2^63 bytes, got size %lld in dim %d",
+                    rm_elements[dtype].name, (long long)self->shape[i], i);
     if (!PyErr_Occurred()) continue;
     Py_DECREF(self);
     return NULL;
@@ -106,7 +96,7 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
     Py_DECREF(array);
     return NULL;
   }
-  array->bytes = dtypes[dtype].bits / 8;
+  array->bytes = rm_elements[dtype].bits / 8;
   for (int i = 0; i < array->n_dims; i++) array->bytes *= (size_t)array->shape[i]; // of an allocation, so it does not overflow
   return (PyObject *)array;
 }
@@ -143,11 +133,11 @@ PyObject *rm_device_array_zeros(PyObject *module, rm_queue_object *queue, const 
 PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObject *object) {
   int dtype = 0;
   const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
-  while (dtype < N_DTYPES && !(type >= 0 && PyArray_EquivTypenums(type, dtypes[dtype].type))) dtype++;
-  if (dtype == N_DTYPES)
-    return rm_raise_code(module, RM_E_DTYPE, "%R, wanted a numpy array of uint16 (words of bfloat16), " DTYPES,
+  while (dtype < RM_N_ELEMENTS && !(type >= 0 && PyArray_EquivTypenums(type, rm_elements[dtype].type))) dtype++;
+  if (dtype == RM_N_ELEMENTS)
+    return rm_raise_code(module, RM_E_DTYPE, "expected a NumPy array of uint16 (bfloat16's words), " RM_ELEMENTS ", got %R",
                          type >= 0 ? (PyObject *)PyArray_DESCR((PyArrayObject *)object) : (PyObject *)Py_TYPE(object));
-  rm_array_want want = {.name = "the array", .type = dtypes[dtype].type, .n_dims = -1};
+  rm_array_want want = {.name = "the array", .type = rm_elements[dtype].type, .n_dims = -1};
   void *data;
   if (rm_array_data(module, object, &want, &data)) return NULL;
   PyObject *shape = PyObject_GetAttrString(object, "shape");
@@ -158,24 +148,13 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
 }
 
 // ------------------------------------------------------------------------------------------------ other libraries' arrays
-static int dtype_of(PyObject *module, PyObject *name, dl_dtype dtype) {
-  if (dtype.lanes == 1 && dtype.code == DL_UINT && dtype.bits == 16) return 0; // words of bfloat16, as in a numpy array
-  for (int i = 0; i < N_DTYPES; i++)
-    if (dtype.lanes == 1 && dtypes[i].code == dtype.code && dtypes[i].bits == dtype.bits) return i;
-  static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"}; // by DLPack's code
-  const char *kind = dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "another type, of bits ";
-  rm_raise_code(module, RM_E_DTYPE, "%.200U has dtype %s%d%s, wanted " DTYPES, name, kind, (int)dtype.bits,
-                dtype.lanes == 1 ? "" : " in vectors");
-  return -1;
-}
-
 // In C order, aligned, in memory that the driver says is this device's: a kernel that reads elsewhere would end the device for everybody.
 static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
   int64_t step = 1;
   const rm_device *device = &array->queue->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
     if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
-      rm_raise_code(module, RM_E_LAYOUT, "%.200U is not C-contiguous; arrays are passed as they lie, copy it first", name);
+      rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a C-contiguous array, got other strides; copy it first", name);
       return -1;
     }
     step *= t->shape[i];
@@ -184,11 +163,11 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   if (!array->bytes) return 0;
   if (!at || __builtin_add_overflow(at, t->byte_offset, &at) || device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
       device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: its memory is not %s's", name, device->name);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected memory of %s, got another address", name, device->name);
     return -1;
   }
-  if (at % (dtypes[array->dtype].bits / 8)) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U is not aligned; arrays are passed as they lie, copy it first", name);
+  if (at % (rm_elements[array->dtype].bits / 8)) {
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected an aligned array, got an odd address; copy it first", name);
     return -1;
   }
   array->data = (void *)at;
@@ -197,10 +176,11 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
 
 PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObject *name, const rm_dlpack *taken) {
   const dl_tensor *t = taken->tensor;
-  const int dtype = dtype_of(module, name, t->dtype);
+  const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT && t->dtype.bits == 16; // bfloat16, as in a NumPy array
+  const int dtype = is_words ? RM_SRC_BF16 : rm_element_of(module, name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
   if (dtype < 0) return NULL;
   if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
-    return rm_raise_code(module, RM_E_SHAPE, "%.200U has %d dims, wanted at most %d", name, t->n_dims, (int)MAX_DIMS);
+    return rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name, (int)MAX_DIMS, t->n_dims);
   PyObject *shape = rm_tuple_of(t->shape, t->n_dims);
   array_object *array = shape ? new_array(module, queue, dtype, shape) : NULL;
   Py_XDECREF(shape);
@@ -222,12 +202,12 @@ static const char *device_name(const array_object *array) {
   return name;
 }
 
-int rm_device_array_type(PyObject *array) { return dtypes[((array_object *)array)->dtype].type; }
+int rm_device_array_type(PyObject *array) { return rm_elements[((array_object *)array)->dtype].type; }
 
 static const char *type_name(int type) {
   int i = 0;
-  while (i < N_DTYPES - 1 && dtypes[i].type != type) i++;
-  return dtypes[i].name;
+  while (i < RM_N_ELEMENTS - 1 && rm_elements[i].type != type) i++;
+  return rm_elements[i].name;
 }
 
 // Where an array of no element lies: an op takes NULL for one that is not there. Nobody looks at it.
@@ -239,23 +219,23 @@ int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *obj
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
   if (!rm_is_device_array(module, object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is %R of the CPU, wanted an array of %s on %s", want->name,
-                  (PyObject *)Py_TYPE(object), type_name(want->type), where);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R", want->name, type_name(want->type), where,
+                  (PyObject *)Py_TYPE(object));
   } else if (array->queue != queue) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s is on %s, wanted %s", want->name, device_name(array), where);
-  } else if (dtypes[array->dtype].type != want->type) {
-    rm_raise_code(module, RM_E_DTYPE, "%s has dtype %s, wanted %s", want->name, dtypes[array->dtype].name, type_name(want->type));
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s", want->name, where, device_name(array));
+  } else if (rm_elements[array->dtype].type != want->type) {
+    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name, type_name(want->type), rm_elements[array->dtype].name);
   } else if (array->n_dims != want->n_dims) {
-    rm_raise_code(module, RM_E_SHAPE, "%s has %d dims, wanted %d", want->name, array->n_dims, want->n_dims);
+    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims, array->n_dims);
   } else if ((want->flags & RM_ARRAY_WRITE) && array->read_only) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s is read-only; arrays are passed as they lie, copy it first", want->name);
+    rm_raise_code(module, RM_E_LAYOUT, "%s: expected a writable array, got a read-only one; copy it first", want->name);
   } else if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s is not aligned to 16 bytes; arrays are passed as they lie, copy it first", want->name);
+    rm_raise_code(module, RM_E_LAYOUT, "%s: expected memory aligned to 16 bytes, got another address; copy it first", want->name);
   }
   for (int i = 0; i < want->n_dims && !PyErr_Occurred(); i++) {
     if (want->shape[i] >= 0 && array->shape[i] != want->shape[i])
-      rm_raise_code(module, RM_E_SHAPE, "%s has size %lld in dim %d, wanted %lld", want->name, (long long)array->shape[i], i,
-                    (long long)want->shape[i]);
+      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name, (long long)want->shape[i], i,
+                    (long long)array->shape[i]);
     want->shape[i] = array->shape[i];
   }
   if (PyErr_Occurred()) return -1;
@@ -305,7 +285,7 @@ static PyObject *capsule_of(array_object *self, int versioned) {
       .data = self->data,
       .device = {DL_CUDA, self->ordinal},
       .n_dims = self->n_dims,
-      .dtype = {dtypes[self->dtype].code, dtypes[self->dtype].bits, 1},
+      .dtype = {rm_elements[self->dtype].code, rm_elements[self->dtype].bits, 1},
       .shape = held->shape,
       .strides = held->strides,
   };
@@ -325,7 +305,8 @@ static int hand_over(array_object *self, PyObject *stream) {
   rm_error err = RM_ERROR_INIT;
   int saved;
   if (PyErr_Occurred()) return -1;
-  if (handle == 0 || handle < -1) return PyErr_Format(PyExc_ValueError, "stream = %lld, wanted a handle, 1, 2, -1 or None", handle), -1;
+  if (handle == 0 || handle < -1)
+    return PyErr_Format(PyExc_ValueError, "stream: expected a handle, 1, 2, -1 or None, got %lld", handle), -1;
   if (handle == -1 || !self->queue) return 0;
   const rm_device *device = &self->queue->device;
   if (rm_queue_check_stream(rm_module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
@@ -345,13 +326,14 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   int major = 0, minor = 0, type = DL_CUDA, number = self->ordinal;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
   if ((version != Py_None && !PyTuple_Check(version)) || (device != Py_None && !PyTuple_Check(device)))
-    return PyErr_SetString(PyExc_TypeError, "wanted tuples of two integers as max_version and dl_device"), NULL;
+    return PyErr_SetString(PyExc_TypeError, "max_version, dl_device: expected tuples of two integers"), NULL;
   if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor)) return NULL;
   if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
   if (type != DL_CUDA || number != self->ordinal || copy == Py_True)
-    return PyErr_Format(PyExc_BufferError, "wanted the array where it is, on %s, without a copy", device_name(self));
+    return PyErr_Format(PyExc_BufferError, "expected dl_device of %s and copy=False: the array stays where it is", device_name(self));
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
-  if (major < 1 && self->read_only) return PyErr_SetString(PyExc_BufferError, "a read-only array, wanted DLPack 1.x"), NULL;
+  if (major < 1 && self->read_only)
+    return PyErr_SetString(PyExc_BufferError, "expected a consumer with DLPack 1.x, got an older one: the array is read-only"), NULL;
   return hand_over(self, stream) ? NULL : capsule_of(self, major >= 1);
 }
 
@@ -383,8 +365,8 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
 // A C-contiguous array is read into the result. A strided one is read from its first byte in memory to its last, and then rearranged.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
-  const int type = dtypes[self->dtype].type;
-  const int64_t each = dtypes[self->dtype].bits / 8;
+  const int type = rm_elements[self->dtype].type;
+  const int64_t each = rm_elements[self->dtype].bits / 8;
   int64_t low = 0, high = each, step = 1;
   int is_contiguous = 1;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
@@ -420,14 +402,14 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   PyObject *place, *shape, *module = rm_module_of(object);
   if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
   if (!self->queue) return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected an array of an op, got one that another process lends");
-  if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape is %R, wanted a tuple of sizes", shape);
+  if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape: expected a tuple of sizes, got %R", shape);
   const long long first = size_of(module, place);
   array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->queue, self->dtype, shape);
   if (!part) return NULL;
-  const size_t each = dtypes[self->dtype].bits / 8;
+  const size_t each = rm_elements[self->dtype].bits / 8;
   if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
-    rm_raise_code(module, RM_E_SHAPE, "%zu elements from element %lld on, of an array of %zu", part->bytes / each, first,
-                  self->bytes / each);
+    rm_raise_code(module, RM_E_SHAPE, "expected elements of an array of %zu, got %zu from element %lld on", self->bytes / each,
+                  part->bytes / each, first);
     Py_DECREF(part);
     return NULL;
   }
@@ -437,12 +419,7 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   return (PyObject *)part;
 }
 
-static int array_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((array_object *)object)->queue);
-  Py_VISIT(((array_object *)object)->gpus);
-  Py_VISIT(((array_object *)object)->owner);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->queue, self->gpus, self->owner)
 
 // The array gives out no memory from now on. Its owner stays, for consumers of __dlpack__ who may still read.
 static void drop(array_object *self) {
@@ -493,7 +470,7 @@ static PyObject *array_shape(PyObject *object, void *strides) {
 
 static PyObject *array_dtype(PyObject *self, void *ignored) {
   (void)ignored;
-  return PyUnicode_FromString(dtypes[((array_object *)self)->dtype].name);
+  return PyUnicode_FromString(rm_elements[((array_object *)self)->dtype].name);
 }
 
 static PyObject *array_device(PyObject *self, void *ignored) {
@@ -505,21 +482,21 @@ static PyObject *array_device(PyObject *self, void *ignored) {
 // of its one element.
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
-  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s a %s array on %s, wanted one of the host: its .numpy() is a copy",
-                       what, dtypes[self->dtype].name, device_name(self));
+  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of the host, got %s on %s; .numpy() copies it",
+                       what, rm_elements[self->dtype].name, device_name(self));
 }
 
 static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
   (void)args, (void)kwargs;
-  return refuse_host(object, "a NumPy array of");
+  return refuse_host(object, "__array__");
 }
 
-static int array_bool(PyObject *object) { return refuse_host(object, "the truth of"), -1; }
+static int array_bool(PyObject *object) { return refuse_host(object, "bool()"), -1; }
 
 static Py_ssize_t array_length(PyObject *object) {
   const array_object *self = (array_object *)object;
   if (self->n_dims) return (Py_ssize_t)self->shape[0];
-  return PyErr_SetString(PyExc_TypeError, "len() of an array without dims"), -1;
+  return PyErr_SetString(PyExc_TypeError, "len(): expected an array with dims, got one without"), -1;
 }
 
 static PyMethodDef array_methods[] = {

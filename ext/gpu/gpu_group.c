@@ -96,7 +96,7 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   run *taken = NULL;
   if (!PyArg_ParseTuple(args, "n:block", &bytes)) return NULL;
-  if (bytes < 0) return rm_raise_code(rm_module_of(object), RM_E_LIMIT, "a block of %zd bytes", bytes);
+  if (bytes < 0) return rm_raise_code(rm_module_of(object), RM_E_LIMIT, "expected a number of bytes, got %zd", bytes);
   if (enter(self, &saved)) return NULL;
   const rm_code code = take_run(self, bytes ? (size_t)bytes : 1, &taken, &err);
   PyObject *none = leave(self, saved, code, &err);
@@ -113,10 +113,7 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
   return (PyObject *)block;
 }
 
-static int block_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((block_object *)object)->group);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(block_traverse, block_object, (PyObject *)self->group)
 
 // May be any thread's doing, and while another is in a call: so the memory is only put aside. After close nothing travels.
 static void block_dealloc(PyObject *object) {
@@ -135,7 +132,8 @@ static void block_dealloc(PyObject *object) {
 
 static int check_inside(block_object *self, long long offset, size_t bytes) {
   if (offset >= 0 && (size_t)offset <= self->run->bytes && bytes <= self->run->bytes - (size_t)offset) return 0;
-  rm_raise_code(rm_module_of((PyObject *)self), RM_E_LIMIT, "%zu bytes at %lld of a block of %zu", bytes, offset, self->run->bytes);
+  rm_raise_code(rm_module_of((PyObject *)self), RM_E_LIMIT, "expected bytes inside a block of %zu, got %zu at %lld", self->run->bytes,
+                bytes, offset);
   return -1;
 }
 
@@ -175,17 +173,17 @@ static PyObject *block_copy(PyObject *object, PyObject *args) {
     return NULL;
   const int n = (int)PyTuple_Size(shape);
   if (n < 0 || n > RM_STRIDED_DIMS || PyTuple_Size(strides) != n)
-    return rm_raise_code(rm_module_of(object), RM_E_SHAPE, "%d dims, wanted at most 4", n);
+    return rm_raise_code(rm_module_of(object), RM_E_SHAPE, "expected at most 4 dims and as many strides, got %d", n);
   if (rm_numbers_of(shape, sizes, n) || rm_numbers_of(strides, steps, n)) return NULL;
   int64_t bytes = each;
   for (int i = 0; i < n; i++) bytes *= sizes[i]; // of a tensor that is there: Gpus.lend
   if (check_inside(self, offset, (size_t)bytes)) return NULL;
   const rm_strided r = rm_strided_of(n, sizes, steps, each);
   if (ordinal != device->ordinal && r.width == (size_t)each && bytes > each)
-    return rm_raise_code(rm_module_of(object), RM_E_LAYOUT,
-                         "strides %R of a tensor on cuda:%d, sent from cuda:%d, have no run of elements; send "
-                         ".contiguous()",
-                         strides, ordinal, device->ordinal);
+    return rm_raise_code(
+        rm_module_of(object), RM_E_LAYOUT,
+        "expected contiguous elements in a tensor on cuda:%d that is sent from cuda:%d, got strides %R; send .contiguous()", ordinal,
+        device->ordinal, strides);
   if (enter(self->group, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
   Py_BEGIN_ALLOW_THREADS
@@ -208,14 +206,10 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "O!ni:broadcast", rm_state(rm_module_of(object))->types[RM_TYPE_GPU_BLOCK], &given, &bytes, &root))
     return NULL;
   block_object *block = (block_object *)given;
-  if (block->group != self) return rm_raise_code(rm_module_of(object), RM_E_STATE, "a block of another group");
+  if (block->group != self) return rm_raise_code(rm_module_of(object), RM_E_STATE, "expected a block of this group, got another group's");
   if (check_inside(block, 0, (size_t)bytes) || enter(self, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_comm_broadcast(self->there, block->run->data, (size_t)bytes, root, &err);
-  Py_END_ALLOW_THREADS
-  return leave(self, saved, code, &err);
+  return leave(self, saved, RM_UNLOCKED(rm_comm_broadcast(self->there, block->run->data, (size_t)bytes, root, &err)), &err);
 }
 
 static PyObject *group_wait(PyObject *object, PyObject *ignored) {
@@ -224,10 +218,7 @@ static PyObject *group_wait(PyObject *object, PyObject *ignored) {
   (void)ignored;
   if (enter(self, &saved)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_comm_wait(&self->there, 1, self->device, rm_comm_timeout(self->there), &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_comm_wait(&self->there, 1, self->device, rm_comm_timeout(self->there), &err));
   run *unused = code ? NULL : detach_spare(self);
   Py_BEGIN_ALLOW_THREADS
     drop_runs(self->device, unused);
@@ -264,11 +255,8 @@ static PyObject *group_close(PyObject *object, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
-static int group_traverse(PyObject *object, visitproc visit, void *arg) { // cycles through it end in the Comm: comm.c
-  Py_VISIT(((group_object *)object)->gpus);
-  Py_VISIT(((group_object *)object)->end);
-  return rm_object_visit(object, visit, arg);
-}
+// Cycles through it end in the Comm: comm.c
+RM_TRAVERSE(group_traverse, group_object, self->gpus, self->end)
 
 static void group_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
@@ -293,14 +281,11 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
   group_object *self = device ? rm_object_make(module, RM_TYPE_GPU_GROUP) : NULL;
   if (!self) return NULL;
   rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
   self->gpus = Py_NewRef(gpus);
   self->device = device;
   self->end = Py_NewRef(end);
   const int failed = rm_comm_take(module, end, &self->host);
-  Py_BEGIN_ALLOW_THREADS
-    if (!failed) code = create(self, &options, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = failed ? RM_OK : RM_UNLOCKED(create(self, &options, &err));
   if (!failed && !code) return (PyObject *)self;
   Py_DECREF((PyObject *)self);
   return failed ? NULL : rm_raise(module, &err);

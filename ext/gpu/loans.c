@@ -6,12 +6,10 @@
 #include "base/memory.h"
 #include "device/cuda.h"
 #include "device/ready_queues.h"
+#include "dlpack.h"
 #include "gpu_array.h"
 #include "gpu_group.h"
 #include "tensor.h"
-
-static const char *const dtype_names[] = {
-    [RM_SRC_BF16] = "bfloat16", [RM_SRC_F32] = "float32", [RM_SRC_F16] = "float16", [RM_SRC_F64] = "float64"};
 
 typedef struct gpus_object {
   PyObject_HEAD
@@ -57,10 +55,11 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   rm_tensor tensor;
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
   if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner)) return NULL;
-  if (!tensor.on_device) rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%.200U: a tensor of the host, wanted a GPU's", name);
+  if (!tensor.on_device)
+    rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on a GPU, got one on the CPU", name);
   else if ((shape = rm_tuple_of(tensor.shape, tensor.n_dims)) && (strides = rm_tuple_of(tensor.strides, tensor.n_dims)))
-    out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data, dtype_names[tensor.dtype], shape, strides,
-                        owner);
+    out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data, rm_elements[tensor.dtype].name, shape,
+                        strides, owner);
   Py_XDECREF(shape);
   Py_XDECREF(strides);
   rm_tensor_release(owner);
@@ -72,11 +71,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   int ordinal;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_ready_queues_wait(&self->readers, ordinal, &err);
-  Py_END_ALLOW_THREADS
-  return rm_none(rm_module_of(object), code, &err);
+  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_ready_queues_wait(&self->readers, ordinal, &err)), &err);
 }
 
 // What opens memory waits for the driver, and what closes it for the device: so without the GIL. Why one has failed is the thread's own.
@@ -89,10 +84,7 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle, (Py_ssize_t)sizeof loan.handle,
                        (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
@@ -107,15 +99,12 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "sy#:borrow", &bus, &handle, &length)) return NULL;
   if (length != sizeof loan.handle)
-    return rm_raise_code(rm_module_of(object), RM_E_CONFIG, "a handle of %zd bytes, wanted %zu", length, sizeof loan.handle);
+    return rm_raise_code(rm_module_of(object), RM_E_CONFIG, "expected a handle of %zu bytes, got %zd", sizeof loan.handle, length);
   memcpy(loan.handle, handle, sizeof loan.handle);
   if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(rm_module_of(object), &err);
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_borrowed(self->readers.library, device, &loan, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_cuda_borrowed(self->readers.library, device, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
 }
@@ -128,11 +117,8 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err);
-  Py_END_ALLOW_THREADS
-  return rm_none(rm_module_of(object), code, &err);
+  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err)),
+                 &err);
 }
 
 static PyMethodDef gpus_methods[] = {

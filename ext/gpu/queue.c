@@ -8,8 +8,9 @@
 
 int rm_queue_enter(PyObject *module, rm_queue_object *queue, int *saved) {
   if (getpid() != queue->owner) {
-    rm_raise_code(module, RM_E_STATE, "%s was opened by process %d, wanted arrays made in the forked child", queue->device.name,
-                  (int)queue->owner);
+    rm_raise_code(module, RM_E_STATE,
+                  "%s: expected arrays made in this process, got those of process %d; a forked child has to make its own",
+                  queue->device.name, (int)queue->owner);
     return -1;
   }
   Py_BEGIN_ALLOW_THREADS
@@ -65,10 +66,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return PyErr_NoMemory();
   }
   memcpy(self->library, library, length);
-  rm_code code;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_device(library, ordinal, NULL, &self->device, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_cuda_device(library, ordinal, NULL, &self->device, &err));
   if (!code) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(module, &err);
@@ -112,7 +110,8 @@ static PyObject *queue_put(PyObject *self, PyObject *object) {
 static const rm_device *take_device(void *self, PyObject *name, int ordinal) {
   rm_queue_object *queue = self;
   if (ordinal == queue->device.ordinal) return &queue->device;
-  rm_raise_code(rm_module_of(self), RM_E_UNSUPPORTED_TENSOR, "%.200U is on cuda:%d, wanted %s", name, ordinal, queue->device.name);
+  rm_raise_code(rm_module_of(self), RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on %s, got one on cuda:%d", name,
+                queue->device.name, ordinal);
   return NULL;
 }
 
@@ -128,7 +127,7 @@ static PyObject *queue_take(PyObject *object, PyObject *args) {
   PyObject *array = NULL;
   if (!rm_dlpack_take(module, given, name, &reader, &taken)) {
     if (taken.on_device) array = rm_device_array_over(module, self, name, &taken);
-    else rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U is on the CPU, wanted %s", name, self->device.name);
+    else rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on %s, got one on the CPU", name, self->device.name);
     rm_tensor_release(taken.owner);
   }
   rm_queue_leave(self, saved);
@@ -146,8 +145,8 @@ int rm_queue_check_stream(PyObject *module, rm_queue_object *self, void *stream)
   const char *why = self->device.refuses(self->device.self, stream);
   rm_queue_leave(self, saved);
   if (why)
-    rm_raise_code(module, RM_E_CONFIG, "stream = %llu: %s; wanted a stream of %s", (unsigned long long)(uintptr_t)stream, why,
-                  self->device.name);
+    rm_raise_code(module, RM_E_CONFIG, "expected a stream of %s, got %llu: %s", self->device.name, (unsigned long long)(uintptr_t)stream,
+                  why);
   return why ? -1 : 0;
 }
 

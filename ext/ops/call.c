@@ -8,8 +8,8 @@
 #include "base/checked.h"
 #include "base/memory.h"
 
-void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *wanted, long long limit) {
-  if (!c->failed) rm_raise_code(c->module, code, "%s is %lld, wanted %s %lld", name, seen, wanted, limit);
+void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *expected, long long limit) {
+  if (!c->failed) rm_raise_code(c->module, code, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
   c->failed = 1;
 }
 
@@ -58,7 +58,7 @@ int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
   int64_t out = 0;
   if (c->failed) return 0;
   if (rm_mul_i64(a, b, &out)) return out;
-  rm_raise_code(c->module, RM_E_SHAPE, "%s would have %lld times %lld elements, wanted less than 2^63", name, (long long)a, (long long)b);
+  rm_raise_code(c->module, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %lld times %lld", name, (long long)a, (long long)b);
   c->failed = 1;
   return 0;
 }
@@ -110,11 +110,8 @@ static void close_call(rm_op_call *c) {
 
 void *rm_op_paired(rm_op_call *c, size_t bytes) {
   rm_error err = RM_ERROR_INIT;
-  rm_code code;
   if (c->failed || open_call(c)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_queue_paired(c->self->queue, c->n_paired, bytes, &err);
-  Py_END_ALLOW_THREADS
+  const rm_code code = RM_UNLOCKED(rm_queue_paired(c->self->queue, c->n_paired, bytes, &err));
   if (code) return rm_op_fail(c, &err), NULL;
   c->paired_bytes[c->n_paired] = bytes;
   return c->self->queue->paired[c->n_paired++].host;
@@ -139,10 +136,7 @@ const void *rm_op_seen(rm_op_call *c, const void *view) {
   if (!view || c->failed || !c->self->queue) return c->failed ? NULL : view;
   const rm_device *device = &c->self->queue->device;
   if (c->is_fetching) {
-    rm_code code;
-    Py_BEGIN_ALLOW_THREADS
-      code = rm_device_wait(device, &err);
-    Py_END_ALLOW_THREADS
+    const rm_code code = RM_UNLOCKED(rm_device_wait(device, &err));
     c->is_fetching = 0;
     if (code) return rm_op_fail(c, &err), NULL;
   }
@@ -208,13 +202,13 @@ rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
   return RM_F32;
 }
 
-void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted) {
+void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected) {
   if (c->failed) return;
   c->failed = 1;
   PyObject *dtype = PyArray_Check(object) || rm_is_device_array(c->module, object) ? PyObject_GetAttrString(object, "dtype") : NULL;
-  if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s has dtype %S, wanted %s", name, dtype, wanted);
+  if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
   else if (!PyErr_Occurred())
-    rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s is %R, wanted an array of %s", name, (PyObject *)Py_TYPE(object), wanted);
+    rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name, expected, (PyObject *)Py_TYPE(object));
   Py_XDECREF(dtype);
 }
 
@@ -226,8 +220,8 @@ void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int6
   a = rm_op_seen(c, a);
   for (int64_t i = from; a && i < from + n && !c->failed; i++)
     if (a[i] < low || a[i] >= high) {
-      rm_raise_code(c->module, RM_E_REQUEST, "%s has %d at place %lld, wanted [%lld, %lld)", name, (int)a[i], (long long)i, (long long)low,
-                    (long long)high);
+      rm_raise_code(c->module, RM_E_REQUEST, "%s: expected values in [%lld, %lld), got %d at index %lld", name, (long long)low,
+                    (long long)high, (int)a[i], (long long)i);
       c->failed = 1;
     }
 }
@@ -281,7 +275,8 @@ static PyObject *finish_on_device(rm_op_call *c) {
 int rm_op_begin(rm_op_call *c, rm_limits limits) {
   rm_kernels_object *self = c->self;
   if (!c->failed && getpid() != self->owner) {
-    rm_raise_code(c->module, RM_E_STATE, "these kernels belong to process %d, wanted ones made in the forked child", (int)self->owner);
+    rm_raise_code(c->module, RM_E_STATE,
+                  "expected kernels made in this process, got those of process %d; a forked child has to make its own", (int)self->owner);
     c->failed = 1;
   }
   if (c->failed) return end(c);

@@ -1,4 +1,5 @@
 // dense.c: rows, norms, matrix products, and the packing of weights. See ops.h.
+#include "dlpack.h"
 #include "ops.h"
 
 static const int64_t MAX_INDEX = INT64_MAX / 16;  // of an element in a parameter: bytes and sums of two stay below 2^63
@@ -77,7 +78,7 @@ RM_KERNELS_METHOD(gemm) {
   a.bias = VIEW(&c, o[3], "bias", rm_op_numpy_type(a.dtype), RM_ARRAY_OPTIONAL, &a.n);
   if (a.bias && (swiglu || a.group_rows)) rm_op_refuse(&c, RM_E_SHAPE, "bias with groups or swiglu", 1, "at most", 0);
   if (a.dtype == RM_F32 && a.y_dtype == RM_BF16 && !c.failed) {
-    rm_raise_code(c.module, RM_E_DTYPE, "y is bfloat16 and x float32; wanted y of x's dtype, or float32");
+    rm_raise_code(c.module, RM_E_DTYPE, "y: expected float32, got bfloat16: x is float32");
     c.failed = 1;
   }
   a.y = VIEW(&c, o[0], "y", rm_op_numpy_type(a.y_dtype), RM_ARRAY_WRITE, &a.m, &a.n);
@@ -110,15 +111,15 @@ RM_KERNELS_METHOD(pack) {
   CALL(5);
   const int64_t layout = rm_op_size_of(&c, o[2], "layout", RM_PLAIN), row0 = rm_op_size_of(&c, o[3], "dst_row0", 0);
   const int64_t index0 = rm_op_integer(&c, o[4], "index0", 0, MAX_INDEX);
-  static const int types[] = {NPY_UINT16, NPY_FLOAT32, NPY_FLOAT16, NPY_FLOAT64};  // by rm_src_dtype
   rm_pack_args a = {.rows = -1, .cols = -1, .layout = (rm_layout)layout, .dst_row0 = row0, .index0 = index0};
   const int type = PyArray_Check(o[1])                  ? PyArray_TYPE((PyArrayObject *)o[1])
                    : rm_is_device_array(c.module, o[1]) ? rm_device_array_type(o[1])
                                                         : -1;
-  while (a.src_dtype < RM_SRC_F64 && types[a.src_dtype] != type) a.src_dtype++;
-  if (types[a.src_dtype] != type) rm_op_refuse_dtype(&c, o[1], "the weight", "bfloat16 (its words in uint16), float32, float16 or float64");
+  while (a.src_dtype < RM_SRC_F64 && rm_elements[a.src_dtype].type != type) a.src_dtype++;
+  const int src_type = rm_elements[a.src_dtype].type;
+  if (src_type != type) rm_op_refuse_dtype(&c, o[1], "the weight", "bfloat16 (its words in uint16), float32, float16 or float64");
   a.dst_dtype = rm_op_dtype_of(&c, o[0], "dst");
-  a.src = VIEW(&c, o[1], "src", types[a.src_dtype], RM_ARRAY_IN, &a.rows, &a.cols);
+  a.src = VIEW(&c, o[1], "src", src_type, RM_ARRAY_IN, &a.rows, &a.cols);
   if (layout > RM_PACKED_UP) rm_op_refuse(&c, RM_E_LAYOUT, "layout", layout, "one of rm_layout, at most", RM_PACKED_UP);
   if (a.cols % 2 == 0 && index0 % 2) rm_op_refuse(&c, RM_E_SHAPE, "index0 of rows of even width", index0, "even, such as", index0 - 1);
   const int64_t end = c.failed ? 0 : row0 + a.rows, rows_of = layout >= RM_PACKED_GATE ? rm_gate_up_rows(end) : end;

@@ -17,7 +17,8 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   const rm_kernels *table = NULL;
   if (queue != Py_None && rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) return rm_raise(module, &err);
   if (queue == Py_None && !(table = rm_kernels_named(isa)))
-    return rm_raise_code(module, RM_E_CONFIG, "isa='%s' is not one that this build and processor have", isa);
+    return rm_raise_code(module, RM_E_CONFIG, "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
+                         isa);
   rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;
@@ -32,10 +33,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   return (PyObject *)self;
 }
 
-static int kernels_traverse(PyObject *object, visitproc visit, void *arg) {
-  Py_VISIT(((rm_kernels_object *)object)->queue);
-  return rm_object_visit(object, visit, arg);
-}
+RM_TRAVERSE(kernels_traverse, rm_kernels_object, (PyObject *)self->queue)
 
 static void kernels_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
@@ -97,9 +95,8 @@ static PyObject *rope_table(PyObject *module, PyObject *args) {
   float *sin = VIEW(&c, o[1], "sin", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
   if (c.failed) return NULL;
   Py_BEGIN_ALLOW_THREADS
-    ;
     rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
-  Py_END_ALLOW_THREADS;
+  Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
 

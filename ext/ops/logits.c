@@ -38,9 +38,9 @@ RM_KERNELS_METHOD(merge_pairs) {
   rm_op_at_least(&c, "the blocks of pairs", a.n_blocks, 1);
   a.stats = VIEW(&c, o[0], "stats", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows, &two);
   a.target_logprobs = VIEW(&c, o[1], "target_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
-  const int wanted = a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL;
-  a.targets = VIEW(&c, o[2], "targets", NPY_INT32, wanted, &a.rows);
-  a.target_logits = VIEW(&c, o[5], "target_logits", NPY_FLOAT32, wanted, &a.rows);
+  const int flags = a.target_logprobs ? RM_ARRAY_IN : RM_ARRAY_OPTIONAL;
+  a.targets = VIEW(&c, o[2], "targets", NPY_INT32, flags, &a.rows);
+  a.target_logits = VIEW(&c, o[5], "target_logits", NPY_FLOAT32, flags, &a.rows);
   a.row_flags = VIEW(&c, o[3], "row_flags", NPY_UINT8, RM_ARRAY_WRITE, &a.rows);
   rm_op_in_range(&c, "targets", a.targets, a.rows, -1, a.n_blocks * RM_VOCAB_BLOCK);
   RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
@@ -63,7 +63,8 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   for (int64_t r = 0; r < rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r]) rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least", starts[r]);
     if (!(temperature[r] >= 0.0f && top_p[r] > 0.0f && top_p[r] <= 1.0f && min_p[r] >= 0.0f && min_p[r] <= 1.0f) && !c->failed) {
-      rm_raise_code(c->module, RM_E_REQUEST, "row %lld wants temperature >= 0, top_p in (0, 1] and min_p in [0, 1]", (long long)r);
+      rm_raise_code(c->module, RM_E_REQUEST,
+                    "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got others in row %lld", (long long)r);
       c->failed = 1;
     }
   }

@@ -44,7 +44,8 @@ static void distinct_in_rows(rm_op_call *c, const int32_t *ids, int64_t rows, in
     for (int64_t i = 1; i < n && !c->failed; i++)
       for (int64_t j = 0; j < i && !c->failed; j++)
         if (ids[r * n + i] == ids[r * n + j]) {
-          rm_raise_code(c->module, RM_E_REQUEST, "row %lld of ids has expert %d twice, wanted distinct ones", (long long)r, ids[r * n + i]);
+          rm_raise_code(c->module, RM_E_REQUEST, "ids: expected distinct experts in a row, got %d twice in row %lld", ids[r * n + i],
+                        (long long)r);
           c->failed = 1;
         }
 }

@@ -54,7 +54,7 @@ void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, in
 #define VIEW(c, object, name, type, flags, ...) \
   rm_op_view(c, object, name, type, flags, (int64_t *[]){__VA_ARGS__}, sizeof((int64_t *[]){__VA_ARGS__}) / sizeof(int64_t *))
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
-void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *wanted); // or one that is no array
+void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected); // or one that is no array
 int rm_op_numpy_type(rm_dtype dtype);
 // Where the host sees what a view of indices points to; NULL of NULL, or after a fault.
 const void *rm_op_seen(rm_op_call *c, const void *view);
@@ -62,7 +62,7 @@ const void *rm_op_seen(rm_op_call *c, const void *view);
 void *rm_op_paired(rm_op_call *c, size_t bytes);
 const void *rm_op_there(const rm_op_call *c, const void *here); // the device's half
 
-void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *wanted, long long limit);
+void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *expected, long long limit);
 // A number that is an argument: an integer in [low, high], a size in [least, RM_OP_MAX_SIZE] (ShapeError; −1 after a fault), a finite
 // float32 of at least `low` (ConfigError).
 int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high);

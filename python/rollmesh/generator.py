@@ -127,7 +127,7 @@ class Generator:
         fast: bool = False,
     ):
         if not isinstance(spec, ModelSpec):
-            raise ConfigError(f"spec is a {type(spec).__name__}, wanted a ModelSpec (ModelSpec.from_hf makes one)")
+            raise ConfigError(f"spec: expected a ModelSpec (ModelSpec.from_hf makes one), got a {type(spec).__name__}")
         check_surroundings(mesh, comm, ep_backend, sequence_parallel)
         where = device_of(device)
         self.spec = spec
@@ -279,7 +279,7 @@ class Generator:
             chosen = [*param_list(params, len(sequences))]
             for param in chosen:
                 if param is not None and param.min_tokens > 0:
-                    raise RequestError(f"min_tokens = {param.min_tokens} in score, wanted 0")
+                    raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
         return self._driver.score(sequences, chosen, None)
 
     # ---------------------------------------------------------------------------------------- weights
@@ -412,7 +412,7 @@ class Generator:
             mask = part_mask(parts)
             keep = boolean("keep_weights", keep_weights)
             if keep and not mask & PARTS["weights"]:
-                raise ConfigError(f"keep_weights=True with parts = {shown(parts)}, wanted 'weights' among them")
+                raise ConfigError(f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}")
         with self._turn.take():
             try:
                 self._weights.alike(SLEEP, f"{part_names(mask)}, keep_weights={keep}")

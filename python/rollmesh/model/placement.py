@@ -30,6 +30,6 @@ def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[P
     at most 4096 ranks; ep is 1, tp or dp*tp; tp divides the query heads, ep the experts."""
     for name, degree in (("tp", tp), ("dp", dp), ("ep", ep)):
         if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
-            raise ConfigError(f"{name} = {shown(degree)}, wanted an integer in [1, {MAX_RANKS}]")
+            raise ConfigError(f"{name}: expected an integer in [1, {MAX_RANKS}], got {shown(degree)}")
     table = _core.placement(spec.engine_values(1), tp, dp, ep)
     return [Placement(*(range(first, first + n) for first, n in ranges)) for ranges in table.tolist()]

@@ -261,14 +261,14 @@ TYPES: dict[str, tuple[Callable[[Rope, Mapping[str, Any], int], tuple[F32, float
 def _number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= MAX_FLOAT
     if not good or (strict and value == low):
-        raise ConfigError(f"{name}={shown(value)} is not a finite number {'>' if strict else '>='} {low:g}")
+        raise ConfigError(f"{name}: expected a finite number {'>' if strict else '>='} {low:g}, got {shown(value)}")
     return float(value) if isinstance(value, float) else value
 
 
 def _factors(name: str, value: Any, count: int) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != count:
         seen = len(value) if isinstance(value, (list, tuple)) else shown(value)
-        raise ConfigError(f"{name} has {seen} entries, wanted head_dim/2={count}")
+        raise ConfigError(f"{name}: expected head_dim/2={count} entries, got {seen}")
     return tuple(_number(f"{name}[{i}]", v, 0, strict=True) for i, v in enumerate(value))
 
 
@@ -278,7 +278,7 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
         return _factors(f"{name}.{key}", value, head_dim // 2)
     if key == "truncate":
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}.truncate={shown(value)} is not a bool")
+            raise ConfigError(f"{name}.truncate: expected a bool, got {shown(value)}")
         return value
     if value is None and key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "factor"):
         return None
@@ -293,13 +293,13 @@ def from_config(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{name}={shown(given)} is not a mapping")
+        raise ConfigError(f"{name}: expected a mapping, got {shown(given)}")
     if unknown := [(key,) for key in given if key not in KEYS]:
-        raise ConfigError(f"{name} has keys that no rope type of Qwen3 reads: {listed(unknown)}")
+        raise ConfigError(f"{name}: expected keys of Qwen3's rope types, got {listed(unknown)}")
     p = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in TYPES:
-        raise ConfigError(f"rope_type={shown(rope_type)} is unknown; known are {', '.join(TYPES)}")
+        raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")
     theta = _number("rope_theta", given.get("rope_theta", config.get("rope_theta", 10000.0)), 0, strict=True)
 
     partial = p.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -135,12 +135,12 @@ class ModelSpec:
         or the option that is not supported, FormatError for a file that is not a JSON object.
         """
         if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(isinstance(key, str) for key in ignore):
-            raise ConfigError(f"ignore={shown(ignore)}, wanted a tuple of keys of the config")
+            raise ConfigError(f"ignore: expected a tuple of keys of the config, got {shown(ignore)}")
         values = {key: value for key, value in _as_dict(config).items() if key not in ignore}
         _refuse_odd(values)
         model_type = values.get("model_type")
         if model_type not in MODEL_TYPES:
-            raise ConfigError(f"model_type={shown(model_type)} is not supported; supported are {', '.join(MODEL_TYPES)}")
+            raise ConfigError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {shown(model_type)}")
         _refuse_unknown(values)
         return _read(_Reader(values), model_type)
 
@@ -222,7 +222,7 @@ class ModelSpec:
         try:
             return ModelSpec(**{**fields, "rope_settings": _rope.Rope(**{k: frozen(v) for k, v in values["rope_settings"].items()})})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"not the values of a ModelSpec: {error}") from error
+            raise ConfigError(f"expected the values of ModelSpec.to_dict, got others: {error}") from error
 
 
 # -------------------------------------------------------------------------------------------------- reading a config
@@ -241,9 +241,9 @@ def _as_dict(config: Any) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{plain(file)}: {error.strerror}; expected a local folder with config.json, or that file") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file} is not JSON: {error}") from error
+        raise FormatError(f"{file}: expected JSON: {error}") from error
     if not isinstance(values, dict):
-        raise FormatError(f"{file} holds a {type(values).__name__}, wanted an object")
+        raise FormatError(f"{file}: expected a JSON object, got a {type(values).__name__}")
     return values
 
 
@@ -251,7 +251,7 @@ def _refuse_odd(values: Mapping[str, Any]) -> None:
     """Values that are compared and tested below as what JSON has; an array, say, has no truth value."""
     for key, value in values.items():
         if key in _USED and not isinstance(value, _PLAIN):
-            raise ConfigError(f"{key}={shown(value)} is a {type(value).__name__}, wanted a value as JSON has them")
+            raise ConfigError(f"{key}: expected a JSON value, got a {type(value).__name__}: {shown(value)}")
 
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
@@ -278,21 +278,21 @@ class _Reader:
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value = self.values.get(key, default)
         if value is None:
-            raise ConfigError(f"{key} is missing" if key not in self.values else f"{key} is None")
+            raise ConfigError(f"{key}: expected an integer, got {'none' if key not in self.values else 'None'}")
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(f"{key}={shown(value)} is not an integer in [{low}, {high}]")
+            raise ConfigError(f"{key}: expected an integer in [{low}, {high}], got {shown(value)}")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{key}={shown(value)} is not a bool")
+            raise ConfigError(f"{key}: expected a bool, got {shown(value)}")
         return value
 
     def positive(self, key: str, default: float) -> float:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_FLOAT:
-            raise ConfigError(f"{key}={shown(value)} is not finite and > 0")
+            raise ConfigError(f"{key}: expected a finite number > 0, got {shown(value)}")
         return float(value)
 
     def given(self, key: str) -> bool:
@@ -302,17 +302,17 @@ class _Reader:
 def _read(c: _Reader, model_type: str) -> ModelSpec:
     moe = model_type == "qwen3_moe"
     if c.values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act={shown(c.values['hidden_act'])} is not supported, wanted 'silu'")
+        raise ConfigError(f"hidden_act: expected 'silu', got {shown(c.values['hidden_act'])}")
     layers, hidden = c.integer("num_hidden_layers", 1, MAX_LAYERS), c.integer("hidden_size", 1, MAX_WIDTH)
     heads = c.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = c.integer("num_key_value_heads", 1, MAX_HEADS, heads) if c.given("num_key_value_heads") or moe else heads
     head_dim = c.integer("head_dim", 2, MAX_HEAD_DIM) if c.given("head_dim") else hidden // heads if moe else 128
     if heads * head_dim > MAX_WIDTH:
-        raise ConfigError(f"num_attention_heads·head_dim={heads * head_dim} is over {MAX_WIDTH}")
+        raise ConfigError(f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}")
     if heads % kv_heads:
         raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} is not an even number in [2, {MAX_HEAD_DIM}]; rope rotates pairs")
+        raise ConfigError(f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got {head_dim}")
     is_moe_layer = _moe_layers(c, layers) if moe else (False,) * layers
     vocab, max_positions = c.integer("vocab_size", 1, MAX_VOCAB), c.integer("max_position_embeddings", 1, MAX_POSITION, 32768)
     spec = ModelSpec(
@@ -359,7 +359,7 @@ def _moe_layers(c: _Reader, layers: int) -> tuple[bool, ...]:
     """Every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
     step, dense = c.integer("decoder_sparse_step", 1, MAX_POSITION, 1), c.values.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise ConfigError(f"mlp_only_layers={shown(dense)} is not a list of layers in [0, {layers})")
+        raise ConfigError(f"mlp_only_layers: expected a list of layers in [0, {layers}), got {shown(dense)}")
     has_experts, without = _num_experts(c) > 0, frozenset(dense)
     return tuple(has_experts and i not in without and (i + 1) % step == 0 for i in range(layers))
 
@@ -373,13 +373,13 @@ def _windows(c: _Reader, layers: int, moe: bool) -> tuple[int, ...]:
         first = 0 if moe else c.integer("max_window_layers", 0, MAX_POSITION, 28)
         return tuple(window if i >= first else 0 for i in range(layers))
     if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise ConfigError(f"layer_types={shown(types)} has not one entry for each of num_hidden_layers={layers}")
+        raise ConfigError(f"layer_types: expected one entry for each of num_hidden_layers={layers}, got {shown(types)}")
     if other := [t for t in types if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")]:
-        raise ConfigError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
+        raise ConfigError(f"layer_types: expected full_attention and sliding_attention, got {shown(other)}")
     if moe and set(types) != {"sliding_attention" if window else "full_attention"}:
-        raise ConfigError(f"layer_types={shown(types)} with sliding_window={window or None}: Qwen3-MoE's layers are all of one kind")
+        raise ConfigError(f"layer_types: expected one kind for all of Qwen3-MoE's layers, got {shown(types)}")
     if "sliding_attention" in types and not window:
-        raise ConfigError("layer_types has sliding_attention, but use_sliding_window or sliding_window is off")
+        raise ConfigError("layer_types: expected use_sliding_window and sliding_window with sliding_attention, got one that is off")
     return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 

@@ -100,7 +100,7 @@ def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | 
     op, gate, up = op_over(isa, threads, gate=gate, up=up)
     gates, ups = matrices_of("gate", gate), matrices_of("up", up)
     if gates.shape != ups.shape:
-        raise ShapeError(f"gate has shape {gates.shape} and up {ups.shape}, wanted the same ([groups, n, k])")
+        raise ShapeError(f"expected gate and up of one shape ([groups, n, k]), got {gates.shape} and {ups.shape}")
     return _packed(op, [(gates, _LAYOUT_GATE), (ups, _LAYOUT_UP)], 2 * round_up(gates.shape[1], 16), dtype)
 
 
@@ -123,7 +123,7 @@ def embed(
     op, ids, table, out = op_over(isa, threads, ids=ids, table=table, out=out)
     ids, table = array_of("ids", ids, 1), matrix_of("table", table) if packed is None else array_of("table", table)
     if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
-        raise ShapeError(f"packed = {shown(packed)}, wanted (vocab, hidden)")
+        raise ShapeError(f"packed: expected (vocab, hidden), got {shown(packed)}")
     vocab, hidden = table.shape if packed is None else packed
     vocab, hidden = size_of("vocab", vocab), size_of("hidden", hidden)
     out = op.new((ids.shape[0], hidden), table.dtype) if out is None else out
@@ -390,8 +390,8 @@ def merge_pairs(
     """What lm_head over the whole vocabulary gives, logits aside, from the pairs [blocks, rows, 2] of all its blocks in ascending
     order. targets: −1, or a token whose logit stands in target_logits; its logprob is of (max, Σ) of all blocks."""
     if (targets is None) != (target_logits is None):
-        absent, given = ("target_logits", "targets") if target_logits is None else ("targets", "target_logits")
-        raise UnsupportedTensorError(f"{absent} is None and {given} is given, wanted both, or neither")
+        absent = "target_logits" if target_logits is None else "targets"
+        raise UnsupportedTensorError(f"expected both of targets and target_logits, or neither, got {absent} = None")
     op, pairs, targets, target_logits = op_over(isa, threads, pairs=pairs, targets=targets, target_logits=target_logits)
     rows = array_of("pairs", pairs, 3).shape[1]
     logprobs = None if targets is None else op.new((rows,), np.float32)
@@ -415,9 +415,9 @@ def sample(
     given = params if isinstance(params, Sequence) else [params]
     each = [params] * rows if isinstance(params, SampleParams) else list(islice(given, rows + 1))
     if wrong := [p for p in each if not isinstance(p, SampleParams)]:
-        raise ConfigError(f"params has a {type(wrong[0]).__name__}, wanted SampleParams, one or a sequence of them")
+        raise ConfigError(f"params: expected SampleParams, one or a sequence of them, got a {type(wrong[0]).__name__}")
     if len(each) != rows:
-        raise ConfigError(f"{len(each)}{' or more' if len(each) > rows else ''} params for {rows} rows")
+        raise ConfigError(f"params: expected {rows}, one for each row, got {len(each)}{' or more' if len(each) > rows else ''}")
     starts = np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32)
     columns = (
         np.array([p.temperature for p in each], np.float32),

@@ -27,7 +27,7 @@ def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
     a forked child inherits have lost their threads, and may be locked for ever."""
     name = best_isa() if isa is None else isa
     if not isinstance(name, str):
-        raise ConfigError(f"isa = {shown(isa)}, wanted one of {', '.join(available_isas())}")
+        raise ConfigError(f"isa: expected one of {', '.join(available_isas())}, got {shown(isa)}")
     return _kernels(name, integer_of(ConfigError, "threads", threads, 1, MAX_THREADS), os.getpid())
 
 
@@ -40,9 +40,9 @@ def is_real(value: Any) -> bool:
     return isinstance(value, REAL) and not isinstance(value, bool)
 
 
-def real_of(name: str, value: Any, low: float = -MAX_FLOAT32) -> float:
-    if not is_real(value) or not low <= value <= MAX_FLOAT32:
-        raise ConfigError(f"{name} = {shown(value)}, wanted a finite float32" + (" >= 0" if low == 0 else ""))
+def real_of(name: str, value: Any) -> float:
+    if not is_real(value) or not abs(value) <= MAX_FLOAT32:
+        raise ConfigError(f"{name}: expected a finite float32, got {shown(value)}")
     return float(value)
 
 
@@ -61,15 +61,15 @@ def array_of(name: str, array: Array, dims: int | None = None) -> Array:
     """For what a default output takes its size or dtype from; the C side looks at the rest."""
     array = words_of(array)
     if not isinstance(array, np.ndarray | _core.DeviceArray):
-        raise UnsupportedTensorError(f"{name} is a {type(array).__name__}, wanted a numpy array")
+        raise UnsupportedTensorError(f"{name}: expected a NumPy array, got a {type(array).__name__}")
     if dims is not None and array.ndim != dims:
-        raise ShapeError(f"{name} has {array.ndim} dims, wanted {dims}")
+        raise ShapeError(f"{name}: expected {dims} dims, got {array.ndim}")
     return array
 
 
 def host_array(name: str, array: Array, dims: int) -> Array:
     if isinstance(array, _core.DeviceArray):
-        raise UnsupportedTensorError(f"{name} is on {array.device}, wanted a numpy array")
+        raise UnsupportedTensorError(f"{name}: expected a NumPy array, got one on {array.device}")
     return array_of(name, array, dims)
 
 
@@ -79,13 +79,13 @@ def matrix_of(name: str, array: Array) -> Array:
 
 def matrices_of(name: str, array: Array) -> Array:
     if is_masked(array):
-        raise UnsupportedTensorError(f"{name} is a masked array, wanted a plain one: .filled(value) makes it")
+        raise UnsupportedTensorError(f"{name}: expected a plain array, got a masked one; .filled(value) makes one")
     try:
         array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
     except (TypeError, ValueError) as error:  # rows of several lengths
-        raise UnsupportedTensorError(f"{name} is no matrix: {plain(error)}") from error
+        raise UnsupportedTensorError(f"{name}: expected a matrix, got {plain(error)}") from error
     if array.ndim not in (2, 3):
-        raise ShapeError(f"{name} has {array.ndim} dims, wanted 2, or 3 with groups")
+        raise ShapeError(f"{name}: expected 2 dims, or 3 with groups, got {array.ndim}")
     return array if array.ndim == 3 else part_of(array, 0, (1, *array.shape))
 
 
@@ -101,12 +101,12 @@ def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = n
     try:
         return make(shape, dtype)
     except ValueError as error:
-        raise ShapeError(f"an output of shape {shown(shape)}, wanted one that can be addressed") from error
+        raise ShapeError(f"expected an output that can be addressed, got shape {shown(shape)}") from error
 
 
 def numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:
     if not isinstance(dtype, str) or dtype not in ("bfloat16", "float32"):
-        raise DTypeError(f"dtype={shown(dtype)}, wanted 'bfloat16' or 'float32'")
+        raise DTypeError(f"dtype: expected 'bfloat16' or 'float32', got {shown(dtype)}")
     return np.uint16 if dtype == "bfloat16" else np.float32
 
 

@@ -78,14 +78,14 @@ def on_stream(stream: int, device: str) -> Iterator[None]:
 def to_device(array: Array, device: str = "cuda") -> _core.DeviceArray:
     """A copy of a NumPy array on a device; uint16 words are bfloat16 there."""
     if not isinstance(array, np.ndarray):
-        raise UnsupportedTensorError(f"array is a {type(array).__name__}, wanted a numpy array")
+        raise UnsupportedTensorError(f"array: expected a NumPy array, got a {type(array).__name__}")
     return queue_at(_ordinal(device)).put(words_of(array))
 
 
 def _ordinal(device: Any) -> int:
     """ "cuda" is the first of them."""
     if device == "cpu":
-        raise ConfigError("device = 'cpu', wanted 'cuda' or 'cuda:N'")
+        raise ConfigError("device: expected 'cuda' or 'cuda:N', got 'cpu'")
     return max(device_of(device).cuda_ordinal, 0)
 
 
@@ -105,7 +105,7 @@ def new_in(queue: _core.Queue | None, shape: tuple[int, ...], dtype: Any, *, zer
     if queue is None:
         return new_array(shape, dtype, np.zeros if zeros else np.empty)
     if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
-        raise ShapeError(f"an output of shape {shown(shape)}, wanted one that can be addressed")
+        raise ShapeError(f"expected an output that can be addressed, got shape {shown(shape)}")
     return queue.zeros(shape, dtype_name(dtype))
 
 
@@ -131,7 +131,7 @@ def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
     if first is None:
         if isa in CUDA_FAMILIES:
             some = next(iter(places), next(iter(arrays)))
-            raise ConfigError(f"isa = {isa!r} and {some} is on the CPU, wanted a CUDA device's, or one of {', '.join(available_isas())}")
+            raise ConfigError(f"isa: expected one of {', '.join(available_isas())}, since {some} is on the CPU, got {isa!r}")
         return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     ordinal = places[first]
     op = _op_at(isa, threads, first, ordinal)
@@ -154,9 +154,9 @@ def _place(array: Any) -> int:
 def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
     family = CUDA_FAMILIES[0] if isa is None else isa
     if family not in CUDA_FAMILIES:
-        raise ConfigError(f"isa = {shown(isa)} and {first} is on cuda:{ordinal}, wanted {' or '.join(CUDA_FAMILIES)}")
+        raise ConfigError(f"isa: expected {' or '.join(CUDA_FAMILIES)}, since {first} is on cuda:{ordinal}, got {shown(isa)}")
     if integer_of(ConfigError, "threads", threads, 1, MAX_THREADS) != 1:
-        raise ConfigError(f"threads = {threads} and {first} is on cuda:{ordinal}, wanted 1: they are the CPU's")
+        raise ConfigError(f"threads: expected 1, since {first} is on cuda:{ordinal}, got {threads}")
     queue, stream = queue_at(ordinal), _streams.get().get(ordinal, 0)
     if stream:
         queue.check_stream(stream)  # before anything is allocated
@@ -168,5 +168,5 @@ def _taken(queue: _core.Queue, name: str, array: Any, place: int | None, first: 
         return array
     if place != ordinal:
         where = "the CPU" if place == HOST else f"cuda:{place}"
-        raise UnsupportedTensorError(f"{name} is on {where} and {first} on cuda:{ordinal}, wanted all arrays of a call on one device")
+        raise UnsupportedTensorError(f"expected all arrays of a call on one device, got {name} on {where} and {first} on cuda:{ordinal}")
     return array if isinstance(array, _core.DeviceArray) and array.queue is queue else queue.take(name, array)

@@ -71,10 +71,10 @@ class SampleParams:
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not is_real(value) or MAX_FLOAT32 < abs(value) < np.inf:
-                raise RequestError(f"{name} = {shown(value)}, wanted a float32 number")
+                raise RequestError(f"{name}: expected a float32 number, got {shown(value)}")
         try:
             object.__setattr__(self, "banned", tuple(items_of(RequestError, "banned", self.banned, MAX_TOKENS)))
         except TypeError as error:
-            raise RequestError(f"banned = {shown(self.banned)}, wanted a sequence of tokens") from error
+            raise RequestError(f"banned: expected a sequence of tokens, got {shown(self.banned)}") from error
         for token in self.banned:
             integer_of(RequestError, "a token of banned", token, -(2**31), 2**31 - 1)

@@ -32,7 +32,7 @@ def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
     count = getattr(tokenizer, "get_vocab_size", None)
     size = count() if callable(count) else len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     if size > spec.vocab_size:
-        raise ConfigError(f"the tokenizer has {size} tokens, wanted at most vocab_size = {spec.vocab_size}")
+        raise ConfigError(f"tokenizer: expected at most vocab_size = {spec.vocab_size} tokens, got {size}")
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
-        raise RequestError(f"prompts is a {type(prompts).__name__}, wanted text, token ids, or a list of them")
+        raise RequestError(f"prompts: expected text, token ids, or a list of them, got a {type(prompts).__name__}")
     if getattr(prompts, "ndim", None) == 1:
         return [prompts]
     items = items_of(RequestError, "prompts", prompts)
@@ -50,11 +50,11 @@ def prompt_list(prompts: Any) -> list[Any]:
 def check_ids(prompt: Any) -> None:
     """Nothing that NumPy would read in a way that nobody means, or for ever."""
     if isinstance(prompt, BYTES):
-        raise RequestError(f"prompt is {type(prompt).__name__}, wanted text or token ids")
+        raise RequestError(f"prompt: expected text or token ids, got {type(prompt).__name__}")
     if is_masked(prompt):
-        raise RequestError("prompt is a masked array, wanted a plain one: .filled(value) makes it")
+        raise RequestError("prompt: expected a plain array, got a masked one; .filled(value) makes one")
     if says_more_than(prompt, MAX_ITEMS):
-        raise RequestError(f"prompt has more than {MAX_ITEMS} token ids, wanted at most {MAX_ITEMS}")
+        raise RequestError(f"prompt: expected at most {MAX_ITEMS} token ids, got more")
 
 
 def param_list(params: Any, count: int) -> list[SamplingParams]:
@@ -64,7 +64,7 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
-        raise RequestError(f"params is not a SamplingParams or a sequence of {count} of them")
+        raise RequestError(f"params: expected a SamplingParams or a sequence of {count}, got a {type(params).__name__}")
     return chosen
 
 
@@ -82,5 +82,5 @@ def request_ids(ids: Any) -> list[int]:
     items = items_of(RequestError, "ids", ids) if hasattr(ids, "__iter__") else [ids]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise RequestError(f"request id {shown(item)}, wanted an integer")
+            raise RequestError(f"request id: expected an integer, got {shown(item)}")
     return [int(item) for item in items]

@@ -154,8 +154,8 @@ class Driver:
         numbers = [] if ids is None else request_ids(ids)
         with self._turn.take():
             known = self._requests.live()
-            wanted = known if ids is None else set(known).intersection(numbers)
-            self._requests.abort(wanted)
+            chosen = known if ids is None else set(known).intersection(numbers)
+            self._requests.abort(chosen)
 
     def score(
         self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], logits: Sequence[NDArray[np.float32]] | None
@@ -183,7 +183,7 @@ class Driver:
             if not isinstance(prompt, str):
                 return self._requests.add(token_ids(prompt), params)
             if self._codec is None:
-                raise RequestError("a text prompt needs a tokenizer, and the generator has none")
+                raise RequestError("expected token ids, since the generator has no tokenizer, got text")
             return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
 
     def _before_step(self) -> None:

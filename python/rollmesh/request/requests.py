@@ -107,7 +107,7 @@ class Requests:
         watchers: list[StopWatcher] = []
         if params.stop:
             if self._codec is None:
-                raise RequestError(f"stop = {shown(params.stop)} needs text, and the generator has no tokenizer")
+                raise RequestError(f"stop: expected no stop strings, since the generator has no tokenizer, got {shown(params.stop)}")
             watchers = [StopWatcher(self._codec, params.stop, params.min_tokens) for _ in range(params.n)]
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         number = self._generations + 1
@@ -323,12 +323,12 @@ def token_ids(prompt: Any) -> Ids:
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"prompt is not a sequence of token ids: {error}") from error
+        raise RequestError(f"prompt: expected a sequence of token ids, got another object: {error}") from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RequestError(f"prompt has dtype {array.dtype} and shape {array.shape}, wanted integer token ids of one dim")
+        raise RequestError(f"prompt: expected integer token ids of one dim, got dtype {array.dtype} and shape {array.shape}")
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > 2**31 - 1:
-        raise RequestError(f"prompt has token id {low if low < 0 else high}, wanted ids in [0, vocab_size)")
+        raise RequestError(f"prompt: expected ids in [0, vocab_size), got {low if low < 0 else high}")
     return np.array(array, dtype=np.int32)

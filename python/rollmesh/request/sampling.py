@@ -59,7 +59,7 @@ class SamplingParams:
         self._real("temperature", 0.0, MAX_FLOAT32, "a finite float32 >= 0")
         self._real("top_p", 0.0, 1.0, "a number in (0, 1]")
         if not self.top_p > 0.0:
-            raise RequestError(f"top_p = {shown(self.top_p)}, wanted a number in (0, 1]")
+            raise RequestError(f"top_p: expected a number in (0, 1], got {shown(self.top_p)}")
         self._real("min_p", 0.0, 1.0, "a number in [0, 1]")
         self._integer("top_k", -1, MAX_INT32)
         if self.top_k == 0:  # vLLM takes 0 as "all" too
@@ -67,31 +67,31 @@ class SamplingParams:
         self._integer("max_tokens", 1, 2**62)
         self._integer("min_tokens", 0, 2**62)
         if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
+            raise RequestError(f"min_tokens: expected at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
         if self.seed is not None:
             self._integer("seed", 0, MAX_SEED - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_INT32)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos = {shown(self.ignore_eos)}, wanted a bool")
+            raise RequestError(f"ignore_eos: expected a bool, got {shown(self.ignore_eos)}")
         object.__setattr__(self, "stop", self._strings())
         object.__setattr__(self, "stop_token_ids", self._ids())
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise RequestError(f"{name} = {shown(value)}, wanted an integer")
+            raise RequestError(f"{name}: expected an integer, got {shown(value)}")
         if not low <= int(value) <= high:
-            raise RequestError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
+            raise RequestError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
         object.__setattr__(self, name, int(value))
 
-    def _real(self, name: str, low: float, high: float, wanted: str) -> None:
+    def _real(self, name: str, low: float, high: float, expected: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)) or not low <= value <= high:
-            raise RequestError(f"{name} = {shown(value)}, wanted {wanted}")
+            raise RequestError(f"{name}: expected {expected}, got {shown(value)}")
         if 0.0 < value < MIN_FLOAT32:
-            raise RequestError(f"{name} = {shown(value)} is not 0, but below {MIN_FLOAT32}, the smallest normal float32")
+            raise RequestError(f"{name}: expected 0 or at least {MIN_FLOAT32}, the smallest normal float32, got {shown(value)}")
         object.__setattr__(self, name, float(value))
 
     def _strings(self) -> tuple[str, ...]:
@@ -99,15 +99,15 @@ class SamplingParams:
         if isinstance(strings, Sequence):
             strings = items_of(RequestError, "stop", strings, MAX_TOKENS)
         if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
-            raise RequestError(f"stop = {shown(self.stop)}, wanted a non-empty string or a sequence of them")
+            raise RequestError(f"stop: expected a non-empty string or a sequence of them, got {shown(self.stop)}")
         return tuple(strings)
 
     def _ids(self) -> tuple[int, ...]:
         ids: Any = self.stop_token_ids
         if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise RequestError(f"stop_token_ids = {shown(ids)}, wanted a sequence of token ids")
+            raise RequestError(f"stop_token_ids: expected a sequence of token ids, got {shown(ids)}")
         ids = items_of(RequestError, "stop_token_ids", ids, MAX_TOKENS)
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) <= MAX_INT32:
-                raise RequestError(f"stop_token_ids has {shown(token)}, wanted token ids >= 0")
+                raise RequestError(f"stop_token_ids: expected token ids >= 0, got {shown(token)}")
         return tuple(int(token) for token in ids)

@@ -45,7 +45,7 @@ def load_tokenizer(file: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:
-        raise ConfigError(f"{plain(file)} is no tokenizer.json: {plain(error)}") from error
+        raise ConfigError(f"{plain(file)}: expected a tokenizer.json: {plain(error)}") from error
 
 
 class TextCodec:
@@ -53,7 +53,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any):
         if not (callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None))):
-            raise ConfigError(f"tokenizer is {type(tokenizer).__name__}, wanted a transformers tokenizer or a tokenizers.Tokenizer")
+            raise ConfigError(f"tokenizer: expected one of transformers or a tokenizers.Tokenizer, got {type(tokenizer).__name__}")
         self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -61,14 +61,14 @@ class TextCodec:
         encoded = self.tokenizer.encode(text)
         ids = getattr(encoded, "ids", encoded)
         if not isinstance(ids, Sequence):
-            raise RequestError(f"the tokenizer gave {type(ids).__name__} for a prompt, wanted a list of token ids")
+            raise RequestError(f"expected a list of token ids from the tokenizer, got {type(ids).__name__}")
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         if not isinstance(text, str):
-            raise RequestError(f"the tokenizer gave {type(text).__name__} for token ids, wanted str")
+            raise RequestError(f"expected str from the tokenizer, got {type(text).__name__}")
         return text
 
 

@@ -25,7 +25,7 @@ MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one: what is below 
 
 def choice(name: str, value: Any, words: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in words:
-        raise ConfigError(f"{name} = {shown(value)}, wanted one of {', '.join(words)}")
+        raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {shown(value)}")
     return value
 
 
@@ -35,13 +35,13 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= int(value) <= high:
-        raise error(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
+        raise error(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
     return int(value)
 
 
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ConfigError(f"{name} = {shown(value)}, wanted a bool")
+        raise ConfigError(f"{name}: expected a bool, got {shown(value)}")
     return bool(value)
 
 
@@ -52,22 +52,22 @@ def is_masked(array: Any) -> bool:
 
 def page_positions(name: str, value: Any) -> int:
     if integer(name, value, 16, 4096) % 16:
-        raise ConfigError(f"{name} = {shown(value)}, wanted a multiple of 16")
+        raise ConfigError(f"{name}: expected a multiple of 16, got {shown(value)}")
     return int(value)
 
 
 def gib_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
-        raise ConfigError(f"{name} = {shown(value)}, wanted a number of GiB above 0 and below {MAX_GIB}")
+        raise ConfigError(f"{name}: expected a number of GiB above 0 and below {MAX_GIB}, got {shown(value)}")
     return int(float(value) * 2**30)
 
 
 def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
     """memory_fraction, 0 where the size of the KV cache is said."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
-        raise ConfigError(f"memory_fraction = {shown(fraction)}, wanted a number above 0 and at most 1")
+        raise ConfigError(f"memory_fraction: expected a number above 0 and at most 1, got {shown(fraction)}")
     if float(fraction) < MIN_FLOAT64:
-        raise ConfigError(f"memory_fraction = {shown(fraction)} is not 0, but below {MIN_FLOAT64}, the smallest normal float64")
+        raise ConfigError(f"memory_fraction: expected at least {MIN_FLOAT64}, the smallest normal float64, got {shown(fraction)}")
     return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
@@ -75,18 +75,18 @@ def deadline_of(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout >= 0:
-        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds >= 0 or None")
+        raise ConfigError(f"timeout: expected seconds >= 0 or None, got {shown(timeout)}")
     if timeout == math.inf:
         return None
     if timeout > MAX_TIMEOUT:
-        raise ConfigError(f"timeout is above {MAX_TIMEOUT} seconds; inf and None mean no limit")
+        raise ConfigError(f"timeout: expected at most {MAX_TIMEOUT} seconds, got more; inf and None mean no limit")
     return time.monotonic() + float(timeout)
 
 
 def part_mask(parts: Any) -> int:
     names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1)) if hasattr(parts, "__iter__") else []
     if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):
-        raise ConfigError(f"parts = {shown(parts)}, wanted 'weights', 'kv' or both")
+        raise ConfigError(f"parts: expected 'weights', 'kv' or both, got {shown(parts)}")
     mask = 0
     for name in names:
         mask |= PARTS[name]
@@ -112,8 +112,8 @@ def items_of(error: type[Error], name: str, values: Iterable[Any], most: int = M
     try:
         walk = iter(values)
     except TypeError as wrong:  # an array without dims has __iter__ too
-        raise error(f"{name} is a {type(values).__name__} that cannot be walked: {reason(wrong)}") from wrong
+        raise error(f"{name}: expected an iterable, got a {type(values).__name__}: {reason(wrong)}") from wrong
     items = [] if (more := says_more_than(values, most)) else list(islice(walk, most + 1))
     if more or len(items) > most:
-        raise error(f"{name} has more than {most} items, wanted at most {most}")
+        raise error(f"{name}: expected at most {most} items, got more")
     return items

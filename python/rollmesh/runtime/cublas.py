@@ -25,11 +25,11 @@ def find() -> Library:
     asked = os.environ.get(LIBRARY_SWITCH)
     found = (asked, f"as {LIBRARY_SWITCH} says") if asked else next(candidates("cublasLt", "nvidia-cublas", WHEEL), None)
     if found is None:
-        raise ConfigError(f"no libcublasLt.so was found: none is loaded, no wheel has it, and neither has the system ({INSTALL})")
+        raise ConfigError(f"expected libcublasLt.so, loaded, of a wheel or of the system, got none ({INSTALL})")
     path, source = found
     library = Library(path, _version(path), source)
     if library.version < LEAST:
-        raise ConfigError(f"cuBLASLt {library}, wanted {'.'.join(map(str, LEAST))} or later")
+        raise ConfigError(f"expected cuBLASLt {'.'.join(map(str, LEAST))} or later, got {library}")
     return library
 
 
@@ -37,7 +37,7 @@ def _version(path: str) -> tuple[int, int, int]:
     try:
         asked = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"{path} is no cuBLASLt that can be loaded: {plain(error)}") from None
+        raise ConfigError(f"expected a cuBLASLt that can be loaded, got {path}: {plain(error)}") from None
     asked.restype = ctypes.c_size_t
     code = int(asked())
     return code // 10000, code // 100 % 100, code % 100
@@ -46,9 +46,9 @@ def _version(path: str) -> tuple[int, int, int]:
 def for_generator(where: Device, dtype: str) -> Library:
     """That of fast=True. ConfigError says why there is none."""
     if not where.cuda_library:
-        raise ConfigError("fast = True with device = 'cpu', wanted device = 'cuda': cuBLASLt is for GPUs")
+        raise ConfigError("fast = True: expected device = 'cuda' (cuBLASLt is for GPUs), got 'cpu'")
     if dtype != "bfloat16":
-        raise ConfigError(f"fast = True with dtype = {shown(dtype)}, wanted 'bfloat16'")
+        raise ConfigError(f"fast = True: expected dtype = 'bfloat16', got {shown(dtype)}")
     try:
         return find()
     except ConfigError as error:

@@ -42,14 +42,14 @@ def is_there(path: Path) -> bool:
 def device_name(name: Any) -> str:
     """A name that may be a device's, here or elsewhere. ConfigError: it is none's."""
     if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name):
-        raise ConfigError(f"device = {shown(name)}, wanted 'cpu', 'cuda' or 'cuda:N'")
+        raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {shown(name)}")
     return name
 
 
 _NO_DEVICE = {
-    0: "the driver shows no device here",
-    -1: "there is no NVIDIA driver here",
-    -2: "the NVIDIA driver here is too old, CUDA 13 wants 580 or later",
+    0: "expected a CUDA device, got none from the driver",
+    -1: "expected an NVIDIA driver, got none on this machine",
+    -2: "expected NVIDIA driver 580 or later (CUDA 13), got an older one",
 }
 
 
@@ -59,13 +59,13 @@ def device_of(name: Any) -> Device:
         return Device()
     path = library_path()
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
-        raise ConfigError(f"{LIBRARY_SWITCH}={plain(str(path))}: there is no such file, wanted a library that setup.py cuda has made")
+        raise ConfigError(f"{LIBRARY_SWITCH}: expected a library that setup.py cuda has made, got {plain(str(path))}, which is no file")
     if not is_there(path):
-        raise ConfigError(f"device = {name!r}, and this build has no {path.name}: it was made without nvcc, or with ROLLMESH_CUDA=0")
+        raise ConfigError(f"device = {name!r}: expected a build with {path.name}, got one made without nvcc or with ROLLMESH_CUDA=0")
     count = _core.cuda_count(str(path))
     ordinal = int(name.partition(":")[2] or -1)
     if count < 1:
-        raise ConfigError(f"device = {name!r}, and {_NO_DEVICE[count]}")
+        raise ConfigError(f"device = {name!r}: {_NO_DEVICE[count]}")
     if ordinal >= count:
-        raise ConfigError(f"device = {name!r}, and the driver shows {count} device{'' if count == 1 else 's'}, numbered from 0")
+        raise ConfigError(f"device: expected one of the driver's {count} device{'' if count == 1 else 's'}, numbered from 0, got {name!r}")
     return Device(str(path), ordinal)

@@ -20,10 +20,10 @@ INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"  #
 def find(path: str | os.PathLike[str] | None = None) -> Library:
     """The NCCL that would be used, or the one at `path`. ConfigError: there is none, or it cannot be loaded, or is older than 2.17.1."""
     if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path)):
-        raise ConfigError(f"library = {shown(path)}, wanted None or the path of a libnccl.so.2")
+        raise ConfigError(f"library: expected None or the path of a libnccl.so.2, got {shown(path)}")
     found = next(candidates("nccl", "nvidia-nccl", WHEEL), None) if path is None else (os.fspath(path), "as asked for")
     if found is None:
-        raise ConfigError(f"no libnccl.so.2 was found: none is loaded, no wheel has it, and neither has the system ({INSTALL})")
+        raise ConfigError(f"expected libnccl.so.2, loaded, of a wheel or of the system, got none ({INSTALL})")
     name, source = found
     code = _core.nccl_version(name)
     return Library(name, (code // 10000, code // 100 % 100, code % 100), source)

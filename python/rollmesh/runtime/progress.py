@@ -1,4 +1,4 @@
-"""A progress bar over finished requests, when tqdm is installed and one is wanted."""
+"""A progress bar over finished requests, if tqdm is installed and it is asked for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class Progress:
-    """Shows finished/total on stderr. Without tqdm, or with wanted=False, it counts in silence."""
+    """Shows finished/total on stderr. Without tqdm, or with show=False, nothing is shown."""
 
-    def __init__(self, total: int, wanted: bool):
+    def __init__(self, total: int, show: bool):
         self._total = total
-        self._wanted = wanted and importlib.util.find_spec("tqdm") is not None
+        self._show = show and importlib.util.find_spec("tqdm") is not None
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        if self._wanted:
+        if self._show:
             self._bar = importlib.import_module("tqdm").tqdm(total=self._total, desc="requests", unit="req", dynamic_ncols=True)
         return self
 

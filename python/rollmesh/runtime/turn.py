@@ -22,7 +22,7 @@ class Turn:
 
     def check_alive(self) -> None:
         if os.getpid() != self._pid:
-            raise StateError(f"this generator belongs to process {self._pid}; a forked child has to make its own")
+            raise StateError(f"expected a generator of this process, got that of process {self._pid}; a forked child has to make its own")
         if self.closed:
             raise StateError("the generator is closed")
 

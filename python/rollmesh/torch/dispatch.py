@@ -73,9 +73,9 @@ class TokenDispatcher:
             _check("ids", ids, 2, torch.int32)
             _on_one_device("ids", ids, "x", x)
             if x.requires_grad and x.dtype not in GATE_DTYPES:
-                raise DTypeError(f"x requires grad and has dtype {x.dtype}, wanted one of {', '.join(map(str, GATE_DTYPES))}")
+                raise DTypeError(f"x: expected one of {', '.join(map(str, GATE_DTYPES))}, since it requires grad, got {x.dtype}")
             if len(x) != len(ids):
-                raise ShapeError(f"x has {len(x)} rows and ids {len(ids)}, wanted as many")
+                raise ShapeError(f"ids: expected {len(x)} rows, as x has, got {len(ids)}")
             plan = self._core.plan(ids.detach().cpu().contiguous().numpy())
         rows: Tensor = _Dispatch.apply(x, self._core, plan)  # type: ignore[no-untyped-call]
         return Dispatched(rows, torch.from_numpy(plan.group_rows).to(x.device), plan)
@@ -87,14 +87,14 @@ class TokenDispatcher:
         StateError: a plan of another dispatcher. CollectiveMismatchError: plans of different dispatch calls, and as dispatch."""
         with _all_or_none(self._core):
             if not isinstance(plan, _core.DispatchPlan):
-                raise StateError(f"plan is {shown(plan)}, wanted a plan of this dispatcher")
+                raise StateError(f"plan: expected a plan of this dispatcher, got {shown(plan)}")
             _check("y", y, 2, None)
             if y.dtype not in GATE_DTYPES:
-                raise DTypeError(f"y has dtype {y.dtype}, wanted one of {', '.join(map(str, GATE_DTYPES))}")
+                raise DTypeError(f"y: expected one of {', '.join(map(str, GATE_DTYPES))}, got {y.dtype}")
             _check("gates", gates, 2, GATE_DTYPES[y.dtype])
             _on_one_device("gates", gates, "y", y)
             if gates.shape != (plan.num_rows, self._core.top_k):
-                raise ShapeError(f"gates has shape {tuple(gates.shape)}, wanted {(plan.num_rows, self._core.top_k)}")
+                raise ShapeError(f"gates: expected shape {(plan.num_rows, self._core.top_k)}, got {tuple(gates.shape)}")
         out: Tensor = _Combine.apply(y, gates, self._core, plan)  # type: ignore[no-untyped-call]
         return out
 
@@ -138,7 +138,7 @@ def token_dispatchers(
     """The ends of ranks that are threads of this process; as token_dispatcher. timeout: seconds that a call waits for the others."""
     integer("num_ranks", num_ranks, 1, MAX_RANKS)
     if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not 0 < timeout <= MAX_TIMEOUT_S:
-        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+        raise ConfigError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}")
     settings = _settings(num_experts, top_k, hidden, max_rows, dtype, backend)
     return [TokenDispatcher(core) for core in _core.dispatchers(num_ranks, *settings, float(timeout))]
 
@@ -148,7 +148,7 @@ def _settings(num_experts: int, top_k: int, hidden: int, max_rows: int, dtype: t
     sizes = {"num_experts": num_experts, "top_k": top_k, "max_rows": max_rows, "hidden": hidden}
     experts, k, rows, width = (integer(name, value, 1, 2**31 - 1) for name, value in sizes.items())
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype = {shown(dtype)}, wanted a torch.dtype")
+        raise ConfigError(f"dtype: expected a torch.dtype, got {shown(dtype)}")
     return experts, k, rows, width * dtype.itemsize, check_backend(backend)
 
 
@@ -165,18 +165,18 @@ def _all_or_none(core: _core.Dispatcher) -> Iterator[None]:
 
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:
     if not isinstance(tensor, Tensor) or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
-        raise UnsupportedTensorError(f"{name} is no dense tensor of the CPU or of a CUDA device")
+        raise UnsupportedTensorError(f"{name}: expected a dense tensor on the CPU or a CUDA device, got another")
     if tensor.ndim != dims:
-        raise ShapeError(f"{name} has {tensor.ndim} dims, wanted {dims}")
+        raise ShapeError(f"{name}: expected {dims} dims, got {tensor.ndim}")
     if dtype is not None and tensor.dtype != dtype:
-        raise DTypeError(f"{name} has dtype {tensor.dtype}, wanted {dtype}")
+        raise DTypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
     if tensor.is_conj() or tensor.is_neg():
-        raise LayoutError(f"{name} is a lazy conjugate or negative; resolve it first")
+        raise LayoutError(f"{name}: expected stored values, got a lazy conjugate or negative; resolve_conj() or resolve_neg() first")
 
 
 def _on_one_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     if tensor.device != other.device:
-        raise UnsupportedTensorError(f"{name} is on {tensor.device} and {other_name} on {other.device}, wanted one device")
+        raise UnsupportedTensorError(f"expected tensors on one device, got {name} on {tensor.device} and {other_name} on {other.device}")
 
 
 def _bytes(rows: Tensor) -> NDArray[np.uint8]:
