@@ -6,8 +6,6 @@
 #include "base/memory.h"
 #include "device/cuda.h"
 
-enum { BUFFER_BYTES = 1 << 20 };
-
 // ---------------------------------------------------------------------------------------------- jobs
 typedef struct member_job {
   rm_ranks *ranks;
@@ -59,19 +57,6 @@ rm_code rm_ranks_run(rm_ranks *ranks, rm_member_call call, void *arg, rm_error *
 }
 
 // ---------------------------------------------------------------------------------------------- life
-static rm_code create_groups(rm_ranks *ranks, int r, rm_error *err) {
-  static const rm_axis axes[] = {RM_AXIS_TP, RM_AXIS_EP};
-  rm_member *member = &ranks->members[r];
-  int32_t ids[RM_MAX_WORLD];
-  rm_code code = RM_OK;
-  for (int group = 0; group < N_GROUPS && !code; group++) {
-    const rm_peers peers = group == GROUP_WORLD ? (rm_peers){0, 1, ranks->n} : rm_mesh_peers(&ranks->mesh, r, axes[group]);
-    for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
-    if (peers.count > 1) code = rm_region_comm(ranks->region, group, ids, peers.count, r, &member->groups[group], err);
-  }
-  return code;
-}
-
 typedef struct creation {
   const rm_ranks *ranks;
   const rm_spec *spec;
@@ -101,9 +86,9 @@ static rm_code make_engine(rm_member *member, const creation *how) {
   options.rank = (rm_rank){
       .mesh = ranks->mesh,
       .index = ranks->first + (int32_t)(member - ranks->members),
-      .tp = member->groups[GROUP_TP],
-      .ep = member->groups[GROUP_EP],
-      .world = member->groups[GROUP_WORLD],
+      .tp = member->groups[RM_GROUP_TP],
+      .ep = member->groups[RM_GROUP_EP],
+      .world = member->groups[RM_GROUP_WORLD],
       .dispatcher = how->options->dispatcher,
       .sequence_parallel = how->options->sequence_parallel,
   };
@@ -128,12 +113,13 @@ static rm_code destroy_engine(rm_member *member, void *arg) {
 }
 
 static rm_code connect(rm_ranks *ranks, rm_error *err) {
-  const rm_region_options region = {.world = ranks->n, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = 600};
+  const rm_region_options region = {.world = ranks->n, .n_groups = N_GROUPS, .buffer_bytes = RM_GROUP_BUFFER_BYTES, .timeout = 600};
   rm_code code;
   if ((code = rm_team_create(ranks->n, &ranks->team, err))) return code;
   if ((code = rm_region_create(&region, &ranks->region, err))) return code;
   for (int r = 0; r < ranks->n; r++)
-    if ((code = create_groups(ranks, r, err))) return code;
+    for (int group = 0; group < N_GROUPS; group++)
+      if ((code = rm_groups_comm(ranks->region, &ranks->mesh, group, r, &ranks->members[r].groups[group], err))) return code;
   return RM_OK;
 }
 

@@ -2,11 +2,11 @@
 // that runs on all of them (rm_ranks_run); the rest is done one engine after the other.
 #pragma once
 
-#include "comm/shm/region.h"
 #include "device/ready_queues.h"
+#include "local_mesh/groups.h"
 #include "local_mesh/ranks.h"
 
-enum { GROUP_TP, GROUP_EP, GROUP_WORLD, N_GROUPS };
+enum { N_GROUPS = RM_GROUP_WORLD + 1 };   // of the model
 enum { PREFIX_SLOTS = 4096 };   // prefixes of prompts, for routing
 
 typedef struct rm_member {      // one rank

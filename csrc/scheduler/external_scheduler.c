@@ -273,3 +273,33 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
   seq->n_routed = rm_min64(seq->n_routed, n);
   return RM_OK;
 }
+
+// ---------------------------------------------------------------------------------------------- records
+rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k, int32_t *top_ids, float *top_logprobs,
+                        rm_error *err) {
+  if (k < 1) return rm_fail(err, RM_E_REQUEST, "k: expected at least 1, got %lld", (long long)k);
+  for (int64_t i = 0; i < n; i++, top_ids += k, top_logprobs += k) {
+    const rm_sequence *seq = sequence_of(scheduler, ids[i], err);
+    if (!seq) return RM_E_REQUEST;
+    const int64_t n_top = seq->group->top_logprobs, from = (seq->n_tokens - 1) * n_top;
+    if (n_top < k || !seq->n_tokens)
+      return rm_fail(err, RM_E_REQUEST, "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
+                     (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
+    memcpy(top_ids, seq->top_ids + from, (size_t)k * sizeof *top_ids);
+    memcpy(top_logprobs, seq->top_logprobs + from, (size_t)k * sizeof *top_logprobs);
+  }
+  return RM_OK;
+}
+
+rm_code rm_external_routed(const rm_scheduler *scheduler, uint64_t id, int64_t start, int16_t *out, int64_t *n, rm_error *err) {
+  const rm_sequence *seq = sequence_of(scheduler, id, err);
+  if (!seq) return RM_E_REQUEST;
+  const int64_t n_prompt = seq->group->n_prompt, row = scheduler->options.limits.routed_per_token;
+  const int64_t n_fed = n_prompt + rm_max64(seq->n_tokens - 1, 0), from = rm_min64(rm_max64(start, 0), n_fed);
+  const int64_t of_prompt = rm_max64(n_prompt - from, 0), first = rm_max64(from - n_prompt, 0);
+  *n = n_fed - from;
+  if (!out || !row) return RM_OK;
+  if (of_prompt) memcpy(out, seq->group->prompt_routed + from * row, (size_t)(of_prompt * row) * sizeof *out);
+  if (*n > of_prompt) memcpy(out + of_prompt * row, seq->routed + first * row, (size_t)((*n - of_prompt) * row) * sizeof *out);
+  return RM_OK;
+}

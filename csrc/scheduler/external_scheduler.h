@@ -59,5 +59,11 @@ void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages,
 // Ends a request whose step was not run; its pages are not to be used.
 rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err);
 rm_code rm_external_preempt(rm_scheduler *scheduler, uint64_t id, rm_error *err);   // its pages are free again
+// Of the last token of each of n requests: its k likeliest tokens and their logprobs, [n][k]. RM_E_REQUEST: one was added with fewer.
+rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k, int32_t *top_ids, float *top_logprobs,
+                        rm_error *err);
+// The routing of a request's positions from `start` on, prompt and generated, to the last one fed: *n rows of routed_per_token, which are
+// copied to `out`; with NULL they are only counted.
+rm_code rm_external_routed(const rm_scheduler *scheduler, uint64_t id, int64_t start, int16_t *out, int64_t *n, rm_error *err);
 // The request has generated these n tokens: later ones were dropped, and are drawn again.
 rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *tokens, int64_t n, rm_error *err);

@@ -8,8 +8,7 @@
 #include "base/clock.h"
 #include "base/memory.h"
 #include "comm/block.h"
-#include "comm/shm/region.h"
-#include "mesh/mesh.h"
+#include "local_mesh/groups.h"
 
 typedef struct comm_object {
   PyObject_HEAD
@@ -309,28 +308,6 @@ static void comm_dealloc(PyObject *object) {
 }
 
 // ------------------------------------------------------------------------------------------------ shared memory
-enum { GROUP_TP, GROUP_EP, GROUP_WORLD, GROUP_CONTROL, GROUP_LOCKSTEP, N_GROUPS, BUFFER_BYTES = 1 << 20 };
-
-static rm_code attach_groups(const rm_mesh *mesh, const char *name, int rank, uint64_t nonce, double timeout, rm_comm *ends[N_GROUPS],
-                             rm_error *err) {
-  const rm_axis together = mesh->ep > mesh->tp ? RM_AXIS_EP : RM_AXIS_TP;
-  const rm_axis axes[N_GROUPS] = {[GROUP_TP] = RM_AXIS_TP, [GROUP_EP] = RM_AXIS_EP, [GROUP_LOCKSTEP] = together};
-  const int world = rm_mesh_world(mesh);
-  const rm_region_options options = {.world = world, .n_groups = N_GROUPS, .buffer_bytes = BUFFER_BYTES, .timeout = timeout};
-  rm_region *region;
-  int32_t ids[RM_MAX_WORLD];
-  rm_code code = rm_region_attach(name, rank, nonce, &options, &region, err);
-  if (code) return code;
-  for (int group = 0; group < N_GROUPS && !code; group++) {
-    const rm_peers peers =
-        group == GROUP_WORLD || group == GROUP_CONTROL ? (rm_peers){0, 1, world} : rm_mesh_peers(mesh, rank, axes[group]);
-    for (int32_t i = 0; i < peers.count; i++) ids[i] = peers.first + i * peers.step;
-    if (peers.count > 1) code = rm_region_comm(region, group, ids, peers.count, rank, &ends[group], err);
-  }
-  rm_region_release(region);
-  return code;
-}
-
 // (name, rank, nonce, tp, dp, ep, timeout) → (tp, ep, world, control, lockstep), None for a group of one.
 static PyObject *attach(PyObject *module, PyObject *args) {
   const char *name;
@@ -339,13 +316,13 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   long long tp, dp, ep;
   double timeout;
   rm_mesh mesh;
-  rm_comm *ends[N_GROUPS] = {0};
+  rm_comm *ends[RM_N_GROUPS] = {0};
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout)) return NULL;
   if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
-  const rm_code code = RM_UNLOCKED(attach_groups(&mesh, name, rank, nonce, timeout, ends, &err));
-  PyObject *out = code ? NULL : PyTuple_New(N_GROUPS);
-  for (int group = 0; out && group < N_GROUPS; group++) {
+  const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
+  PyObject *out = code ? NULL : PyTuple_New(RM_N_GROUPS);
+  for (int group = 0; out && group < RM_N_GROUPS; group++) {
     PyObject *end = ends[group] ? rm_object_make(module, RM_TYPE_COMM) : Py_NewRef(Py_None);
     if (end && ends[group]) {
       ((comm_object *)end)->comm = ends[group];
@@ -353,7 +330,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
     }
     if (!end || PyTuple_SetItem(out, group, end)) Py_CLEAR(out);
   }
-  for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ends[group]);
+  for (int group = 0; group < RM_N_GROUPS; group++) rm_comm_destroy(ends[group]);
   return code ? rm_raise(module, &err) : out;
 }
 

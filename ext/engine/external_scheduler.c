@@ -2,8 +2,6 @@
 // so that the Python layer has no work for each request.
 #include "engine_object.h"
 
-#include <string.h>
-
 #include "base/memory.h"
 
 typedef struct columns { // of a step, views of the caller's arrays
@@ -43,24 +41,19 @@ static void make_parts(const columns *c, rm_external_part *parts) {
   }
 }
 
-// (tokens, logprobs, sampling_logprobs, ranks) of the results.
-static PyObject *result_columns(const rm_external_result *results, int64_t n) {
+static void *array_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)array); }
+
+// (tokens, logprobs, sampling_logprobs, ranks, then `more`, which is consumed, unless it is NULL) of the results.
+static PyObject *result_columns(const rm_external_result *results, int64_t n, PyObject *more) {
   PyObject *tokens = rm_array_new(NPY_INT32, 1, &n, NULL), *logprobs = rm_array_new(NPY_FLOAT32, 1, &n, NULL);
-  PyObject *sampling = rm_array_new(NPY_FLOAT32, 1, &n, NULL), *ranks = rm_array_new(NPY_INT32, 1, &n, NULL), *all = NULL;
-  if (tokens && logprobs && sampling && ranks) {
-    for (int64_t i = 0; i < n; i++) {
-      const int32_t given = results[i].token == RM_EXTERNAL_DRAWS ? results[i].row : results[i].rank;
-      ((int32_t *)PyArray_DATA((PyArrayObject *)tokens))[i] = results[i].token;
-      ((float *)PyArray_DATA((PyArrayObject *)logprobs))[i] = results[i].logprob;
-      ((float *)PyArray_DATA((PyArrayObject *)sampling))[i] = results[i].sampling_logprob;
-      ((int32_t *)PyArray_DATA((PyArrayObject *)ranks))[i] = given;
-    }
-    all = PyTuple_Pack(4, tokens, logprobs, sampling, ranks);
+  PyObject *sampling = rm_array_new(NPY_FLOAT32, 1, &n, NULL), *ranks = rm_array_new(NPY_INT32, 1, &n, NULL);
+  PyObject *all = Py_BuildValue(more ? "(NNNNN)" : "(NNNN)", tokens, logprobs, sampling, ranks, more);
+  for (int64_t i = 0; all && i < n; i++) {
+    ((int32_t *)array_of(tokens))[i] = results[i].token;
+    ((float *)array_of(logprobs))[i] = results[i].logprob;
+    ((float *)array_of(sampling))[i] = results[i].sampling_logprob;
+    ((int32_t *)array_of(ranks))[i] = results[i].token == RM_EXTERNAL_DRAWS ? results[i].row : results[i].rank;
   }
-  Py_XDECREF(tokens);
-  Py_XDECREF(logprobs);
-  Py_XDECREF(sampling);
-  Py_XDECREF(ranks);
   return all;
 }
 
@@ -69,12 +62,8 @@ static PyObject *run_step(rm_engine_object *self, rm_external_step *step, rm_ext
   int64_t n_work = 0;
   const rm_code code = RM_UNLOCKED(rm_ranks_external_step(self->engine, step, results, &n_work, &err));
   if (code) return rm_raise(rm_engine_module(self), &err);
-  PyObject *all = result_columns(results, step->n_parts);
-  if (!all) return NULL;
-  PyObject *with_rows = Py_BuildValue("(OOOOL)", PyTuple_GetItem(all, 0), PyTuple_GetItem(all, 1), PyTuple_GetItem(all, 2),
-                                      PyTuple_GetItem(all, 3), (long long)n_work);
-  Py_DECREF(all);
-  return with_rows;
+  PyObject *rows = PyLong_FromLongLong(n_work);
+  return rows ? result_columns(results, step->n_parts, rows) : NULL;
 }
 
 PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args) {
@@ -128,7 +117,7 @@ PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args) {
                                   (const float *)data[3] + i * vocab};
   if (!failed) {
     if (rm_ranks_external_draw(self->engine, draws, n, results, &err)) rm_raise(module, &err);
-    else result = result_columns(results, n);
+    else result = result_columns(results, n, NULL);
   }
   rm_free(draws);
   rm_free(results);
@@ -136,37 +125,26 @@ PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args) {
   return result;
 }
 
+static rm_scheduler *scheduler_of(rm_engine_object *self) { return rm_engine_scheduler(rm_ranks_engine(self->engine, 0)); }
+
 // (ids, logprobs) of the last token of each request, [n][k]; all were added with logprobs of k or more.
 PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args) {
-  PyObject *object, *ids = NULL, *logprobs = NULL, *result = NULL, *module = rm_engine_module(self);
+  PyObject *object, *module = rm_engine_module(self);
   long long k;
   void *numbers;
   if (!PyArg_ParseTuple(args, "OL:host_top", &object, &k)) return NULL;
   rm_array_want want = {"ids", NPY_UINT64, 0, 1, {-1}};
   if (rm_array_data(module, object, &want, &numbers) || rm_engine_enter(self)) return NULL;
-  const int64_t shape[2] = {want.shape[0], k};
+  const int64_t n = want.shape[0], shape[2] = {n, rm_max64(k, 0)};
   rm_error err = RM_ERROR_INIT;
-  rm_code code = k < 1 ? rm_fail(&err, RM_E_REQUEST, "k=%lld, wanted 1 or more", k) : RM_OK;
-  if (!code && (!(ids = rm_array_new(NPY_INT32, 2, shape, NULL)) || !(logprobs = rm_array_new(NPY_FLOAT32, 2, shape, NULL)))) goto out;
-  for (int64_t i = 0; i < shape[0] && !code; i++) {
-    rm_sample_view view;
-    if ((code = rm_ranks_sample_view(self->engine, ((const uint64_t *)numbers)[i], 0, &view, &err))) break;
-    if (view.n_top < k || !view.n_tokens) {
-      code = rm_fail(&err, RM_E_REQUEST, "request %llu has %d logprobs a token, of %lld tokens, wanted %lld",
-                     (unsigned long long)((const uint64_t *)numbers)[i], view.n_top, (long long)view.n_tokens, k);
-      break;
-    }
-    const int64_t from = (view.n_tokens - 1) * view.n_top;
-    memcpy((int32_t *)PyArray_DATA((PyArrayObject *)ids) + i * k, view.top_ids + from, (size_t)k * sizeof(int32_t));
-    memcpy((float *)PyArray_DATA((PyArrayObject *)logprobs) + i * k, view.top_logprobs + from, (size_t)k * sizeof(float));
-  }
-  if (code) rm_raise(module, &err);
-  else result = PyTuple_Pack(2, ids, logprobs);
-out:
-  Py_XDECREF(ids);
-  Py_XDECREF(logprobs);
+  rm_code code = RM_OK;
+  PyObject *ids = rm_array_new(NPY_INT32, 2, shape, NULL), *logprobs = rm_array_new(NPY_FLOAT32, 2, shape, NULL);
+  PyObject *both = Py_BuildValue("(NN)", ids, logprobs);
+  if (both) code = rm_external_top(scheduler_of(self), numbers, n, k, array_of(ids), array_of(logprobs), &err);
   rm_engine_leave(self);
-  return result;
+  if (!code) return both;
+  Py_DECREF(both);
+  return rm_raise(module, &err);
 }
 
 // int16 [n][moe layers][k]: the routing of positions from `start` on, prompt and generated, up to the last that was fed.
@@ -174,24 +152,12 @@ PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   long long start;
   if (!PyArg_ParseTuple(args, "KL:host_routed", &id, &start) || rm_engine_enter(self)) return NULL;
-  const rm_spec *spec = self->spec;
-  const size_t row = (size_t)(spec->n_moe_layers * spec->top_k) * sizeof(int16_t);
-  rm_request_view prompt;
-  rm_sample_view sample;
   rm_error err = RM_ERROR_INIT;
+  int64_t shape[3] = {0, self->spec->n_moe_layers, self->spec->top_k};
   PyObject *result = NULL;
-  if (rm_ranks_view(self->engine, id, &prompt, &err) || rm_ranks_sample_view(self->engine, id, 0, &sample, &err)) {
-    rm_raise(rm_engine_module(self), &err);
-    goto out;
-  }
-  const int64_t fed = prompt.n_prompt + rm_max64(sample.n_tokens - 1, 0), from = rm_min64(rm_max64(start, 0), fed);
-  const int64_t of_prompt = rm_max64(prompt.n_prompt - from, 0), shape[3] = {fed - from, spec->n_moe_layers, spec->top_k};
-  if (!(result = rm_array_new(NPY_INT16, 3, shape, NULL)) || !row) goto out;
-  char *at = PyArray_DATA((PyArrayObject *)result);
-  if (of_prompt) memcpy(at, (const char *)prompt.prompt_routed + (size_t)from * row, (size_t)of_prompt * row);
-  const int64_t first = rm_max64(from - prompt.n_prompt, 0), n = fed - prompt.n_prompt - first;
-  if (n > 0) memcpy(at + (size_t)of_prompt * row, (const char *)sample.routed + (size_t)first * row, (size_t)n * row);
-out:
+  if (rm_external_routed(scheduler_of(self), id, start, NULL, &shape[0], &err)) rm_raise(rm_engine_module(self), &err);
+  else if ((result = rm_array_new(NPY_INT16, 3, shape, NULL))) // no error is left: the request is there
+    rm_external_routed(scheduler_of(self), id, start, array_of(result), &shape[0], &err);
   rm_engine_leave(self);
   return result;
 }
