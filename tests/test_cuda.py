@@ -29,7 +29,7 @@ OPS = {
     "attention": 350,
     "router": 1200,
     "permute": 800,
-    "slots": 1300,
+    "static_dispatch": 1300,
     "combine": 400,
     "lm_head": 1728,
     "merge_pairs": 580,

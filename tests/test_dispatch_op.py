@@ -261,7 +261,7 @@ def test_a_mismatch_is_an_error(group: Any, work: Callable[[int, TokenDispatcher
     "work, said",
     [
         (other_rows, r"plan 1: dispatch of rows of (24 bfloat16|12 float32); rank \d in plan 1: dispatch of rows of (24 b|12 f)"),
-        (no_rows, "plan 1: dispatch of rows of|local_allreduce wants the same"),
+        (no_rows, "plan 1: dispatch of rows of|local_allreduce: expected the same"),
         (other_outputs, r"plan 1: combine of rows of (24 bfloat16|12 float32); rank \d"),
         (other_plan, r"plan (1|2): combine of rows of 24 float32; rank \d in plan (1|2): combine"),
         (other_gradient, r"plan (1|2): the gradient of dispatch of rows of 24 float32; rank \d in plan (1|2)"),
@@ -298,7 +298,7 @@ def test_the_core_ends_the_group_itself() -> None:
     ends = _core.dispatchers(2, EXPERTS, TOP_K, 4, 8, "alltoall", SECONDS)
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(ends[1].plan, np.empty((0, TOP_K), np.int32))
-        with pytest.raises(rm.RequestError, match="row 0 of ids has expert 5 twice"):
+        with pytest.raises(rm.RequestError, match="row 0 of ids: expected distinct experts, got expert 5 twice"):
             ends[0].plan(np.full((1, TOP_K), 5, np.int32))
         assert type(theirs.exception()) is rm.RankLostError
 
@@ -342,9 +342,9 @@ def test_a_plan_is_of_its_dispatcher(group: Any) -> None:
     [
         (2, {"backend": "deepep"}, "got 'deepep', which lacks .*deep_ep package.*NVSHMEM"),
         (2, {"backend": "magic"}, "expected one of disabled, local_allreduce"),
-        (2, {"backend": "disabled"}, '2 ranks is "disabled"'),
+        (2, {"backend": "disabled"}, 'for 2 ranks, got "disabled"'),
         (3, {}, "ep=3 does not divide num_experts=8"),
-        (2, {"top_k": 9}, "top_k=9 of num_experts=8"),
+        (2, {"top_k": 9}, r"num_experts=8\), got 9"),
         (2, {"max_rows": 0}, "max_rows: expected .*got 0"),
         (2, {"hidden": 0}, "hidden: expected .*got 0"),
         (2, {"hidden": 2**62}, "hidden: expected .*got 4611686018427387904"),

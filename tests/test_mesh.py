@@ -77,7 +77,7 @@ def test_rules_of_a_mesh(degrees: dict[str, int], message: str) -> None:
 
 
 def test_a_dense_model_has_no_expert_axis() -> None:
-    with pytest.raises(rm.ConfigError, match="ep=2 and the model has no experts"):
+    with pytest.raises(rm.ConfigError, match="expected ep=1 for a model without experts, got 2"):
         placements(spec_of(num_attention_heads=4), tp=2, ep=2)
 
 

@@ -229,11 +229,11 @@ def test_it_is_of_gpus(make: Make) -> None:
 
 
 REFUSED = [
-    ({"STANDIN_VERSION": "22907"}, {"device": "cuda:0"}, rm.ConfigError, "ranks 0 and 1 have one GPU, which NCCL 2.29.7 does not allow"),
-    ({"STANDIN_ID": "2"}, {}, rm.RankLostError, r"a name for the group: NCCL says .unhandled system error.: planted: no id"),
+    ({"STANDIN_VERSION": "22907"}, {"device": "cuda:0"}, rm.ConfigError, "ranks 0 and 1 share a GPU: expected NCCL 2.30.3 or later, got 2.29.7"),
+    ({"STANDIN_ID": "2"}, {}, rm.RankLostError, r"ncclGetUniqueId: NCCL says .unhandled system error.: planted: no id"),
     ({"STANDIN_INIT": "1:5"}, {}, rm.ConfigError, "making a group: NCCL says .invalid usage"),
     ({"STANDIN_INIT": "1:2"}, {}, rm.RankLostError, "making a group: NCCL says .unhandled system error"),
-    ({"ROLLMESH_SIMT_MEMORY": "4096"}, {}, rm.CapacityError, r"no room on cuda:\d for exchanges of \d+ bytes"),
+    ({"ROLLMESH_SIMT_MEMORY": "4096"}, {}, rm.CapacityError, r"cuda:\d has no memory for two exchange buffers of \d+ bytes"),
     ({"ROLLMESH_SIMT_MEMORY": "300000"}, {}, rm.CapacityError, r"takes \d+\.\d\d [KM]iB and cuda:0 has \d+\.\d\d KiB free"),
 ]
 
@@ -450,7 +450,7 @@ def test_ranks_on_one_gpu_want_an_nccl_that_allows_it(ranks: Run, simt: Path) ->
     one = {"device": "cuda:0"}
     for rank in ranks("construct", (2, 1, 1), each=[one, one], timeout=20.0, environment={"STANDIN_VERSION": "22907"}):
         assert rank["error"][0] == "ConfigError"
-        assert "ranks 0 and 1 have one GPU, which NCCL 2.29.7 does not allow, wanted 2.30.3 or later" in rank["error"][1]
+        assert "ranks 0 and 1 share a GPU: expected NCCL 2.30.3 or later, got 2.29.7" in rank["error"][1]
     for rank in ranks("construct", (2, 1, 1), each=[one, one], timeout=20.0):
         assert rank["error"] is None
 

@@ -1,5 +1,5 @@
-// block.h: what transports and comm.c do with the blocks of comm.h. A block's bytes are its rows laid end to end; a piece of them
-// may begin and end inside a row, so that a transport can cut a block wherever its buffer ends.
+// block.h: copies of blocks (comm.h). A block's bytes are its rows, one after another; a range of them may begin and end inside a row, so
+// that a transport can split a block wherever its buffer ends.
 #pragma once
 
 #include <string.h>
@@ -9,20 +9,19 @@
 
 enum { RM_COPY_PIECE = 2048 };
 
-// memcpy in pieces. From some thousand bytes on, memcpy is one string instruction on recent processors, and on AMD's family 25 that
-// copies 2 GB/s instead of 40 where the target lies 1 … 63 bytes beyond the source modulo 4096: from a page of a buffer to what malloc
-// or NumPy returns for large arrays. Below that size it is a loop of vectors.
+// memcpy in chunks of 2 KiB. For larger sizes memcpy uses `rep movsb`, which on AMD family 25 copies 2 GB/s instead of 40 where the target
+// is 1 … 63 bytes beyond the source modulo 4096, as from a page of a buffer to a large array of malloc or NumPy.
 static inline void rm_copy(void *to, const void *from, size_t n) {
   for (size_t at = 0, length; at < n; at += length) {
     length = n - at < RM_COPY_PIECE ? n - at : RM_COPY_PIECE;
-    __asm__("" : "+r"(length));   // a compiler that knows how small it is writes the string instruction here, and no sanitizer sees it
+    __asm__("" : "+r"(length));   // else the compiler inlines `rep movsb` for the known bound, and sanitizers do not see the access
     memcpy((char *)to + at, (const char *)from + at, length);
   }
 }
 
 static inline int rm_block_is_flat(const rm_block *block) { return block->rows == 1 || block->ld == block->row_bytes; }
 
-// 1 when bytes [at, at + n) of the block are copied `into` the block from `flat`, 0 when out of it. The range lies in the block.
+// Copies bytes [at, at + n) of the block from `flat` (into = 1) or to it (0). The range lies in the block.
 static inline void rm_block_move(const rm_block *block, size_t at, char *flat, size_t n, int into) {
   if (n == 0) return;
   char *row = block->base;
@@ -44,7 +43,7 @@ static inline void rm_block_write(const rm_block *block, size_t at, const void *
   rm_block_move(block, at, (char *)(uintptr_t)from, n, 1);
 }
 
-// As many bytes from one block to another of the same size; nothing when they are the same memory.
+// Copies a block to another with the same number of bytes; no effect when they are the same memory.
 static inline void rm_block_copy(const rm_block *from, const rm_block *to) {
   if (rm_block_bytes(to) == 0 || from->base == to->base) return;
   if (rm_block_is_flat(to)) {
@@ -55,7 +54,7 @@ static inline void rm_block_copy(const rm_block *from, const rm_block *to) {
     rm_block_read(from, (size_t)row * to->row_bytes, (char *)to->base + (size_t)row * to->ld, to->row_bytes);
 }
 
-// Whether one block lies where the other does.
+// Whether the two blocks are the same memory.
 static inline int rm_block_same(const rm_block *a, const rm_block *b) {
   return a->base == b->base && a->rows == b->rows && a->row_bytes == b->row_bytes && a->ld == b->ld;
 }

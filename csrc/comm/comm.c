@@ -1,11 +1,10 @@
-// comm.c: see comm.h. What every transport needs and none should write again: blocks are checked before a byte moves, calls are
-// numbered and counted, this rank's block for itself is copied here, and the first failure is kept, so that a dead group gives the
-// same answer for ever without asking the transport.
+// comm.c: see comm.h. The part that all transports share: checks blocks, numbers and counts calls, copies the block that a rank sends to
+// itself, and keeps the first error, which a dead group returns without asking the transport.
 //
-// A digest of the calls is kept for transports that send no header, and one word for each rank and direction, so that a comparison
-// names the ranks that differ; they cost a few multiplications a call.
+// For transports without headers it keeps a digest of all calls, and one for each rank and direction, so that a comparison names the
+// ranks that differ.
 //
-// A mistake in the arguments of one rank ends the group too: the others stand in the call that this rank will never join.
+// Wrong arguments on one rank end the group too, since the other ranks wait in a call that this rank will not join.
 #include "comm/comm.h"
 
 #include <stdatomic.h>
@@ -19,12 +18,12 @@
 #include "comm/block.h"
 #include "device/devices.h"
 
-static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // the sum of a clock and three years fits any timespec
-// Of rm_comm_wait: a step's end is seen at once, and what lasts longer costs no core; groups are looked at a thousand times a second.
+static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;   // three years: added to a clock it fits in any timespec
+// rm_comm_wait polls without sleeping for AWAKE_SECONDS, then with naps; it checks the groups every LOOK_SECONDS.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
 enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 };   // QUEUE_END: instead of a event
 
-typedef struct account {        // what a rank says to another of the group's calls
+typedef struct account {        // what a rank sends to another rank to compare calls
   uint64_t calls, digest, between;   // between: of the calls, with the bytes for that other
   int64_t epoch;
 } account;
@@ -37,13 +36,13 @@ struct rm_comm {
   int64_t epoch;
   double timeout;
   rm_comm_stats stats;
-  _Atomic int given_up;         // code of rm_comm_abort, which any thread may call
-  rm_code failed;               // RM_OK while the group lives; why it does not
+  _Atomic int aborted;          // code of rm_comm_abort, which any thread may call; 0: not aborted
+  rm_code failed;               // RM_OK while the group lives; else its error
   char reason[512];
-  rm_block *send, *recv;        // [size] each, carved from this block: what the wrappers pass on
+  rm_block *send, *recv;        // [size] each, carved: scratch of all_gather, broadcast, …
   uint64_t digest;              // of all calls
-  uint64_t *given, *taken;      // [size] each, carved: of all calls, with the bytes for one rank, or from it
-  account *accounts;            // [2][size], carved: what is said and what is heard
+  uint64_t *given, *taken;      // [size] each, carved: digests of all calls with the bytes sent to a rank, received from it
+  account *accounts;            // [2][size], carved: sent and received
 };
 
 static const char *const op_names[RM_N_COMM_OP] = {
@@ -55,19 +54,19 @@ static const char *const op_names[RM_N_COMM_OP] = {
 
 const char *rm_comm_op_name(rm_comm_op op) { return (unsigned)op < RM_N_COMM_OP ? op_names[op] : "an unknown operation"; }
 
-static double within_clock(double seconds) { return !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS; }
+static double clamp_timeout(double seconds) { return !(seconds > 0) ? 0 : seconds < MAX_SECONDS ? seconds : MAX_SECONDS; }
 
 static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
 
 static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
-  return rm_fail(err, RM_E_STATE, "this end of a group belongs to process %d, and this is process %d; a forked child has to make its own",
+  return rm_fail(err, RM_E_STATE, "this endpoint belongs to process %d, and this is process %d; create a new one in a forked child",
                  (int)comm->owner, (int)getpid());
 }
 
 // ------------------------------------------------------------------------------------------------ making
 rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out, rm_error *err) {
   *out = NULL;
-  if (size < 1 || rank < 0 || rank >= size) return rm_fail(err, RM_E_CONFIG, "rank=%d of %d, wanted one of 0 … size - 1", rank, size);
+  if (size < 1 || rank < 0 || rank >= size) return rm_fail(err, RM_E_CONFIG, "expected a rank below %d, got %d", size, rank);
   rm_comm *comm = rm_alloc(1, sizeof *comm + 2 * (size_t)size * (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
   if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   comm->transport = *transport;
@@ -97,7 +96,7 @@ int rm_comm_rank(const rm_comm *comm) { return comm->rank; }
 int rm_comm_size(const rm_comm *comm) { return comm->size; }
 void rm_comm_set_epoch(rm_comm *comm, int64_t epoch) { comm->epoch = epoch; }
 double rm_comm_timeout(const rm_comm *comm) { return comm->timeout; }
-void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = within_clock(seconds); }
+void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = clamp_timeout(seconds); }
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
 rm_code rm_comm_check(rm_comm *comm, rm_error *err) {
@@ -108,7 +107,7 @@ rm_code rm_comm_check(rm_comm *comm, rm_error *err) {
 
 void rm_comm_abort(rm_comm *comm, rm_code why) {
   if (!is_here(comm)) return;
-  atomic_store(&comm->given_up, (int)(why ? why : RM_E_STATE));
+  atomic_store(&comm->aborted, (int)(why ? why : RM_E_STATE));
   if (comm->transport.abort) comm->transport.abort(comm->transport.self, why);
 }
 
@@ -132,7 +131,7 @@ static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block sen
   int n_others = 0;             // that get it
   const int same = op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
   rm_code code;
-  if ((unsigned)op >= RM_N_COMM_OP) return rm_fail(err, RM_E_LAYOUT, "operation %d, wanted one below %d", (int)op, RM_N_COMM_OP);
+  if ((unsigned)op >= RM_N_COMM_OP) return rm_fail(err, RM_E_LAYOUT, "expected an operation below %d, got %d", RM_N_COMM_OP, (int)op);
   for (int r = 0; r < comm->size; r++) {
     if ((code = check_block(&send[r], "for", r, &sent, err)) || (code = check_block(&recv[r], "from", r, &received, err))) return code;
     if (!same || rm_block_bytes(&send[r]) == 0) continue;
@@ -142,8 +141,8 @@ static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block sen
     n_others += r != comm->rank;
   }
   if (op == RM_COMM_GATHER && n_others > 0 && n_others < comm->size - 1)
-    return rm_fail(err, RM_E_LAYOUT, "%s: %d of %d other ranks get a block, wanted all or none", rm_comm_op_name(op), n_others,
-                   comm->size - 1);
+    return rm_fail(err, RM_E_LAYOUT, "%s: expected a block for all or none of %d other ranks, got one for %d", rm_comm_op_name(op),
+                   comm->size - 1, n_others);
   const rm_block *out = &send[comm->rank], *in = &recv[comm->rank];
   if (rm_block_bytes(out) != rm_block_bytes(in))
     return rm_fail(err, RM_E_LAYOUT, "%s: rank %d gives itself %zu bytes and takes %zu", rm_comm_op_name(op), comm->rank,
@@ -155,8 +154,8 @@ static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const r
   if (comm->transport.exchange) {
     const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence, comm->epoch, comm->timeout, send, recv, err);
     if (code) return code;
-  } else if (atomic_load(&comm->given_up)) {
-    return rm_fail(err, RM_E_RANK_LOST, "rank %d has given up: %s", comm->rank, rm_code_name((rm_code)atomic_load(&comm->given_up)));
+  } else if (atomic_load(&comm->aborted)) {
+    return rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comm->rank, rm_code_name((rm_code)atomic_load(&comm->aborted)));
   }
   if (!comm->transport.moves_own) rm_block_copy(&send[comm->rank], &recv[comm->rank]);
   for (int r = 0; r < comm->size; r++) {
@@ -167,7 +166,7 @@ static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const r
   return RM_OK;
 }
 
-// A call that went well, or was enqueued, into the digests.
+// Adds a successful (or enqueued) call to the digests.
 static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
   const uint64_t call = rm_hash_word(rm_hash_word(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
   comm->digest = rm_hash_word(comm->digest, call);
@@ -180,17 +179,17 @@ static void note(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_b
   }
 }
 
-// Keeps the group's end for the calls that follow.
+// Keeps the error for later calls.
 static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
   const char *text = rm_error_message(err);
   size_t length = strnlen(text, sizeof comm->reason - 1);
-  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80) length--;   // no character is cut
+  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80) length--;   // at a UTF-8 boundary
   memcpy(comm->reason, text, length);
   comm->reason[length] = 0;
   return comm->failed = code;
 }
 
-// Arguments that this rank should not have passed: the group ends here, since the call is not made.
+// Wrong arguments: ends the group, since this rank does not make the call.
 static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
   rm_comm_abort(comm, code);
   return keep(comm, code, err);
@@ -213,13 +212,13 @@ rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], co
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (err) return run(comm, op, send, recv, err);
-  rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
+  rm_error own = RM_ERROR_INIT;   // the message is kept, also for a caller that passes NULL
   const rm_code code = run(comm, op, send, recv, &own);
   rm_error_clear(&own);
   return code;
 }
 
-// ------------------------------------------------------------------------------------------------ ways to call it
+// ------------------------------------------------------------------------------------------------ other collectives
 static rm_block flat(const void *base, size_t bytes) { return (rm_block){(void *)(uintptr_t)base, bytes > 0, bytes, bytes}; }
 
 rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[], rm_error *err) {
@@ -231,7 +230,7 @@ rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const siz
   return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
 }
 
-// For what the wrappers find before there are blocks; `own` has the sentence.
+// Wrong arguments found before there are blocks; `own` has the message.
 static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
   if (!comm->failed) refuse(comm, own->code, own);
   rm_error_clear(own);
@@ -270,28 +269,28 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
   return rm_comm_exchange(comm, RM_COMM_BARRIER, comm->send, comm->recv, err);
 }
 
-// ------------------------------------------------------------------------------------------------ groups of a device's memory
-// After the device has done its work: an error if a group has failed or given up, since that work may then have ended early. A rank that
-// left a group in order had done its part before.
+// ------------------------------------------------------------------------------------------------ device groups
+// After the device has done its work: an error if a group has failed or was aborted, since that work may have ended early. A rank that
+// left the group normally had done its part before.
 static rm_code look_back(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
-    if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->given_up))) continue;
-    const rm_code code = rm_comm_check(comms[i], err), why = (rm_code)atomic_load(&comms[i]->given_up);
-    return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has given up: %s", comms[i]->rank, rm_code_name(why));
+    if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->aborted))) continue;
+    const rm_code code = rm_comm_check(comms[i], err), why = (rm_code)atomic_load(&comms[i]->aborted);
+    return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comms[i]->rank, rm_code_name(why));
   }
   return RM_OK;
 }
 
-static int waits_there(const rm_comm *comm) { return comm->transport.waits_there || comm->failed || atomic_load(&comm->given_up); }
+static int waits_there(const rm_comm *comm) { return comm->transport.waits_there || comm->failed || atomic_load(&comm->aborted); }
 
-// Work is left: what is wrong with a group, or RM_OK.
+// While work is left: a group's error, a timeout, or RM_OK.
 static rm_code look_on(rm_comm *const comms[], int n, const rm_device *device, double timeout, double waited, rm_error *err) {
   for (int i = 0; i < n; i++) {
     const rm_code code = comms[i] && waits_there(comms[i]) ? rm_comm_check(comms[i], err) : RM_OK;
     if (code) return code;
   }
   if (waited < timeout) return RM_OK;
-  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: its work was not done within %.3g s; a rank that it waits for did not come",
+  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
                  device->name, timeout);
 }
 
@@ -311,7 +310,7 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
   }
 }
 
-// Nothing in the queue waits for another rank.
+// Where nothing in the queue waits for another rank.
 static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event, rm_error *err) {
   const rm_device_status status = event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
   const rm_code code = rm_device_check(device, status, err);
@@ -319,11 +318,12 @@ static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device
 }
 
 static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err) {
-  rm_error own = RM_ERROR_INIT;   // the reason is kept also for a caller that wants none
+  rm_error own = RM_ERROR_INIT;   // the message is kept, also for a caller that passes NULL
   rm_error *said = err ? err : &own;
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_there(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, event, within_clock(timeout), said) : wait_alone(comms, n, device, event, said);
+  const rm_code code =
+      watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), said) : wait_alone(comms, n, device, event, said);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
@@ -353,9 +353,9 @@ static rm_code judge_account(const rm_comm *comm, int other, const account *thei
     return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n, other,
                    (long long)theirs->epoch, me, (long long)comm->epoch);
   if (theirs->digest != comm->digest)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made other calls than rank %d, by call %llu", other, me, n);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d has made other calls than rank %d", n, other, me);
   if (theirs->between != comm->taken[other])
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d sends other sizes to rank %d than it expects, by call %llu", other, me, n);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "after call %llu: rank %d sends other sizes to rank %d than it expects", n, other, me);
   return RM_OK;
 }
 
@@ -377,7 +377,7 @@ rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
-    return rm_fail(err, RM_E_CONFIG, "rank %d of %d compares over a group in which it is rank %d of %d", comm->rank, comm->size,
+    return rm_fail(err, RM_E_CONFIG, "expected a host group in which this is rank %d of %d, got rank %d of %d", comm->rank, comm->size,
                    rm_comm_rank(host), rm_comm_size(host));
   const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, said);
   if (code) refuse(comm, code, said);

@@ -38,7 +38,7 @@ typedef enum rm_comm_op {
   RM_COMM_ALL_TO_ALL,
   RM_COMM_DISPATCH,      // of tokens to experts
   RM_COMM_COMBINE,       // of expert outputs to tokens
-  RM_COMM_STEP,          // what a step is going to do
+  RM_COMM_STEP,          // descriptions of a step
   RM_COMM_VOTE,          // of a sync or a configuration
   RM_N_COMM_OP
 } rm_comm_op;
@@ -69,15 +69,15 @@ rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
 // Ends the group with the reason `why`: the other ranks fail where they wait, or at their next call.
 void rm_comm_abort(rm_comm *comm, rm_code why);
-// Whether this rank can see that the group has failed, and how; takes microseconds and meets no rank. For long work between two calls.
-// Always RM_OK on transports that cannot tell.
+// Whether the group has failed, as far as this rank knows, and how. Takes microseconds and does not wait for other ranks: for long work
+// between two calls. Always RM_OK on transports that cannot tell.
 rm_code rm_comm_check(rm_comm *comm, rm_error *err);
 
-// device->wait for a device whose queue may hold calls of `comms` (NULL entries are skipped). Watches the groups meanwhile: when one has
-// failed, or after `timeout` seconds, all are aborted, which ends their work in the queue. The group's error, RM_E_COLLECTIVE_TIMEOUT,
-// or RM_E_DEVICE when the device failed. Without a group that waits in the queue it is device->wait.
+// device->wait for a device whose queue may hold calls of `comms` (NULL entries are skipped). Checks the groups meanwhile: when one has
+// failed, or after `timeout` seconds, all are aborted, which ends their work in the queue. Returns the group's error,
+// RM_E_COLLECTIVE_TIMEOUT, or RM_E_DEVICE when the device failed. Without a group that waits in the queue it is device->wait.
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout, rm_error *err);
-// The same for device->wait_event: waits for the work before that event.
+// The same for device->wait_event.
 rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event, double timeout, rm_error *err);
 
 // Whether calls only enqueue, so that a graph can capture them. Barriers never do.
@@ -111,8 +111,8 @@ rm_code rm_comm_create_alone(rm_comm **out, rm_error *err);
 // What a transport implements. comm.c checks arguments, counts, and copies this rank's block to itself.
 typedef struct rm_transport {
   const char *name;             // "threads", "shm", "torch", "staged", "nccl"
-  int moves_own;                // for device memory: exchange also copies this rank's own block
-  int waits_there;              // calls wait for other ranks in the device's queue, so rm_comm_wait watches them
+  int moves_own;                // for device memory: exchange also copies the block that this rank sends to itself
+  int waits_there;              // calls wait for other ranks in the device's queue, so rm_comm_wait checks the group
   void *self;                   // the transport's state; owned by the comm once created
   // rm_comm_exchange for all ranks but this one, or for all. `sequence` counts the calls of the group from 1.
   rm_code (*exchange)(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],

@@ -1,14 +1,14 @@
-// staged.c: see staged.h. Of each exchange: blocks for others are packed into one run of the device, which comes to pinned memory in one
-// copy; the host's exchange; what came goes back in one copy and is unpacked. A copy for each block lost: there are as many as ranks,
-// and each costs a device some microseconds however short it is.
+// staged.c: see staged.h. An exchange packs the blocks for other ranks into one device buffer, copies it to pinned memory, exchanges over
+// the host group, copies what was received back in one copy, and unpacks it. One copy per block was rejected: each copy costs some
+// microseconds, and there is one block per rank.
 #include "comm/staged.h"
 
 #include "base/memory.h"
 #include "comm/device_block.h"
 #include "device/devices.h"
 
-typedef struct run {            // bytes of an exchange, in one direction
-  char *there, *here;           // owned: the device's [capacity], the host's pinned [capacity]
+typedef struct run {            // buffers of one direction
+  char *there, *here;           // owned: [capacity] of device memory, [capacity] of pinned memory
 } run;
 
 typedef struct staged {
@@ -17,13 +17,13 @@ typedef struct staged {
   int rank, size;
   size_t capacity;
   run out, in;
-  rm_block *send, *recv;        // [size] each, carved from this block: of the host
+  rm_block *send, *recv;        // [size] each, carved: blocks of the host exchange
 } staged;
 
 // ------------------------------------------------------------------------------------------------ one call
 static int is_one_block(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
 
-// Lays the blocks of one direction end to end: s->send or s->recv get their places in `here`. Bytes of all.
+// Assigns the blocks of one direction consecutive ranges of `here`. Returns their bytes.
 static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, char *here, rm_block placed[]) {
   size_t used = 0;
   for (int r = 0; r < s->size; r++) {
@@ -38,20 +38,20 @@ static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, c
 static rm_code check_room(const staged *s, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
   const size_t most = sent > received ? sent : received;
   if (most <= s->capacity) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "%s: rank %d %s %zu bytes in one exchange, and there is room for %zu", rm_comm_op_name(op), s->rank,
-                 sent == most ? "sends" : "receives", most, s->capacity);
+  return rm_fail(err, RM_E_CAPACITY, "%s: expected at most %zu bytes in one exchange, got %zu that rank %d %s", rm_comm_op_name(op),
+                 s->capacity, most, s->rank, sent == most ? "sends" : "receives");
 }
 
 static rm_code fetch(staged *s, const rm_block send[], size_t sent, rm_error *err) {
   for (int r = 0; r < s->size && sent > 0; r++) {
     const size_t at = (size_t)((char *)s->send[r].base - s->out.here);
     if (r == s->rank || s->send[r].rows == 0) continue;
-    int is_there = 0;   // packed already: the one block of a gather
+    int is_there = 0;   // packed already: a gather has one block for all ranks
     for (int i = 0; i < r && !is_there; i++) is_there = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
     if (!is_there) rm_device_pack(s->device, &send[r], s->out.there + at);
   }
   if (sent > 0) s->device->get(s->device->self, s->out.here, s->out.there, sent);
-  // Also what the exchange before has put out of s->in.here is done then.
+  // Also waits for the last exchange's put from s->in.here.
   return rm_device_wait(s->device, err);
 }
 
@@ -64,7 +64,7 @@ static void deliver(staged *s, const rm_block recv[], size_t received) {
 static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout, const rm_block send[],
                         const rm_block recv[], rm_error *err) {
   staged *s = self;
-  (void)sequence;   // the host's group counts
+  (void)sequence;   // the host group counts its own
   const size_t sent = lay_out(s, send, is_one_block(op), s->out.here, s->send);
   const size_t received = lay_out(s, recv, 0, s->in.here, s->recv);
   const rm_block *from = &send[s->rank], *to = &recv[s->rank];
@@ -72,7 +72,7 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   rm_code code = check_room(s, op, sent > own ? sent : own, received, err);
   if (!code) code = fetch(s, send, sent, err);
   if (code) {
-    rm_comm_abort(s->host, code);   // the others stand in the call that this rank will not join
+    rm_comm_abort(s->host, code);   // other ranks wait in the call that this rank will not join
     return code;
   }
   rm_comm_set_epoch(s->host, epoch);
@@ -94,7 +94,7 @@ static void free_run(const rm_device *device, run *r, size_t bytes) {
   *r = (run){0};
 }
 
-// Nothing of a device survives a fork; its owner gives it back.
+// Not called in a forked child, where device memory cannot be freed.
 static void leave(void *self) {
   staged *s = self;
   free_run(s->device, &s->out, s->capacity);
@@ -105,13 +105,13 @@ static void destroy(void *self) { rm_free(self); }
 
 static rm_code make_run(const rm_device *device, run *r, size_t bytes, rm_error *err) {
   void *there = NULL, *here = NULL;
-  const rm_code code = rm_device_map(device, bytes, "half of what exchanges need", &there, err);
+  const rm_code code = rm_device_map(device, bytes, "a buffer for exchanges", &there, err);
   if (code) return code;
   r->there = there;
   const rm_device_status status = device->pin(device->self, bytes, &here);
   if (status == RM_DEVICE_OK) return r->here = here, RM_OK;
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes, half of what exchanges need", bytes);
+  return rm_fail(err, RM_E_MEMORY, "no host memory for a buffer for exchanges of %zu bytes", bytes);
 }
 
 static rm_code make_runs(staged *s, rm_error *err) {
@@ -122,7 +122,7 @@ static rm_code make_runs(staged *s, rm_error *err) {
 rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t capacity, rm_comm **out, rm_error *err) {
   const int size = rm_comm_size(host), rank = rm_comm_rank(host);
   *out = NULL;
-  if (capacity < 1 || capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "capacity=%zu, wanted bytes of one exchange", capacity);
+  if (capacity < 1 || capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "expected a capacity of at least 1 byte, got %zu", capacity);
   staged *s = rm_alloc(1, sizeof *s + 2 * (size_t)size * sizeof s->send[0]);
   if (!s) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   *s = (staged){.host = host, .device = device, .rank = rank, .size = size, .capacity = capacity, .send = (rm_block *)(s + 1)};

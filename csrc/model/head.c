@@ -1,5 +1,5 @@
-// head.c: from hidden states to logits. A rank has whole blocks of 128 entries of the vocabulary; of each block it makes a pair
-// (max, sum), and all pairs together are merged in the contract's order on every rank. Logits travel only when they are wanted.
+// head.c: from hidden states to logits. A rank holds whole blocks of 128 vocabulary entries and computes a pair (max, sum) of each. All
+// pairs are gathered and merged in the contract's order on every rank. Logits are exchanged only on request.
 #include "model/model_internal.h"
 
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
@@ -66,7 +66,7 @@ static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
-// What the owner of each target has comes to own_logits.
+// Gathers each target's logit from the rank that holds it, into own_logits.
 static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
   const size_t each = (size_t)head->rows * sizeof(float);
@@ -98,7 +98,7 @@ static rm_code gather_logits(rm_model *model, const rm_head *head, rm_error *err
   return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
 }
 
-// Each rank's columns of the rows that rank r has go to rank r.
+// Sends rank r this rank's columns of r's share of the rows.
 static rm_code exchange_logits(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
   const size_t ld = (size_t)head->ld_logits * sizeof(float);

@@ -1,8 +1,8 @@
-// host_indices.c: with tp > 1, the indices that the host computes for a forward's ops. The vocabulary is sharded, so a row is embedded by
-// the rank that holds its id; with sequence parallelism the rows and the wanted outputs are sharded too.
+// host_indices.c: with tp > 1, the indices that the host computes for a forward's ops. The vocabulary is sharded, so the rank that holds an
+// id embeds its row; with sequence parallelism rows and outputs are sharded too.
 //
-// Each rank looks up its own rows. In a step of few rows it looks up as many as all ranks have, any embedding for the rows of others: the
-// exchange then has a size that depends on no id, at tp times the bytes, and can be captured.
+// Each rank looks up the rows whose ids it holds. In a step of fixed sizes every rank looks up all rows (row 0 for ids that it does not
+// hold): the exchange is tp times larger, but its size depends on no id, so it can be captured.
 #include "model/model_internal.h"
 
 static int owner_of(const rm_shard *shard, int32_t id) {
@@ -11,7 +11,7 @@ static int owner_of(const rm_shard *shard, int32_t id) {
   return r;
 }
 
-// The rows that each rank looks up, and where they come to stand.
+// The rows that each rank looks up, and the index of each kept row in the gathered embeddings.
 static void prepare_embed(rm_model *model, const rm_batch *batch) {
   const rm_shard *shard = &model->shard;
   const rm_range mine = shard->vocab[shard->me], rows = rm_kept_rows(model, batch->n_rows);
@@ -34,24 +34,24 @@ static void prepare_embed(rm_model *model, const rm_batch *batch) {
   }
 }
 
-// Which of the wanted rows each rank has.
-static void prepare_wanted(rm_model *model, const rm_batch *batch) {
+// The out_rows among each rank's home rows.
+static void prepare_outs(rm_model *model, const rm_batch *batch) {
   const rm_shard *shard = &model->shard;
   int64_t at = 0;
   for (int r = 0; r < shard->size; r++) {
     const rm_range run = rm_shard_rows(shard, batch->n_rows, r);
     const int64_t first = at;
     for (; at < batch->n_out && batch->out_rows[at] < run.first + run.n; at++)
-      if (r == shard->me) model->wanted_rows[at - first] = (int32_t)(batch->out_rows[at] - run.first);
-    model->wanted_counts[r] = at - first;
+      if (r == shard->me) model->own_out_rows[at - first] = (int32_t)(batch->out_rows[at] - run.first);
+    model->out_counts[r] = at - first;
   }
 }
 
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err) {
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_indices_begin(model, err); // the head's of the last step
+  const rm_code code = rm_indices_begin(model, err);
   if (code) return code;
   prepare_embed(model, batch);
-  if (model->sequence_parallel) prepare_wanted(model, batch);
+  if (model->sequence_parallel) prepare_outs(model, batch);
   return RM_OK;
 }

@@ -1,7 +1,7 @@
 // linear.c: the dense linear layers: arguments of each product, and the choice between the op table (the contract's sums) and the
 // vendor's library (cuBLASLt, where params are plain). Experts, the router and lm_head always use the op table.
 //
-// y is a whole matrix, of which a rank writes the columns of its shard.
+// y is a whole matrix, of which a rank writes its own columns.
 #include "model/model_internal.h"
 
 static rm_gemm_args linear(const rm_model *model, rm_cut cut, char *y, const void *x, int64_t m, int64_t k) {
@@ -73,13 +73,13 @@ static void name(rm_product list[RM_MAX_PRODUCTS], int *n, const rm_gemm_args *a
   if (one.n) list[(*n)++] = one;
 }
 
-// All layers of a kind have the same shapes. Their number.
+// Lists the shapes of the dense products, which are the same in all layers. Returns their number.
 static int name_all(const rm_model *model, rm_product list[RM_MAX_PRODUCTS]) {
   int64_t dense = 0;
   int n = 0;
   while (dense < model->spec->n_layers && model->spec->layers[dense].is_moe) dense++;
   const rm_layer_params *any = &model->params->layers[0], *layer = dense < model->spec->n_layers ? &model->params->layers[dense] : NULL;
-  const char *nowhere = (const char *)RM_FIELD_ALIGN;   // where weights lie is not looked at, but for a bias that is there
+  const char *nowhere = (const char *)RM_FIELD_ALIGN;   // only shapes are read, and whether a bias is NULL
   const rm_gemm_args qkv = rm_qkv_product(model, any, nowhere, 1), back = rm_back_product(model, any, nowhere, 1);
   name(list, &n, &qkv, 0);
   name(list, &n, &back, 0);

@@ -1,18 +1,18 @@
-// model.c: the walk of a token. One function per block of a layer, each a few calls of the op table; no arithmetic is done
-// here. All rows of a step go through together, whatever sequences they belong to: only attention knows sequences, and every
-// op treats a row the same in any company, which is what makes batching invisible.
+// model.c: the forward pass. One function per block of a layer, each a few calls of the op table; no arithmetic is done here. All rows of
+// a step are computed together. Only attention knows sequences, and every op computes a row independently of the others, so batching
+// changes no bit.
 //
-// A matrix product gives this rank's columns, which it writes to their place in a whole matrix; shard.h then completes the rows.
-// No sum crosses a rank, so what every rank computes is part of what one would, bit for bit.
+// A matrix product writes this rank's columns of a whole matrix; shard.h then completes the rows. No partial sums are exchanged, so ranks
+// compute the bits of one rank.
 //
-// Buffers: `residual` is the stream that blocks add to, `x` what a block reads and then writes. With sequence parallelism
-// residual has this rank's home rows only, and a block's output comes to `home`. The rows whose output is wanted are gathered
-// before the final norm, into `wanted`; earlier they cannot be, since every row's routing is recorded.
+// Buffers: `residual` is the residual stream, `x` the input of a block and then its output. With sequence parallelism residual has this
+// rank's home rows only, and a block's output goes to `home`. out_rows are selected before the final norm, since the routing of every row
+// is recorded.
 #include <stdio.h>
 
 #include "model/model_internal.h"
 
-// Of one token on this rank.
+// Elements of q, k and v of one token on this rank.
 static int64_t layer_width(const rm_params *params) {
   return (params->placement.heads.n + 2 * params->placement.kv_heads.n) * params->spec->head_dim;
 }
@@ -37,7 +37,7 @@ static rm_limits limits_of(const rm_params *params, const rm_model_options *opti
   };
 }
 
-// Everything a forward writes to, in one block.
+// All activations, in one allocation.
 static rm_code create_buffers(rm_model *model, char **workspace, size_t workspace_bytes, rm_error *err) {
   const rm_model_options *options = &model->options;
   const rm_spec *spec = model->spec;
@@ -51,7 +51,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->sin, table, half},
       {&model->residual, rows, (size_t)spec->hidden_size * elem},
       {&model->x, rows, (size_t)spec->hidden_size * elem},
-      {&model->wanted, rows, (size_t)spec->hidden_size * elem},
+      {&model->out_residual, rows, (size_t)spec->hidden_size * elem},
       {&model->qkv, rows, (size_t)layer_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers ? rows : 0, (size_t)spec->intermediate_size * elem},
@@ -68,7 +68,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)", (long long)options->max_rows,
            (long long)options->max_positions);
   const rm_code code = rm_device_map(model->device, model->block_bytes, what, &model->block, err);
-  if (!code) rm_fields_place(fields, n_fields, model->block, model->block_bytes);   // what was asked for fits
+  if (!code) rm_fields_place(fields, n_fields, model->block, model->block_bytes);
   return code;
 }
 
@@ -79,7 +79,7 @@ static void make_rope_table(const rm_model *model, float *cos, float *sin) {
   rm_fp_leave(saved);
 }
 
-// The table is made by the host, whatever the device, since its bits are those of the host's functions.
+// The table is always computed on the host, so that all devices have the same bits.
 static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   const rm_device *device = model->device;
   const size_t n = (size_t)(model->options.max_positions * (model->spec->head_dim / 2));
@@ -98,22 +98,22 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   return code;
 }
 
-// What the host says to ops where tp > 1.
-static rm_code create_words(rm_model *model, rm_error *err) {
+// With tp > 1: the arrays of host_indices.c.
+static rm_code create_indices(rm_model *model, rm_error *err) {
   const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
   const rm_field fields[] = {
       {&model->embed_ids, rows, sizeof(int32_t)},
       {&model->embed_rows, rows, sizeof(int32_t)},
-      {&model->wanted_rows, rows, sizeof(int32_t)},
+      {&model->own_out_rows, rows, sizeof(int32_t)},
       {&model->local_targets, outs, sizeof(int32_t)},
       {&model->from_targets, outs, sizeof(int32_t)},
       {&model->embed_counts, (size_t)model->shard.size, sizeof(int64_t)},
-      {&model->wanted_counts, (size_t)model->shard.size, sizeof(int64_t)},
+      {&model->out_counts, (size_t)model->shard.size, sizeof(int64_t)},
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
   const rm_code code = rm_paired_create(model->device, rm_fields_bytes(fields, n), "indices", &model->indices, err);
-  if (!code) rm_fields_place(fields, n, model->indices.host, model->indices.bytes);   // what was asked for fits
+  if (!code) rm_fields_place(fields, n, model->indices.host, model->indices.bytes);
   return code;
 }
 
@@ -128,7 +128,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   if (spec->n_moe_layers &&
       (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, options->max_rows, options->static_rows, err)))
     return code;
-  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_words(model, err))) return code;
+  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_indices(model, err))) return code;
   if (model->params->plain && (code = rm_open_products(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
   model->ctx.stream = model->device->stream;
@@ -175,7 +175,7 @@ const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
 size_t rm_model_workspace_bytes(const rm_model *model) { return model->block_bytes + model->indices.bytes + rm_moe_bytes(&model->moe); }
 
 // ---------------------------------------------------------------------------------------------- KV pages
-// Bytes of one page's K, and of its V, in one layer, of n kv heads.
+// Bytes of a page's K, and of its V, in one layer with n KV heads.
 static size_t k_bytes_of(const rm_model *model, int64_t n) {
   return (size_t)(n * rm_k_page_elems(model->options.page_size, model->spec->head_dim)) * rm_dtype_bytes(model->options.dtype);
 }
@@ -222,7 +222,7 @@ static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hid
 
 static void *there(const rm_batch *batch, const void *here) { return rm_paired_on_device(batch->paired, here); }
 
-// out[i] ← x[from[i]], rows of hidden. out and x are not the same buffer.
+// out[i] ← x[from[i]], rows of hidden. out is not x.
 static void gather(rm_model *model, void *out, const void *x, const int32_t *from, int64_t rows) {
   const rm_gather_rows_args args = {out, x, from, rows, row_bytes(model)};
   if (rows) model->kernels->gather_rows(&model->ctx, &args);
@@ -241,13 +241,13 @@ static void look_up(rm_model *model, const char *weights, void *out, const int32
   if (rows) model->kernels->embed(&model->ctx, &args);
 }
 
-// Puts n indices that rm_model_prepare has computed. It ran before a capture began, and runs again only when the ops have read them.
+// Puts n indices that rm_model_prepare has computed. No event is recorded, since this may be captured: rm_model_prepare waits for the ops.
 static const int32_t *put_indices(rm_model *model, const int32_t *at, int64_t n) {
   rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
   return rm_paired_on_device(&model->indices, at);
 }
 
-// Each rank looks up the rows that host_indices.c has named; all of them, rank after rank, come to `home` and are put in their places.
+// Each rank looks up the rows that host_indices.c lists; they are gathered in `home` by rank and then put in order.
 static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!shard->comm) {
@@ -277,22 +277,22 @@ static void norm_rows(rm_model *model, void *out, void *residual, const void *x,
   if (rows) model->kernels->rms_norm(&model->ctx, &args);
 }
 
-// Where a block's output lies: whole rows of all rows, or the home rows.
+// The buffer of a block's output: all rows, or with sequence parallelism the home rows.
 static char *output_of(rm_model *model) { return model->sequence_parallel ? model->home : model->x; }
 
-// x ← norm(residual += the last block's output), of the rows that are kept; x has them in their places.
+// x ← norm(residual += the last block's output), for the kept rows, at their indices of x.
 static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
   const rm_range rows = rm_kept_rows(model, n_rows);
   char *out = model->x + (size_t)rows.first * row_bytes(model);
   norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
 }
 
-// x whole on every rank, for a block that reads all rows.
+// All rows of x on every rank.
 static rm_code complete_rows(rm_model *model, int64_t rows, rm_error *err) {
   return model->sequence_parallel ? rm_shard_gather_rows(&model->shard, model->x, rows, row_bytes(model), err) : RM_OK;
 }
 
-// This rank's columns of x become whole rows: of all rows, or of the home rows in `home`.
+// This rank's columns of x become whole rows: all rows in x, or the home rows in `home`.
 static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
   rm_shard *shard = &model->shard;
   if (!model->sequence_parallel) return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, model->x, rows, err);
@@ -326,7 +326,7 @@ static void write_kv(rm_model *model, const rm_layer_params *layer, const char *
   if (batch->n_rows) model->kernels->qk_rope_kv(&model->ctx, &args);
 }
 
-// Into qkv, whose numbers are in q and the caches by now.
+// Writes to qkv, which is not needed any more.
 static void attend(rm_model *model, int64_t index, const void *k, const void *v, const rm_batch *batch) {
   const rm_spec *spec = model->spec;
   const rm_placement *here = &model->params->placement;
@@ -381,7 +381,7 @@ static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const ch
   return complete_output(model, rows, err);
 }
 
-// The block's input in x and its output where norm looks for it, whichever rows a dispatcher works on.
+// Input in x; output in output_of(model), for either kind of dispatcher.
 static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, const char *weights, const rm_batch *batch, rm_error *err) {
   const rm_spec *spec = model->spec;
   rm_shard *shard = &model->shard;
@@ -403,29 +403,29 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 }
 
 // ---------------------------------------------------------------------------------------------- a pass
-// With sequence parallelism each rank finishes the wanted rows among its own. Their number depends on the batch, so where exchanges must
-// have sizes known before, each rank finishes all its own rows, all are exchanged, and the wanted ones are gathered.
+// The final norm of out_rows. With sequence parallelism each rank computes those among its home rows. Their number depends on the batch, so
+// in a step of fixed sizes each rank computes all its home rows, all are exchanged, and out_rows are selected.
 static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch, const void **hidden, rm_error *err) {
   const int32_t *from = there(batch, batch->out_rows);
   int64_t n = batch->n_out;
   if (model->sequence_parallel && rm_is_static(model, batch)) {
-    norm(model, weight, batch->n_rows, 0);   // the stream ends here
+    norm(model, weight, batch->n_rows, 0);
     const rm_code code = complete_rows(model, batch->n_rows, err);
     if (!code) gather(model, model->home, model->x, from, n);
     *hidden = model->home;
     return code;
   }
   if (model->sequence_parallel) {
-    n = model->wanted_counts[model->shard.me];
-    from = put_indices(model, model->wanted_rows, n);
+    n = model->out_counts[model->shard.me];
+    from = put_indices(model, model->own_out_rows, n);
   }
-  gather(model, model->wanted, model->residual, from, n);
-  gather(model, model->residual, output_of(model), from, n);  // the stream ends here
-  norm_rows(model, model->x, model->wanted, model->residual, weight, n);
+  gather(model, model->out_residual, model->residual, from, n);
+  gather(model, model->residual, output_of(model), from, n);   // residual is not needed any more
+  norm_rows(model, model->x, model->out_residual, model->residual, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;
-  return rm_shard_gather_counted(&model->shard, model->x, model->home, model->wanted_counts, row_bytes(model), err);
+  return rm_shard_gather_counted(&model->shard, model->x, model->home, model->out_counts, row_bytes(model), err);
 }
 
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages, const rm_batch *batch, const void **hidden,

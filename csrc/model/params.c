@@ -1,8 +1,7 @@
-// params.c: the layout of a version. The block holds the matrices in the order a forward pass reads them; each begins on a
-// cache line. What is one matrix for the kernels (q|k|v, gate|up) is several parameters that share an offset and differ in
-// dst_row0 or layout, so a parameter is always a contiguous run of one tensor of the checkpoint.
+// params.c: the layout of a version. Matrices are in the order in which a forward pass reads them; each begins on a cache line. Parameters
+// that are one matrix for the kernels (q|k|v, gate|up) share an offset and differ in dst_row0 or layout.
 //
-// A tied model has one matrix for both ends: the packed lm_head, out of which embed reads its rows.
+// With tied embeddings there is one matrix: the packed lm_head, from which embed reads its rows.
 #include "model/params.h"
 
 #include <stdio.h>
@@ -19,7 +18,7 @@ typedef struct layout {
   int overflow;
 } layout;
 
-// The offset of a new piece of n elements.
+// Reserves n elements and returns their offset.
 static size_t take(layout *l, int64_t n, rm_dtype dtype) {
   size_t bytes, end;
   const size_t start = l->end;
@@ -34,7 +33,7 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
 
 static size_t take_packed(layout *l, int64_t rows, int64_t cols) { return take(l, rm_packed_elems(rows, cols), l->params->dtype); }
 
-// Of a dense product's matrix, which a library may multiply.
+// For the matrix of a dense product, plain or packed.
 static size_t take_dense(layout *l, int64_t rows, int64_t cols) {
   return l->params->plain ? take(l, rows * cols, l->params->dtype) : take_packed(l, rows, cols);
 }
@@ -78,7 +77,7 @@ static void add_vector(layout *l, rm_param_kind kind, int layer, int64_t n, rm_d
                     .required = required});
 }
 
-// Its whole length is n; `held` of it is here.
+// n: its whole length; held: the elements of this rank.
 static size_t new_vector(layout *l, rm_param_kind kind, int layer, int64_t n, int64_t held) {
   const size_t offset = take(l, held, l->params->dtype);
   add_vector(l, kind, layer, n, l->params->dtype, offset, 1);
@@ -133,7 +132,7 @@ static void lay_dense(layout *l, rm_layer_params *out, int layer) {
   out->router = out->router_bias = out->expert_gate_up = out->expert_down = SIZE_MAX;
 }
 
-// The kind's matrices of all experts; those that are here lie `stride` bytes apart, the others nowhere.
+// A matrix of each expert; this rank's are `stride` bytes apart, the others have no memory.
 static void add_experts(layout *l, rm_param_kind kind, int layer, int64_t rows, int64_t cols, rm_layout how, size_t offset, size_t stride) {
   const rm_range here = l->params->placement.experts;
   for (int64_t e = 0; e < l->params->spec->n_experts; e++) {
@@ -189,10 +188,10 @@ static void lay_all(layout *l) {
 
 rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, int plain, rm_params **out, rm_error *err) {
   *out = NULL;
-  const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;   // before anything of that size is walked or allocated
+  const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;   // checked before anything of that size is allocated
   if (per_expert > MAX_PARAMS)
-    return rm_fail(err, RM_E_CONFIG, "num_experts=%lld in %lld layers make %lld tensors; the limit is %d", (long long)spec->n_experts,
-                   (long long)spec->n_moe_layers, (long long)per_expert, MAX_PARAMS);
+    return rm_fail(err, RM_E_CONFIG, "expected at most %d expert tensors, got %lld (num_experts=%lld in %lld layers)", MAX_PARAMS,
+                   (long long)per_expert, (long long)spec->n_experts, (long long)spec->n_moe_layers);
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;

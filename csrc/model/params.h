@@ -1,8 +1,7 @@
-// params.h: the parameters of a model, one entry per tensor of the Hugging Face checkpoint, and where each lies in the one
-// block that holds a version of the weights. The same table is the manifest, the target of a sync and the forward's map.
+// params.h: the parameters of a model, one entry per tensor of the Hugging Face checkpoint, and their offsets in the allocation that holds
+// a version of the weights. The manifest, syncs and the forward use this table.
 //
-// On a rank of a mesh the table has the same entries in the same order and with the same shapes; what differs is how much of each
-// the rank holds (placement.h), and hence how large the block is.
+// On every rank of a mesh the table has the same entries, order and shapes; the rows that a rank holds differ (placement.h).
 #pragma once
 
 #include <stddef.h>
@@ -17,19 +16,19 @@ typedef struct rm_param {
   int n_dims;
   rm_dtype dtype;               // of the stored parameter; the router bias is float32 always
   rm_layout layout;
-  size_t offset;                // bytes from the block to the base of the matrix it is packed into
-  int64_t dst_row0, dst_cols;   // where in that matrix row `first` stands
+  size_t offset;                // bytes from the start of the allocation to the matrix that it is packed into
+  int64_t dst_row0, dst_cols;   // the matrix's row that holds row `first`, and the matrix's columns
   int required;                 // 0: the router bias, and lm_head when tied
 } rm_param;
 
-// Base offsets of one layer's matrices in the block, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that
-// the rank holds and all columns; [shapes] below are those of one rank alone.
+// Offsets of one layer's matrices, for the forward pass. SIZE_MAX where a layer has none. Each has the rows that the rank holds and all
+// columns; the shapes below are those without a mesh.
 typedef struct rm_layer_params {
   size_t input_norm, post_norm, q_norm, k_norm;
   size_t qkv, qkv_bias, o, o_bias;         // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
   size_t gate_up, down;                    // dense: packed [gate_up_rows(I)]×[H], [H]×[I]; plain: [2I][H], [H][I]
   size_t router, router_bias;              // MoE: packed [E]×[H]; float32 [E]
-  size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert that the rank holds, strides below
+  size_t expert_gate_up, expert_down;      // MoE: a matrix for each expert of the rank, strides below
   int64_t expert_gate_up_stride, expert_down_stride;   // in elements
 } rm_layer_params;
 
@@ -37,7 +36,7 @@ typedef struct rm_params {
   const rm_spec *spec;          // view
   rm_placement placement;       // what this rank holds
   rm_dtype dtype;
-  int plain;                    // qkv, o, gate_up and down are plain rows, gate before up: a library multiplies them (products.h)
+  int plain;                    // qkv, o, gate_up and down are plain rows, gate before up, for a vendor's library (products.h)
   int64_t n;
   rm_param *list;               // [n], ordered by layer, kind, expert
   rm_layer_params *layers;      // [n_layers]
@@ -46,11 +45,10 @@ typedef struct rm_params {
   size_t bytes;                 // of one version
 } rm_params;
 
-// Lays the parameters out; the spec must outlive it. `placement` is copied, NULL: all of the model. Owned: rm_params_destroy, safe
-// on NULL.
+// Computes the layout; the spec must outlive it. `placement` is copied; NULL: the whole model. Owned: rm_params_destroy, safe on NULL.
 rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_dtype dtype, int plain, rm_params **out, rm_error *err);
 void rm_params_destroy(rm_params *params);
-// Index of a parameter, −1 if the model has none such.
+// Index of a parameter, −1 if the model does not have it.
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);
-// Writes the Hugging Face name, always ended; returns its length.
+// Writes the Hugging Face name, always NUL-terminated; returns its length.
 int rm_param_name(const rm_param *param, char *buffer, size_t capacity);

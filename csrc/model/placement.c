@@ -10,13 +10,13 @@ rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index) {
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err) {
   if (spec->n_heads % mesh->tp)
     return rm_fail(err, RM_E_CONFIG, "tp=%d does not divide num_attention_heads=%lld", mesh->tp, (long long)spec->n_heads);
-  if (mesh->ep > 1 && !spec->n_experts) return rm_fail(err, RM_E_CONFIG, "ep=%d and the model has no experts", mesh->ep);
+  if (mesh->ep > 1 && !spec->n_experts) return rm_fail(err, RM_E_CONFIG, "expected ep=1 for a model without experts, got %d", mesh->ep);
   if (mesh->ep > 1 && spec->n_experts % mesh->ep)
     return rm_fail(err, RM_E_CONFIG, "ep=%d does not divide num_experts=%lld", mesh->ep, (long long)spec->n_experts);
   return RM_OK;
 }
 
-// Those that query heads [first, first + n) read.
+// The KV heads that these query heads read.
 static rm_range kv_heads_of(const rm_spec *spec, rm_range heads) {
   const int64_t group = spec->n_heads / spec->n_kv_heads, first = heads.first / group;
   return (rm_range){.first = first, .n = (heads.first + heads.n - 1) / group - first + 1};
@@ -76,7 +76,7 @@ rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_
   }
 }
 
-// KV heads that no rank before this one of its tp group holds: the first may be shared with the rank before, no other can be.
+// KV heads that no lower rank of the tp group holds. Only the first can be shared with the rank before.
 static rm_range new_kv_heads(const rm_spec *spec, const rm_placement *p) {
   const int64_t group = spec->n_heads / spec->n_kv_heads, shared = p->heads.first % group != 0;
   return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};

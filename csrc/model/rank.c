@@ -39,8 +39,8 @@ rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {
 }
 
 // ---------------------------------------------------------------------------------------------- waiting
-// The groups that there are, each once. Returns the deadline of all.
-static double groups_there(const rm_rank *rank, rm_comm *groups[2]) {
+// The distinct device groups. Returns the longest of their timeouts.
+static double device_groups(const rm_rank *rank, rm_comm *groups[2]) {
   groups[0] = rank->device_tp;
   groups[1] = rank->device_ep == rank->device_tp ? NULL : rank->device_ep;
   const double tp = groups[0] ? rm_comm_timeout(groups[0]) : 0, ep = groups[1] ? rm_comm_timeout(groups[1]) : 0;
@@ -49,12 +49,12 @@ static double groups_there(const rm_rank *rank, rm_comm *groups[2]) {
 
 rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err) {
   rm_comm *groups[2];
-  const double seconds = groups_there(rank, groups);
+  const double seconds = device_groups(rank, groups);
   return rm_comm_wait(groups, 2, device, seconds, err);
 }
 
 rm_code rm_rank_wait_event(const rm_rank *rank, const rm_device *device, int event, rm_error *err) {
   rm_comm *groups[2];
-  const double seconds = groups_there(rank, groups);
+  const double seconds = device_groups(rank, groups);
   return rm_comm_wait_event(groups, 2, device, event, seconds, err);
 }

@@ -8,10 +8,10 @@
 
 // Token dispatchers. They differ in what they move; results are the same bits.
 typedef enum rm_dispatcher {
-  RM_DISPATCH_DISABLED,               // ep = 1 only: no token dispatches
-  RM_DISPATCH_LOCAL_ALLREDUCE,        // ep = tp: every rank has all tokens of its tp group and computes its experts' part
-  RM_DISPATCH_ALLGATHER_REDUCESCATTER,  // tokens are cut over the ep group; each rank sees all of them and computes its experts' part
-  RM_DISPATCH_ALLTOALL,               // tokens are cut over the ep group; each goes to the ranks of its experts and back
+  RM_DISPATCH_DISABLED,                 // ep = 1 only: tokens do not move
+  RM_DISPATCH_LOCAL_ALLREDUCE,          // ep = tp: every rank has all tokens of its tp group and computes its experts' part
+  RM_DISPATCH_ALLGATHER_REDUCESCATTER,  // tokens are sharded over the ep group; each rank gets all and computes its experts' part
+  RM_DISPATCH_ALLTOALL,                 // tokens are sharded over the ep group; each goes to the ranks of its experts and back
   RM_N_DISPATCHER
 } rm_dispatcher;
 

@@ -52,7 +52,7 @@ static rm_block block(const rm_shard *shard, const void *matrix, int64_t ld, rm_
 
 rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, void *whole, int64_t rows, rm_error *err) {
   const rm_range mine = shard->cuts[cut][shard->me], all = {0, rows};
-  if (!shard->comm) return RM_OK;   // the caller works in the whole matrix
+  if (!shard->comm) return RM_OK;   // the caller reads `part`
   for (int r = 0; r < shard->size; r++) {
     shard->send[r] = block(shard, part, mine.n, all, (rm_range){0, mine.n});
     shard->recv[r] = block(shard, whole, shard->widths[cut], all, shard->cuts[cut][r]);

@@ -1,5 +1,5 @@
-// spec.c: the rules a model must keep. Each is checked once, here, so that nothing behind a spec has to ask again; a broken
-// one is named with the value seen. Upper limits are far beyond any model and keep every product of sizes within 63 bits.
+// spec.c: the rules of a model's configuration. Each is checked once, here. Upper limits are far beyond any model and keep every product
+// of sizes within 63 bits.
 #include "model/spec.h"
 
 #include <math.h>
@@ -31,7 +31,7 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
 static rm_code check_rope(const rm_spec *s, rm_error *err) {
   if (!(isfinite(s->rope_scale) && s->rope_scale > 0))
     return rm_fail(err, RM_E_CONFIG, "rope_scale=%g is not finite and > 0", (double)s->rope_scale);
-  if (!s->inv_freq) return rm_fail(err, RM_E_CONFIG, "inv_freq is missing; wanted head_dim/2=%lld values", (long long)s->head_dim / 2);
+  if (!s->inv_freq) return rm_fail(err, RM_E_CONFIG, "expected inv_freq of head_dim/2=%lld values, got none", (long long)s->head_dim / 2);
   for (int64_t i = 0; i < s->head_dim / 2; i++)
     if (!(isfinite(s->inv_freq[i]) && s->inv_freq[i] >= 0))
       return rm_fail(err, RM_E_CONFIG, "inv_freq[%lld]=%g is not finite and ≥ 0", (long long)i, (double)s->inv_freq[i]);
@@ -57,7 +57,7 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
 static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
   rm_code code;
   if ((code = in_range(err, "num_hidden_layers", s->n_layers, 1, MAX_LAYERS))) return code;
-  if (!s->layers) return rm_fail(err, RM_E_CONFIG, "layers is missing; wanted num_hidden_layers=%lld entries", (long long)s->n_layers);
+  if (!s->layers) return rm_fail(err, RM_E_CONFIG, "expected layers of num_hidden_layers=%lld entries, got none", (long long)s->n_layers);
   *n_moe = 0;
   for (int64_t i = 0; i < s->n_layers; i++) {
     if (s->layers[i].window < 0)

@@ -1,4 +1,4 @@
-// spec.h: what a model is. A spec is checked whole when it is created and never changes; everything else takes a view of it.
+// spec.h: the configuration of a model. A spec is checked when it is created and never changes; everything else takes a view of it.
 #pragma once
 
 #include <stdint.h>
@@ -24,6 +24,6 @@ typedef struct rm_spec {
   int64_t n_moe_layers;         // derived
 } rm_spec;
 
-// Checks every rule (RM_E_CONFIG names the one that is broken) and copies. Owned: rm_spec_destroy, safe on NULL.
+// Checks every rule (RM_E_CONFIG names the broken one) and copies. Owned: rm_spec_destroy, safe on NULL.
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err);
 void rm_spec_destroy(rm_spec *spec);

@@ -110,11 +110,11 @@ class CollectiveMismatchError(Error):
 
 
 class CollectiveTimeoutError(Error, TimeoutError):
-    """Ranks did not come to a collective within its deadline; the message names them. The group is dead."""
+    """Ranks did not arrive at a collective within its deadline; the message names them. The group is dead."""
 
 
 class RankLostError(Error):
-    """A rank's process has ended or the rank has given up; the message names it. The group is dead."""
+    """A rank's process has ended or the rank has aborted; the message names it. The group is dead."""
 
 
 class DeviceError(Error):

@@ -250,7 +250,7 @@ int main(int argc, char **argv) {
       {"attention", check_attention},
       {"router", check_router},
       {"permute", check_permute},
-      {"slots", check_slots},
+      {"static_dispatch", check_static_dispatch},
       {"combine", check_combine},
       {"lm_head", check_lm_head},
       {"merge_pairs", check_merge_pairs},

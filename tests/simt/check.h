@@ -59,7 +59,7 @@ bool held(const char *what, std::initializer_list<output> outputs, const rm_limi
 bool check_embed(), check_gather_rows(), check_rms_norm(), check_qk_rope_kv();
 bool check_gemm(), check_gemm_swiglu();
 bool check_attention();
-bool check_router(), check_permute(), check_slots(), check_combine();
+bool check_router(), check_permute(), check_static_dispatch(), check_combine();
 bool check_lm_head(), check_merge_pairs();
 bool check_sample(), check_top_logprobs(), check_ranks();
 bool check_pack();

@@ -154,7 +154,7 @@ bool check_permute() {
   return permute_case(RM_BF16, {3, 0, 4, 2}, false);
 }
 
-bool check_slots() {
+bool check_static_dispatch() {
   const int64_t experts[][3] = {{1, 1, 1}, {2, 4, 3}, {4, 2, 8}, {8, 16, 8}, {16, 1, 5}, {3, 7, 21}, {2, 64, 64}}; // ranks, of each, top_k
   for (const auto &e : experts)
     for (const int64_t rows : {0, 1, 5, 33})

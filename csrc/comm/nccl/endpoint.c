@@ -1,10 +1,9 @@
 // endpoint.c: see endpoint.h. An exchange over NCCL, its errors, and how the endpoint is destroyed.
 //
-// NCCL runs every group of calls on a thread of its own when it must not block, and puts its kernel into the device's queue from there.
-// So a call waits, for that thread and not for the device, before it enqueues what comes behind the kernel. Groups that may block lost:
-// where a peer is gone their creation and their first calls stay inside NCCL for ever, and no deadline reaches them.
+// The communicator is non-blocking: NCCL enqueues its kernel from a thread of its own. So a call waits for that thread (not for the device)
+// before it enqueues more work. Blocking communicators were rejected: with a lost peer their creation and first calls never return.
 //
-// A gather in which all ranks have as many bytes is NCCL's all_gather. All know all sizes there, so all choose alike.
+// A gather with equal sizes on all ranks uses ncclAllGather. All ranks know all sizes, so all choose the same.
 #define _GNU_SOURCE
 #include "comm/nccl/endpoint.h"
 
@@ -18,12 +17,12 @@
 #include "comm/device_block.h"
 
 static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;
-static const double LEAVING_SECONDS = 5;    // that a rank waits for the others before it leaves
-static const double NAMING_SECONDS = 0.2;   // a connection breaks before the end of a process shows
+static const double LEAVING_SECONDS = 5; // the longest wait for the other ranks before leaving
+static const double NAMING_SECONDS = 0.2; // a connection breaks before the system reports that the process has ended
 
 static void nap(double seconds) { nanosleep(&(struct timespec){.tv_nsec = (long)(1e9 * seconds)}, NULL); }
 
-// ------------------------------------------------------------------------------------------------ what went wrong
+// ------------------------------------------------------------------------------------------------ errors
 typedef struct abort_job {
   int (*abort)(rm_nccl_comm *comm);
   rm_nccl_comm *comm;
@@ -36,8 +35,8 @@ static void *abort_comm(void *data) {
   return NULL;
 }
 
-// On a thread of its own: NCCL first stops its kernels, then waits until every graph that has captured the communicator is
-// destroyed. Their owner does that later, and two communicators of one queue have to be aborted before either is waited for.
+// On a separate thread: ncclCommAbort stops the kernels, then waits until every graph that has captured the communicator is destroyed,
+// which happens later. Also, two communicators of one queue must both be aborted before either is waited for.
 void rm_nccl_abort_comm(rm_nccl_endpoint *end) {
   pthread_mutex_lock(&end->lock);
   rm_nccl_comm *comm = end->comm;
@@ -54,7 +53,7 @@ void rm_nccl_abort_comm(rm_nccl_endpoint *end) {
   pthread_mutex_unlock(&end->lock);
 }
 
-// What does not come to its end keeps what it has, and its thread.
+// An abort that does not return keeps its thread and memory.
 static void join_aborter(rm_nccl_endpoint *end) {
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
@@ -79,7 +78,7 @@ static rm_code code_of(int result, int how) {
   }
 }
 
-// The host's group knows who has ended or given up; RM_OK when it knows of nobody after a while.
+// Asks the host group which rank has ended or aborted; RM_OK if it knows of none after `seconds`.
 static rm_code ask_the_host(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   const double until = rm_now() + seconds;
   rm_code code;
@@ -102,7 +101,7 @@ rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int 
   return fall(end, code, how);
 }
 
-// NCCL's state of this end; 0 when it was given up.
+// NCCL's asynchronous state; 0 when the communicator was aborted.
 static int ask(rm_nccl_endpoint *end, int *state) {
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
@@ -114,7 +113,7 @@ static int ask(rm_nccl_endpoint *end, int *state) {
 
 static rm_code gone(rm_nccl_endpoint *end, rm_error *err) {
   const rm_code code = rm_comm_check(end->host, err);
-  return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has given up", end->rank);
+  return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted", end->rank);
 }
 
 rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double seconds, int how, rm_error *err) {
@@ -125,7 +124,7 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
     if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_result(end, what, state, how, err);
     const double now = rm_now();
     if (now - start > seconds) {
-      rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not come", what,
+      rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not arrive", what,
               end->rank, seconds);
       return fall(end, RM_E_COLLECTIVE_TIMEOUT, how);
     }
@@ -143,8 +142,8 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
 typedef struct call {
   rm_comm_op op;
   const rm_block *send, *recv;
-  size_t gathered;              // bytes of each rank, where it is NCCL's all_gather; else 0
-  char *whole;                  // of an all_gather: [size][gathered]
+  size_t gathered; // bytes of each rank, where it is NCCL's all_gather; else 0
+  char *whole; // of an all_gather: [size][gathered]
 } call;
 
 static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const rm_block send[], const rm_block recv[]) {
@@ -155,7 +154,7 @@ static size_t gathered_bytes(const rm_nccl_endpoint *end, rm_comm_op op, const r
   return bytes;
 }
 
-// Where a gather's bytes can come to without a run: all blocks flat and side by side in the order of ranks.
+// The target of ncclAllGather without a buffer: all blocks contiguous and adjacent, in the order of ranks. Else NULL.
 static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t bytes) {
   for (int r = 0; r < end->size; r++)
     if (rm_block_bytes(&recv[r]) != bytes || !rm_block_is_flat(&recv[r]) ||
@@ -164,7 +163,7 @@ static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t
   return recv[0].base;
 }
 
-// Each rank's block where it is, if it is flat, else in the run. Bytes of the run that are used.
+// Sets at[] to each rank's block, if it is contiguous, else to a range of `run`. Returns the bytes of `run` used.
 static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is_shared, char *run, char *at[]) {
   size_t used = 0;
   char *shared = NULL;
@@ -185,15 +184,15 @@ static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is
 static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, size_t received, rm_error *err) {
   const size_t most = sent > received ? sent : received;
   if (most <= end->capacity) return RM_OK;
-  rm_fail(err, RM_E_CAPACITY, "%s: rank %d %s %zu bytes with rows apart in one exchange, and there is room for %zu", rm_comm_op_name(op),
-          end->rank, sent == most ? "sends" : "receives", most, end->capacity);
+  rm_fail(err, RM_E_CAPACITY, "%s: expected at most %zu bytes of strided blocks in one exchange, got %zu that rank %d %s",
+          rm_comm_op_name(op), end->capacity, most, end->rank, sent == most ? "sends" : "receives");
   return fall(end, RM_E_CAPACITY, RM_NCCL_TELLS);
 }
 
 static void pack_all(rm_nccl_endpoint *end, const call *c) {
   for (int r = 0; r < end->size; r++) {
     int is_there = !end->from[r] || rm_block_is_flat(&c->send[r]);
-    for (int i = 0; i < r && !is_there; i++) is_there = end->from[i] == end->from[r];   // the one block of a broadcast or a gather
+    for (int i = 0; i < r && !is_there; i++) is_there = end->from[i] == end->from[r]; // a broadcast or gather has one block for all ranks
     if (!is_there) rm_device_pack(end->device, &c->send[r], end->from[r]);
   }
 }
@@ -203,7 +202,7 @@ static void unpack_all(rm_nccl_endpoint *end, const call *c) {
     if (end->to[r] && !rm_block_is_flat(&c->recv[r])) rm_device_unpack(end->device, end->to[r], &c->recv[r]);
 }
 
-// From the next rank on, so that no rank is everybody's first.
+// Starts with the next rank, so that ranks do not all begin with the same peer.
 static int send_and_receive(rm_nccl_endpoint *end, const call *c) {
   void *stream = end->device->stream;
   int result = RM_NCCL_SUCCESS;
@@ -224,7 +223,7 @@ static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, dou
     if (c->gathered)
       result = end->api.all_gather(end->from[end->rank], c->whole, c->gathered, RM_NCCL_INT8, end->comm, end->device->stream);
     else result = send_and_receive(end, c);
-    const int ended = end->api.group_end();   // whatever was before: else this thread's next group were part of this one
+    const int ended = end->api.group_end(); // also after an error: else this thread's next group would be part of this one
     if (!result || result == RM_NCCL_IN_PROGRESS) result = ended;
   }
   pthread_mutex_unlock(&end->lock);
@@ -234,7 +233,7 @@ static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, dou
 }
 
 static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, double timeout, rm_error *err) {
-  const rm_block *own = &c->send[(end->rank + 1) % end->size];   // what the others get
+  const rm_block *own = &c->send[(end->rank + 1) % end->size]; // what the others get
   if (!(c->whole = whole_of(end, c->recv, c->gathered))) {
     const rm_code code = check_room(end, c->op, 0, (size_t)end->size * c->gathered, err);
     if (code) return code;
@@ -249,7 +248,7 @@ static rm_code all_gather(rm_nccl_endpoint *end, call *c, const char *what, doub
   return code;
 }
 
-// The ranks, on the host, whose deadline is lent.
+// A barrier over the host group, with this timeout.
 static rm_code meet(rm_nccl_endpoint *end, double seconds, rm_error *err) {
   const double kept = rm_comm_timeout(end->host);
   rm_comm_set_timeout(end->host, seconds);
@@ -265,10 +264,10 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
   const rm_block *from = &send[end->rank], *to = &recv[end->rank];
   char what[64];
   snprintf(what, sizeof what, "%s, call %llu", rm_comm_op_name(op), (unsigned long long)sequence);
-  (void)epoch;   // in the digest
+  (void)epoch; // in the digest
   rm_code code = RM_OK;
   int moves = 0;
-  if (op == RM_COMM_BARRIER) {   // no bytes meet, so the ranks do
+  if (op == RM_COMM_BARRIER) {
     if ((code = meet(end, timeout, err))) rm_nccl_abort_comm(end);
     return code;
   }
@@ -289,7 +288,7 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
 
 void rm_nccl_abort(void *self, rm_code why) {
   rm_nccl_endpoint *end = self;
-  rm_comm_abort(end->host, why);   // first, so that whoever finds the end gone finds the reason
+  rm_comm_abort(end->host, why); // first, so that the reason is known when the communicator is gone
   rm_nccl_abort_comm(end);
 }
 
@@ -299,10 +298,10 @@ rm_code rm_nccl_check(void *self, rm_error *err) {
   const rm_code code = rm_comm_check(end->host, err);
   if (code) return code;
   if (!ask(end, &state)) return gone(end, err);
-  return rm_nccl_result(end, "what is in the queue", state, RM_NCCL_TELLS, err);
+  return rm_nccl_result(end, "enqueued work", state, RM_NCCL_TELLS, err);
 }
 
-// ------------------------------------------------------------------------------------------------ the end of it
+// ------------------------------------------------------------------------------------------------ destruction
 // Leaves together with the other ranks: a barrier on the host, then NCCL's finalize. Without the barrier a rank whose queue is not empty
 // would find the others gone. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
 static rm_code part(rm_nccl_endpoint *end, rm_error *err) {
@@ -329,7 +328,7 @@ static void put_down(rm_nccl_endpoint *end) {
   pthread_mutex_unlock(&end->lock);
 }
 
-// Nothing of NCCL or a device survives a fork; the process that made the end gives it all back.
+// Not called in a forked child, where NCCL and the device cannot be used.
 void rm_nccl_leave(void *self) {
   rm_nccl_endpoint *end = self;
   put_down(end);

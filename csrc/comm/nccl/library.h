@@ -1,6 +1,5 @@
-// library.h: the functions of NCCL that nccl.c calls, out of a library that is loaded when the first group is made: rollmesh is
-// built without NCCL, and works without it. Declarations are written here and hold for 2.17 and later: NCCL adds to its structures and
-// never reorders them, and is told by `version` how much of one its caller knew.
+// library.h: the NCCL functions that rollmesh calls. The library is loaded when the first group is created; rollmesh is built without NCCL.
+// These declarations hold for NCCL 2.17 and later: NCCL only appends to its structs, and `version` tells it which fields the caller knows.
 #pragma once
 
 #include <limits.h>
@@ -8,7 +7,7 @@
 
 #include "base/status.h"
 
-enum {                          // ncclResult_t
+enum { // ncclResult_t
   RM_NCCL_SUCCESS = 0,
   RM_NCCL_CUDA = 1,
   RM_NCCL_SYSTEM = 2,
@@ -20,15 +19,15 @@ enum {                          // ncclResult_t
   RM_NCCL_TIMEOUT = 8,
 };
 enum { RM_NCCL_INT8 = 0, RM_NCCL_UNDEFINED = INT_MIN, RM_NCCL_ID_BYTES = 128 };
-enum { RM_NCCL_LEAST = 21701, RM_NCCL_SHARES_GPU = 23003 };   // the oldest that is used; the oldest in which two ranks may have one GPU
+enum { RM_NCCL_LEAST = 21701, RM_NCCL_SHARES_GPU = 23003 }; // the oldest version supported; the oldest in which ranks may share a GPU
 #define RM_NCCL_MAGIC 0xcafebeefu
 
-typedef struct rm_nccl_comm rm_nccl_comm;   // ncclComm
-typedef struct rm_nccl_id {     // ncclUniqueId, passed by value
+typedef struct rm_nccl_comm rm_nccl_comm; // ncclComm
+typedef struct rm_nccl_id { // ncclUniqueId, passed by value
   char bytes[RM_NCCL_ID_BYTES];
 } rm_nccl_id;
 
-typedef struct rm_nccl_config { // ncclConfig_t as it was in 2.17, with the field that fills its end now
+typedef struct rm_nccl_config { // ncclConfig_t of 2.17, with traffic_class in its trailing padding
   size_t size;
   unsigned magic, version;
   int blocking, cga_cluster_size, min_ctas, max_ctas;
@@ -39,9 +38,9 @@ _Static_assert(sizeof(rm_nccl_config) == 48 && offsetof(rm_nccl_config, blocking
                    offsetof(rm_nccl_config, split_share) == 40,
                "the layout of ncclConfig_t");
 
-// Streams are void: a device's.
+// Streams are rm_device.stream.
 typedef struct rm_nccl {
-  int version;                  // 23203 is 2.32.3
+  int version; // 23203 is 2.32.3
   int (*get_version)(int *version);
   int (*get_unique_id)(rm_nccl_id *id);
   int (*init_rank)(rm_nccl_comm **comm, int n_ranks, rm_nccl_id id, int rank, rm_nccl_config *config);
@@ -58,7 +57,7 @@ typedef struct rm_nccl {
   const char *(*last_error)(rm_nccl_comm *comm);
 } rm_nccl;
 
-// Never unloaded: its threads may outlive the last group. RM_E_CONFIG: no such file, no NCCL, or one that is too old.
+// Never unloaded, since its threads may outlive the last group. RM_E_CONFIG: no such file, not NCCL, or too old.
 rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err);
-// "2.32.3" in text, which is returned.
+// Writes "2.32.3" to `text` and returns it.
 const char *rm_nccl_version_text(int version, char text[24]);

@@ -1,6 +1,6 @@
-// nccl.c: making a group. The ranks tell one another over the host's group what they have, so that what is wrong with one (no library,
-// another version, no memory) is said on all and costs nothing; then NCCL makes the group, under a deadline; then an exchange of a word
-// from each rank to each, and an all_gather of one, prove it, and leave its connections made: they cannot be made during a capture.
+// nccl.c: creation of an NCCL group. First the ranks compare over the host group (library, version, memory), so that a problem of one rank
+// is reported on all before NCCL is called. Then NCCL creates the communicator, under a deadline. Then an all-to-all and an all_gather of
+// one word test it and establish its connections, which cannot be done during a capture.
 #include "comm/nccl/nccl.h"
 
 #include <stdio.h>
@@ -14,8 +14,8 @@
 
 enum { HELLO_TEXT = 256 };
 
-typedef struct hello {          // what each rank tells all
-  int32_t code, version, may_share;   // may_share: NCCL was told that ranks may have one GPU
+typedef struct hello {          // what the ranks all-gather
+  int32_t code, version, may_share;   // may_share: NCCL_MULTI_RANK_GPU_ENABLE is set
   uint64_t gpu;                 // a digest of its name; 0: not known
   rm_nccl_id id;                // of rank 0
   char text[HELLO_TEXT];        // with code: why
@@ -27,7 +27,7 @@ static uint64_t digest_of(const char *name) {
   return digest ? digest : 1;
 }
 
-// ------------------------------------------------------------------------------------------------ what the ranks tell one another
+// ------------------------------------------------------------------------------------------------ comparing the ranks
 static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
   void *block = NULL;
   const rm_device *device = end->device;
@@ -36,12 +36,12 @@ static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
   if (status == RM_DEVICE_OK) *out = block;
   if (status == RM_DEVICE_OK) return RM_OK;
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_CAPACITY, "no room on %s for exchanges of %zu bytes, twice", device->name, end->capacity);
+  return rm_fail(err, RM_E_CAPACITY, "%s has no memory for two exchange buffers of %zu bytes", device->name, end->capacity);
 }
 
 static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, hello *mine, rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  if (options->capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "capacity=%zu, wanted bytes of one exchange", options->capacity);
+  if (options->capacity > INT64_MAX) return rm_fail(err, RM_E_CONFIG, "expected a capacity below 2^63 bytes, got %zu", options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
   if (!code) code = map_run(end, &end->out, err);
   if (!code) code = map_run(end, &end->in, err);
@@ -50,7 +50,7 @@ static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, he
   mine->gpu = digest_of(options->gpu);
   mine->may_share = shares && atoi(shares) == 1;
   const int result = end->rank == 0 ? end->api.get_unique_id(&mine->id) : RM_NCCL_SUCCESS;
-  return rm_nccl_result(end, "a name for the group", result, RM_NCCL_MAKING, err);
+  return rm_nccl_result(end, "ncclGetUniqueId", result, RM_NCCL_MAKING, err);
 }
 
 static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
@@ -60,14 +60,14 @@ static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
     return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has NCCL %s, rank %d %s", b, rm_nccl_version_text(all[b].version, theirs), a, ours);
   if (!all[a].gpu || all[a].gpu != all[b].gpu) return RM_OK;
   if (all[a].version < RM_NCCL_SHARES_GPU)
-    return rm_fail(err, RM_E_CONFIG,
-                   "ranks %d and %d have one GPU, which NCCL %s does not allow, wanted 2.30.3 or later, or a GPU for each", a, b, ours);
+    return rm_fail(err, RM_E_CONFIG, "ranks %d and %d share a GPU: expected NCCL 2.30.3 or later, got %s; or give each rank its own GPU", a,
+                   b, ours);
   if (all[a].may_share && all[b].may_share) return RM_OK;
   return rm_fail(err, RM_E_CONFIG,
-                 "ranks %d and %d have one GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment of both", a, b);
+                 "ranks %d and %d share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment of both", a, b);
 }
 
-// The same verdict on all ranks, but for the words of one's own.
+// The same result on all ranks.
 static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   for (int r = 0; r < size; r++) {
     const rm_code code = all[r].code > RM_OK && all[r].code < RM_N_CODE ? (rm_code)all[r].code : RM_E_RANK_LOST;
@@ -81,7 +81,7 @@ static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   return RM_OK;
 }
 
-// All ranks have what they need, and agree; *id is the group's. `code` and err: how this rank's own preparation went.
+// Compares all ranks; *id: the group's unique id. `code` and err: the result of this rank's own preparation.
 static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id, rm_error *err) {
   const size_t size = (size_t)end->size;
   hello *all = rm_alloc(size, sizeof *all);
@@ -106,7 +106,7 @@ out:
   return code;
 }
 
-// ------------------------------------------------------------------------------------------------ NCCL's part
+// ------------------------------------------------------------------------------------------------ creation
 static rm_code init(rm_nccl_endpoint *end, rm_nccl_id id, double timeout, rm_error *err) {
   rm_nccl_config config = {.size = sizeof config,
                            .magic = RM_NCCL_MAGIC,
@@ -168,9 +168,10 @@ static rm_code prove(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_er
   const int has_both = device->map(device->self, bytes, &there) == RM_DEVICE_OK && device->pin(device->self, bytes, &here) == RM_DEVICE_OK;
   end->words = there;
   end->host_words = here;
-  if (!has_both) code = rm_fail(err, RM_E_CAPACITY, "no room on %s for %zu bytes: %s", device->name, bytes, device->message(device->self));
+  if (!has_both)
+    code = rm_fail(err, RM_E_CAPACITY, "%s has no memory for %zu bytes: %s", device->name, bytes, device->message(device->self));
   else code = exchange_words(end, there, here, timeout, comm, err);
-  if (!code) code = rm_comm_barrier(end->host, err);   // all have come so far, or none may use it
+  if (!code) code = rm_comm_barrier(end->host, err);   // all ranks have succeeded, or none may use it
   if (code) rm_nccl_abort(end, code);
   return code;
 }
@@ -193,7 +194,7 @@ static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_op
 }
 
 rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options, rm_comm **out, rm_error *err) {
-  rm_error own = RM_ERROR_INIT;   // what this rank tells the others, also for a caller that wants to hear nothing
+  rm_error own = RM_ERROR_INIT;   // for the other ranks, also when the caller passes NULL
   rm_error *said = err ? err : &own;
   rm_nccl_endpoint *end;
   rm_nccl_id id;

@@ -42,8 +42,8 @@ static int process_of(uint64_t identity) { return (int)(identity >> 32); }
 static int is_dead(uint64_t identity) { return rm_process_ended(&identity, &(int){-1}, 1) != 0; }
 
 // ------------------------------------------------------------------------------------------------ the name
-// Removes the name if it still stands for this file. A lock that somebody keeps is not waited for without end: without it the worst
-// is that the name of a run which begins this very moment goes too, and its ranks say that rank 0 did not come.
+// Removes the name if it still refers to this file. Waits for the lock for a limited time: without it, the worst case is that the name of a
+// run that starts at this moment is removed too, whose ranks then report that rank 0 did not come.
 static void remove_name(const attaching *a, int file) {
   struct stat here, there;
   int tries = LOCK_TRIES;
@@ -52,7 +52,7 @@ static void remove_name(const attaching *a, int file) {
   flock(file, LOCK_UN);
 }
 
-// Opens what has the name: *file is −1 when nothing has. RM_E_AUTH when it is not one that we may have made.
+// Opens the file of that name; *file is −1 when there is none. RM_E_AUTH when it was not made by this user's rollmesh.
 static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm_error *err) {
   struct stat status;
   *file = open(a->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
@@ -61,8 +61,8 @@ static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm
   if (fstat(*file, &status)) code = rm_fail(err, RM_E_AUTH, "%s: %s", a->path, strerror(errno));
   else if (!S_ISREG(status.st_mode)) code = rm_fail(err, RM_E_AUTH, "%s is no regular file", a->path);
   else if (status.st_uid != geteuid() || (status.st_mode & 07777) != 0600)
-    code = rm_fail(err, RM_E_AUTH, "%s has owner %u and mode %o, wanted %u and 600", a->path, (unsigned)status.st_uid,
-                   (unsigned)status.st_mode & 07777, (unsigned)geteuid());
+    code = rm_fail(err, RM_E_AUTH, "%s: expected owner %u and mode 600, got owner %u and mode %o", a->path, (unsigned)geteuid(),
+                   (unsigned)status.st_uid, (unsigned)status.st_mode & 07777);
   else if (pread(*file, head, sizeof *head, 0) != (ssize_t)sizeof *head || memcmp(head->magic, MAGIC, sizeof MAGIC))
     code = rm_fail(err, RM_E_AUTH, "%s is not a region of rollmesh", a->path);
   if (!code) return RM_OK;
@@ -92,7 +92,7 @@ static rm_code fill_file(attaching *a, rm_error *err) {
   return RM_OK;
 }
 
-// There is a file of that name: removed when its maker is dead.
+// A file of that name exists: removes it if its maker has ended.
 static rm_code replace_stale(const attaching *a, rm_error *err) {
   rm_region_head head;
   int file;
@@ -118,7 +118,7 @@ static rm_code make_file(attaching *a, rm_error *err) {
 }
 
 // ------------------------------------------------------------------------------------------------ the others
-// Waits for the file of a living rank 0 and maps it. A file whose maker is dead is one that rank 0 will replace.
+// Waits for the file of a running rank 0. Rank 0 replaces a file whose maker has ended.
 static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   int file, ours_is_dead = 0;
   rm_code code;
@@ -140,7 +140,7 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   return RM_OK;
 }
 
-// Maps the file; of one that was made for other options, the head, where the verdict on that goes.
+// Maps the file; if it was made with other options, only its head, to write the error there.
 static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_error *err) {
   rm_region *region = a->region;
   const rm_region_options *o = &region->options;
@@ -151,8 +151,8 @@ static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_
   return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share", region->map_bytes);
 }
 
-// ------------------------------------------------------------------------------------------------ gathering
-// Ends the attaching of all by this rank's verdict, unless all have come meanwhile.
+// ------------------------------------------------------------------------------------------------ waiting for all ranks
+// Ends attaching on all ranks with this rank's error, unless all have attached meanwhile.
 static void end_gathering(attaching *a, uint32_t cause) {
   uint32_t gathering = RM_ATTACHING;
   if (atomic_compare_exchange_strong(&a->region->map->gathering, &gathering, RM_ATTACHED + cause))
@@ -173,7 +173,7 @@ static rm_code write_down(attaching *a, rm_error *err) {
   return RM_OK;
 }
 
-// Who of those that have come has ended, and who has not come.
+// Which ranks have ended after they attached, and which have not attached.
 static void look(attaching *a, uint64_t *dead, uint64_t *absent) {
   rm_region *region = a->region;
   const int world = region->options.world;
@@ -187,7 +187,7 @@ static void look(attaching *a, uint64_t *dead, uint64_t *absent) {
   *dead = rm_process_ended(identities, region->pidfd, world);
 }
 
-// Until all have come, or somebody has found that they will not.
+// Waits until all have attached, or a rank has reported an error.
 static rm_code gather(attaching *a, rm_error *err) {
   rm_region *region = a->region;
   char who[4 * RM_REGION_RANKS + 8];
@@ -208,11 +208,11 @@ static rm_code gather(attaching *a, rm_error *err) {
     remove_name(a, region->file);
     return rm_region_rank_error(region, gathering - RM_ATTACHED, err);
   }
-  look(a, &dead, &absent);   // a handle for each rank; one that has ended is found by the first wait
+  look(a, &dead, &absent);   // opens a pidfd for each rank; one that has ended is found by the first wait
   return RM_OK;
 }
 
-// Other options than rank 0's are everybody's failure: all are told what they are.
+// This rank's options differ from rank 0's: reports both to all ranks.
 static void end_for_options(attaching *a, const rm_region_head *head) {
   const rm_region_options *o = &a->region->options;
   end_gathering(a, rm_region_set_error(a->region, a->rank, RM_E_MESH_MISMATCH,
@@ -244,7 +244,7 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce, const rm_re
   *out = NULL;
   if (!is_name(name))
     return rm_fail(err, RM_E_CONFIG, "\"%.*s\" is not 1 … %d letters, digits, '-', '_' and '.'", NAME_MAX_LENGTH, name, NAME_MAX_LENGTH);
-  if (rank < 0 || rank >= options->world) return rm_fail(err, RM_E_CONFIG, "rank=%d, wanted 0 … %d", rank, options->world - 1);
+  if (rank < 0 || rank >= options->world) return rm_fail(err, RM_E_CONFIG, "expected a rank of 0 … %d, got %d", options->world - 1, rank);
   if (options->world == 1) return rm_region_create(options, out, err);
   attaching a = {.name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);

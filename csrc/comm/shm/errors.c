@@ -1,8 +1,8 @@
-// verdict.c: who failed first and why, told the same to every rank.
+// errors.c: the first error of a group, the same on every rank.
 //
-// Each rank has room for one verdict in the region: a code and a sentence, written once. A group points at the verdict that ended it,
-// and so does each rank at the first it has learned of. A rank that gives up its other groups because one has failed passes that
-// verdict on: whoever is told, the sentence names the rank that was lost and not the messenger.
+// Each rank can write one error into the region, once: a code and a message. A group refers to the error that ended it (its cause), and
+// each rank to the first error that it has seen. A rank that aborts its other groups because one has failed reports that first error
+// there too, so that every message names the rank that was lost.
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -13,7 +13,7 @@
 uint32_t rm_region_set_error(rm_region *region, int me, rm_code code, const char *format, ...) {
   rm_region_rank *rank = &region->map->ranks[me];
   uint32_t cause;
-  while (!(cause = atomic_load(&rank->cause)) && atomic_exchange(&rank->writing, 1)) sched_yield();   // another thread is at it
+  while (!(cause = atomic_load(&rank->cause)) && atomic_exchange(&rank->writing, 1)) sched_yield();   // another thread is writing
   if (cause) return cause;
   va_list args;
   va_start(args, format);
@@ -35,7 +35,7 @@ void rm_region_fail_group(rm_region_endpoint *end, uint32_t cause) {
 }
 
 rm_code rm_region_rank_error(rm_region *region, uint32_t cause, rm_error *err) {
-  if (cause < 1 || cause > RM_REGION_RANKS) return rm_fail(err, RM_E_RANK_LOST, "the group was ended for no reason that can be read");
+  if (cause < 1 || cause > RM_REGION_RANKS) return rm_fail(err, RM_E_RANK_LOST, "the group has ended, and its error cannot be read");
   const rm_region_rank *rank = &region->map->ranks[cause - 1];
   const rm_code code = rank->code > RM_OK && rank->code < RM_N_CODE ? (rm_code)rank->code : RM_E_RANK_LOST;
   return rm_fail(err, code, "%.*s", (int)sizeof rank->text, rank->text);

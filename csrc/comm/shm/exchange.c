@@ -1,25 +1,24 @@
-// exchange.c: one call. A rank's blocks for the others are one stream of bytes, which goes through its buffer in as many
-// rounds as it takes; a gather's stream is the one block. The stream begins with the block for the next rank, so that in each round of
-// a large exchange the ranks read from different buffers. How long the streams are is in the headers of the first round, and all ranks
-// take part in as many rounds as the longest has.
+// exchange.c: one call. A rank's blocks for the others form one stream of bytes, which goes through its buffer in rounds; a gather's stream
+// is its one block. The stream begins with the block for the next rank, so that in each round the ranks read from different buffers. The
+// headers of the first round have the lengths, and all ranks take part in as many rounds as the longest stream needs.
 //
-// The two buffers of a rank take turns. A rank that has seen all come to round t knows that all have read what it wrote in round t − 1,
-// so round t + 1 may write there: one wait a round is enough.
+// The two buffers of a rank alternate. When all ranks have arrived at round t, all have read what was written in round t − 1, so round
+// t + 1 may overwrite it: one wait a round is enough.
 #include <stddef.h>
 
 #include "comm/block.h"
 #include "comm/shm/layout.h"
 
 typedef struct stream {
-  size_t at[RM_REGION_RANKS];   // where the block for rank r of the group begins
-  size_t bytes;                 // of the whole
+  size_t at[RM_REGION_RANKS]; // where the block for rank r of the group begins
+  size_t bytes; // of the whole
 } stream;
 
 static int is_gather(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
 
 static size_t buffer_of(const rm_region_endpoint *end) { return end->region->buffer_bytes; }
 
-// What rank `from` of the group sends, by its header.
+// The stream of rank `from`, from the sizes in its header.
 static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op, const uint64_t bytes[]) {
   stream out = {0};
   for (int step = 1; step < end->size; step++) {
@@ -34,7 +33,7 @@ static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op, 
   return out;
 }
 
-// The part of a block, which lies at `at` in a stream, that is in the round that begins at `begin`: its first byte and its length.
+// The range of a block (which begins at `at` in a stream) that is in the round that begins at `begin`.
 typedef struct part {
   size_t first, length;
 } part;
@@ -52,7 +51,7 @@ static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uin
     const int to = (end->me + step) % end->size;
     const part p = part_of(mine->at[to], rm_block_bytes(&send[to]), begin, room);
     rm_block_read(&send[to], p.first, buffer + (mine->at[to] + p.first - begin), p.length);
-    if (is_gather(op) && p.length) return;   // once for all
+    if (is_gather(op) && p.length) return; // once for all
   }
 }
 
@@ -63,7 +62,7 @@ static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round, c
   rm_block_write(into, p.first, buffer + (at + p.first - begin), p.length);
 }
 
-// Ends the group when what rank `from` is doing is not what this rank is doing.
+// Ends the group if rank `from` makes another call than this rank.
 static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header *mine, const rm_region_header *theirs, size_t expected,
                        rm_error *err) {
   rm_region *region = end->region;
@@ -94,7 +93,7 @@ static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header
   return rm_region_group_error(end, err);
 }
 
-// Publishes this rank's part of a round and waits for the others'.
+// Writes this rank's part of a round and waits for the other ranks.
 static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const rm_region_header *mine, const stream *out,
                     const rm_block send[], rm_error *err) {
   end->turn++;
@@ -104,7 +103,7 @@ static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const r
   return rm_region_meet(end, call, err);
 }
 
-// One round: what is in the others' buffers for this rank. `at` is where this rank's block begins in each stream.
+// One round. `at`: where this rank's block begins in each stream, set in the first round.
 static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_region_header *mine, const stream *out, size_t at[],
                         const rm_block send[], const rm_block recv[], rm_error *err) {
   rm_code code = meet(end, call, mine, out, send, err);

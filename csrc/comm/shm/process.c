@@ -1,6 +1,5 @@
-// process.c: has a process ended? A pid alone does not say: it is given again. So a process is its pid and the time at which
-// it started, and where the system has pidfds one is held for each rank, which names that process for ever and costs one poll for
-// all of them. A process that nobody has waited for yet (a zombie) has ended.
+// process.c: whether a process has ended. Pids are reused, so a process is identified by its pid and start time; where the system has
+// pidfds, one is held for each rank, and one poll checks all of them. A zombie has ended.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -14,8 +13,8 @@
 
 enum { NO_PROCESS = 0, UNKNOWN = 2 };   // start times are odd
 
-// Low half of the start time in ticks since boot and the letter of the state, from /proc/PID/stat. UNKNOWN when it cannot be read, as
-// without /proc or with no descriptor left.
+// Low half of the start time in ticks since boot, and the state's letter, from /proc/PID/stat. UNKNOWN when it cannot be read (no /proc, no
+// file descriptor left).
 static uint32_t started(pid_t pid, char *state) {
   char path[32], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
@@ -26,11 +25,11 @@ static uint32_t started(pid_t pid, char *state) {
   close(file);
   if (length <= 0) return ended ? NO_PROCESS : UNKNOWN;
   text[length] = 0;
-  const char *at = strrchr(text, ')');   // the name before it may hold anything
+  const char *at = strrchr(text, ')'); // the process name before it may contain anything
   unsigned long long ticks = 0;
   const char *fields = " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu";
   if (!at || sscanf(at + 1, fields, state, &ticks) != 2) return UNKNOWN;
-  return (uint32_t)ticks | 1;   // two ticks are as good as one
+  return (uint32_t)ticks | 1; // odd; a resolution of two ticks is enough
 }
 
 static pid_t pid_of(uint64_t identity) { return (pid_t)(identity >> 32); }
@@ -54,7 +53,7 @@ int rm_process_pidfd(uint64_t identity) {
 #ifdef SYS_pidfd_open
   const int handle = (int)syscall(SYS_pidfd_open, pid_of(identity), 0);
   if (handle < 0 || !has_ended(identity)) return handle;
-  close(handle);   // of whoever has the pid now
+  close(handle); // of another process that has the pid now
 #else
   (void)identity;
 #endif

@@ -1,5 +1,5 @@
-// region.c: regions of threads, the offsets of any region, and the ends of groups. See region.h for what a region is and
-// layout.h for what lies in it; attach.c makes those that processes share.
+// region.c: regions of threads, offsets of any region, and endpoints of groups. region.h says what a region is, layout.h what it contains;
+// attach.c makes regions that processes share.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -30,10 +30,10 @@ static int extend(size_t *at, size_t count, size_t bytes) {
 
 static rm_code plan(rm_region *region, const rm_region_options *options, rm_error *err) {
   if (options->world < 1 || options->world > RM_REGION_RANKS)
-    return rm_fail(err, RM_E_CONFIG, "world=%d, wanted 1 … %d ranks that share memory", options->world, RM_REGION_RANKS);
+    return rm_fail(err, RM_E_CONFIG, "expected a world of 1 … %d ranks that share memory, got %d", RM_REGION_RANKS, options->world);
   if (options->n_groups < 1 || options->n_groups > MAX_GROUPS)
-    return rm_fail(err, RM_E_CONFIG, "n_groups=%d, wanted 1 … %d", options->n_groups, MAX_GROUPS);
-  if (options->buffer_bytes < 1) return rm_fail(err, RM_E_CONFIG, "buffer_bytes=0, wanted at least 1");
+    return rm_fail(err, RM_E_CONFIG, "expected n_groups of 1 … %d, got %d", MAX_GROUPS, options->n_groups);
+  if (options->buffer_bytes < 1) return rm_fail(err, RM_E_CONFIG, "expected buffer_bytes of at least 1, got 0");
   region->options = *options;
   const size_t n = (size_t)options->world * (size_t)options->n_groups;
   size_t at = 0;
@@ -89,14 +89,14 @@ void rm_region_release(rm_region *region) {
   rm_free(region);
 }
 
-// ------------------------------------------------------------------------------------------------ ends of groups
+// ------------------------------------------------------------------------------------------------ endpoints
 static void end_abort(void *self, rm_code why) {
   rm_region_endpoint *end = self;
   const int me = end->members[end->me];
-  rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "rank %d has given up: %s", me, rm_code_name(why)));
+  rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "rank %d has aborted: %s", me, rm_code_name(why)));
 }
 
-// Who waits for this rank has to know that it will not come.
+// Tells waiting ranks that this rank will not arrive.
 static void end_leave(void *self) {
   rm_region_endpoint *end = self;
   atomic_store(&end->slots[end->me]->left, 1);
@@ -113,12 +113,13 @@ static rm_code check_members(const rm_region *region, int index, const int32_t *
   uint64_t seen = 0;
   *me = -1;
   if (index < 0 || index >= region->options.n_groups)
-    return rm_fail(err, RM_E_CONFIG, "group index %d, wanted 0 … %d", index, region->options.n_groups - 1);
-  if (n < 1 || n > region->options.world) return rm_fail(err, RM_E_CONFIG, "a group of %d ranks, wanted 1 … %d", n, region->options.world);
+    return rm_fail(err, RM_E_CONFIG, "expected a group index of 0 … %d, got %d", region->options.n_groups - 1, index);
+  if (n < 1 || n > region->options.world)
+    return rm_fail(err, RM_E_CONFIG, "expected a group of 1 … %d ranks, got %d", region->options.world, n);
   for (int i = 0; i < n; i++) {
     if (members[i] < 0 || members[i] >= region->options.world || seen >> members[i] & 1)
-      return rm_fail(err, RM_E_CONFIG, "member %d of the group is rank %d, wanted distinct ones of 0 … %d", i, members[i],
-                     region->options.world - 1);
+      return rm_fail(err, RM_E_CONFIG, "member %d of the group: expected distinct ranks of 0 … %d, got %d", i, region->options.world - 1,
+                     members[i]);
     seen |= UINT64_C(1) << members[i];
     if (members[i] == rank) *me = i;
   }
@@ -137,8 +138,8 @@ int rm_region_claim(int file, size_t at, size_t bytes) {
   return failed;
 }
 
-// The pages of this rank's buffers are taken now: a file in memory grows when it is written, and where there is no room left the
-// system would end the process instead of saying so.
+// Allocates the pages of this rank's buffers now. A file in shared memory grows when it is written, and without memory left the process
+// would get SIGBUS.
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
   const int failed = rm_region_claim(region->file, at, region->pair_bytes);
@@ -150,7 +151,7 @@ static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t 
   rm_region_endpoint *end = rm_alloc(1, sizeof *end);
   if (!end) return NULL;
   *end = (rm_region_endpoint){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
-  end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, but where a test begins near the counters' end
+  end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, except in tests of the counters' wrap-around
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];
     end->slots[i] = rm_region_slot_of(region, index, members[i]);

@@ -1,8 +1,8 @@
-// wait.c: coming to a round and waiting for the others. A wait looks at the barrier for some microseconds, when there is a core
-// for every rank, and then sleeps on it in slices. The last rank to come wakes the sleepers, so a slice runs out only when something
-// is late; then the rank looks who has left, whose process has ended and whether the deadline has passed.
+// wait.c: arriving at a round and waiting for the other ranks. A wait polls the barrier for some microseconds, if there is a core for every
+// rank, and then sleeps on it in slices. The last rank to arrive wakes the sleepers, so a slice elapses only when a rank is late; then the
+// waiting rank checks which ranks have left, whose process has ended and whether the deadline has passed.
 //
-// Nothing here trusts a wake-up: a rank that is killed between its arrival and its wake costs the others one slice.
+// A missed wake-up (a rank killed between its arrival and its wake) costs the others one slice.
 #define _GNU_SOURCE
 #include <limits.h>
 #include <linux/futex.h>
@@ -12,7 +12,7 @@
 
 #include "comm/shm/layout.h"
 
-enum { LEAST_SPINS = 64 };   // 2 µs: less than falling asleep and being woken costs
+enum { LEAST_SPINS = 64 }; // 2 µs: less than sleeping and waking costs
 
 // Not the private kind of futex: the word may be shared with other processes.
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds) {
@@ -28,29 +28,29 @@ static void cpu_relax(void) {
 #endif
 }
 
-// What the barrier shows when all have come to the round. It wraps; what is compared is never half its range apart.
+// Whether all have arrived at the round. The counter wraps; compared values are never half its range apart.
 static int all_came(const rm_region_endpoint *end, uint32_t barrier) {
   const uint32_t wanted = (uint32_t)end->turn * (uint32_t)end->size * RM_BARRIER_ARRIVAL;
   return (int32_t)((barrier & ~RM_BARRIER_CAUSE) - wanted) >= 0;
 }
 
-// Adds this rank's arrival and returns the barrier as it is then. Not on a dead group: a completed round is one of a living group.
+// Adds this rank's arrival, unless the group is dead, and returns the barrier's new value.
 static uint32_t arrive(rm_region_endpoint *end) {
   rm_region_slot *group = end->group;
   atomic_store_explicit(&end->slots[end->me]->came, (uint32_t)end->turn, memory_order_relaxed);
   uint32_t barrier = atomic_load_explicit(&group->barrier, memory_order_relaxed);
   do {
     if (barrier & RM_BARRIER_CAUSE) return barrier;
-  } while (!atomic_compare_exchange_weak(&group->barrier, &barrier, barrier + RM_BARRIER_ARRIVAL)); // before `sleepers` is read: seq_cst
+  } while (!atomic_compare_exchange_weak(&group->barrier, &barrier, barrier + RM_BARRIER_ARRIVAL)); // seq_cst: before `sleepers` is read
   barrier += RM_BARRIER_ARRIVAL;
   if (all_came(end, barrier) && atomic_load(&group->sleepers)) rm_region_futex_wake(&group->barrier);
   return barrier;
 }
 
-// ------------------------------------------------------------------------------------------------ what may have happened
+// ------------------------------------------------------------------------------------------------ lost and late ranks
 static uint64_t bit(int32_t rank) { return UINT64_C(1) << rank; }
 
-// What each look asks of the members; sets of ranks of the world.
+// State of the members, as sets of ranks of the world.
 typedef struct absent {
   uint64_t left, other_members, late;
 } absent;
@@ -71,7 +71,7 @@ static absent look(const rm_region_endpoint *end) {
 static uint64_t look_for_the_dead(const rm_region_endpoint *end) {
   uint64_t identities[RM_REGION_RANKS], dead = 0;
   int handles[RM_REGION_RANKS];
-  if (end->region->file < 0) return 0; // threads: this process lives
+  if (end->region->file < 0) return 0; // threads of this process
   for (int i = 0; i < end->size; i++) {
     identities[i] = atomic_load(&end->region->map->ranks[end->members[i]].identity);
     handles[i] = end->region->pidfd[end->members[i]];
@@ -82,7 +82,7 @@ static uint64_t look_for_the_dead(const rm_region_endpoint *end) {
   return dead;
 }
 
-// This rank's verdict on a round that is not completed: 1 + rank, or 0 when nothing is wrong yet.
+// Checks an incomplete round. Returns the cause of an error (1 + rank), or 0.
 static uint32_t judge(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
   const absent found = look(end);
   const uint64_t dead = with_processes ? look_for_the_dead(end) : 0;
@@ -90,7 +90,7 @@ static uint32_t judge(rm_region_endpoint *end, const rm_region_call *call, int w
   const unsigned long long n = call->sequence;
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8];
-  if (all_came(end, atomic_load(&end->group->barrier))) return 0; // the last to come may be done and gone by now
+  if (all_came(end, atomic_load(&end->group->barrier))) return 0; // the last rank to arrive may have left by now
   if (found.other_members)
     return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH, "group %d has other members for %s than for rank %d", end->index,
                                rm_region_names(found.other_members, who, sizeof who), me);
@@ -101,13 +101,13 @@ static uint32_t judge(rm_region_endpoint *end, const rm_region_call *call, int w
     return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended (%s, call %llu)",
                                rm_region_names(dead, who, sizeof who), op, n);
   if (now < call->deadline) return 0;
-  return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT, "%s, call %llu: %s did not come within %.3g s of rank %d", op, n,
+  return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT, "%s, call %llu: %s did not arrive within %.3g s of rank %d", op, n,
                              rm_region_names(found.late, who, sizeof who), call->seconds, me);
 }
 
 static int is_over(const rm_region_endpoint *end, uint32_t barrier) { return all_came(end, barrier) || barrier & RM_BARRIER_CAUSE; }
 
-// Ends the group if a member is gone or the time is over; not if the round is completed meanwhile.
+// Ends the group if a member is lost or the deadline has passed, unless the round is completed meanwhile.
 static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
   _Atomic uint32_t *barrier = &end->group->barrier;
   const int me = end->members[end->me];
@@ -156,8 +156,8 @@ static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   return barrier;
 }
 
-// Looks at the barrier for a while without sleeping. Ranks that share a core with their peers, or with whatever else runs, spin for nothing:
-// each time that it does not help the next spin is half as long, and each time that it does, twice.
+// Polls the barrier without sleeping. Where ranks share cores spinning does not help: each unsuccessful spin halves the next one, each
+// successful spin doubles it.
 static uint32_t spin(rm_region_endpoint *end, uint32_t barrier) {
   for (int i = 0; i < end->n_spins && !is_over(end, barrier); i++) {
     cpu_relax();
@@ -173,7 +173,8 @@ rm_code rm_region_meet(rm_region_endpoint *end, const rm_region_call *call, rm_e
   uint32_t barrier = arrive(end);
   if (!is_over(end, barrier)) barrier = spin(end, barrier);
   if (!is_over(end, barrier)) {
-    atomic_fetch_add(&end->group->sleepers, 1); // before the futex looks at the barrier: a last arrival that misses us here, we see there
+    atomic_fetch_add(&end->group->sleepers,
+                     1); // before FUTEX_WAIT reads the barrier: a last arrival either sees `sleepers` or is seen by FUTEX_WAIT
     barrier = sleep_on(end, call);
     atomic_fetch_sub(&end->group->sleepers, 1);
   }

@@ -1,5 +1,5 @@
-// travel.c: the block where rows go to the ranks of their experts and come back (dispatch.h), each rank computing what has come to it.
-// The dispatcher moves rows of the host's memory; where the device's is another they go there and back (rm_moe_stage).
+// counted_dispatch.c: the dispatched form with counted sizes: rows go to the ranks of their experts and outputs come back (dispatch.h).
+// The dispatcher works in host memory, so on a device rows are copied to the host and back (rm_moe_stage).
 #include "model/moe/moe.h"
 
 rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
@@ -16,11 +16,11 @@ rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
   const size_t n = sizeof fields / sizeof *fields;
   if (moe->device->on_host) return RM_OK;
   const rm_code code = rm_paired_create(moe->device, rm_fields_bytes(fields, n), "rows on their way to experts", &stage->paired, err);
-  if (!code) rm_fields_place(fields, n, stage->paired.host, stage->paired.bytes);   // what was asked for fits
+  if (!code) rm_fields_place(fields, n, stage->paired.host, stage->paired.bytes);
   return code;
 }
 
-// rows: T [rows that came][hidden], inputs, then outputs.
+// rows: T [n_arrive][hidden], inputs, then outputs.
 static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const int32_t *group_rows,
                     char *rows) {
   const int64_t n = moe->plan->n_arrive;
@@ -33,7 +33,7 @@ static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer
   moe->kernels->gemm(ctx, &down);
 }
 
-// To the host: inputs and their experts.
+// Copies inputs and expert ids to the host.
 static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err) {
   const rm_device *device = moe->device;
   rm_moe_stage *stage = &moe->stage;
@@ -42,7 +42,7 @@ static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err
   return rm_rank_wait(moe->rank, device, err);
 }
 
-// `rows`, the dispatcher's, to the device, through the experts and back.
+// Copies the dispatcher's `rows` to the device, computes the experts, copies outputs back.
 static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, char *rows, rm_error *err) {
   rm_moe_stage *stage = &moe->stage;
   const size_t bytes = (size_t)moe->plan->n_arrive * rm_moe_row_bytes(moe), groups = (size_t)moe->here->experts.n + 1;
@@ -59,7 +59,7 @@ static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_para
   return code;
 }
 
-// Outputs to the device, where they are added up.
+// Copies outputs to the device and adds them up there.
 static void combine_there(rm_moe *moe, const rm_ctx *ctx, char *out, const char *choices, int64_t rows) {
   rm_moe_stage *stage = &moe->stage;
   const size_t bytes = (size_t)moe->plan->n_choices * rm_moe_row_bytes(moe),

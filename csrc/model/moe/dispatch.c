@@ -1,6 +1,6 @@
-// dispatch.c: see dispatch.h. What arrives is ordered by rank, then expert; grouped gemms want it by expert, so it is copied over once,
-// and back once with the outputs. The alternative, ranks that write straight to their rows' place by expert, wants a transport with
-// addresses in it. A row's place among others of its expert reaches no bit.
+// dispatch.c: see dispatch.h. Rows arrive ordered by rank, then expert; grouped gemms need them by expert, so they are reordered once, and
+// the outputs once more. Writing directly to the final position was rejected: it needs a transport with remote addresses. The order of
+// rows within an expert changes no bit.
 #include "model/moe/dispatch.h"
 
 #include <string.h>
@@ -14,7 +14,7 @@ struct rm_dispatch {
   int n_ranks, me;
   int64_t n_experts, top_k, max_rows, max_arrive;
   size_t max_row_bytes;
-  int dispatches, sees_all;        // rows leave their home; go to every rank
+  int dispatches, sees_all;     // rows move to other ranks; to all of them
   rm_range here;                // experts of this rank
   rm_range *experts;            // [n_ranks]
   rm_block *send, *recv;        // [n_ranks]
@@ -22,8 +22,8 @@ struct rm_dispatch {
   char (*said)[RM_DISPATCH_SAID];   // [n_ranks]
   int32_t *all_ids;             // [n_ranks·max_rows][top_k]; sees_all
   char *choices;                // rows [max_rows·top_k] of the home by expert
-  char *arrived;                // rows [max_arrive] by rank, then expert; dispatches
-  char *work;                   // rows [max_arrive] by expert, then rank; dispatches
+  char *arrived;                // rows [max_arrive] by rank, then expert; where rows move
+  char *work;                   // rows [max_arrive] by expert, then rank; where rows move
   char *all_rows;               // rows [n_ranks·max_rows]; sees_all
   void *block;                  // owned: all of these arrays
   size_t block_bytes;
@@ -32,21 +32,23 @@ struct rm_dispatch {
 // ---------------------------------------------------------------------------------------------- creation
 static rm_code check_options(const rm_dispatch_options *o, int n_ranks, rm_error *err) {
   int64_t next = 0, choices, total;
-  if (o->backend < 0 || o->backend >= RM_N_DISPATCHER) return rm_fail(err, RM_E_CONFIG, "%d is no token dispatcher", (int)o->backend);
+  if (o->backend < 0 || o->backend >= RM_N_DISPATCHER)
+    return rm_fail(err, RM_E_CONFIG, "expected a token dispatcher, got %d", (int)o->backend);
   if (n_ranks > 1 && o->backend == RM_DISPATCH_DISABLED)
-    return rm_fail(err, RM_E_CONFIG, "the dispatcher of %d ranks is \"disabled\", wanted one that moves tokens", n_ranks);
+    return rm_fail(err, RM_E_CONFIG, "expected a dispatcher that moves tokens for %d ranks, got \"disabled\"", n_ranks);
   if (o->top_k < 1 || o->top_k > o->n_experts || o->top_k > RM_MAX_TOP_K)
-    return rm_fail(err, RM_E_CONFIG, "top_k=%lld of num_experts=%lld, wanted 1 … %lld", (long long)o->top_k, (long long)o->n_experts,
-                   (long long)rm_min64(o->n_experts, RM_MAX_TOP_K));
+    return rm_fail(err, RM_E_CONFIG, "expected top_k of 1 … %lld (num_experts=%lld), got %lld",
+                   (long long)rm_min64(o->n_experts, RM_MAX_TOP_K), (long long)o->n_experts, (long long)o->top_k);
   if (o->max_rows < 1 || o->max_row_bytes < 1)
-    return rm_fail(err, RM_E_CONFIG, "max_rows=%lld of %zu bytes, wanted 1 or more of both", (long long)o->max_rows, o->max_row_bytes);
+    return rm_fail(err, RM_E_CONFIG, "expected max_rows and max_row_bytes of at least 1, got %lld and %zu", (long long)o->max_rows,
+                   o->max_row_bytes);
   if (!rm_mul_i64(o->max_rows, o->top_k, &choices) || !rm_mul_i64(choices, n_ranks, &total) || total > INT32_MAX)
-    return rm_fail(err, RM_E_LIMIT, "max_rows=%lld of %d ranks with top_k=%lld, wanted at most %d rows in all", (long long)o->max_rows,
-                   n_ranks, (long long)o->top_k, INT32_MAX);
+    return rm_fail(err, RM_E_LIMIT, "expected at most %d rows in all, got max_rows=%lld on %d ranks with top_k=%lld", INT32_MAX,
+                   (long long)o->max_rows, n_ranks, (long long)o->top_k);
   for (int r = 0; r < n_ranks; next += o->experts[r++].n)
     if (o->experts[r].first != next || o->experts[r].n < 0) break;
   if (next != o->n_experts)
-    return rm_fail(err, RM_E_CONFIG, "the experts of %d ranks are not all %lld in order", n_ranks, (long long)o->n_experts);
+    return rm_fail(err, RM_E_CONFIG, "expected %d ascending ranges that cover %lld experts", n_ranks, (long long)o->n_experts);
   return RM_OK;
 }
 
@@ -143,12 +145,12 @@ static int64_t rows_for(const rm_dispatch *d, const rm_dispatch_plan *plan, int 
   return starts[d->experts[s].n] - starts[0];
 }
 
-// Rows of rank r that are no padding.
+// Rows of rank r without padding.
 static int64_t home_rows(const rm_dispatch *d, const rm_dispatch_plan *plan, int r) {
   return starts_of(d, plan, r)[d->n_experts] / d->top_k;
 }
 
-// Where there is an error, this rank will not make the call that the others are in.
+// On an error: aborts the group, since the other ranks wait in a call that this rank will not make.
 static rm_code refuse(rm_dispatch *d, rm_code code) {
   if (code && d->ep) rm_comm_abort(d->ep, code);
   return code;
@@ -157,21 +159,21 @@ static rm_code refuse(rm_dispatch *d, rm_code code) {
 static rm_code check_row(const rm_dispatch *d, const int32_t *ids, int64_t row, rm_error *err) {
   for (int64_t i = 0; i < d->top_k; i++) {
     if (ids[i] >= d->n_experts || (ids[i] < 0) != (ids[0] < 0))
-      return rm_fail(err, RM_E_REQUEST, "row %lld of ids has %d, wanted all of the row in 0 … %lld, or all negative", (long long)row,
-                     ids[i], (long long)d->n_experts - 1);
+      return rm_fail(err, RM_E_REQUEST, "row %lld of ids: expected all in 0 … %lld or all negative, got %d", (long long)row,
+                     (long long)d->n_experts - 1, ids[i]);
     for (int64_t j = 0; j < i && ids[i] >= 0; j++)
       if (ids[j] == ids[i])
-        return rm_fail(err, RM_E_REQUEST, "row %lld of ids has expert %d twice, wanted distinct ones", (long long)row, ids[i]);
+        return rm_fail(err, RM_E_REQUEST, "row %lld of ids: expected distinct experts, got expert %d twice", (long long)row, ids[i]);
   }
   return RM_OK;
 }
 
-// The home's own part of the plan: how many rows for which expert, and the place of each.
+// This rank's part of the plan: the number of rows for each expert, and the place of each choice.
 static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_t *ids, int64_t n_rows, rm_error *err) {
   int32_t *starts = starts_of(d, plan, d->me);
   uint64_t digest = RM_HASH_SEED;   // of the ids in their order: with local_allreduce all ranks must have the same
   if (n_rows < 0 || n_rows > d->max_rows)
-    return rm_fail(err, RM_E_CAPACITY, "%lld rows, wanted at most max_rows=%lld", (long long)n_rows, (long long)d->max_rows);
+    return rm_fail(err, RM_E_CAPACITY, "expected at most max_rows=%lld rows, got %lld", (long long)d->max_rows, (long long)n_rows);
   plan->n_rows = n_rows;
   plan->n_choices = 0;
   memset(starts, 0, (size_t)stride(d) * sizeof *starts);
@@ -192,7 +194,7 @@ static rm_code sort_choices(rm_dispatch *d, rm_dispatch_plan *plan, const int32_
   return RM_OK;
 }
 
-// What other ranks say decides how much is written here.
+// Checks the counts of other ranks before buffers are written by them.
 static rm_code check_starts(const rm_dispatch *d, const rm_dispatch_plan *plan, rm_error *err) {
   const int64_t most = d->max_rows * d->top_k, most_here = d->max_rows * rm_min64(d->top_k, d->here.n);
   const int32_t *mine = starts_of(d, plan, d->me);
@@ -202,11 +204,11 @@ static rm_code check_starts(const rm_dispatch *d, const rm_dispatch_plan *plan, 
     int fits = starts[0] == 0 && n <= most && n % d->top_k == 0;
     for (int64_t e = 0; e < d->n_experts; e++) fits = fits && starts[e] <= starts[e + 1];
     if (!fits || rows_for(d, plan, r, d->me) > most_here)
-      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d plans %lld choices, wanted a multiple of top_k=%lld, %lld at most", r, n,
-                     (long long)d->top_k, (long long)most);
+      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "expected a multiple of top_k=%lld choices, at most %lld, got %lld from rank %d",
+                     (long long)d->top_k, (long long)most, n, r);
     if (!d->dispatches && memcmp(starts, mine, (size_t)stride(d) * sizeof *starts) != 0)
-      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has other rows or ids than rank %d, where local_allreduce wants the same", r,
-                     d->me);
+      return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
+                     "local_allreduce: expected the same rows and ids on all ranks, got others on rank %d than on rank %d", r, d->me);
   }
   return RM_OK;
 }
@@ -240,7 +242,7 @@ rm_code rm_dispatch_plan_fill(rm_dispatch *d, rm_dispatch_plan *plan, const int3
 }
 
 // ---------------------------------------------------------------------------------------------- copies in memory
-enum { SHARED_BYTES = 1 << 16 };   // what is worth waking threads for
+enum { SHARED_BYTES = 1 << 16 };   // fewer are copied by the caller alone
 
 typedef struct copy_job {
   const rm_dispatch *d;
@@ -248,7 +250,7 @@ typedef struct copy_job {
   const char *from;
   char *to;
   size_t bytes;                 // of a row
-  int back;                     // from the order by expert to that by rank
+  int back;                     // reorder from by-expert to by-rank
 } copy_job;
 
 static void run(const rm_ctx *ctx, rm_task_fn task, int64_t rows, copy_job *job) {
@@ -264,7 +266,7 @@ static void spread_task(void *arg, int thread, int n_threads) {
       rm_copy(job->to + (size_t)job->plan->place[i] * job->bytes, job->from + (size_t)(i / top_k) * job->bytes, job->bytes);
 }
 
-// A copy of each of the home's rows to the place of each of its choices.
+// Copies each home row to the place of each of its choices.
 static void spread(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatch_plan *plan, const void *x, size_t bytes) {
   run(ctx, spread_task, plan->n_choices, &(copy_job){.d = d, .plan = plan, .from = x, .to = d->choices, .bytes = bytes});
 }
@@ -289,7 +291,7 @@ static void reorder_task(void *arg, int thread, int n_threads) {
 // ---------------------------------------------------------------------------------------------- moves
 static rm_code check_call(rm_dispatch *d, size_t row_bytes, rm_error *err) {
   if (row_bytes >= 1 && row_bytes <= d->max_row_bytes) return RM_OK;
-  return refuse(d, rm_fail(err, RM_E_LAYOUT, "rows of %zu bytes, wanted 1 … %zu", row_bytes, d->max_row_bytes));
+  return refuse(d, rm_fail(err, RM_E_LAYOUT, "expected rows of 1 … %zu bytes, got %zu", d->max_row_bytes, row_bytes));
 }
 
 rm_code rm_dispatch_agree(rm_dispatch *d, const char *what, size_t row_bytes, rm_error *err) {
@@ -310,7 +312,7 @@ rm_code rm_dispatch_agree(rm_dispatch *d, const char *what, size_t row_bytes, rm
   return RM_OK;
 }
 
-// Between the homes' choices, by expert, and `arrived` at the experts, by rank.
+// Exchanges between `choices` on the home ranks, by expert, and `arrived` on the experts' ranks, by rank.
 static rm_code exchange(rm_dispatch *d, const rm_dispatch_plan *plan, rm_comm_op op, const char *choices, size_t bytes, rm_error *err) {
   const int32_t *starts = starts_of(d, plan, d->me);
   char *at = d->arrived;
@@ -344,7 +346,7 @@ static rm_code gather(rm_dispatch *d, const rm_dispatch_plan *plan, const void *
   return rm_comm_exchange(d->ep, RM_COMM_GATHER, d->send, d->recv, err);
 }
 
-// The home's rows without padding, in `choices` where there is any.
+// The home rows without padding; copied to `choices` if there is padding.
 static const char *without_padding(rm_dispatch *d, const rm_dispatch_plan *plan, const char *x, size_t bytes) {
   if (plan->n_choices == plan->n_rows * d->top_k) return x;
   char *to = d->choices;
@@ -363,7 +365,7 @@ static rm_code send_all(rm_dispatch *d, const rm_dispatch_plan *plan, const char
   if (code) return code;
   for (int r = 0; r < d->n_ranks; r++) n += home_rows(d, plan, r);
   memcpy(d->cursor, plan->group_rows, (size_t)d->here.n * sizeof *d->cursor);
-  for (int64_t i = 0; i < n * d->top_k; i++) {   // ranks ascend, and rows in one: the order that reorder_task goes back by
+  for (int64_t i = 0; i < n * d->top_k; i++) {   // by rank, then row, as reorder_task expects
     const int64_t e = d->all_ids[i] - d->here.first;
     if (e < 0 || e >= d->here.n) continue;
     rm_copy(d->work + (size_t)d->cursor[e]++ * bytes, d->all_rows + (size_t)(i / d->top_k) * bytes, bytes);
@@ -372,7 +374,7 @@ static rm_code send_all(rm_dispatch *d, const rm_dispatch_plan *plan, const char
   return RM_OK;
 }
 
-// Of the choices those for the experts here; where rows stay.
+// The choices of this rank's experts, where rows do not move.
 static char *own_choices(const rm_dispatch *d, const rm_dispatch_plan *plan, const char *choices, size_t bytes) {
   return (char *)(uintptr_t)choices + (size_t)starts_of(d, plan, d->me)[d->here.first] * bytes;
 }
@@ -398,7 +400,7 @@ rm_code rm_dispatch_out_each(rm_dispatch *d, const rm_ctx *ctx, const rm_dispatc
   return RM_OK;
 }
 
-// All ranks have all rows, and each the outputs of its experts.
+// local_allreduce: sends the outputs of this rank's experts to every rank.
 static rm_code give_to_all(rm_dispatch *d, const rm_dispatch_plan *plan, const void *rows, size_t bytes, rm_error *err) {
   const int32_t *starts = starts_of(d, plan, d->me);
   for (int r = 0; r < d->n_ranks; r++) {

@@ -1,5 +1,4 @@
-// moe.c: see moe.h. Weights stay in place and rows move: at top-8 of 128 a row meets 6 % of the experts, and sorting rows
-// by expert makes of them one gemm per expert that was chosen, whose weights are read once a batch.
+// moe.c: see moe.h. Rows are sorted by expert, so that each chosen expert is one gemm and its weights are read once a batch.
 #include "model/moe/moe.h"
 
 // ---------------------------------------------------------------------------------------------- creation
@@ -142,7 +141,7 @@ void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void 
   if (rows && hidden) moe->kernels->combine(ctx, &args);
 }
 
-// ---------------------------------------------------------------------------------------------- rows stay
+// ---------------------------------------------------------------------------------------------- replicated rows
 static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
@@ -160,7 +159,7 @@ static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows)
   else rm_device_zero(moe->device, args.group_rows, moe->groups.bytes);
 }
 
-// Each expert is cut over tp: its columns of inner are completed, and its columns of the output are this rank's share.
+// Experts sharded over tp: gathers the columns of `inner`, then computes this rank's columns of the outputs.
 static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
   const int32_t *groups = rm_paired_on_device(&moe->groups, moe->group_rows);
@@ -171,12 +170,12 @@ static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
   if (up.n) moe->kernels->gemm_swiglu(ctx, &up);
   const rm_code code = rm_shard_gather_columns(shard, RM_CUT_EXPERT_INNER, moe->inner, m, err);
   down.x = moe->inner;
-  down.y = shard->comm ? moe->part : moe->sorted;   // alone: the inputs are not needed again
+  down.y = shard->comm ? moe->part : moe->sorted;   // one rank: the inputs are not needed any more
   if (!code && down.n) moe->kernels->gemm(ctx, &down);
   return code;
 }
 
-// Each rank has experts of its own, and all rows: it computes what is theirs, and gives every rank that one's columns of it.
+// Whole experts on each rank: computes their outputs for all rows, and sends each rank that rank's columns.
 static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
   const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
@@ -189,7 +188,7 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
   moe->kernels->gemm_swiglu(ctx, &up);
   moe->kernels->gemm(ctx, &down);
   rm_paired_get(&moe->groups, moe->group_rows, moe->groups.bytes);
-  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);   // sizes of the blocks are the host's to know
+  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);   // the host needs the sizes of the blocks
   if (code) return code;
   const int64_t first = here[0], n = here[moe->here->experts.n] - first;
   for (int r = 0; r < shard->size; r++) {
@@ -202,7 +201,7 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// All rows of a step, or a run of those that have the static form.
+// All rows of a step; in the static form a chunk of them.
 static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
                     int64_t rows, int is_static, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int64_t m = rows * moe->spec->top_k;

@@ -1,28 +1,25 @@
-// slots.c: the block between ranks where nobody has to know how many rows go where. Every exchange has the size that the step's rows
-// ask for at most, whatever was chosen, so nothing is counted, the host touches nothing, and a step can be recorded and replayed with
-// other choices. What that costs are bytes that say nothing: outputs return in up to min(top_k, experts of a rank) times the rows that a
-// count would give. Where the host has to bring the rows anyway that is for few of them (rm_model_options.static_rows); by NCCL it is
-// less than a wait for the host in every layer, and than the way through its memory.
+// static_dispatch.c: the static form of the block. Every exchange has the size of the worst case for the step's number of rows, whatever
+// experts were chosen. So no counts are exchanged, the host is not involved, and a step can be captured and replayed with other choices.
+// The price: up to min(top_k, local experts) outputs are returned for each row, whether they were chosen or not. With the staged transport
+// only steps of few rows use it (rm_model_options.static_rows); with NCCL it costs less than a wait for the host in every layer.
 //
-//   travel   rows of all homes with their ids go to all ranks; each rank sorts those for its experts, computes them, and gives each
-//            home its rows' outputs in slots
-//   stay     all ranks have all rows; the outputs' columns go to all ranks, in slots
+//   dispatched   all ranks' rows and expert ids are all-gathered; each rank computes the rows for its experts and returns the outputs
+//   replicated   all ranks have all rows; columns of the outputs go to all ranks
 //
-// A slot is a row's and one of the choices that it can have among a rank's experts, min(top_k, experts of the rank) of them: the home
-// and the rank work them out from the same ids, each for itself, and an empty slot is not looked at. Rows that travel go once to every
-// rank, whichever dispatcher was asked for: with sizes for the worst case, sending a row to the ranks of its experts alone would
-// leave them as many slots as this, and choice by choice top_k times more.
+// Rank r returns max_choices = min(top_k, local experts) outputs for each row, the i-th being that of the row's i-th choice among r's
+// experts. Both sides derive this from the same ids; unused outputs are not read. Rows are all-gathered for every dispatcher: with
+// worst-case sizes, all-to-all by rank sends as much, and by choice top_k times more.
 #include "model/moe/moe.h"
 
 enum { ID_BYTES = sizeof(int32_t) };
 
-// Ids stand behind a home's rows, in as many rows more as they take.
+// The expert ids of a rank's rows follow the rows; their bytes, in rows.
 static int64_t ids_rows(const rm_spec *spec, size_t row, int64_t home_rows) {
   const int64_t bytes = home_rows * spec->top_k * ID_BYTES;
   return (bytes + (int64_t)row - 1) / (int64_t)row;
 }
 
-// Rows whose bytes are no multiple of an id's come in pairs.
+// Rounds up to an even number of rows where a row's bytes are not a multiple of an id's.
 static int64_t whole(size_t row, int64_t rows) { return rm_round_up(rows, row % ID_BYTES ? 2 : 1); }
 
 rm_static_sizes rm_static_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows) {
@@ -83,7 +80,7 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]) {
   memcpy(fields, list, sizeof list);
 }
 
-// x: `homes` times `pitch` rows, of which the first home_rows have ids. Their outputs go to `back`, [homes][pitch][each].
+// x: [homes][pitch] rows, of which the first home_rows of each rank have expert ids. Outputs go to `back`, [homes][pitch][each].
 static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x,
                     const rm_static_dispatch_args *slots) {
   rm_moe_static *here = &moe->fixed;
@@ -140,7 +137,7 @@ rm_code rm_moe_static_replicated(rm_moe *moe, const rm_ctx *ctx, const rm_shard 
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// Each home's rows and ids, in its own place of `all`, to all.
+// All-gathers each rank's rows and ids in `all`.
 static rm_code gather_homes(rm_moe *moe, int64_t pitch, rm_error *err) {
   const size_t row = rm_moe_row_bytes(moe), bytes = (size_t)pitch * row;
   char *mine = moe->fixed.all + (size_t)rm_comm_rank(moe->ep) * bytes;
@@ -151,7 +148,7 @@ static rm_code gather_homes(rm_moe *moe, int64_t pitch, rm_error *err) {
   return rm_comm_exchange(moe->ep, RM_COMM_GATHER, moe->send, moe->recv, err);
 }
 
-// Every home's outputs to it, where the inputs were sorted: these are not needed again.
+// Sends each rank the outputs of its rows, into `sorted`, whose inputs are not needed any more.
 static rm_code give_back(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   const size_t row = rm_moe_row_bytes(moe);
   const int64_t n = sizes.home_rows * sizes.each;
@@ -162,7 +159,7 @@ static rm_code give_back(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// A run of home rows, of which the home with most has most_home.
+// A chunk of home rows; most_home: of the rank that has most.
 static rm_code travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
                       int64_t rows, int64_t most_home, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const rm_static_sizes sizes = rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, most_home * moe->fixed.mesh.tp);
@@ -189,7 +186,7 @@ rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_
   const size_t row = rm_moe_row_bytes(moe);
   rm_code code = RM_OK;
   for (int64_t first = 0; first < most_home && !code; first += each) {
-    const int64_t mine = rm_min64(first, rows);   // a home that has no more takes part without rows
+    const int64_t mine = rm_min64(first, rows);   // a rank without more rows takes part with none
     code = travel(moe, ctx, layer, weights, x + (size_t)mine * row, out + (size_t)mine * row, rm_min64(rows - mine, each),
                   rm_min64(most_home - first, each), routed + mine * routed_stride, routed_stride, err);
   }

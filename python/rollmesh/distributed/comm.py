@@ -299,7 +299,7 @@ class _Exchange:
 
         del timeout  # the torch group has its own
         if self._group is None:
-            raise RankLostError(f"rank {self._rank} has given up or left the group")
+            raise RankLostError(f"rank {self._rank} has aborted or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
         out = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -336,12 +336,12 @@ class _Exchange:
         if ended := ", ".join(map(str, self._comm.ended(SEEN_ENDING_S))):
             return RankLostError(f"lost rank {ended}: the process has ended ({where})")
         who = self._comm.who_gave_up()
-        return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has given up ({where})")
+        return RankLostError(f"lost a rank: {where}" if who is None else f"lost rank {who}: it has aborted ({where})")
 
     def look(self) -> None:
         """Called while a rank waits for its GPU: RankLostError if another rank is known to be lost."""
         if self._group is None:
-            raise RankLostError(f"rank {self._rank} has given up or left the group")
+            raise RankLostError(f"rank {self._rank} has aborted or left the group")
         if ended := ", ".join(map(str, self._comm.ended())):
             self._comm.heard = True
             raise RankLostError(f"lost rank {ended}: the process has ended")
@@ -349,7 +349,7 @@ class _Exchange:
             self._asked = time.monotonic()
             if (who := self._comm.who_gave_up()) is not None:
                 self._comm.heard = True
-                raise RankLostError(f"lost rank {who}: it has given up")
+                raise RankLostError(f"lost rank {who}: it has aborted")
 
     def abort(self) -> None:
         """Closes the connections: the other ranks notice it where they wait, and read the reason from the store."""

@@ -1,4 +1,4 @@
-// moe.c: trials of router, permute, slots and combine.
+// moe.c: trials of router, permute, static_dispatch and combine.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,7 +68,7 @@ const op_test op_router = {.name = "router",
                            .bench = {{.rows = 32, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE},
                                      {.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8, .option = MOE_RENORMALIZE}}};
 
-// ------------------------------------------------------------------------------------------------ permute, slots and combine
+// ------------------------------------------------------------------------------------------------ permute, static_dispatch and combine
 // top_k distinct experts for each row, in any order.
 static int32_t *draw_ids(trial *t) {
   const shape *s = &t->s;
@@ -128,7 +128,7 @@ const op_test op_permute = {.name = "permute",
                             .bench = {{.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8}}};
 
 // rows: of a home; n_groups: homes; positions: the pitch; group: experts of a rank; head0: the rank.
-static void draw_slots(trial *t) {
+static void draw_static_dispatch(trial *t) {
   shape *s = &t->s;
   const int64_t ranks = PICK(t, 1, 2, 2, 3, 4, 8, 16);
   *s = (shape){.rows = draw_rows(t, t->small ? 9 : 130), .n_groups = one_in(t, 3) ? 1 : ranks, .group = PICK(t, 1, 2, 3, 7, 8, 16, 33)};
@@ -139,7 +139,7 @@ static void draw_slots(trial *t) {
   s->option = one_in(t, 2) ? MOE_HOLES : 0;
 }
 
-static void build_slots(trial *t) {
+static void build_static_dispatch(trial *t) {
   const shape *s = &t->s;
   const int64_t choices = s->rows * s->top_k, pitch = choices + (t->timed ? 0 : between(t, 0, 9));
   int32_t *ids = input(t, "ids", s->n_groups * pitch, sizeof *ids), *all = malloc((size_t)s->n_experts * sizeof *all);
@@ -153,7 +153,7 @@ static void build_slots(trial *t) {
     make_holes(t, ids + home * pitch, choices);
   }
   free(all);
-  t->args.slots = (rm_static_dispatch_args){
+  t->args.static_dispatch = (rm_static_dispatch_args){
       .place = output(t, "place", s->n_groups * choices, sizeof *ids),
       .own = output(t, "own", s->n_groups * s->positions * rm_max_choices(s->top_k, s->group), sizeof *ids),
       .ids = ids,
@@ -168,13 +168,13 @@ static void build_slots(trial *t) {
   moe_limits(t);
 }
 
-static void call_slots(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->slots(ctx, &t->args.slots); }
+static void call_static_dispatch(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->static_dispatch(ctx, &t->args.static_dispatch); }
 
-const op_test op_slots = {.name = "slots",
+const op_test op_static_dispatch = {.name = "static_dispatch",
                           .share = 2,
-                          .draw = draw_slots,
-                          .build = build_slots,
-                          .call = call_slots,
+                          .draw = draw_static_dispatch,
+                          .build = build_static_dispatch,
+                          .call = call_static_dispatch,
                           .bench = {{.rows = 64, .n_groups = 8, .positions = 65, .n_experts = 128, .top_k = 8, .group = 16, .head0 = 3}}};
 
 static void build_combine(trial *t) {

@@ -54,7 +54,7 @@ typedef struct trial {
     rm_attention_args attention;
     rm_router_args router;
     rm_permute_args permute;
-    rm_static_dispatch_args slots;
+    rm_static_dispatch_args static_dispatch;
     rm_combine_args combine;
     rm_lm_head_args lm_head;
     rm_merge_pairs_args merge_pairs;
@@ -76,7 +76,7 @@ typedef struct op_test {
 } op_test;
 
 extern const op_test op_embed, op_gather_rows, op_rms_norm, op_gemm, op_gemm_swiglu, op_qk_rope_kv, op_attention, op_router, op_permute;
-extern const op_test op_slots, op_combine, op_lm_head, op_merge_pairs, op_sample, op_top_logprobs, op_ranks, op_pack;
+extern const op_test op_static_dispatch, op_combine, op_lm_head, op_merge_pairs, op_sample, op_top_logprobs, op_ranks, op_pack;
 
 // ------------------------------------------------------------------------------------------------ chance
 uint64_t next64(trial *t);
