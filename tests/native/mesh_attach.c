@@ -117,16 +117,16 @@ static void ranks_that_differ(ranks *r) {
   play(r, &s, 3, RM_E_MESH_MISMATCH, "rank 1", RM_E_MESH_MISMATCH, "world=4");
   s = scene_of("a rank that does not come", 3);
   s.timeout = 0.3;
-  play(r, &s, 2, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not come", RM_OK, "");
+  play(r, &s, 2, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not attach", RM_OK, "");
   s = scene_of("ranks that do not come", 4);
   s.timeout = 0.3;
-  play(r, &s, 2, RM_E_COLLECTIVE_TIMEOUT, "ranks 2, 3 did not come", RM_OK, "");
+  play(r, &s, 2, RM_E_COLLECTIVE_TIMEOUT, "ranks 2, 3 did not attach", RM_OK, "");
   s = scene_of("no rank 0", 3);
   s.timeout = 0.3, s.odd = 0, s.odd_delay_ms = 1000, s.odd_rank = 1;
   play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 0 did not make it", RM_E_COLLECTIVE_TIMEOUT, "rank 0 did not make it");
   s = scene_of("a twin", 3);
   s.timeout = 1, s.odd = 2, s.odd_delay_ms = -1, s.odd_rank = 1;
-  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not come", RM_E_MESH_MISMATCH, "came twice");
+  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 2 did not attach", RM_E_MESH_MISMATCH, "came twice");
 }
 
 static void ranks_that_go(ranks *r) {
@@ -152,7 +152,7 @@ static void rank_that_stops(ranks *r) {
   kill(r->pids[2], SIGCONT);
   ranks_wait(r, 2, s.what);
   for (int p = 0; p < 3; p++)
-    if (r->words[p].code != RM_E_COLLECTIVE_TIMEOUT || !strstr(r->words[p].text, "rank 2 did not come") ||
+    if (r->words[p].code != RM_E_COLLECTIVE_TIMEOUT || !strstr(r->words[p].text, "rank 2 did not arrive") ||
         strcmp(r->words[p].text, r->words[0].text))
       fail(&s, "rank %d has %s: %s", p, &r->words[p]);
 }
@@ -233,7 +233,7 @@ static void stale_files(ranks *r) {
   unlink(s.path);
   s = scene_of("a rank of another run", 3);
   s.odd = 1, s.odd_nonce = 1, s.timeout = 0.5, s.odd_delay_ms = 50;
-  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not come", RM_E_AUTH, "another nonce");
+  play(r, &s, 3, RM_E_COLLECTIVE_TIMEOUT, "rank 1 did not attach", RM_E_AUTH, "another nonce");
 }
 
 // All ranks of a run are killed while rank 1 has not come yet; the next run of that name finds what they left.

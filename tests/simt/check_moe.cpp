@@ -1,4 +1,4 @@
-// check_moe.cpp: router, permute, slots and combine.
+// check_moe.cpp: router, permute, static_dispatch and combine.
 #include "check.h"
 
 namespace {
@@ -87,7 +87,7 @@ bool permute_case(rm_dtype dtype, shape s, bool holes) {
 }
 
 // `ranks` of s.n_experts experts each, and homes of s.rows rows with `behind` more after them.
-bool slots_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool holes) {
+bool static_dispatch_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool holes) {
   const int64_t pitch = s.rows * s.top_k + pick(5), each = rm_max_choices(s.top_k, s.n_experts);
   int32_t *ids = array<int32_t>(homes * pitch);
   for (int64_t i = 0; i < homes * pitch; i++) ids[i] = 0;  // between homes: ids, but nobody's
@@ -100,14 +100,14 @@ bool slots_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool hole
   a.ids = ids, a.homes = homes, a.home_rows = s.rows, a.pitch = s.rows + behind, a.ids_pitch = pitch;
   a.top_k = s.top_k, a.experts_each = s.n_experts, a.rank = pick(ranks);
   char what[140];
-  snprintf(what, sizeof what, "slots homes=%ld rows=%ld behind=%ld ranks=%ld of %ld experts top_k=%ld rank=%ld holes=%d", homes, s.rows,
-           behind, ranks, s.n_experts, s.top_k, a.rank, holes);
+  snprintf(what, sizeof what, "static_dispatch homes=%ld rows=%ld behind=%ld ranks=%ld of %ld experts top_k=%ld rank=%ld holes=%d", homes,
+           s.rows, behind, ranks, s.n_experts, s.top_k, a.rank, holes);
   const int64_t n_own = homes * a.pitch * each;
   a.place = stale(homes * s.rows * s.top_k), a.own = stale(n_own);
   return held(what,
               {{&a.place, static_cast<size_t>(homes) * of_choices(s) * 4, homes * s.rows * s.top_k},
                {&a.own, static_cast<size_t>(n_own) * 4, n_own}},
-              {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->slots(ctx, &a); });
+              {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->static_dispatch(ctx, &a); });
 }
 
 bool combine_case(rm_dtype dtype, shape s, kind wild) {
@@ -161,7 +161,7 @@ bool check_static_dispatch() {
       for (const int64_t behind : {0, 1, 4})
         for (const int64_t homes : {int64_t{1}, e[0]})
           for (const bool holes : {false, true})
-            if (!slots_case({rows, 0, e[1], e[2]}, e[0], homes, behind, holes)) return false;
+            if (!static_dispatch_case({rows, 0, e[1], e[2]}, e[0], homes, behind, holes)) return false;
   return true;
 }
 

@@ -43,7 +43,7 @@ static int is_dead(uint64_t identity) { return rm_process_ended(&identity, &(int
 
 // ------------------------------------------------------------------------------------------------ the name
 // Removes the name if it still refers to this file. Waits for the lock for a limited time: without it, the worst case is that the name of a
-// run that starts at this moment is removed too, whose ranks then report that rank 0 did not come.
+// run that starts at this moment is removed too, whose ranks then report that rank 0 did not attach.
 static void remove_name(const attaching *a, int file) {
   struct stat here, there;
   int tries = LOCK_TRIES;
@@ -201,7 +201,7 @@ static rm_code gather(attaching *a, rm_error *err) {
       end_gathering(a, rm_region_set_error(region, a->rank, RM_E_RANK_LOST, "lost %s: the process has ended (attaching to \"%s\")",
                                            rm_region_names(dead, who, sizeof who), a->name));
     else if (rm_now() >= a->deadline)
-      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not come to the region \"%s\" within %.3g s",
+      end_gathering(a, rm_region_set_error(region, a->rank, RM_E_COLLECTIVE_TIMEOUT, "%s did not attach to the region \"%s\" within %.3g s",
                                            rm_region_names(absent, who, sizeof who), a->name, region->options.timeout));
   }
   if (gathering != RM_ATTACHED) {

@@ -170,12 +170,13 @@ static void build_static_dispatch(trial *t) {
 
 static void call_static_dispatch(const rm_kernels *k, const rm_ctx *ctx, trial *t) { k->static_dispatch(ctx, &t->args.static_dispatch); }
 
-const op_test op_static_dispatch = {.name = "static_dispatch",
-                          .share = 2,
-                          .draw = draw_static_dispatch,
-                          .build = build_static_dispatch,
-                          .call = call_static_dispatch,
-                          .bench = {{.rows = 64, .n_groups = 8, .positions = 65, .n_experts = 128, .top_k = 8, .group = 16, .head0 = 3}}};
+const op_test op_static_dispatch = {
+    .name = "static_dispatch",
+    .share = 2,
+    .draw = draw_static_dispatch,
+    .build = build_static_dispatch,
+    .call = call_static_dispatch,
+    .bench = {{.rows = 64, .n_groups = 8, .positions = 65, .n_experts = 128, .top_k = 8, .group = 16, .head0 = 3}}};
 
 static void build_combine(trial *t) {
   const shape *s = &t->s;
