@@ -258,18 +258,6 @@ def test_a_mark_can_be_asked_after(device: Device) -> None:
     assert device.query_event(2) == device.poll() == OK
 
 
-def test_what_stands_behind_a_mark_is_not_asked_after(simt: Library) -> None:
-    """The stand-in does one step whenever it is asked."""
-    with simt.open() as device:
-        block, source = device.map(64), device.pin(64)
-        assert device.wait() == OK
-        device.put(block, source, 64)
-        device.record_event(0)
-        device.put(block, source, 64)
-        assert [device.query_event(0), device.query_event(0)] == [BUSY, OK]
-        assert [device.poll(), device.poll()] == [BUSY, OK]
-
-
 def test_poll_ends(device: Device) -> None:
     block, host = device.map(1 << 20), device.pin(1 << 20)
     assert device.wait() == OK  # for the zeros of the block
@@ -561,29 +549,6 @@ def test_nothing_is_done_before_something_waits(simt: Library) -> None:
         assert device.poll() == BUSY
         assert device.wait_event(0) == OK
         assert seen(back, 16) == b"later" + bytes(3) + b"la" + bytes(6)
-
-
-def test_a_mark_does_no_more_than_it_must(simt: Library) -> None:
-    with simt.open() as device:
-        block, host = device.map(8), device.pin(8)
-        ctypes.memmove(host, b"abcdefgh", 8)
-        device.put(block, host, 4)
-        device.record_event(1)
-        device.get(host + 4, block, 4)
-        assert device.wait_event(1) == OK
-        assert seen(host, 8) == b"abcdefgh"
-        assert device.wait() == OK
-        assert seen(host, 8) == b"abcdabcd"
-
-
-def test_eager_is_at_once(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLMESH_SIMT_EAGER", "1")
-    with simt.open() as device:
-        block, host = device.map(8), device.pin(8)
-        ctypes.memmove(host, b"now", 3)
-        device.put(block, host, 3)
-        device.get(host + 4, block, 3)
-        assert seen(host, 8) == b"now\0now\0"
 
 
 SCRIPT = """

@@ -151,25 +151,6 @@ def test_logits_of_each_shape(make: Callable[..., rm.Generator], case: helpers.C
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("changes", [{"max_num_batched_tokens": 5}, {"max_num_seqs": 1}, {"pages": 4}], ids=str)
-def test_batch_chunks_and_preemption_leave_no_trace(make: Callable[..., rm.Generator], changes: dict[str, Any]) -> None:
-    state = helpers.numpy_state_dict(MOE, seed=1, dtype="bfloat16")
-    params = [rm.SamplingParams(max_tokens=12, seed=i, logprobs=2) for i in range(6)]
-    prompts = [[i + 1, 2, 3] * (i + 1) for i in range(6)]
-    found = []
-    pages = changes.pop("pages", 0)
-    if pages:
-        stats = make(MOE, "cpu").metrics()
-        changes["kv_cache_gib"] = (pages + 0.5) * stats["kv_bytes"] / stats["kv_pages"] / 2**30
-    for how in ({}, changes):
-        generator = make(MOE, enable_prefix_caching=False, **how)
-        generator.sync_weights(state)
-        found.append(told(generator.generate(prompts, params, use_tqdm=False)))
-    if pages:
-        assert generator.metrics()["preemptions"] > 0
-    assert found[0] == found[1]
-
-
 def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.Generator]) -> None:
     """Top logprobs over the whole vocabulary: 1.1 MB of one prompt, and a step keeps 1 (RESULTS_BYTES of csrc/engine/engine.c)."""
     wide = 1600

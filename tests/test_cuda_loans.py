@@ -351,19 +351,6 @@ def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None
     remote.take_back()
 
 
-def test_one_reader_that_reads_a_version_twice_is_one_of_two(trainer: Callable[..., Remote]) -> None:
-    remote = trainer()
-    remote.publish(DENSE, 1, 0, 2)
-    with sources.SharedReader(remote.address()) as reader:
-        for _ in range(2):
-            reader.refresh()
-            with reader.lent():
-                pass
-        with pytest.raises(RuntimeError, match="version 0 was read by 1 of 2 readers within the timeout; 0 others have begun"):
-            remote.wait(0.05)
-    remote.take_back()
-
-
 def test_a_reader_that_is_dropped(library: Path, trainer: Callable[..., Remote]) -> None:
     """It counts as one that has ended, though its process lives."""
     remote = trainer()

@@ -221,22 +221,6 @@ def test_the_cache_gives_way_oldest_first() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- exhaustion
-@BOTH
-@pytest.mark.parametrize("caching", [False, True])
-def test_exhaustion_preemption_keeps_bits_and_records(config: helpers.Config, caching: bool) -> None:
-    """12 pages for requests that need up to 7 each: the newest give way, all finish, the oldest never waits."""
-    loads = [
-        (prompt(20 + 9 * i, i), Params(n=1 + i % 3, max_tokens=40, seed=i, prompt_logprobs=1 if i % 2 else 0, logprobs=2)) for i in range(8)
-    ]
-    with engine(config, pages=12, enable_prefix_caching=caching, max_num_batched_tokens=50) as gen:
-        ids = gen.submit([x for x, _ in loads], [p for _, p in loads])
-        outputs = {output.request_id: output for output in gen.poll(len(ids))}
-        stats = gen.metrics()
-        assert stats["preemptions"] > 10
-        assert stats["steps"] < 2000
-        assert at_rest(gen)
-    for request, (x, p) in zip(ids, loads):
-        assert arrays(outputs[request]) == arrays(solo(config, x, p))
 
 
 def test_exhaustion_the_oldest_is_not_disturbed() -> None:

@@ -174,35 +174,6 @@ def test_every_field_of_an_output(moe: bool) -> None:
             assert np.all(routed[..., 0] != routed[..., 1])
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_generate_is_score(moe: bool) -> None:
-    """Bit for bit: .logprobs without params, .sampling_logprobs with them; greedy tokens are the largest logits."""
-    config = tiny_config(moe)
-    with make(moe, max_num_batched_tokens=16) as generator:
-        generator.sync_weights(numpy_state_dict(config))
-        many = prompts(config, [1, 5, 16, 33, 50])
-        for params in (
-            rm.SamplingParams(max_tokens=12, seed=1, n=2),
-            rm.SamplingParams(max_tokens=12, seed=2, temperature=0.7, top_k=20, top_p=0.8, min_p=0.01),
-            rm.SamplingParams(max_tokens=12, temperature=0.0),
-        ):
-            outputs = generator.generate(many, params, use_tqdm=False)
-            for index in range(params.n):
-                sequences = [sequence(output, index) for output in outputs]
-                scores, drawn = generator.score(sequences), generator.score(sequences, params)
-                for output, score, under in zip(outputs, scores, drawn, strict=True):
-                    start = len(output.prompt_token_ids) - 1
-                    assert score[start:].tobytes() == output.outputs[index].logprobs.tobytes()
-                    assert under[start:].tobytes() == output.outputs[index].sampling_logprobs.tobytes()
-            if params.temperature == 0.0:
-                rows = generator.logits([sequence(output) for output in outputs])
-                for output, row in zip(outputs, rows, strict=True):
-                    start = len(output.prompt_token_ids) - 1
-                    assert row.shape == (start + 13, VOCAB)
-                    assert row[start:-1].argmax(axis=1).tolist() == output.outputs[0].token_ids.tolist()
-                    assert not output.outputs[0].sampling_logprobs.any()
-
-
 def test_score_of_short_sequences_and_its_refusals(gen: rm.Generator) -> None:
     scores = gen.score([[3], [3, 4]])
     assert [score.shape for score in scores] == [(0,), (1,)]

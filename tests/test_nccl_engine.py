@@ -268,34 +268,6 @@ def test_a_thread_that_cannot_be_made(make: Make, simt: Path, monkeypatch: pytes
 
 
 # ------------------------------------------------------------------------------------------------ faults: ranks that are threads
-FAULTS = [
-    ({"STANDIN_GROUP": "1:30:3"}, rm.RankLostError, "NCCL says .internal error"),
-    ({"STANDIN_GROUP": "0:30:1"}, rm.DeviceError, "NCCL says .unhandled cuda error"),
-    ({"STANDIN_ASYNC": "1:30:6"}, rm.RankLostError, "NCCL says .remote process exited"),
-    ({"ROLLMESH_SIMT_FAULT": "400"}, rm.DeviceError, "cuda:.: .*illegal memory access"),
-]
-
-
-@pytest.mark.parametrize("environment, kind, words", FAULTS, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_a_fault_ends_the_engine_and_says_so(
-    make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], kind: type[Exception], words: str
-) -> None:
-    state = helpers.numpy_state_dict(MOE, seed=1)
-    cpu = make(MOE)
-    cpu.sync_weights(state, cast=True)
-    with monkeypatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        gpu = make(MOE, rm.Mesh(tp=2, ep=2))
-        gpu.sync_weights(state, cast=True)
-        with pytest.raises(kind, match=words):
-            gpu.generate(PROMPTS * 8, rm.SamplingParams(max_tokens=60, seed=1, ignore_eos=True), use_tqdm=False)
-        with pytest.raises((rm.RankLostError, kind)):
-            gpu.generate(PROMPTS, PARAMS, use_tqdm=False)
-        gpu.close()
-    again = make(MOE, rm.Mesh(tp=2, ep=2))
-    again.sync_weights(state, cast=True)
-    assert seen(again) == seen(cpu)
 
 
 # ------------------------------------------------------------------------------------------------ ranks that are processes

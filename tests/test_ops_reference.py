@@ -443,16 +443,6 @@ def test_the_callers_floating_point_environment_is_left_alone() -> None:
         assert (tiny * np.float32(1)).view(np.uint32) == bits
 
 
-def test_rm_isa_caps_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RM_ISA", "ref")
-    assert ops.best_isa() == "ref"
-    monkeypatch.setenv("RM_ISA", "amx")  # known: the best available below it
-    assert ops.best_isa() == ops.available_isas()[-1]
-    monkeypatch.setenv("RM_ISA", "mmx")
-    with pytest.raises(errors.ConfigError):
-        ops.best_isa()
-
-
 def test_wrong_arguments_are_refused(rng: np.random.Generator) -> None:
     x, w = normal(rng, (4, 32), "float32"), ops.pack(np.ones((16, 32), np.float32), dtype="float32")
     with pytest.raises(errors.DTypeError):

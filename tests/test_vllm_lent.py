@@ -493,17 +493,6 @@ def test_memory_that_nobody_else_can_open(workers: Callable[..., Workers]) -> No
     served.push(remote)
 
 
-def test_lent_by_this_process(workers: Callable[..., Workers], library: Path) -> None:
-    import gpu_trainer
-
-    served = workers()
-    trainer = gpu_trainer.Trainer(library, 0)
-    with pytest.raises(rm.StateError, match="pass the tensors themselves, to sync_weights or load_weights; the sender"):
-        WeightSender(served.client, lend=True).send(trainer.packed(state(1)), 1)
-    trainer.close()
-    served.hold()
-
-
 def test_a_tensor_in_shards_is_gathered() -> None:
     """A copy of the host's, where it is there that it lies; nothing of CUDA is asked for."""
 

@@ -138,8 +138,9 @@ static void draw_attention(trial *t) {
   if (!whole) draw_part(t, 44);
   s->rows = t->small ? between(t, 0, 6) : draw_rows(t, 40);
   s->positions = t->small ? PICK(t, 1, 17, 33, 50, 70) : PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 100, 150, 200);
-  if (one_in(t, t->small ? 60 : 20)) {  // more than one segment
-    s->positions = PICK(t, 1023, 1024, 1025, 1056, 1100, 2048, 2060);
+  if (one_in(t, t->small ? 60 : 6)) {  // more than one segment; a bf16 rounds most of what differs away
+    s->dtype = RM_F32;
+    s->positions = PICK(t, 1024, 1025, 1056, 1700, 2048, 2060);
     s->rows = rm_min64(s->rows, 3);
     s->head_dim = rm_min64(s->head_dim, 34);
     if (whole) s->n_heads = rm_min64(s->n_heads / s->n_kv_heads, 2) * s->n_kv_heads;
