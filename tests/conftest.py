@@ -50,7 +50,15 @@ def torch_as_it_was() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# The files that take longest, the longest first: where two workers of pytest-xdist share the files, none is left with a long one.
+FIRST = ("nccl_engine", "cuda", "device_comm", "cli", "nccl_replicas", "comm", "mesh_processes", "vllm_lent", "mesh_bits", "stream")
+FIRST += ("cuda_graphs", "grpo_learning", "fuzz", "examples", "native", "cuda_engine", "promises", "sources", "resharding", "cuda_grpo")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": i for i, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of most tests
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
