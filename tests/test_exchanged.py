@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from marks import full
 
 MIB = 1 << 20
 # hidden, heads, head_dim, intermediate, moe_intermediate, experts, top_k, layers, vocab
@@ -30,9 +31,9 @@ class Sizes(NamedTuple):
     held: int
 
 
-@pytest.fixture(scope="module")
-def program(native: Callable[..., Path]) -> Path:
-    return native("exchanged", sanitize="address,undefined")
+@pytest.fixture(scope="module", params=["", full("address,undefined")])
+def program(native: Callable[..., Path], request: pytest.FixtureRequest) -> Path:
+    return native("exchanged", sanitize=request.param)
 
 
 def sizes(program: Path, model: tuple[int, ...], tp: int, dp: int, ep: int, *, stays: bool = False, rows: int = 8192) -> Sizes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import helpers
 import pytest
-from marks import SUMMARY
+from marks import SUMMARY, full
 
 import rollmesh as rm
 from rollmesh.model import sizes
@@ -20,9 +20,10 @@ def spec_of(**changes: Any) -> rm.ModelSpec:
     return rm.ModelSpec.from_hf(helpers.tiny_config(**changes))
 
 
-def test_properties_of_placements(native: Callable[..., Path], pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("sanitize", ["", full("address,undefined")])
+def test_properties_of_placements(native: Callable[..., Path], sanitize: str, pytestconfig: pytest.Config) -> None:
     """tests/native/placement.c: random models on random meshes, after a planted fault was seen."""
-    program = native("placement", sanitize="address,undefined")
+    program = native("placement", sanitize=sanitize)
     planted = subprocess.run([program, "--plant", "1"], capture_output=True, text=True, check=False)
     assert planted.returncode == 1
     assert "is held 0 times" in planted.stderr
