@@ -37,7 +37,8 @@ typedef struct rm_module_state {
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
 
 // ------------------------------------------------------------------------------------------------ types (module.c has the table of all)
-// A type that may hold a Python reference takes part in garbage collection: RM_GC, RM_TRAVERSE, a tp_clear, and a tp_dealloc that begins with PyObject_GC_UnTrack.
+// A type that may hold a Python reference takes part in garbage collection: RM_GC, RM_TRAVERSE, a tp_clear, and a tp_dealloc that begins
+// with PyObject_GC_UnTrack.
 #define RM_TYPE(name_, object, flags_, slots_) \
   {.name = "rollmesh._core." name_, \
    .basicsize = sizeof(object), \

@@ -321,8 +321,8 @@ def test_tensors_of_the_device_are_read_where_they_are(make: Callable[..., rm.Ge
     "fields, kind, message",
     [
         ({"data": 8192}, rm.UnsupportedTensorError, "0x2000 is no memory of cuda:0"),
-        ({"ordinal": 1}, rm.UnsupportedTensorError, "the capsule's tensor is not where its producer says"),
-        ({"shift": 1}, rm.LayoutError, "multiples of 4 bytes"),
+        ({"ordinal": 1}, rm.UnsupportedTensorError, "a capsule whose tensor is not where __dlpack_device__ says"),
+        ({"shift": 1}, rm.LayoutError, "no multiple of the 4 bytes of an element"),
     ],
 )
 def test_tensors_of_the_device_that_are_refused(

@@ -495,7 +495,7 @@ def test_lent_by_this_process(make: Callable[..., rm.Generator], library: Path) 
 
 @pytest.mark.parametrize("lend_to", [-1, True, 1.0, "1", 5000])
 def test_numbers_of_readers(library: Path, lend_to: Any) -> None:
-    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lend_to = .*"):
+    with sources.SharedWriter() as writer, pytest.raises(rm.ConfigError, match=r"lend_to: expected an integer in .*"):
         writer.publish({"a": np.zeros(3, np.float32)}, lend_to=lend_to)
 
 

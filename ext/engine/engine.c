@@ -35,6 +35,13 @@ PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err) 
   return rm_none(rm_engine_module(self), code, err);
 }
 
+PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_ranks *)) {
+  if (rm_engine_enter(self)) return NULL;
+  call(self->engine);
+  rm_engine_leave(self);
+  Py_RETURN_NONE;
+}
+
 // ------------------------------------------------------------------------------------------------ create, destroy
 // (rank, tp, ep, world): the engine takes the Comms; they get their ends back when it is not made.
 static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_endpoints *ends) {
@@ -118,7 +125,7 @@ static void engine_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-static PyObject *engine_close(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (!self->engine) Py_RETURN_NONE;
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
@@ -163,7 +170,7 @@ static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request 
   return NULL;
 }
 
-static PyObject *engine_add(rm_engine_object *self, PyObject *args) {
+static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   PyObject *prompt, *stop_ids, *object, *logits, *result = NULL;
   if (!PyArg_ParseTuple(args, "OOOO:add", &prompt, &stop_ids, &object, &logits)) return NULL;
   PyObject *module = rm_engine_module(self);
@@ -200,15 +207,15 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   return rm_engine_finish(self, code, &err);
 }
 
-static PyObject *engine_abort(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_abort); }
+static PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) { return rm_engine_call_with_id(self, id, rm_ranks_abort); }
 
-static PyObject *engine_release(rm_engine_object *self, PyObject *id) {
+static PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_ranks_release);
   if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0)) Py_CLEAR(none);
   return none;
 }
 
-static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {
+static PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   int sample;
   long long n_tokens;
@@ -219,7 +226,7 @@ static PyObject *engine_stop_sample(rm_engine_object *self, PyObject *args) {
 }
 
 // ------------------------------------------------------------------------------------------------ steps
-static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
@@ -231,15 +238,12 @@ static PyObject *engine_step(rm_engine_object *self, PyObject *ignored) {
   return Py_BuildValue("(LO)", (long long)n_work, more ? Py_True : Py_False);
 }
 
-static PyObject *engine_give_up(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_give_up(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
-  rm_ranks_abort_groups(self->engine);
-  rm_engine_leave(self);
-  Py_RETURN_NONE;
+  return rm_engine_call(self, rm_ranks_abort_groups);
 }
 
-static PyObject *engine_has(rm_engine_object *self, PyObject *argument) {
+static PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
   const int has = rm_ranks_has(self->engine, id);
@@ -247,7 +251,7 @@ static PyObject *engine_has(rm_engine_object *self, PyObject *argument) {
   return PyBool_FromLong(has);
 }
 
-static PyObject *engine_unfinished(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
   const int64_t n = rm_ranks_unfinished(self->engine);
@@ -269,7 +273,7 @@ static int take_finished(rm_engine_object *self) {
   return 0;
 }
 
-static PyObject *engine_finished(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_finished(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
   const int failed = take_finished(self);
@@ -277,14 +281,14 @@ static PyObject *engine_finished(rm_engine_object *self, PyObject *ignored) {
   return failed ? NULL : PySet_New(self->done);
 }
 
-static PyObject *engine_ids(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_ids(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
   rm_engine_leave(self);
   return PyDict_Keys(self->requests);
 }
 
-static PyObject *engine_pause(rm_engine_object *self, PyObject *paused) {
+static PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
   const int value = PyObject_IsTrue(paused);
   if (value < 0 || rm_engine_enter(self)) return NULL;
   rm_ranks_pause(self->engine, value);
@@ -292,12 +296,9 @@ static PyObject *engine_pause(rm_engine_object *self, PyObject *paused) {
   Py_RETURN_NONE;
 }
 
-static PyObject *engine_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
-  rm_ranks_reset_prefix_cache(self->engine);
-  rm_engine_leave(self);
-  Py_RETURN_NONE;
+  return rm_engine_call(self, rm_ranks_reset_prefix_cache);
 }
 
 static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (*change)(rm_ranks *, unsigned, rm_error *)) {
@@ -308,10 +309,10 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
   return rm_engine_finish(self, RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)), &err);
 }
 
-static PyObject *engine_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
-static PyObject *engine_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_wake); }
+static PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
+static PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_wake); }
 
-static PyObject *engine_keep_weights(rm_engine_object *self, PyObject *keep) {
+static PyObject *rm_engine_py_keep_weights(rm_engine_object *self, PyObject *keep) {
   const int value = PyObject_IsTrue(keep);
   if (value < 0 || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
@@ -323,10 +324,10 @@ static PyObject *engine_keep_weights(rm_engine_object *self, PyObject *keep) {
   return rm_engine_finish(self, code, &err);
 }
 
-static PyObject *engine_host_room(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;
-  const unsigned long long wanted = rm_ranks_offload_bytes(self->engine);
+  const unsigned long long bytes = rm_ranks_offload_bytes(self->engine);
   rm_engine_leave(self);
   rm_memory_pool pools[2];
   const int n = rm_memory_pools(pools);
@@ -335,64 +336,60 @@ static PyObject *engine_host_room(rm_engine_object *self, PyObject *ignored) {
     PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name, (unsigned long long)pools[i].available);
     if (!pool || PyList_SetItem(list, i, pool)) Py_CLEAR(list);
   }
-  return list ? Py_BuildValue("(KN)", wanted, list) : NULL;
+  return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
 }
 
 // ------------------------------------------------------------------------------------------------ type
+#define METHOD(name, flags, doc) RM_METHOD(#name, rm_engine_py_##name, flags, doc)
 static PyMethodDef methods[] = {
-    RM_METHOD("close", engine_close, METH_NOARGS, "Gives everything back. Idempotent."),
-    RM_METHOD("add", engine_add, METH_VARARGS, "add(prompt, stop_token_ids, request, logits): takes a request, returns its id."),
-    RM_METHOD("abort", engine_abort, METH_O, "Ends a request; what was generated stays readable."),
-    RM_METHOD("release", engine_release, METH_O, "Forgets a finished request."),
-    RM_METHOD("stop_sample", engine_stop_sample, METH_VARARGS, "stop_sample(id, sample, n_tokens): a stop string matched there."),
-    RM_METHOD("step", engine_step, METH_NOARGS,
-              "Schedule, forward, commit. Returns the rows computed and whether anyone who steps with this process had work."),
-    RM_METHOD("host_step", rm_engine_py_host_step, METH_VARARGS,
-              "host_step(ids, computed, rows, replace, page_counts, pages, logits, stats): a step as the host wants it. Returns (tokens, "
-              "logprobs, sampling_logprobs, ranks, rows fed)."),
-    RM_METHOD(
-        "host_draw", rm_engine_py_host_draw, METH_VARARGS,
-        "host_draw(ids, raw, stats, edited): draws from rows that the host has edited. Returns (tokens, logprobs, sampling_logprobs, ranks)."),
-    RM_METHOD("host_top", rm_engine_py_host_top, METH_VARARGS,
-              "host_top(ids, k): the k likeliest at each request's last token, (ids, logprobs)."),
-    RM_METHOD("host_routed", rm_engine_py_host_routed, METH_VARARGS,
-              "host_routed(id, start): routing of the positions that were fed, from start on."),
-    RM_METHOD("host_fail", rm_engine_py_host_fail, METH_O, "Ends a request that was not fed; its pages hold nothing."),
-    RM_METHOD("host_forget", rm_engine_py_host_forget, METH_O, "These pages hold nothing that may be used."),
-    RM_METHOD("host_preempt", rm_engine_py_host_preempt, METH_O, "The host has taken the request's pages back."),
-    RM_METHOD("host_tokens", rm_engine_py_host_tokens, METH_VARARGS,
-              "host_tokens(id, tokens): what it has generated, as the host knows it."),
-    RM_METHOD("give_up", engine_give_up, METH_NOARGS, "The ranks of other processes get RankLostError where they wait for this one."),
-    RM_METHOD("has", engine_has, METH_O, "Whether a request is kept in this process, and not by another replica's."),
-    RM_METHOD("unfinished", engine_unfinished, METH_NOARGS, "Number of requests that are not finished."),
-    RM_METHOD("finished", engine_finished, METH_NOARGS, "The finished requests that were not released, as a set of ids."),
-    RM_METHOD("ids", engine_ids, METH_NOARGS, "All requests that were not released, oldest first."),
-    RM_METHOD("pause", engine_pause, METH_O, "A paused engine schedules nothing."),
-    RM_METHOD("reset_prefix_cache", engine_reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
-    RM_METHOD("sleep", engine_sleep, METH_O, "Gives back the memory of parts: 1 weights, 2 KV; with 4 the host keeps what serves."),
-    RM_METHOD("wake", engine_wake, METH_O,
-              "Takes the memory of parts again. What the host has kept it keeps until it is told to forget it."),
-    RM_METHOD("keep_weights", engine_keep_weights, METH_O,
-              "True: the host's copy of what serves, before a sleep with 4. False: forgets it."),
-    RM_METHOD("host_room", engine_host_room, METH_NOARGS,
-              "(bytes that keep_weights would take of the host, [(name of a pool of its memory, bytes left of it), …])."),
-    RM_METHOD("request", rm_engine_py_request, METH_O, "State and prompt records of a request, as a dict."),
-    RM_METHOD("sample", rm_engine_py_sample, METH_VARARGS, "sample(id, i): tokens and records of one sample, as a dict."),
-    RM_METHOD("tokens", rm_engine_py_tokens, METH_VARARGS, "tokens(id, i, start): (finish, token ids from start on)."),
-    RM_METHOD("stats", rm_engine_py_stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
-    RM_METHOD("manifest", rm_engine_py_manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
-    RM_METHOD("weights", rm_engine_py_weights, METH_NOARGS, "Views of the serving weights, until the next commit; None before the first."),
-    RM_METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
-    RM_METHOD("sync_resolve", rm_engine_py_sync_resolve, METH_O, "Indices into the manifest that a name stands for."),
-    RM_METHOD(
-        "sync_wanted", rm_engine_py_sync_wanted, METH_O,
-        "sync_wanted(name): the shape of that tensor, and what each rank of the mesh wants of it, int64 [n][rank, 4 firsts, 4 sizes]."),
-    RM_METHOD("sync_check", rm_engine_py_sync_check, METH_VARARGS, "sync_check(name, tensor): push's checks, nothing written."),
-    RM_METHOD("sync_push", rm_engine_py_sync_push, METH_VARARGS, "sync_push(name, tensor): copies into staging."),
-    RM_METHOD("sync_push_all", rm_engine_py_sync_push_all, METH_O, "sync_push_all([(name, tensor), …]): all of them, or none."),
-    RM_METHOD("sync_commit", rm_engine_py_sync_commit, METH_O, "Swaps versions; the argument says what happens to running requests."),
-    RM_METHOD("sync_abort", rm_engine_py_sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
-    RM_METHOD("sync_state", rm_engine_py_sync_state, METH_NOARGS, "(version or None, digest, open, complete)"),
+    METHOD(close, METH_NOARGS, "Frees everything. Idempotent."),
+    METHOD(add, METH_VARARGS, "(prompt, stop_token_ids, request, logits): adds a request, returns its id."),
+    METHOD(abort, METH_O, "(id): ends a request; what it has generated can still be read."),
+    METHOD(release, METH_O, "(id): forgets a finished request."),
+    METHOD(stop_sample, METH_VARARGS, "(id, sample, n_tokens): ends a sample after its first n_tokens, where a stop string matched."),
+    METHOD(step, METH_NOARGS, "Schedule, forward, commit. (rows computed, whether any rank of the lockstep group had work)."),
+    METHOD(give_up, METH_NOARGS, "Aborts the groups: ranks of other processes get RankLostError where they wait for this one."),
+    METHOD(has, METH_O, "(id): whether this process has the request, and not another replica's."),
+    METHOD(unfinished, METH_NOARGS, "Number of unfinished requests."),
+    METHOD(finished, METH_NOARGS, "Ids of the finished requests that were not released, as a set."),
+    METHOD(ids, METH_NOARGS, "Ids of all requests that were not released, oldest first."),
+    METHOD(pause, METH_O, "(paused): a paused engine schedules nothing."),
+    METHOD(reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
+    METHOD(sleep, METH_O, "(parts): frees the memory of parts: 1 weights, 2 KV; with 4 the host keeps the serving weights."),
+    METHOD(wake, METH_O, "(parts): allocates it again. Weights that the host keeps stay there until keep_weights(False)."),
+    METHOD(keep_weights, METH_O, "True: copies the serving weights to the host, before a sleep with 4. False: frees that copy."),
+    METHOD(host_room, METH_NOARGS, "(bytes that keep_weights takes of the host, [(name of a memory pool, bytes free in it), …])."),
+    // views.c
+    METHOD(request, METH_O, "(id): state and prompt records of a request, as a dict."),
+    METHOD(sample, METH_VARARGS, "(id, i): tokens and records of one sample, as a dict."),
+    METHOD(tokens, METH_VARARGS, "(id, i, start): (finish, token ids from start on)."),
+    METHOD(stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
+    METHOD(manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
+    // weights.c
+    METHOD(weights, METH_NOARGS, "Views of the serving weights, valid until the next commit; None before the first."),
+    // external_scheduler.c
+    METHOD(host_step, METH_VARARGS,
+           "(ids, computed, rows, replace, page_counts, pages, logits, stats): runs a step that the external scheduler decided. "
+           "(tokens, logprobs, sampling_logprobs, ranks, rows computed)."),
+    METHOD(host_draw, METH_VARARGS,
+           "(ids, raw, stats, edited): draws from logits that the caller has edited. (tokens, logprobs, sampling_logprobs, ranks)."),
+    METHOD(host_top, METH_VARARGS, "(ids, k): (token ids, logprobs) of the k likeliest at each request's last token."),
+    METHOD(host_routed, METH_VARARGS, "(id, start): routing of the positions fed so far, from start on."),
+    METHOD(host_fail, METH_O, "(id): ends a request that was not fed; its pages hold nothing valid."),
+    METHOD(host_forget, METH_O, "(pages): these pages hold nothing valid."),
+    METHOD(host_preempt, METH_O, "(id): the external scheduler has freed the request's pages."),
+    METHOD(host_tokens, METH_VARARGS, "(id, tokens): the tokens generated so far; later ones are dropped."),
+    // sync.c
+    METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
+    METHOD(sync_resolve, METH_O, "(name): indices into the manifest of the parameters that a name fills."),
+    METHOD(sync_wanted, METH_O,
+           "(name): that tensor's shape, and the box that each rank of the mesh needs, int64 [n][rank, 4 firsts, 4 sizes]."),
+    METHOD(sync_check, METH_VARARGS, "(name, tensor): the checks of sync_push; nothing is written."),
+    METHOD(sync_push, METH_VARARGS, "(name, tensor): copies it into the staging copy."),
+    METHOD(sync_push_all, METH_O, "([(name, tensor), …]): copies all of them, or none."),
+    METHOD(sync_commit, METH_O, "(inflight): swaps versions; inflight says what happens to running requests."),
+    METHOD(sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
+    METHOD(sync_state, METH_NOARGS, "(version or None, digest, open, complete)."),
     {0},
 };
 

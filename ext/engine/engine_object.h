@@ -28,6 +28,7 @@ PyObject *rm_engine_module(rm_engine_object *self); // view
 int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
 PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err); // leaves; None, or NULL with the exception of `code`
+PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_ranks *)); // None, or NULL with its error set
 typedef rm_code (*rm_id_call)(rm_ranks *, uint64_t, rm_error *);
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id, rm_id_call call); // None, or NULL with its error set
 

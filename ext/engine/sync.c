@@ -232,10 +232,7 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
-  rm_ranks_sync_abort(self->engine);
-  rm_engine_leave(self);
-  Py_RETURN_NONE;
+  return rm_engine_call(self, rm_ranks_sync_abort);
 }
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {

@@ -534,8 +534,7 @@ static PyType_Slot slots[] = {
     {Py_tp_getset, array_members},
     {Py_sq_length, array_length},
     {Py_nb_bool, array_bool},
-    {Py_tp_doc,
-     "An array on a GPU: what rollmesh.ops gives for arrays of a GPU, or a view of memory that another process lends or another rank sent."},
+    {Py_tp_doc, "An array on a GPU: an output of rollmesh.ops, or a view of memory that another process lends or another rank sent."},
     {0, NULL},
 };
 PyType_Spec rm_device_array_spec = RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);

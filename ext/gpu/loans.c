@@ -129,7 +129,7 @@ static PyMethodDef gpus_methods[] = {
     {"give_back", gpus_give_back, METH_VARARGS, PyDoc_STR("(ordinal, address): closes it.")},
     {"array", rm_gpu_array_lent, METH_VARARGS,
      PyDoc_STR(
-         "(ordinal, address, dtype, shape, strides, held=None): a DeviceArray, read-only, inside of an allocation, which it keeps by `held`.")},
+         "(ordinal, address, dtype, shape, strides, held=None): a read-only DeviceArray over part of an allocation that `held` keeps.")},
     {"group", rm_gpu_group_new, METH_VARARGS, PyDoc_STR("(end, ordinal, nccl library, GPU's name, timeout): a GpuGroup of end's ranks.")},
     {0},
 };

@@ -57,9 +57,8 @@ static PyMethodDef kernels_methods[] = {
     METHOD(router, "(ids, gates, x, w, bias | None, num_experts, renormalize)"),
     METHOD(permute, "(x_out, group_rows, place, x, ids, num_experts)"),
     METHOD(combine, "(out, y, place, ids, gates, num_experts)"),
-    METHOD(
-        lm_head,
-        "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, target_logits | None)"),
+    METHOD(lm_head, "(logits | None, stats | None, target_logprobs | None, targets | None, row_flags, x, w, vocab, pairs | None, "
+                    "target_logits | None)"),
     METHOD(merge_pairs, "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
     METHOD(sample,
            "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "

@@ -1,9 +1,10 @@
-"""The generator: rollouts from weights that a trainer pushes in. A token's way is generate → Requests.add → engine step …
-step → RequestOutput; a weight's way is sync_weights → check → push → commit.
+"""The generator: rollouts with the weights that a trainer pushes into it.
 
-Threads: every method may be called from any thread. Calls take turns (ext/fair_lock.c): generate holds the turn for one engine step at
-a time, so another thread's sync_weights, submit or metrics comes in between two steps; a sync holds it whole. A call from
-inside another one (a weights iterator that generates) is a StateError, and so is every call in a forked child.
+A token: generate → Requests.add → engine steps → RequestOutput. A weight: sync_weights → check → push → commit.
+
+Threads: any thread may call any method. Calls take turns (a fair lock, ext/fair_lock.c). generate takes a turn for each engine step,
+so that calls of other threads run between two steps; a sync takes one turn for all of it. StateError: a call from inside another
+call (a weights iterator that generates), and every call in a forked child.
 """
 
 from __future__ import annotations
@@ -62,43 +63,42 @@ class ParameterInfo(NamedTuple):
 
 
 class Generator:
-    """Generates with a model whose weights come from its trainer only. Nothing is loaded at creation.
+    """Generates with a model whose weights come from its trainer. Creation loads none.
 
-    spec                    what the model is
-    mesh                    ranks: threads of this process that share `threads` out, or with comm processes; no bit depends on it
-    comm                    None: all ranks are threads of this process; rm.comm.shm or rm.comm.torch: this process is one of them;
-                            rm.comm.nccl over any of these: activations travel between GPUs by NCCL, else by way of the host
-    device                  "cpu"; "cuda": rank r of the mesh on GPU r, counted round; "cuda:N": all ranks of this process on that one
+    spec                    the model
+    mesh                    degrees of parallelism (rm.Mesh). Without comm the ranks are threads of this process and share `threads`
+    comm                    None: all ranks are threads of this process. rm.comm.shm or rm.comm.torch: this process is one rank.
+                            rm.comm.nccl over one of these: NCCL moves activations between GPUs; without it they go through the host
+    device                  "cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all ranks of this process on GPU N
     dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
-    ep_backend              how tokens travel where mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce" (ep = tp);
-                            on GPUs the first two are one in short steps, and by NCCL in all
-    sequence_parallel       norms and residuals on token shards; no effect where mesh.tp = 1
-    tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts, texts and stop strings
+    ep_backend              how tokens reach their experts if mesh.ep > 1: "alltoall", "allgather_reducescatter", "local_allreduce"
+                            (ep = tp). On GPUs the first two are the same in short steps, and in all steps with NCCL
+    sequence_parallel       norms and residuals on token shards; no effect if mesh.tp = 1
+    tokenizer               of transformers, or a tokenizers.Tokenizer: for text prompts, output texts and stop strings
     eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
-    max_model_len           positions of prompt and completion together; also fixes the rope table
-    max_num_seqs            samples that run at once
-    max_num_batched_tokens  rows of one engine step; longer prompts are prefilled in chunks of it
+    max_model_len           most positions of a sequence, prompt and completion together; the rope table has this length
+    max_num_seqs            most samples that run at the same time
+    max_num_batched_tokens  most rows of an engine step; longer prompts are prefilled in chunks
     block_size              positions of a KV page, a multiple of 16
-    kv_cache_gib            2^30 bytes of KV cache, of each rank; None: what memory_fraction leaves
-    memory_fraction         with kv_cache_gib=None: of what the device has free once all is made but the KV cache, this share is for two
-                            copies of the weights and the KV cache; the rest is for what comes later: CUDA's graphs and kernels, NCCL,
-                            tensors of the trainer. On a mesh all ranks get as many pages: as many as fit where there is least room.
-                            Ranks that have one card, or on the CPU one machine, share what is free there
-    enable_prefix_caching   reuse KV of equal prompt beginnings; no bit depends on it
-    threads                 None: as many as this process may use cores
-    enforce_eager           on a GPU: enqueue every step op by op, where else decode steps are recorded as CUDA graphs and replayed; for
-                            debugging and profiling. No bit depends on it, and the CPU has nothing to record
-    seed                    0 <= seed < 2^64; gives seeds to requests that bring none, by how many generations were accepted before
-    fast                    with device="cuda" and bfloat16: the matrix products of attention and dense layers by NVIDIA's cuBLASLt, whose
-                            sums may depend on what else is in the batch. No sample has a contract then, metrics() says "invariant": False
-                            and which library it is, and score() gives what generate() recorded but for rounding. Experts, router and
-                            lm_head stay rollmesh's own, and with isa=None these are the tensor cores'
-    isa                     of the CPU: None: the fastest; "ref", "avx2", … exactly that one; no bit depends on it. Of a GPU: None or
-                            "cuda_fma": the contract's own arithmetic, whose bits are the CPU's; "cuda_mma": tensor cores for bfloat16,
-                            a family of bits of its own, the same whatever the batch and the mesh
+    kv_cache_gib            size of each rank's KV cache in units of 2^30 bytes; None: memory_fraction decides
+    memory_fraction         if kv_cache_gib=None: the share of the device's free memory for two copies of the weights and the KV cache.
+                            The rest is left for CUDA graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on one
+                            machine) share it. All ranks of a mesh get the same number of pages, the smallest that fits anywhere
+    enable_prefix_caching   reuse the KV of equal prompt prefixes
+    threads                 None: one for each core that this process may use
+    enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps as CUDA graphs. For debugging
+    seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the number of requests before it
+    fast                    with device="cuda" and bfloat16: dense matrix products by NVIDIA's cuBLASLt. Their sums may depend on the
+                            batch, so samples have no contract, metrics()["invariant"] is False, and score() equals generate() only
+                            up to rounding. Experts, router and lm_head stay rollmesh's kernels (cuda_mma if isa=None)
+    isa                     CPU: an instruction set ("ref", "avx2", …), None: the fastest. GPU: "cuda_fma" (default) has the bits of
+                            the CPU; "cuda_mma" uses tensor cores for bfloat16, with bits of its own
 
-    Raises ConfigError for a setting that breaks a rule or a device that is not here, MemoryError where memory is short, CapacityError
-    where a GPU's is or memory_fraction leaves no page, DeviceError where CUDA fails.
+    Results do not depend, bit for bit, on mesh, comm, ep_backend, sequence_parallel, block_size, enable_prefix_caching, threads,
+    enforce_eager or the CPU's isa.
+
+    Raises ConfigError (a setting that is not allowed, a device that is missing), MemoryError, CapacityError (too little memory on a GPU,
+    or no page left by memory_fraction), DeviceError (CUDA failed).
     """
 
     def __init__(
@@ -179,15 +179,15 @@ class Generator:
 
     @classmethod
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
-        """A generator for the model of a Hugging Face folder or config. Weights are not read: sync_weights brings them.
+        """A generator for the model of a Hugging Face folder or config. Reads no weights; sync_weights brings them.
 
-        folder_or_config  a local folder with config.json, whose tokenizer is taken too if it has one; or a transformers config object,
-                          its dict, or the path of a config.json
-        ignore            keys of the config that are known not to matter, as in ModelSpec.from_hf
+        folder_or_config  a local folder with config.json (its tokenizer is used, if it has one), the path of a config.json, a
+                          transformers config object, or its dict
+        ignore            keys of the config that do not matter, as in ModelSpec.from_hf
         options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
 
-        Raises ConfigError naming the path, or the key and value, for what cannot be read or is not supported; FormatError for a
-        config.json that is not a JSON object; and what Generator raises.
+        Raises ConfigError (names the path, or the key and value, that cannot be read or is not supported), FormatError (a config.json
+        that is not a JSON object), and what Generator raises.
         """
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
         if "tokenizer" not in options and isinstance(folder_or_config, (str, os.PathLike)) and os.path.isdir(folder_or_config):
@@ -197,18 +197,23 @@ class Generator:
     # ---------------------------------------------------------------------------------------- state
     @property
     def version(self) -> int | None:
-        """Version of the serving weights; None before the first sync and while they are asleep."""
+        """Version of the serving weights; None before the first sync and while the weights are asleep."""
         return self._weights.version
 
     def manifest(self) -> dict[str, ParameterInfo]:
-        """The Hugging Face names, shapes and dtypes that a sync must bring. Packed and torchtitan spellings are taken too."""
+        """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed and torchtitan names are accepted too."""
         self._turn.check_alive()
         return {name: ParameterInfo(shape, dtype, required) for name, shape, dtype, required in self._weights.manifest}
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since creation, sizes in bytes, times in seconds, "device", "isa" and "family", kv_usage in [0, 1], "nccl" and
-        "cublas": which one was loaded and where it was found, or None; and "invariant": whether a logprob depends on the weights and
-        the tokens before it alone, which fast=True gives up."""
+        """Counters since creation, sizes in bytes, times in seconds, and:
+
+        device, isa, family  where and with which kernels it runs
+        kv_usage             pages in use, in [0, 1]
+        nccl, cublas         version and path of the library in use, or None
+        invariant            False with fast=True: logprobs may depend on the batch
+        asleep, paused       parts that are asleep; whether pause() was called
+        """
         with self._turn.take():
             stats = self._engine.stats()
         pages = stats["kv_pages"]
@@ -226,40 +231,44 @@ class Generator:
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts and returns one RequestOutput each, in their order.
+        """Completes prompts. Returns one RequestOutput for each, in the same order.
 
-        prompts: text or token ids, one or a list; params: one for all or one per prompt, SamplingParams() by default.
-        on_error "raise" lets the others finish, then raises the first error with all outputs in its attribute `outputs`;
-        "return" puts each error into its output's `error`. After `timeout` seconds what still runs is aborted and has a
-        DeadlineError. Errors of one request: RequestError, CapacityError, NumericsError, DeadlineError. Of the call:
-        NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other exception abort what was added.
+        prompts   text or token ids; one, or a list
+        params    one for all, or one for each prompt; None: SamplingParams()
+        on_error  "raise": finishes the other requests, then raises the first error, with all outputs in its attribute `outputs`;
+                  "return": each error is in its output's `error`
+        timeout   seconds; what still runs then is aborted, with a DeadlineError
+
+        Errors of a request: RequestError, CapacityError, NumericsError, DeadlineError. Errors of the call: NotSyncedError, StateError
+        (closed, paused, asleep). Ctrl-C and any other exception abort all requests of the call.
         """
         return self._driver.generate(prompts, params, use_tqdm, on_error, timeout)
 
     def submit(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[int]:
-        """Queues prompts and returns their request ids; poll() does the work. All are taken, or none and an error raised.
+        """Queues prompts and returns their request ids; poll() runs them. On an error none is queued.
 
-        Where ranks are processes, all make the same calls of submit and poll in the same order; at any time, as in one process."""
+        If ranks are processes, all of them make the same calls of submit and poll in the same order."""
         return self._driver.submit(prompts, params)
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
-        """Runs one engine step, or as many as it takes to finish min_outputs submitted requests (fewer when no more are
-        left, the timeout comes or the generator is paused), and returns the finished ones, oldest first, errors inside: also
-        that of a tokenizer. When poll raises (asleep, Ctrl-C), the next one returns what was finished.
+        """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops earlier when none is left, when
+        `timeout` seconds have passed, and when the generator is paused.
 
-        Where ranks are processes they meet after each step, and each returns the same: what one process with this mesh would; the
-        timeout is that of the first rank to see it pass. With min_outputs the steps of all go at the pace of the slowest replica:
-        to run everything to its end, generate is faster."""
+        Returns the finished ones, oldest first, with their errors inside (a tokenizer's too). If poll raises (asleep, Ctrl-C), the next
+        poll returns what was finished.
+
+        If ranks are processes, they synchronize after each step, so that all return the same; the first rank whose timeout passes
+        decides for all. Each step takes as long as the slowest replica's: to run everything to its end, generate is faster."""
         return self._driver.poll(min_outputs, timeout)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
-        """Ends requests; None: all. They come out of poll (or generate) with what they have and finish_reason "abort";
-        a score or logits that is under way raises StateError."""
+        """Ends requests; None: all. poll (or generate) returns them with the tokens so far and finish_reason "abort"; a running score
+        or logits raises StateError."""
         self._driver.abort(ids)
 
     # ---------------------------------------------------------------------------------------- scoring
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
-        """float32 [len, vocab] per sequence: row i holds the logits of the token after 0..i."""
+        """float32 [len, vocab] for each sequence: row i has the logits of token i+1, given tokens 0..i."""
         sequences = sequences_of(ids_list)
         arrays = [np.zeros((len(ids), self.spec.vocab_size), np.float32) for ids in sequences]
         self._driver.score(sequences, [None] * len(sequences), arrays)
@@ -268,10 +277,10 @@ class Generator:
     def score(
         self, ids_list: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[NDArray[np.float32]]:
-        """float32 [len − 1] per sequence: logprob of token i+1 given 0..i, bit for bit what generate recorded as .logprobs.
+        """float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i. Bit for bit what generate gives as `.logprobs`.
 
-        With params (one, or one per sequence) it is .sampling_logprobs: under temperature and filters, -inf for a token that
-        they exclude. min_tokens must be 0: where a completion begins is not known here, so what it bans is not either.
+        params  one, or one for each sequence: then it is `.sampling_logprobs`, under temperature and filters, -inf for a token that
+                they exclude. min_tokens has to be 0, since the length of the prompt is not known here
         """
         sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
@@ -296,31 +305,30 @@ class Generator:
         allow_bias_removal: bool = False,
         timeout: float | None = None,
     ) -> SyncReport:
-        """Takes a whole set of weights: all of it serves afterwards, or the old version does.
+        """Replaces all weights by a new version, atomically: on any error the old version keeps serving.
 
-        source      a state dict, or an iterator of (name, tensor): torch, NumPy, DLPack, on a GPU (any that this process sees) where the
-                    generator runs on GPUs; or rollmesh.sources. DTensors (FSDP2, any mesh) and rm.Piece, where
-                    ranks are processes, go to the ranks that want them and are never whole; in one process a DTensor is gathered.
-                    Where ranks are processes: None on those that have none; what several give has to be the same
-        version     must exceed the serving one; None: the next number
-        cast        convert other float dtypes as torch's .to() does; else DTypeError
-        strict      False: unknown names are skipped, missing parameters keep their values
-        mode        "inplace" needs no second copy; if it fails half way the generator is unsynced
-        inflight    running requests: "wait" finishes them first, "restart" begins them again, "abort" ends them, "keep" keeps
-                    their tokens and recomputes their KV under the new version; in place nothing may run, so only "wait" does
-        keep_kv     with "keep": stale KV serves on; tokens computed from it carry no contract
-        allow_nonfinite  take NaN and infinities
-        allow_bias_removal  a router bias that the serving version has may be absent (then zero)
-        timeout     seconds until DeadlineError, the wait for other calls included; None: none
+        source              a state dict, an iterator of (name, tensor), or one of rollmesh.sources. Tensors of torch, NumPy or DLPack;
+                            on any GPU of this process if the generator runs on GPUs. If ranks are processes: None on ranks that have
+                            nothing to send, and equal weights on all others; DTensors (FSDP2, any mesh) and rm.Piece are sent to the
+                            ranks that need them, without gathering. In one process a DTensor is gathered
+        version             has to exceed the serving one; None: the next number
+        cast                convert other float dtypes as torch's .to() does; else they are a DTypeError
+        strict              False: skip unknown names, keep the values of missing parameters
+        mode                "staged": copy, then swap; "inplace": no second copy, but a failure half way leaves the generator unsynced
+        inflight            running requests: "wait" finishes them first, "restart" runs them again from the prompt, "abort" ends them,
+                            "keep" keeps their tokens and recomputes their KV. mode="inplace" allows "wait" only
+        keep_kv             with "keep": do not recompute KV; tokens computed from it have no contract
+        allow_nonfinite     accept NaN and infinities
+        allow_bias_removal  accept that a router bias of the serving version is missing (it becomes zero)
+        timeout             seconds until DeadlineError, including the wait for other calls; None: no limit
 
-        bytes of the report are those that this process has read.
+        Returns a SyncReport; its `bytes` are those that this process has read.
 
         Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError, DTypeError, LayoutError,
-        UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, IncompleteSyncError, StateError, DeadlineError;
-        for a mapping each lists all offenders. An exception of the source passes on. In all cases the old version serves.
-        Where ranks are processes, those on which nothing was wrong raise SyncAbortedError with what was wrong on another, and all
-        MeshMismatchError where they were given different weights; RankLostError, CollectiveMismatchError and CollectiveTimeoutError
-        end the mesh.
+        UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, IncompleteSyncError, StateError, DeadlineError.
+        For a mapping the message lists all offenders. Exceptions of the source pass through.
+        If ranks are processes and one fails, the others raise SyncAbortedError with its reason; MeshMismatchError if they were given
+        different weights. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the mesh.
         """
         with self._refusing(BEGINNING):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
@@ -332,7 +340,7 @@ class Generator:
 
     @contextmanager
     def _refusing(self, where: str) -> Iterator[None]:
-        """Other processes learn of arguments that this one refuses."""
+        """Tells the other processes that this one has refused its arguments."""
         try:
             yield
         except Error as error:
@@ -350,9 +358,9 @@ class Generator:
         allow_nonfinite: bool = False,
         allow_bias_removal: bool = False,
     ) -> Sync:
-        """Opens a set that is pushed tensor by tensor, in any order; see Sync. One that is open already is reset.
+        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Arguments as in sync_weights. One that is open is reset.
 
-        Where ranks are processes, each pushes what it has, all tensors of a set: they meet at every push."""
+        If ranks are processes, each pushes the whole set; they synchronize at every push."""
         with self._refusing(PUSHES):
             options = SyncOptions(version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal)
         sync = Sync(self._weights, self._turn.take, options)
@@ -374,18 +382,21 @@ class Generator:
         max_tokens: int = 32,
         seed: int = 0,
     ) -> SelfTestReport:
-        """Generates tokens and holds their logprobs against the trainer's.
+        """Generates tokens and compares their logprobs with the trainer's.
 
-        scorer: a function from a list of int32 arrays to a list of [len − 1] logprobs, or a transformers model. prompts: token
-        ids or text; None: eight random ones. threshold: largest |Δ logprob| allowed; None: 1e-3 in float32, 0.1 in bfloat16.
-        Raises NumericsError (threshold, largest difference, where) above it.
+        scorer     a function from a list of int32 arrays to a list of logprobs [len − 1], or a transformers model
+        prompts    token ids or text; None: eight random ones
+        threshold  largest |Δ logprob| allowed; None: 1e-3 in float32, 0.1 in bfloat16
+
+        Raises NumericsError (threshold, largest difference and where it is) above the threshold.
         """
         return run_self_test(self, scorer, prompts, threshold, max_tokens, seed)
 
     # ---------------------------------------------------------------------------------------- pause, sleep, close
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep" freezes them until
-        resume(). submit() goes on queueing; generate, score and logits are refused."""
+        """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep" freezes them until resume().
+
+        submit() still queues; generate, score and logits raise StateError."""
         choice("pause mode", mode, ("abort", "wait", "keep"))
         with self._turn.take():
             if mode == "abort":
@@ -396,17 +407,17 @@ class Generator:
             self._engine.pause(True)
 
     def resume(self) -> None:
-        """Schedules again."""
+        """Ends pause()."""
         with self._turn.take():
             self._engine.pause(False)
 
     def sleep(self, parts: str | Sequence[str] = ("weights", "kv"), keep_weights: bool = False) -> None:
-        """Gives memory of "weights" and/or "kv" back to the system. Weights are unsynced after wake(), unless they are kept; running
-        requests lose their KV and recompute it after wake().
+        """Frees the memory of "weights", "kv" or both. After wake() weights need a sync, unless they are kept, and running requests
+        recompute their KV.
 
-        keep_weights: the host keeps the weights, packed as they are, and the same version serves again after wake(), without a sync. It
-        frees a GPU's memory and takes as much of the host's; on the CPU they stay where they are, and nothing is freed. A later
-        sleep("weights") without it drops them. CapacityError or MemoryError where the host has no room: then nothing sleeps, on no rank.
+        keep_weights: copies the weights to host memory, so that the same version serves after wake() without a sync. On the CPU they
+        stay where they are, and nothing is freed. A later sleep("weights") without it frees them. CapacityError or MemoryError if the
+        host has too little memory: then no rank sleeps.
         """
         with self._refusing(SLEEP):
             mask = part_mask(parts)
@@ -423,8 +434,8 @@ class Generator:
                 raise
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Takes the memory again. Weights that were not kept need a sync before they serve. CapacityError where a GPU has no room: then
-        all parts sleep on, what was kept stays kept, and a later call may succeed."""
+        """Allocates the memory again. Weights that were not kept need a sync. CapacityError if a GPU has too little memory: then all parts
+        stay asleep, kept weights stay kept, and a later call may succeed."""
         with self._refusing(WAKE):
             mask = part_mask(parts)
         with self._turn.take():
@@ -441,7 +452,7 @@ class Generator:
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives memory and threads back. Every later call but close() is a StateError. Unfinished requests are lost."""
+        """Frees memory and threads. Every later call but close() is a StateError. Unfinished requests are lost."""
         if self._turn.is_gone():
             return
         with self._turn.take_to_close():
