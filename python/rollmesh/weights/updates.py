@@ -12,6 +12,7 @@ with its number and reason. A tensor that every rank refuses leaves the sync ope
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -78,6 +79,8 @@ class Weights:
         except BaseException as error:  # also of a loan that could not be given back
             self._abort()
             engine.leave(error, voting)
+            fault = None
+            traceback.clear_frames(error.__traceback__)  # each has the error: these cycles would keep the caller's tensors
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
@@ -129,6 +132,8 @@ class Weights:
             self._meet_among_pushes(sync, "push", fault)
         except BaseException as error:
             self._engine.leave(error)
+            fault = None
+            traceback.clear_frames(error.__traceback__)  # as in sync
             raise
         sync.names.add(name)
 
