@@ -111,7 +111,7 @@ def test_one_rank_that_has_all_gives_each_what_it_wants(server: Server, alone: C
 FAULTS = [
     ("hole", "IncompleteSyncError", None, "is in no rank's piece"),
     ("alike", "ShapeError", None, "expected shape"),
-    ("huge", "ShapeError", None, r"4611686018427387904.*wanted fewer than 2\^60 elements"),
+    ("huge", "ShapeError", None, r"expected fewer than 2\^60 elements, got shape .*4611686018427387904"),
     ("unknown", "UnexpectedKeyError", None, r"\.no"),
     ("order", "MeshMismatchError", None, "gives .* where rank 0 gives"),
     ("fewer", "MeshMismatchError", None, "rank 1 has no more weights where rank 0 gives"),
@@ -260,7 +260,7 @@ def test_tensors_without_memory_to_read(make: Callable[[Any], Any], error: type[
 @pytest.mark.parametrize("shape", [(2**60,), (2**62, 2**62), (2**63 - 1,), (2**70,), (2**30, 0, 2**30)])
 def test_shapes_that_nothing_can_have(shape: tuple[int, ...]) -> None:
     piece = rm.Piece(np.zeros((0,) * len(shape), np.float64), shape, (0,) * len(shape))
-    with pytest.raises(rm.ShapeError, match=rf"a name: .*{shape[0]}.* wanted fewer than 2\^60"):
+    with pytest.raises(rm.ShapeError, match=rf"a name: expected fewer than 2\^60 .*{shape[0]}"):
         part_of("a name", piece)
 
 
@@ -272,13 +272,13 @@ def test_one_process_takes_a_piece_that_is_whole() -> None:
     part = {**whole, name: rm.Piece(mesh_sync.WEIGHTS[name][:100], mesh_sync.WEIGHTS[name].shape, (0, 0))}
     with mesh_sync.generator(rm.Mesh(tp=2)) as generator:
         for source in (part, iter(part.items())):
-            with pytest.raises(rm.LayoutError, match=r"shape \[100, 96\] at \[0, 0\] of a tensor of shape \[300, 96\], wanted all of it"):
+            with pytest.raises(rm.LayoutError, match=r"expected the whole tensor, got .* \[100, 96\] at \[0, 0\] of .* \[300, 96\]"):
                 generator.sync_weights(source)
             assert generator.version is None
         first = generator.sync_weights(whole).digest
         assert generator.sync_weights(mesh_sync.WEIGHTS).digest == first
         with generator.begin_sync() as sync:
-            with pytest.raises(rm.LayoutError, match="wanted all of it"):
+            with pytest.raises(rm.LayoutError, match="expected the whole tensor"):
                 sync.push(name, part[name])
             for key, value in whole.items():
                 sync.push(key, value)

@@ -184,5 +184,5 @@ def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
 
 
 def test_a_processor_after_temperature_is_refused() -> None:
-    with pytest.raises(rm.ConfigError, match=r"AfterTemperature says is_argmax_invariant\(\) = True, wanted False"):
+    with pytest.raises(rm.ConfigError, match=r"AfterTemperature: expected is_argmax_invariant\(\) = False, got True"):
         HostLogits(config(AfterTemperature))

@@ -278,7 +278,7 @@ def test_ids_that_are_none(served: Server) -> None:
     assert (status, words["error"]["message"]) == (400, f"Token id {VOCAB + 4000} is out of vocabulary")
     bad = support.request([1, VOCAB + 5], temperature=1.0)
     wanted = {
-        "message": f"RequestError: token id {VOCAB + 5} in the prompt, wanted 0 <= id < {VOCAB}",
+        "message": f"RequestError: the prompt: expected token ids in [0, {VOCAB}), got {VOCAB + 5}",
         "type": "BadRequestError",
         "param": None,
         "code": 400,

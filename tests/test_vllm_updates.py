@@ -123,14 +123,14 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
 @pytest.mark.parametrize(
     "method, args, options, words",
     [
-        ("profile", (), {}, "wanted perf or py-spy"),
-        ("add_lora", (1,), {}, "LoRA adapters are not offered"),
-        ("load_model", (), {"load_dummy_weights": True}, "load_dummy_weights=True, wanted False"),
-        ("init_device", (), {}, "wanted it once"),
+        ("profile", (), {}, "use perf or py-spy"),
+        ("add_lora", (1,), {}, "LoRA adapters are not supported"),
+        ("load_model", (), {"load_dummy_weights": True}, "load_dummy_weights: expected False, got True"),
+        ("init_device", (), {}, "call it once"),
         ("update_weights", (), {}, "missing 1 required positional argument"),
-        ("sleep", ([],), {}, r"sleep level \[\], wanted 1"),
-        ("wake_up", ([[]],), {}, r"tag \[\], wanted"),
-        ("discard", (5,), {}, "tags = 5, wanted some of"),
+        ("sleep", ([],), {}, r"sleep level: expected 1 .*, got \[\]"),
+        ("wake_up", ([[]],), {}, r"tag: expected .*, got \[\]"),
+        ("discard", (5,), {}, "tags: expected some of .*, got 5"),
     ],
 )
 def test_a_call_that_all_workers_refuse(served: Served, method: str, args: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
@@ -300,7 +300,7 @@ async def refused_streams(llm: Any) -> None:
         params = SamplingParams(max_tokens=2, detokenize=False)
         outputs = [output async for output in llm.generate(parts(delay), params, f"stream-{delay}")]
         assert outputs[-1].outputs[0].finish_reason == "error"
-        assert "input that streams in" in outputs[-1].outputs[0].stop_reason
+        assert "streaming input" in outputs[-1].outputs[0].stop_reason
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def read(end: Connection, name: str, nonce: str, number: int) -> None:
     """A worker, until it is told to close what it has open; it says what it was refused by."""
     reader = MappedSegment(FOLDER / name, nonce)
     try:
-        with reader.reading(number, f"block {number} of {reader.path}") as is_lent_still:
+        with reader.reading(number, f"bucket {number} of {reader.path}") as is_lent_still:
             end.send("reads")
             end.recv()
             is_lent_still()

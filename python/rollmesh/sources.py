@@ -1,11 +1,11 @@
-"""Where weights come from when they are not already tensors of this process. Each source gives what `Generator.sync_weights` takes:
-a mapping, or an iterator of (name, tensor).
+"""Sources of weights that are not tensors of this process. Each is a mapping or an iterator of (name, tensor) for
+`Generator.sync_weights`.
 
     SafetensorsFolder(path)          a checkpoint folder or file, read tensor by tensor
-    SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in /dev/shm, zero copy to read
-    send_weights, receive_weights    between ranks, in buckets: by rm.comm.nccl or a torch group of NCCL from GPU to GPU; by rm.comm.shm or
-                                     any other torch.distributed group
-    bucketed(entries, bytes)         groups a stream into buckets
+    SharedWriter, SharedReader       trainer and generator are processes of one machine: a file in /dev/shm, read without a copy
+    send_weights, receive_weights    between ranks, in buckets: from GPU to GPU with rm.comm.nccl or torch's NCCL, through the host with
+                                     rm.comm.shm, rm.comm.torch or any other torch.distributed group
+    bucketed(entries, bytes)         splits a stream into buckets
 
 Nothing here unpickles, listens on a port, or imports torch before it is needed.
 """

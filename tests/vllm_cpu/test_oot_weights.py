@@ -146,9 +146,9 @@ def test_made_on_the_meta_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, engine, match",
     [
-        ({"head_dim": 24}, {}, "head_dim = 24, wanted a multiple of 32"),
-        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, {}, "sliding windows of 32 positions, wanted none"),
-        ({}, {"dtype": "float16"}, "dtype = 'float16', wanted bfloat16 or float32"),
+        ({"head_dim": 24}, {}, "head_dim: expected a multiple of 32, got 24"),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, {}, "without sliding windows, got 32"),
+        ({}, {"dtype": "float16"}, "dtype: expected bfloat16 or float32, got 'float16'"),
         ({}, {"logprobs_mode": "raw_logits"}, "logprobs_mode"),
     ],
     ids=["head_dim", "window", "dtype", "logprobs_mode"],

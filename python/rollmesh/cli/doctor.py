@@ -1,5 +1,5 @@
-"""`rollmesh doctor`: what is here, what was chosen and why, what is missing and how to get it. In plain words, and never an error:
-a missing optional part is an answer.
+"""`rollmesh doctor`: what this machine has, what was chosen and why, what is missing and how to get it. It never fails: a missing
+optional part is reported.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _processor() -> list[tuple[str, str]]:
 
 
 def _kernels() -> list[tuple[str, str]]:
-    """What kernels/cpu/select_isa.c found out about each instruction set, in its words."""
+    """What kernels/cpu/select_isa.c found for each instruction set."""
     rows, chosen, states = [], _isa_of(None), isa_states()
     for isa, (refused, emulated, one_row, many_rows) in states.items():
         text = f"no: {refused}" if refused else "works, in emulation" if emulated else "works, bits are ref's"
@@ -105,7 +105,7 @@ def _isa_of(isa: str | None) -> str:
 
 
 def _mesh() -> list[tuple[str, str]]:
-    """How ranks can reach one another here; see rollmesh.distributed.comm."""
+    """How ranks can communicate here; see rollmesh.distributed.comm."""
     return [
         ("threads", "works: all ranks in this process, the default"),
         ("shm", _shared_memory(Path("/dev/shm"))),
@@ -136,7 +136,7 @@ def _process_ends() -> str:
 
 
 def _torch_groups() -> str:
-    """Of the file that has the backends' classes: to import torch takes seconds."""
+    """Reads torch's library for its backends, since importing torch takes seconds."""
     version, spec = _version("torch"), importlib.util.find_spec("torch")
     if version is None or spec is None or spec.origin is None:
         return "missing: rm.comm.torch needs it (ranks on several machines); threads and shm do not"
@@ -172,7 +172,7 @@ def _gpu() -> list[tuple[str, str]]:
 
 
 def _devices_seen() -> str:
-    """Where nvidia-smi has no answer: a container has the driver without it, and the simulated device needs neither."""
+    """Without nvidia-smi: a container may have only the driver, and the simulated device needs neither."""
     library = _cuda_library()
     count = -1 if isinstance(library, str) else int(library.rm_cuda_devices())
     if count < 1:
@@ -185,7 +185,7 @@ def _devices(count: int) -> str:
 
 
 def _nccl() -> str:
-    """Which would be loaded. What torch loads when it is imported is not seen here."""
+    """The NCCL that would be loaded, not counting what importing torch loads."""
     try:
         library = nccl.find()
     except rm.ConfigError as error:
@@ -203,7 +203,7 @@ def _cublas() -> str:
 
 
 def _cuda_library() -> ctypes.CDLL | str:
-    """The one that generators use, or why there is none. The CUDA runtime is in it."""
+    """The CUDA library that generators use, or why there is none. It contains the CUDA runtime."""
     path = library_path()
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
         return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file"
@@ -218,7 +218,7 @@ def _cuda_library() -> ctypes.CDLL | str:
 
 
 def _cuda_kernels() -> str:
-    """What they were compiled for, and the devices that they see."""
+    """The architectures they were compiled for, and the devices they see."""
     library = _cuda_library()
     if isinstance(library, str):
         return library
@@ -230,7 +230,7 @@ def _cuda_kernels() -> str:
 
 
 def _device_answer(device: str) -> str:
-    """What a generator says to this device."""
+    """Whether a generator can use this device."""
     try:
         rm.Generator(rm.ModelSpec.from_hf(TINY), device=device, max_model_len=16, max_num_seqs=1, kv_cache_gib=0.001).close()
     except rm.Error as error:
@@ -239,13 +239,13 @@ def _device_answer(device: str) -> str:
 
 
 def _vllm() -> list[tuple[str, str]]:
-    """Of packages and the environment: to import vLLM takes seconds."""
+    """From packages and the environment, since importing vLLM takes seconds."""
     version, asked = vllm.installed_version(), os.environ.get("VLLM_PLUGINS")
     if version is None:
         return [
             ("vllm", f"missing: only needed to run inside vLLM's engine (pip install 'rollmesh[vllm]', which is vllm {vllm.TRIED[-1]})")
         ]
-    fits = "which rollmesh was tried with" if version in vllm.TRIED else f"wanted {' or '.join(vllm.TRIED)}: no other was tried"
+    fits = "which rollmesh was tried with" if version in vllm.TRIED else f"expected {' or '.join(vllm.TRIED)}: no other was tried"
     named = "unset" if asked is None else f"VLLM_PLUGINS={plain(asked)}"
     chosen = [name for name in (vllm.NAME, vllm.MODEL_NAME) if vllm.asked_for(name)]
     found = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
@@ -268,7 +268,7 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(command: list[str], last: bool = False) -> str | None:
-    """Of what a program prints; None where it is absent, fails or prints nothing."""
+    """The first line that a program prints; None if it is missing, fails or prints nothing."""
     if shutil.which(command[0]) is None:
         return None
     try:

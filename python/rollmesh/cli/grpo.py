@@ -78,10 +78,10 @@ def _ask_for_vllm() -> None:
 
 
 def _comm(table: GeneratorTable) -> rm.comm.Comm | None:
-    """This process's place among those that torchrun started; None: all ranks are threads of this process."""
+    """The comm of the ranks that torchrun started; None: all ranks are threads of this process."""
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if started and table.engine == "vllm":
-        raise rm.ConfigError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: wanted no torchrun around vLLM, which starts its ranks itself")
+        raise rm.ConfigError(f"WORLD_SIZE: expected no torchrun around vLLM, which starts its ranks itself, got {os.environ['WORLD_SIZE']}")
     if table.comm == "threads" or (table.comm == "auto" and not started):
         return None
     if table.comm != "torch":
@@ -122,8 +122,7 @@ def _folder(args: argparse.Namespace) -> Path:
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """The run folder, made before the seconds that a run prepares for: it may be one that cannot be written to. Gone again where
-    nothing came to stand in it."""
+    """Makes the run folder before anything slow, so that one without write access fails at once. Removes it if it stays empty."""
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -138,8 +137,8 @@ def _made(out: Path) -> Iterator[None]:
 
 
 def _environment() -> None:
-    """Before torch is imported. Its threads must sleep between two operators: spinning, they starve the generator's threads
-    and, on a busy machine, each other (measured: 22 s a step against 1 s). Other packages' chatter would break the display."""
+    """Call before torch is imported. torch's threads must sleep between operators: spinning, they starve the generator's threads and, on
+    a busy machine, each other (measured: 22 s a step against 1 s). Other packages' messages would break the display."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from transformers.utils import logging

@@ -24,7 +24,7 @@ from rollmesh.grpo.trainer import Trainer
 
 FORMAT = 1
 STATE = "trainer/state.json"
-LATER_KEYS = {"train.device": "cpu"}  # that older checkpoints lack, and what was the case
+LATER_KEYS = {"train.device": "cpu"}  # values of keys that older checkpoints lack
 MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
 
 
@@ -78,7 +78,7 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
         first = refused[0]
         raise rm.ConfigError(
             f"{folder} belongs to another run: {', '.join(refused)} differ ({first}: {then.get(first)} there, "
-            f"{now.get(first)} here); change them with --set to mean it"
+            f"{now.get(first)} here); override them with --set to resume anyway"
         )
     return int(state["next_step"])
 
@@ -94,9 +94,9 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
     for key, tensor in tensors.items():
         kind, _, name = key.partition(":")
         by_name.setdefault(name, {})[kind] = tensor
-    wanted = {name for name, _ in trainer.model.named_parameters()}
-    if by_name.keys() != wanted:
-        raise rm.FormatError(f"{folder}/trainer/optimizer.safetensors: {sorted(by_name.keys() ^ wanted)[:4]} missing or unknown")
+    expected = {name for name, _ in trainer.model.named_parameters()}
+    if by_name.keys() != expected:
+        raise rm.FormatError(f"{folder}/trainer/optimizer.safetensors: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
     state = {i: by_name[name] for i, (name, _) in enumerate(trainer.model.named_parameters())}
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
 

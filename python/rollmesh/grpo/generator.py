@@ -1,8 +1,7 @@
-"""What the loop needs of a generator, and the two there are: rollmesh's own, and vLLM with rollmesh inside.
+"""The loop's interface to a generator, and its two implementations: rm.Generator, and vLLM with rollmesh inside.
 
-The loop pushes weights, generates, and closes; everything else is the generator's own business. `RolloutGenerator` is those few
-calls with rm.Generator's names and records, so rm.Generator is one as it stands. For one configuration both give the same
-tokens and the same logprobs, bit for bit: a run may even be resumed with the other.
+The loop pushes weights, generates, and closes. `RolloutGenerator` is these calls with rm.Generator's names and results, so rm.Generator
+implements it as it is. For one configuration both give the same tokens and logprobs, bit for bit; a run can be resumed with the other.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class Pushed(Protocol):
 
 
 class RolloutGenerator(Generates, Protocol):
-    """Created empty, from a model's configuration."""
+    """Created without weights, from a model's configuration."""
 
     def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
-        """Takes a whole state dict as `version`, or raises and serves the old one."""
+        """Takes a whole state dict as `version`, or raises and keeps serving the old one."""
         ...
 
     def close(self) -> None: ...

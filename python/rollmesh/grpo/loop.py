@@ -2,18 +2,18 @@
 
 Weights have a version: the number of the step that uses them. Version 0 is the initial model. Step n is
 
-    push      the trainer's state dict goes to the generator as version n: whole or not at all. It is the first thing that
-              happens after the optimizer wrote those weights, and nothing is generated in between
-    generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n, prompt); every token carries
-              the version it was drawn from, and any but n is an error
+    push      the trainer's state dict goes to the generator as version n, whole or not at all, directly after the optimizer step that
+              made it; nothing is generated in between
+    generate  prompts drawn by (run seed, n), a group of samples each, seeds from (run seed, n, prompt); every token records the version
+              it was drawn with, and any but n is an error
     score     the text of each completion → reward → advantage within its group
-    update    clipped GRPO against the logprobs the generator recorded; AdamW: the weights are now version n + 1
+    update    clipped GRPO against the logprobs that the generator recorded; AdamW: the weights are now version n + 1
 
 Held-out prompts are generated on the same version n, before the update. So line n of metrics.jsonl describes version n; the
 last line, n = steps, has everything but an update. Trainer and generator are compared on each step's tokens, on the
 version that drew them (mismatch.py), and a checkpoint holds what step n + 1 starts from.
 
-The generator reads no checkpoint. It is created empty, from the model's configuration, and refuses to generate before a push.
+The generator reads no checkpoint. It is created from the model's configuration, without weights, and cannot generate before a push.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SELF_TEST_SEED = 0
 
 @dataclass
 class Run:
-    """The parts of one run. `train(run)` drives it; tests build one to look inside.
+    """The parts of one run. `train(run)` runs it.
 
-    On a mesh of processes rank 0 has the trainer; the others have none, and `follow(run)` makes the generator's calls with it.
+    On a mesh of processes rank 0 has the trainer; the others have none, and `follow(run)` makes the generator's calls there.
     """
 
     config: Config
@@ -95,7 +95,6 @@ def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None)
             every = config.checkpoint.every
             if run.trainer and (step + 1 == last or (step < last and every and (step + 1) % every == 0)):
                 checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1)
-                draw_curves(log.lines, out / "curves.png")
         draw_curves(log.lines, out / "curves.png")
     finally:
         log.close()
@@ -203,7 +202,7 @@ def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples:
 
 
 def _shuffled(rewards: NDArray[np.float64], config: Config, step: int) -> NDArray[np.float64]:
-    """The control experiment: the same rewards, dealt to the step's completions at random. Nothing can be learned from them."""
+    """The control experiment: the step's rewards, permuted over its completions. Nothing can be learned from them."""
     if not config.reward.shuffle:
         return rewards
     return np.random.default_rng(seed_of(config.seed, step, "shuffle")).permutation(rewards)

@@ -1,11 +1,11 @@
 """The trainer: any causal LM of transformers, AdamW, and the logprobs of given tokens.
 
-It owns the weights. It is built at random from the config's `[model]` table or from a checkpoint folder, and it is the only part
-that ever reads one. `state_dict()` is what the generator is synced from. Everything is deterministic for a given number of
-threads: seeds are set, torch's deterministic algorithms are on, and the thread count is the config's.
+It owns the weights. It is randomly initialised from the config's `[model]` table, or loaded from a checkpoint folder, which no other part
+reads. `state_dict()` is the source of each sync. Results are deterministic for a given number of threads: seeds are set, torch's
+deterministic algorithms are on, and the config gives the number of threads.
 
-torch's thread pool and the generator's never work at the same time (the loop alternates them), but a pool that spins after its
-work steals the other's cores for a while: both are sized by the config, to the cores of the process and not more.
+torch's thread pool and the generator's never work at the same time, but a pool that spins after its work takes cores from the other: the
+config sizes both to the cores of the process at most.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Trainer:
         table = config.train
         torch.set_num_threads(table.threads or len(os.sched_getaffinity(0)))
         torch.use_deterministic_algorithms(True)
-        # A debugging aid that comes with it would fill every empty().
+        # Deterministic mode would also fill every torch.empty().
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
@@ -147,7 +147,7 @@ class Trainer:
 
 
 def torch_device(name: str) -> Any:
-    """torch's device of [train] device. Raises ConfigError for another word than cpu, cuda and cuda:N, or one that this torch lacks."""
+    """[train] device as a torch.device. ConfigError for anything but cpu, cuda and cuda:N, or a GPU that this torch does not see."""
     import torch
 
     try:
@@ -155,24 +155,24 @@ def torch_device(name: str) -> Any:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise rm.ConfigError(f"[train] device = {name!r}, wanted cpu, cuda or cuda:N")
+        raise rm.ConfigError(f"[train] device: expected cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms ask of cuBLAS, before it is loaded
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed for deterministic algorithms, before cuBLAS is loaded
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise rm.ConfigError(f"[train] device = {name!r}: torch {torch.__version__} sees {count} CUDA devices")
+            raise rm.ConfigError(f"[train] device: expected one of torch's {count} CUDA devices, got {name!r}")
     return device
 
 
 def check_devices(device: Any, config: Config) -> None:
-    """Raises ConfigError where the generator could not read the trainer's tensors: rollmesh's own on the CPU, of a trainer on a GPU."""
+    """ConfigError for a trainer on a GPU with a rollmesh generator on the CPU, which cannot read its tensors."""
     g, name = config.generator, config.train.device
     if device.type == "cuda" and g.engine == "rollmesh" and g.device == "cpu":
-        raise rm.ConfigError(f"[train] device = {name!r} with [generator] device = 'cpu', which reads no GPU: wanted cuda for both, or cpu")
+        raise rm.ConfigError(f"[train] device: expected cpu with [generator] device = 'cpu', got {name!r}; use cuda for both, or cpu")
 
 
 def learning_rate(table: TrainTable, step: int) -> float:
-    """Of the 0-based step: linear warm-up, then the schedule down to 0 at `steps`. A function of the step alone."""
+    """The learning rate of a 0-based step: linear warm-up, then the schedule down to 0 at `steps`."""
     if step < table.warmup_steps:
         return table.lr * (step + 1) / table.warmup_steps
     progress = (step - table.warmup_steps) / max(1, table.steps - table.warmup_steps)

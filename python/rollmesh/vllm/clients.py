@@ -1,12 +1,12 @@
-"""How a trainer reaches vLLM: the four calls of a weight update, and a pause round them where it has to be.
+"""How a trainer calls vLLM: the four calls of a weight update, and a pause around them where it is necessary.
 
-    vllm.LLM, vllm.AsyncLLM     their calls take requests, AsyncLLM's are awaited
-    a server's URL              its endpoints for trainers, which it has only under VLLM_SERVER_DEV_MODE=1 and which ask for no password:
-                                keep it to loopback or a network of your own
-    any other object            the four calls with plain dicts, as vLLM's own trainers make them; pausing is the caller's
+    vllm.LLM, vllm.AsyncLLM     their calls take request objects; AsyncLLM's are awaited
+    a server's URL              its endpoints for trainers, which exist only with VLLM_SERVER_DEV_MODE=1 and need no password: bind it to
+                                loopback or a network of your own
+    any other object            the four calls with plain dicts, as vLLM's own trainers make them; the caller pauses
 
-Data parallel ranks whose experts span them step together, and their workers take an update together. vLLM hands the calls to each rank at
-a moment of its own, also while others are within a wave of steps that needs all: two would wait for each other. In a pause none steps.
+Where experts span data parallel ranks, these ranks step together and also take an update together. vLLM delivers a call to each rank at a
+time of its own, possibly while other ranks are in a step that needs all ranks; that would be a deadlock. While paused, no rank steps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
 
 
 def client_of(client: Any, timeout: float) -> Any:
-    """An object with the four calls, `spans` (whether an update needs a pause), and unless it has the calls alone: serving() → the versions
-    of some of its workers, hold() → whether it had to pause, and release()."""
+    """An object with the four calls and `spans` (whether an update needs a pause); unless the client has only the four calls, also with
+    serving() → versions that its workers serve, hold() → whether it had to pause, and release()."""
     if isinstance(client, str):
         return _Server(client, timeout)
     if lacking := [name for name in CALLS if not callable(getattr(client, name, None))]:
-        raise ConfigError(f"client is a {type(client).__name__} without {', '.join(lacking)}, wanted vLLM's LLM or its four calls")
+        raise ConfigError(f"client: expected vLLM's LLM or its four calls, got a {type(client).__name__} without {', '.join(lacking)}")
     if "request" not in inspect.signature(client.init_weight_transfer_engine).parameters:
         return _Plain(client)
     return _Offline(client) if hasattr(client, "llm_engine") else _Awaited(client)
@@ -52,7 +52,7 @@ class _Plain:
 
 
 class _Requests:
-    """What they return is passed on, to be awaited or not."""
+    """Returns what vLLM returns, which may have to be awaited."""
 
     def __init__(self, engine: Any, config: Any):
         self.start_weight_update, self.finish_weight_update = engine.start_weight_update, engine.finish_weight_update
@@ -80,7 +80,7 @@ class _Offline(_Requests):
         super().__init__(llm, llm.llm_engine.vllm_config)
 
     def hold(self) -> bool:
-        if self._engine.llm_engine.is_sleeping():  # that is also when it is paused
+        if self._engine.llm_engine.is_sleeping():  # true while paused, too
             return False
         self._engine.sleep(0, "keep")
         return True
@@ -106,15 +106,15 @@ class _Awaited(_Requests):
 
 
 class _Server:
-    """How many data parallel ranks it has cannot be seen from here."""
+    """`spans`: the number of data parallel ranks is not known here."""
 
     spans = True
 
     def __init__(self, url: str, timeout: float):
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"client = {shown(url)}, wanted the URL of a vLLM server, with http:// in front")
+            raise ConfigError(f"client: expected the URL of a vLLM server, such as http://127.0.0.1:8000, got {shown(url)}")
         self._url, self._timeout = url.rstrip("/"), timeout
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is for other machines' pages
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore http_proxy
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("init_weight_transfer_engine", {"init_info": init_info})
@@ -148,15 +148,15 @@ class _Server:
                 answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:
-            hint = "; VLLM_SERVER_DEV_MODE=1 makes the server take weights" if error.code == 404 else ""
+            hint = "; start the server with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else ""
             raise SyncAbortedError(f"{self._url}/{path}: {error.code} {error.read()[:4000].decode(errors='replace')}{hint}") from error
         except (OSError, http.client.HTTPException) as error:
             raise SyncAbortedError(f"{self._url}/{path}: {reason(error)}") from error
 
 
-def understood(error: BaseException) -> BaseException:
-    """vLLM's calls give the words of what a worker raised. Where they name a class of ours, an exception of it; the last name is
-    what another rank was stopped by."""
+def typed(error: BaseException) -> BaseException:
+    """vLLM's exception contains the text of what a worker raised. If it names a class of rollmesh, an exception of that class; the last
+    name in it is the original error of another rank."""
     names = OURS.findall(str(error)) if isinstance(error, Exception) else []
     if not names or (isinstance(error, Error) and type(error) is not SyncAbortedError):
         return error

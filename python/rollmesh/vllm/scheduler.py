@@ -1,12 +1,11 @@
-"""vLLM's schedulers, with one thing more: a request that the worker says has failed ends, alone, and says why.
+"""vLLM's schedulers, extended: a request that the worker reports as failed ends alone, with the reason.
 
-A worker cannot raise for one request: what execute_model raises ends the engine. So a ModelRunnerOutput may carry, as an attribute
-that is there only when some have failed,
+An exception in execute_model would end the whole engine. So a ModelRunnerOutput may have, only if requests have failed, the attribute
 
     rollmesh_failed: dict[request id, message]
 
-and these requests end with finish_reason "error" and the message as stop_reason. Their KV pages leave the prefix cache: vLLM puts
-a page in when it hands it out, before anything is computed. Here fail only requests whose input streams in, at their first step.
+These requests end with finish_reason "error" and the message as stop_reason. Their KV pages are evicted from the prefix cache, to which
+vLLM adds a page when it allocates it, before it is computed. Requests with streaming input are failed here, at their first step.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 FAILED = "rollmesh_failed"
-STREAMS = "RequestError: input that streams in, wanted a prompt that is whole"
+STREAMS = "RequestError: expected a whole prompt, got streaming input"
 MAX_STREAMS = 4096
 
 
 class EndsFailed:
-    """In front of a scheduler of vLLM's."""
+    """A mixin in front of vLLM's scheduler."""
 
     if TYPE_CHECKING:
         requests: dict[str, Any]
@@ -33,7 +32,7 @@ class EndsFailed:
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._streams: dict[str, None] = {}  # sessions that were refused; parts of them may still come
+        self._streams: dict[str, None] = {}  # refused sessions, of which more input may arrive
 
     def add_request(self, request: Any) -> None:
         if request.resumable:
@@ -56,12 +55,12 @@ class EndsFailed:
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
-            more = sum(part is not None for part in request.streaming_queue or ())  # the front end waits for the end of each
+            more = sum(part is not None for part in request.streaming_queue or ())  # the front end waits for an end of each
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.extend([end] * (1 + more))
         return outputs
 
     def _end(self, failed: dict[str, str]) -> list[Any]:
-        """Before vLLM looks at the step's tokens: it passes over requests that are gone, as it does over aborted ones."""
+        """Before vLLM reads the step's tokens; it skips requests that have ended, as it does aborted ones."""
         for request_id in failed:
             if request_id in self.requests:
                 pages = self.kv_cache_manager.get_block_ids(request_id)
@@ -70,8 +69,8 @@ class EndsFailed:
 
 
 class Scheduler(EndsFailed, scheduler.Scheduler):  # type: ignore[misc]
-    """Of synchronous scheduling."""
+    """For synchronous scheduling."""
 
 
 class AsyncScheduler(EndsFailed, async_scheduler.AsyncScheduler):  # type: ignore[misc]
-    """Of asynchronous scheduling."""
+    """For asynchronous scheduling."""

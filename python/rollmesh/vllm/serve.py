@@ -1,17 +1,16 @@
-"""Says over HTTP why a request failed. A request that ends with finish_reason "error" is answered by vLLM's servers with 500 "Internal
-server error", and its stop_reason, where the scheduler has put the reason, is dropped (GenerateBaseServing._raise_if_error; by then
-a stream has begun and says the same in an event). vLLM takes middleware by its --middleware option, whose default the platform sets to
+"""HTTP middleware that reports why a request failed. vLLM's servers answer a request with finish_reason "error" by 500 "Internal server
+error" (in a stream: by an event) and drop the stop_reason, in which the scheduler has put the reason (GenerateBaseServing._raise_if_error).
+The platform sets the default of vLLM's --middleware option to
 
     rollmesh.vllm.serve.Reasons
 
-which lets everything else pass as it is. For such an answer it asks the workers, with collective_rpc, what became of the request, and
-puts their words in the place of vLLM's, with the status that fits:
+For such an answer it asks the workers for the reason (collective_rpc) and replaces message and status; all other answers are unchanged.
 
-    400  the request's own fault: it can never be served as it is
-    503  no step could be made: weights that are missing, asleep or not whole. The same request may be served later
+    400  the request's own fault; it can never be served as it is
+    503  no step was possible: weights are missing, asleep or incomplete. The request may be served later
     500  anything else
 
-With several data parallel ranks vLLM passes on what the workers of the first one say: of a request on another, vLLM's words stand.
+With several data parallel ranks vLLM returns the reasons of the first rank's workers only; vLLM's message stays for the others.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class Reasons:
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
         if scope["type"] == "http":
-            scope.setdefault("state", {})  # vLLM leaves the request's name there
+            scope.setdefault("state", {})  # vLLM stores the request's id there
             send = _Answer(scope, send)
         await self._app(scope, receive, send)
 
 
 class _Answer:
-    """In front of the server's send. The head of a 500 waits for its body."""
+    """Wraps the server's send. The head of a 500 is held back until its body."""
 
     def __init__(self, scope: Message, send: Send):
         self._scope, self._send = scope, send
@@ -70,7 +69,7 @@ class _Answer:
             return body
         status, kind = _status(why)
         words["error"]["message"] = why
-        if "code" in words["error"]:  # OpenAI's form; that of /v1/messages has types of its own
+        if "code" in words["error"]:  # OpenAI's form; /v1/messages has other types
             words["error"] |= {"code": int(status), "type": kind}
         said = json.dumps(words, ensure_ascii=False).encode()
         if event:
@@ -85,15 +84,15 @@ class _Answer:
         client = getattr(self._scope["app"].state, "engine_client", None)
         if known is None or client is None:
             return None
-        try:  # vLLM's own timeout would leave replies behind that nobody reads
+        try:  # not vLLM's own timeout, which would leave unread replies behind
             words = await asyncio.wait_for(client.collective_rpc("why_failed", None, (known.request_id,)), WAIT_SECONDS)
-        except Exception:  # noqa: BLE001 (the engine is gone, or busy: what vLLM has said stands)
+        except Exception:  # noqa: BLE001 (the engine has ended or is busy: vLLM's message stays)
             return None
         return next((word for word in words if word is not None), None)
 
 
 def _bare(text: bytes) -> dict[str, Any] | None:
-    """The answer, if it is one without a reason."""
+    """The parsed answer, if it is vLLM's without a reason."""
     try:
         said = json.loads(text)
     except ValueError:
@@ -103,7 +102,7 @@ def _bare(text: bytes) -> dict[str, Any] | None:
 
 
 def _status(why: str) -> tuple[HTTPStatus, str]:
-    """By the class of ours that stands in front."""
+    """By the exception class that the reason begins with."""
     name = why.partition(":")[0]
     kind = getattr(errors, name) if name in errors.__all__ else errors.Error
     if issubclass(kind, (errors.RequestError, errors.CapacityError)):

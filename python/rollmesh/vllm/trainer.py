@@ -1,14 +1,14 @@
 """The trainer's side of vLLM's weight updates, for workers that run on rollmesh (weight_updates.py). It needs no vLLM in its process.
 
     sender = WeightSender(client)               client: vllm.LLM, the URL of a vLLM server, or any object with vLLM's four calls
-    sender.send(model, version=7)               whole or not at all; an error of any worker is raised here, by its class where it is ours
+    sender.send(model, version=7)               whole or not at all; a worker's error is raised here, with its class if it is rollmesh's
 
     sender = AsyncWeightSender(async_llm)       the same for vllm.AsyncLLM:  await sender.send(…)
 
-The tensors go in blocks of bounded size: a segment of shared memory that is filled again and again, or, for workers on other machines,
-broadcasts from here over a Gloo group (transport="distributed"). With lend=True tensors on GPUs stay where they are, and the workers'
-GPUs read them there: a loan for each block, that lasts for one call of update_weights, which returns when all workers have read. A loan
-of the whole set until its commit lost: a source may gather its tensors one by one, and all of them together need not fit.
+The tensors travel in buckets of bounded size, one per call of update_weights: in a segment of shared memory that is filled again for
+each bucket, or, to workers on other machines, by a broadcast over a Gloo group (transport="distributed"). With lend=True tensors on GPUs
+are not copied: the workers' GPUs read them where they are. Each loan lasts for one call of update_weights, which returns when all workers
+have read. (A loan of the whole set until its commit lost: a source may gather its tensors one by one, and all of them need not fit.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from rollmesh.errors import ConfigError, DeadlineError, StateError, SyncAbortedError, UnsupportedTensorError
 from rollmesh.runtime.arguments import boolean, choice, integer
 from rollmesh.runtime.messages import reason, shown
-from rollmesh.vllm.clients import client_of, is_awaited, understood
+from rollmesh.vllm.clients import client_of, is_awaited, typed
 from rollmesh.vllm.update_info import TRANSPORTS, InitInfo, UpdateInfo, check_timeout
 from rollmesh.weights.pieces import is_sharded
 from rollmesh.weights.transport.gloo_group import Group
@@ -37,24 +37,24 @@ from rollmesh.weights.transport.segment import Bytes, Segment
 from rollmesh.weights.transport.tensors import as_array, bucketed
 
 BLOCK_BYTES = 128 << 20
-LENT_S = 10.0  # that a send which has failed waits for workers that read what is lent
+LENT_S = 10.0  # how long a failed send waits for workers that still read lent tensors
 GivenUp = Callable[[], bool]
 Bucket = list[tuple[str, NDArray[Any] | Held]]
 
 
 class Call(NamedTuple):
-    """One of vLLM's calls, and what this process does while it runs."""
+    """One of vLLM's calls, and what this process does meanwhile."""
 
     method: str
     args: tuple[Any, ...] = ()
     meanwhile: Callable[[GivenUp], None] | None = None
 
 
-Calls = Generator[Call, Any, None]  # is sent what a call has returned
+Calls = Generator[Call, Any, None]  # yields calls; their results are sent back in
 
 
 class _Sending:
-    """What to call and when, for both kinds of client."""
+    """The steps of a send, for both kinds of client."""
 
     def __init__(
         self,
@@ -74,22 +74,20 @@ class _Sending:
     ):
         """client              as the class says
         transport           "shm": the workers are on this machine; "distributed": on any
-        block_bytes         of tensors in one block; a larger tensor gets a block of its size
+        block_bytes         of tensors in one bucket; a larger tensor is a bucket by itself
         cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
         allow_bias_removal  a router bias that the serving version has may be absent (then zero)
-        verify              the workers compare a sum of each tensor's bytes, but of what is lent
+        verify              the workers compare a checksum of each tensor that is copied; lent tensors have none
         lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on GPUs of this machine, which read them
-                            there without a copy; others are copied. They must stay as they are while `send` runs, and are the trainer's
-                            again when it has returned or raised. UnsupportedTensorError for GPU memory that no other process can open,
-                            ConfigError where a worker is on the CPU or does not see the tensors' GPU, or a build has no CUDA library:
-                            lend=False copies by way of the host
-        pause               generation pauses during a send, unless it is paused already; running requests are kept. None: where it has to
-                            (vLLM's LLM or AsyncLLM with several data parallel ranks) or may have to (a server)
+                            without a copy; others are copied. They must not change while `send` runs. UnsupportedTensorError for GPU
+                            memory that no other process can open; ConfigError if a worker is on the CPU or does not see the tensors'
+                            GPU, or if a build has no CUDA library: lend=False copies through the host
+        pause               pause generation during a send, unless it is paused already; running requests are kept. None: where that is
+                            necessary (vLLM's LLM or AsyncLLM with several data parallel ranks) or may be (a server)
         master_address, master_port, num_workers
-                            distributed: where this process listens (port 0: a free one; one that is given may stay taken for a while
-                            after a send that failed) once the first send asks the workers to join, and how many they are in all data
-                            parallel ranks
-        timeout             seconds that one waits for another: in a distributed group, and for a server's answer to one call
+                            distributed: the address at which this process listens from the first send on (port 0: a free one; a given
+                            port may stay in use for a while after a failed send), and the number of workers of all data parallel ranks
+        timeout             seconds: in a distributed group for another rank, and for a server's answer to one call
         """
         self._transport = choice("transport", transport, TRANSPORTS)
         self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
@@ -101,16 +99,16 @@ class _Sending:
         integer("master_port", master_port, 0, 65535)
         if transport == "distributed":
             if lend:
-                raise ConfigError("lend=True with transport='distributed', wanted 'shm': a GPU's memory is opened on its own machine")
+                raise ConfigError("transport: expected 'shm' with lend=True, got 'distributed': GPU memory is lent on its own machine")
             if not isinstance(master_address, str) or num_workers is None:
-                raise ConfigError("transport='distributed' without master_address and num_workers, wanted both")
+                raise ConfigError("transport='distributed': expected master_address and num_workers")
             integer("num_workers", num_workers, 1, 2**16 - 1)
         elif (master_address, master_port, num_workers) != (None, 0, None):
             raise ConfigError("transport='shm' takes no master_address, master_port or num_workers")
         self._name = secrets.token_hex(16)
         self._address, self._port, self._num_workers, self._timeout = master_address, master_port, num_workers, timeout
         self._shared: Segment | None = None
-        self._before: Segment | None = None
+        self._previous: Segment | None = None
         self._group: Group | None = None
         self._client = self._checked(client)
         self._closed = self._sends = False
@@ -119,23 +117,23 @@ class _Sending:
         raise NotImplementedError
 
     def _pauses(self) -> bool:
-        wanted = self._client.spans if self._pause is None else self._pause
-        if wanted and not hasattr(self._client, "hold"):
-            raise ConfigError("pause=True for a client of four calls, wanted pause=None: pausing is the caller's")
-        return bool(wanted)
+        pauses = self._client.spans if self._pause is None else self._pause
+        if pauses and not hasattr(self._client, "hold"):
+            raise ConfigError("pause: expected None for a client that has only the four calls, got True; pause it yourself")
+        return bool(pauses)
 
     def _send(self, source: Any, version: int, label: str | None) -> Calls:
         version = integer("version", version, 0, 2**63 - 1)
-        label = str(version) if label is None else _sendable(label)
+        label = str(version) if label is None else _checked_label(label)
         entries = _entries(source)
         if self._closed or self._sends:
-            raise StateError(f"the sender {'is closed' if self._closed else 'sends a set already, wanted one after another'}")
+            raise StateError(f"the sender {'is closed' if self._closed else 'is sending already; send one set after another'}")
         self._sends = True
         try:
-            self._leave_block()  # of a send whose end a Ctrl-C has cut short
+            self._close_segment()  # left by a send whose end a Ctrl-C cut short
             yield from self._begin()
             yield Call("start_weight_update")
-            yield from self._blocks(entries, version)
+            yield from self._buckets(entries, version)
             yield Call("finish_weight_update", (label,))
             if hasattr(self._client, "serving"):
                 try:
@@ -144,14 +142,14 @@ class _Sending:
                     raise SyncAbortedError(f"weights committed; asking for the served version failed: {error}") from error
                 _require(version, served)
         except BaseException:
-            self._leave_group()  # the two sides may not be at the same place: the next send begins anew
+            self._close_group()  # trainer and workers may be at different points of the exchange; the next send makes a new group
             raise
         finally:
             self._sends = False
-            self._leave_block()
+            self._close_segment()
 
     def _begin(self) -> Calls:
-        """Before every set over shm: an update that a trainer has left open ends by it. A group is made once."""
+        """Over shm before every set, which ends an update that a trainer left open. A group is made once."""
         if self._transport == "shm":
             yield Call("init_weight_transfer_engine", (asdict(self._info()),))
         elif self._group is None:
@@ -167,42 +165,42 @@ class _Sending:
         return InitInfo("distributed", **options, master_address=self._address, master_port=group.port, world_size=group.world,
                         timeout=self._timeout)  # fmt: skip
 
-    def _blocks(self, entries: Iterator[tuple[str, Any]], version: int) -> Calls:
-        """A source that fails on the way ends the update on the workers too."""
+    def _buckets(self, entries: Iterator[tuple[str, Any]], version: int) -> Calls:
+        """One call per bucket. If the source fails, the workers are told to drop the update."""
         take = as_array if self._lender is None else self._lender.take
         buckets = bucketed(((name, take(name, tensor)) for name, tensor in entries), self._block_bytes)
         while True:
-            bucket: Bucket | None = None  # of what was lent nothing is kept
+            bucket: Bucket | None = None  # no reference to tensors that were lent before
             try:
                 bucket = next(buckets, None)
-                call = None if bucket is None else self._block(bucket, version)
+                call = None if bucket is None else self._call(bucket, version)
             except BaseException as error:
                 yield Call("update_weights", (asdict(UpdateInfo(sender=self._name, abort=reason(error))),))
                 raise
             if call is None:
                 return
             yield from self._until_read(call)
-            self._leave_before()
+            self._close_previous()
             if self._shared is not None:
                 self._shared.unlink()  # all workers have it open
 
     def _until_read(self, call: Call) -> Calls:
-        """What is lent for a call is the trainer's again when it has ended, however it has."""
+        """Takes the loan back after the call, also if it failed, and waits until no worker has the tensors open."""
         try:
             yield call
         except BaseException as error:
             if self._shared is not None and not self._shared.take_back(LENT_S):
-                error.add_note(f"a worker still has tensors open that were lent to it, {LENT_S:g} seconds later: their memory must stay")
+                error.add_note(f"a worker still has tensors open that were lent to it, {LENT_S:g} seconds later: do not free their memory")
             raise
         if self._shared is not None and not self._shared.take_back(self._timeout):
             raise DeadlineError(f"a worker still has tensors open that were lent for a call, {self._timeout:g} seconds after its return")
 
-    def _block(self, bucket: Bucket, version: int) -> Call:
+    def _call(self, bucket: Bucket, version: int) -> Call:
         held = [tensor for _, tensor in bucket if isinstance(tensor, Held)]
         arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, Held)]
         entries, size = lay_out(arrays, sums=self._verify)
         if (group := self._group) is None:
-            shared = self._shared_block(size)
+            shared = self._segment_of(size)
             assert shared.data is not None
             fill(shared.data, entries, arrays)
             lent = self._lender.describe(held, shared.next_loan) if self._lender is not None and held else None
@@ -210,64 +208,64 @@ class _Sending:
             if held:
                 shared.lend()
             return Call("update_weights", (asdict(info),))
-        block: Bytes = np.empty(size, np.uint8)
-        fill(block, entries, arrays)
+        data: Bytes = np.empty(size, np.uint8)
+        fill(data, entries, arrays)
         info = UpdateInfo(describe(entries).decode(), size, sender=self._name, version=version)
-        return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(block, given_up))
+        return Call("update_weights", (asdict(info),), lambda given_up: group.broadcast(data, given_up))
 
-    def _shared_block(self, needed: int) -> Segment:
-        """Of the size of the first one, when that is all; the second time the largest that is wanted as a rule. The one before is held
-        until the workers have this one: it tells them that the sender lives."""
+    def _segment_of(self, needed: int) -> Segment:
+        """A segment with room for so many bytes. The first one has the size of its bucket, which may be all; the second has block_bytes.
+        The previous one stays open until the workers have opened this one: its lock tells them that the sender lives."""
         if self._shared is None or self._shared.size < needed:
             size = max(needed, self._block_bytes) if self._shared is not None and self._shared.size else needed
-            self._before, self._shared = self._shared, None
+            self._previous, self._shared = self._shared, None
             self._shared = Segment(size)
         return self._shared
 
-    def _leave_before(self) -> None:
-        before, self._before = self._before, None
+    def _close_previous(self) -> None:
+        before, self._previous = self._previous, None
         if before is not None:
             before.close()
 
-    def _leave_block(self) -> None:
-        self._leave_before()
+    def _close_segment(self) -> None:
+        self._close_previous()
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.close()
 
-    def _leave_group(self) -> None:
+    def _close_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def close(self) -> None:
-        """Gives the group and its port back; shared memory is held during a send only. What the workers serve stays."""
+        """Closes the group and its port. Shared memory is only held during a send; the workers keep serving."""
         self._closed = True
-        self._leave_group()
+        self._close_group()
 
 
 class WeightSender(_Sending):
     """For vllm.LLM, a server's URL (started with VLLM_SERVER_DEV_MODE=1), or an object with init_weight_transfer_engine(info),
-    start_weight_update(), update_weights(info) and finish_weight_update(weight_version). None: another rank of the same trainer has the
-    client, and this one takes part in gathering DTensors."""
+    start_weight_update(), update_weights(info) and finish_weight_update(weight_version). None: another rank of a
+    sharded trainer has the client, and this one takes part in gathering DTensors."""
 
     def _checked(self, client: Any) -> Any:
         if client is None:
             return None
         known = client_of(client, self._timeout)
         if is_awaited(known):
-            raise ConfigError(f"client is a {type(client).__name__}, whose calls are awaited, wanted an AsyncWeightSender for it")
+            raise ConfigError(f"client: expected calls that are not awaited, got a {type(client).__name__}; use AsyncWeightSender")
         return known
 
     def send(self, source: Any, version: int, label: str | None = None) -> None:
-        """A set of weights: a module, a state dict, or an iterable of (name, tensor), all of them under their Hugging Face names.
+        """Sends a set of weights: a module, a state dict, or an iterable of (name, tensor), with Hugging Face names.
 
-        version  must exceed the last one; tokens name it
-        label    what vLLM calls it (get_weight_version, weight_versions of its outputs); None: the number as text
+        version  must exceed the last one; tokens record it
+        label    vLLM's name of it (get_weight_version, weight_versions of its outputs); None: the number as text
 
-        Raises what a worker raised, if that is of ours (ShapeError, IncompleteSyncError, VersionError, …), else the client's own
-        exception; SyncAbortedError where workers went away. In all cases the version before serves, unless the error says otherwise:
-        LLM, AsyncLLM and a server are asked at the end what their workers serve.
+        Raises a worker's error with its class if it is rollmesh's (ShapeError, IncompleteSyncError, VersionError, …), else the client's
+        own exception; SyncAbortedError if workers were lost. The old version keeps serving in all cases, unless the error says otherwise:
+        at the end LLM, AsyncLLM and a server are asked which version their workers serve.
         """
         if self._client is None:
             _gather(source)
@@ -287,10 +285,10 @@ class WeightSender(_Sending):
                 try:
                     returned = self._make(call, pool)
                 except BaseException as error:
-                    calls.throw(understood(error))
+                    calls.throw(typed(error))
                     raise
         finally:
-            calls.close()  # it still waits where a Ctrl-C came between two calls
+            calls.close()  # it has not ended if a Ctrl-C came between two calls
 
     def _make(self, call: Call, pool: ThreadPoolExecutor) -> Any:
         method = getattr(self._client, call.method)
@@ -300,7 +298,7 @@ class WeightSender(_Sending):
         try:
             call.meanwhile(lambda: made.done() and made.exception() is not None)
         except SyncAbortedError:
-            made.result()  # its reason is the better one
+            made.result()  # the call's own error says more
             raise
         return made.result()
 
@@ -311,7 +309,7 @@ class AsyncWeightSender(_Sending):
     def _checked(self, client: Any) -> Any:
         known = client_of(client, self._timeout)
         if not is_awaited(known):
-            raise ConfigError(f"client is a {type(client).__name__}, whose calls are not awaited, wanted a WeightSender for it")
+            raise ConfigError(f"client: expected calls that are awaited, got a {type(client).__name__}; use WeightSender")
         return known
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
@@ -324,7 +322,7 @@ class AsyncWeightSender(_Sending):
                 await self._client.release()
 
     async def _held(self) -> bool:
-        """A pause that was asked for is gone through with, and ended if the caller has gone meanwhile."""
+        """Pauses generation. If the caller is cancelled meanwhile, waits for the pause and ends it."""
         holding = asyncio.ensure_future(self._client.hold())
         try:
             return bool(await asyncio.shield(holding))
@@ -340,7 +338,7 @@ class AsyncWeightSender(_Sending):
                 try:
                     returned = await self._make(call)
                 except BaseException as error:
-                    calls.throw(understood(error))
+                    calls.throw(typed(error))
                     raise
         finally:
             calls.close()  # as above
@@ -351,16 +349,16 @@ class AsyncWeightSender(_Sending):
             if call.meanwhile is not None:
                 await asyncio.to_thread(call.meanwhile, lambda: made.done() and (made.cancelled() or made.exception() is not None))
         except SyncAbortedError:
-            await made  # its reason is the better one
+            await made  # the call's own error says more
             raise
         except asyncio.CancelledError:
-            made.cancel()  # which ends what the thread waits for
+            made.cancel()  # the thread stops waiting then
             raise
         return await made
 
 
 def _next(calls: Calls, returned: Any) -> Call | None:
-    """returned: by the call before, None before the first."""
+    """The next call. returned: the result of the previous one."""
     try:
         return calls.send(returned)
     except StopIteration:
@@ -368,18 +366,18 @@ def _next(calls: Calls, returned: Any) -> Call | None:
 
 
 def _require(version: int, served: list[Any]) -> None:
-    """vLLM's multiprocess executor may take one worker's reply for that to another call (a name that no worker has, called by
-    collective_rpc, is enough), and then a set that was refused for one that was taken."""
+    """SyncAbortedError unless all workers serve the version or a later one. vLLM's multiprocess executor may mix up replies to different
+    calls (after collective_rpc of an unknown name, for instance), and then a refused set looks committed."""
     if not all(str(one).isdecimal() and int(str(one)) >= version for one in served):
-        raise SyncAbortedError(f"the workers say that they serve {', '.join(map(shown, served))} after a send of version {version}")
+        raise SyncAbortedError(f"expected the workers to serve version {version} after the send, got {', '.join(map(shown, served))}")
 
 
-def _sendable(label: Any) -> str:
-    """vLLM's front end fails at a label that it cannot read, with the first request and for good."""
+def _checked_label(label: Any) -> str:
+    """Refuses a label that is not UTF-8 text: vLLM's front end would fail at every later request."""
     with suppress(UnicodeEncodeError):
         if isinstance(label, str) and label.encode():
             return label
-    raise ConfigError(f"label = {shown(label)}, wanted text or None")
+    raise ConfigError(f"label: expected text or None, got {shown(label)}")
 
 
 # -------------------------------------------------------------------------------------------------- sources
@@ -389,18 +387,18 @@ def _entries(source: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(source, Mapping):
         return iter(source.items())
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
-        raise UnsupportedTensorError(f"source is a {type(source).__name__}, wanted a module, a mapping or an iterable of (name, tensor)")
+        raise UnsupportedTensorError(f"source: expected a module, a mapping or pairs (name, tensor), got a {type(source).__name__}")
     return map(_pair, source)
 
 
 def _pair(entry: Any) -> tuple[str, Any]:
     if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        raise UnsupportedTensorError(f"source has a {type(entry).__name__}, wanted pairs (name, tensor)")
+        raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
     return entry[0], entry[1]
 
 
 def _gather(source: Any) -> None:
-    """The part of a rank without a client: full_tensor() is a collective of the trainer's."""
+    """What a rank without a client does: full_tensor() is a collective of the trainer."""
     for _, tensor in _entries(source):
         if is_sharded(tensor):
             tensor.full_tensor()

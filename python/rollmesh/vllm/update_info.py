@@ -1,8 +1,7 @@
-"""What a trainer says to vLLM's workers, through vLLM's own calls: how weights will come (`InitInfo`), and what is in one block of them
-(`UpdateInfo`). Plain values in dataclasses, as msgpack and JSON carry them, never tensors; the bytes come beside them
-(transport/segment.py).
+"""The arguments of vLLM's weight calls: how weights will arrive (`InitInfo`), and what is in one bucket of them (`UpdateInfo`). Plain
+values that msgpack and JSON can carry; tensors travel beside them (weights/transport/segment.py).
 
-Both ends are this file. What does not fit is refused here, before anything is opened, received or read.
+Both sender and worker use this file. Wrong values are refused here, before anything is opened, received or read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from rollmesh.errors import ConfigError, Error, FormatError, VersionError
 from rollmesh.runtime.messages import listed, shown
 
 TRANSPORTS = ("shm", "distributed")
-MAX_BLOCK = 1 << 40  # bytes
+MAX_BUCKET = 1 << 40  # bytes
 MAX_TIMEOUT_S = 10**6
 
 T = TypeVar("T", "InitInfo", "UpdateInfo")
@@ -26,15 +25,14 @@ def _integer(value: Any, low: int, high: int) -> bool:
 
 def check_timeout(timeout: Any) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
-        raise ConfigError(f"timeout = {shown(timeout)}, wanted seconds above 0, at most {MAX_TIMEOUT_S}")
+        raise ConfigError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}")
 
 
 @dataclass(frozen=True)
 class InitInfo:
-    """The init_info of init_weight_transfer_engine. The last four are for transport="distributed", by the names of vLLM's own engines.
+    """The init_info of init_weight_transfer_engine. The last four are for transport="distributed", with the names of vLLM's own engines.
 
-    sender              the trainer's own name: a block that says another is refused, so that of two trainers none has blocks in the
-                        other's set
+    sender              a name of the trainer: a bucket that names another sender is refused, so that no set mixes two trainers
     cast                convert other float dtypes to the model's, as torch's .to() does; else DTypeError
     allow_bias_removal  a router bias that the serving version has may be absent (then zero)
     world_size          the trainer and all workers of all data parallel ranks
@@ -54,36 +52,36 @@ class InitInfo:
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise ConfigError(f"transport = {shown(self.transport)}, wanted one of {', '.join(TRANSPORTS)}")
+            raise ConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(self.transport)}")
         if self.sender is not None and not isinstance(self.sender, str):
-            raise ConfigError(f"sender = {shown(self.sender)}, wanted a name or None")
+            raise ConfigError(f"sender: expected a str or None, got {shown(self.sender)}")
         for name in ("cast", "allow_bias_removal"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} = {shown(getattr(self, name))}, wanted True or False")
+                raise ConfigError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
         if self.transport == "shm":
             if (self.master_address, self.master_port, self.world_size) != (None, None, None):
                 raise ConfigError("transport='shm' takes no master_address, master_port or world_size")
             return
         if not isinstance(self.master_address, str) or not self.master_address:
-            raise ConfigError(f"master_address = {shown(self.master_address)}, wanted the trainer's address")
+            raise ConfigError(f"master_address: expected the trainer's address, got {shown(self.master_address)}")
         ranges = {"master_port": (1, 65535), "world_size": (2, 2**16), "rank_offset": (1, 2**16)}
         for name, (low, high) in ranges.items():
             if not _integer(value := getattr(self, name), low, high):
-                raise ConfigError(f"{name} = {shown(value)}, wanted an integer in [{low}, {high}]")
+                raise ConfigError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
         check_timeout(self.timeout)
 
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """The update_info of update_weights: one block of tensors.
+    """The update_info of update_weights: one bucket of tensors.
 
-    description     JSON (transport/manifest.py): what tensors lie where in the block, and with transport="shm" what stays on the
-                    trainer's GPUs until the call returns
-    size            bytes of the block
+    description     JSON (weights/transport/manifest.py): names, dtypes, shapes and offsets of the tensors, and with transport="shm" those
+                    that are lent on the trainer's GPUs until the call returns
+    size            bytes of the bucket
     segment, nonce  transport="shm": the file in /dev/shm
     sender          as in the InitInfo
-    version         number of the set; every block of a set says the same. None: the next
-    abort           instead of a block: why the trainer gives the set up
+    version         number of the set, the same in all its buckets. None: the next
+    abort           instead of a bucket: why the trainer gives up the set
     """
 
     description: str = ""
@@ -96,20 +94,20 @@ class UpdateInfo:
 
     def __post_init__(self) -> None:
         if not isinstance(self.description, str):
-            raise FormatError(f"description = {shown(self.description)}, wanted JSON")
-        if not _integer(self.size, 0, MAX_BLOCK):
-            raise FormatError(f"size = {shown(self.size)}, wanted bytes in [0, {MAX_BLOCK}]")
+            raise FormatError(f"description: expected JSON, got {shown(self.description)}")
+        if not _integer(self.size, 0, MAX_BUCKET):
+            raise FormatError(f"size: expected bytes in [0, {MAX_BUCKET}], got {shown(self.size)}")
         if self.version is not None and not _integer(self.version, 0, 2**63 - 1):
-            raise VersionError(f"version = {shown(self.version)}, wanted an integer in [0, 2^63)")
+            raise VersionError(f"version: expected an integer in [0, 2^63), got {shown(self.version)}")
         if self.abort is not None and not isinstance(self.abort, str):
-            raise FormatError(f"abort = {shown(self.abort)}, wanted a reason")
+            raise FormatError(f"abort: expected a reason, got {shown(self.abort)}")
 
 
 def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
-    """An InitInfo or UpdateInfo of what came for it."""
+    """An InitInfo or UpdateInfo from the dict that arrived."""
     if not isinstance(values, dict):
-        raise error(f"{kind.__name__} of {shown(values)}, wanted a dict")
+        raise error(f"{kind.__name__}: expected a dict, got {shown(values)}")
     known = [field.name for field in fields(kind)]
     if unknown := [(key, value) for key, value in values.items() if key not in known]:
-        raise error(f"{kind.__name__} with {listed(unknown)}, wanted some of {', '.join(known)}")
+        raise error(f"{kind.__name__}: expected some of {', '.join(known)}, got {listed(unknown)}")
     return kind(**values)

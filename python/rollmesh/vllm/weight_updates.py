@@ -1,16 +1,16 @@
-"""The worker's side of new weights: what vLLM calls on every worker, in front of rollmesh's own syncs (rollmesh/weights/updates.py).
-A set is staged and committed by one swap on all ranks, so while it comes, and when any part of it is bad, the version before serves.
+"""The worker's side of weight updates: the methods that vLLM calls on every worker, over rollmesh's syncs (rollmesh/weights/updates.py).
+A set is staged and then committed by one swap on all ranks. Until the swap, and if any part of the set is wrong, the old version serves.
 
     init_weight_transfer_engine ─► start_weight_update ─► update_weights … ─► finish_weight_update
-                                       ▲                        │ an error closes the update, on all ranks
+                                       ▲                        │ an error ends the update on all ranks
                                        └────────────────────────┘
-    model.load_weights(pairs), any number of times; the set closes at the next step or at a repeated name
+    model.load_weights(pairs), any number of times; committed at the next step or at a repeated name
 
-The number of a version is ours, an integer that increases: the trainer gives it, or it is the next. The label of a version
-("step-1") is vLLM's: the engine core keeps it, and finish_weight_update(weight_version) sets it once all workers have committed.
+The version number is rollmesh's, an integer that increases; the trainer gives it, or it is the next one. The label ("step-1") is vLLM's:
+the engine core keeps it, and finish_weight_update(weight_version) sets it once all workers have committed.
 
-All ranks make the same calls, and what one refuses all refuse. Only one worker of an executor raises: vLLM's multiprocess
-executor stops reading replies at the first failure, and would take those that it has left for the replies to its next call.
+All ranks make the same calls, and what one refuses all refuse. Only one worker of an executor raises: vLLM's multiprocess executor
+stops reading replies at the first failure and would take the unread ones for replies to its next call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollmesh.weights.sync import SyncOptions, lent, push_mapping
 from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
-# What is above 2 is 2 to vLLM's own workers: to refuse it here would leave generation paused, which vLLM has done by then.
+# vLLM's own workers treat levels above 2 as 2. vLLM has paused generation by then, so refusing them would leave it paused.
 KEPT, DROPPED = 1, 2
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def register_engine() -> None:
-    """Tells vLLM of the backend; again does nothing."""
+    """Registers the backend with vLLM, once."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -46,12 +46,12 @@ def register_engine() -> None:
 
 
 def answers(parallel: Any, rank: int) -> bool:
-    """Whether this worker is the one that raises. Under an external launcher each process is an executor of its own."""
+    """Whether this worker is the one of its executor that raises. With an external launcher each process is an executor."""
     return bool(parallel.distributed_executor_backend == "external_launcher" or rank == parallel.world_size - 1)
 
 
 def _replies(method: Callable[..., None]) -> Callable[..., None]:
-    """vLLM gives its caller the words of an exception and not its class, so the class stands in them. Only one worker raises."""
+    """vLLM passes on the text of an exception and not its class, so the text begins with the class. Only one worker raises."""
 
     @wraps(method)
     def reply(self: WeightUpdates, *args: Any, **options: Any) -> None:
@@ -65,17 +65,17 @@ def _replies(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Hosted:
-    """In place of a generator's requests: vLLM has them, and what runs is kept."""
+    """In place of a generator's requests: vLLM has them, and updates keep running requests."""
 
     def step(self) -> int:
-        raise StateError("vLLM steps its requests, wanted inflight='keep'")
+        raise StateError("expected inflight='keep': vLLM steps its requests")
 
     def rewind(self) -> None:
         self.step()
 
 
 class WeightUpdates:
-    """Of one worker. `engine` is this rank's; `rank` counts the workers of one executor."""
+    """One worker's weight updates. `engine` is this rank's; `rank` counts the workers of one executor."""
 
     def __init__(self, engine: RankEngine, vllm_config: Any, rank: int):
         self._engine, self._config = engine, vllm_config
@@ -85,7 +85,7 @@ class WeightUpdates:
         self._answers = answers(parallel, rank)
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
         self.model = ServedModel(self)
-        self._set: Sync | None = None  # of the open update, once its first block has come
+        self._set: Sync | None = None  # of the open update, from its first bucket on
         self._loaded: Sync | None = None  # of load_weights
         self._updating = False
         self._transfer: Any = None
@@ -96,14 +96,14 @@ class WeightUpdates:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
         if config.backend != BACKEND:
-            raise ConfigError(f"weight_transfer_config.backend = {shown(config.backend)}, wanted {BACKEND!r}")
+            raise ConfigError(f"weight_transfer_config.backend: expected {BACKEND!r}, got {shown(config.backend)}")
         register_engine()
         return WeightTransferEngineFactory.create_engine(config, self._config, torch.device("cpu"), self.model)
 
     # ---------------------------------------------------------------------------------------- what vLLM calls
     @_replies
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """A trainer begins; an update that another has left open is dropped. StateError while that one lives and is within it."""
+        """A trainer begins. Drops an update that another trainer left open; StateError if that trainer is alive and has sent a part."""
         transfer = self._configured()
         info = self.together("the info of a trainer", transfer.parse_init_info, init_info)
         self.alike("a trainer", info.sender)
@@ -117,35 +117,35 @@ class WeightUpdates:
         self.together("an update's beginning", self._require_free, transfer, None)
         if self._set is not None:
             self.drop("another update was started")
-            self._refuse("start_weight_update within an update: that one is dropped now, wanted finish_weight_update before the next")
+            self._refuse("start_weight_update within an update, which is dropped now; call finish_weight_update before the next")
         if self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._refuse("start_weight_update while the weights are asleep: wake_up(tags=['weights']) first")
+            self._refuse("start_weight_update while the weights are asleep; call wake_up(tags=['weights']) first")
         transfer.start_weight_update()
-        self._updating = True  # again, where no block has come: nobody can say whose it was
+        self._updating = True  # it may be so already: an update without a bucket belongs to no trainer yet
 
     @_replies
     def start_draft_weight_update(self) -> None:
-        self._refuse("there is no draft model to update; rollmesh does not speculate")
+        self._refuse("there is no draft model to update: no speculative decoding")
 
     @_replies
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """One block. Of a list each worker takes its own, in the order of data parallel ranks and workers."""
+        """One bucket. Of a list each worker takes its own, in the order of data parallel ranks and workers."""
         transfer = self._configured()
         if not self._updating:
-            self._refuse("update_weights without an open update: start_weight_update first; an error in one closes it")
+            self._refuse("update_weights without an open update; call start_weight_update first. An error ends an update")
         with self._dropping():
-            info = self.together("the info of a block", self._own, transfer, update_info)
-            self.alike("a block of weights", (info.sender, info.version, info.abort))
-        self.together("a block's sender", transfer.require_sender, info)  # the update goes on without a block of another's
+            info = self.together("the info of a bucket", self._own, transfer, update_info)
+            self.alike("a bucket of weights", (info.sender, info.version, info.abort))
+        self.together("the sender of a bucket", transfer.require_sender, info)  # refuses a bucket; the update stays open
         with self._dropping():
             transfer.update_weights(info)
 
     @_replies
     def finish_weight_update(self) -> None:
-        """Commits on all ranks, or on none."""
+        """Commits on all ranks or on none."""
         transfer = self._configured()
         if not self._updating:
-            self._refuse("finish_weight_update without an open update: start_weight_update first; an error in one closes it")
+            self._refuse("finish_weight_update without an open update; call start_weight_update first. An error ends an update")
         try:
             transfer.finish_weight_update()
         finally:
@@ -154,30 +154,30 @@ class WeightUpdates:
     @_replies
     def shutdown_weight_transfer_engine(self) -> None:
         if self._updating:
-            self._refuse("shutdown_weight_transfer_engine within an update: finish_weight_update first")
+            self._refuse("shutdown_weight_transfer_engine within an update; call finish_weight_update first")
         if self._transfer is not None:
             self._transfer.shutdown()
 
     def weight_version(self) -> int | None:
-        """Number of the serving version; None before the first, and while the weights are asleep."""
+        """The serving version's number; None before the first and while the weights are asleep."""
         return self.weights.version
 
     def compute_weight_checksums(self) -> dict[str, str]:
-        """Over names and values of all weights, whatever the mesh: from one worker of each data parallel rank."""
+        """The digest of all weights, from one worker of each data parallel rank; it does not depend on the mesh."""
         version, digest, *_ = self._engine.sync_state()
         number = self._config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
 
     @_replies
     def reset_weights(self) -> None:
-        self._refuse("weights are never zeroed: push others, or sleep(2)")
+        self._refuse("reset_weights is not supported; push other weights, or call sleep(2)")
 
     @_replies
     def sleep(self, level: int = 1) -> None:
-        """1: the KV cache goes, and the weights from a GPU to the host's memory, from which wake_up has them serve again. On the CPU they
-        are there already: they stay awake, and so does a set that is open. 2: both go, and weights have to be pushed anew."""
+        """1: frees the KV cache and moves weights from a GPU to host memory, from which wake_up restores them. On the CPU they stay awake,
+        and an open update stays open. 2: frees both; weights have to be pushed again."""
         if not isinstance(level, int) or level < KEPT:
-            raise ConfigError(f"sleep level {shown(level)}, wanted {KEPT} (the KV cache goes, weights are kept) or {DROPPED} (both go)")
+            raise ConfigError(f"sleep level: expected {KEPT} (keeps weights) or {DROPPED} (frees weights and KV cache), got {shown(level)}")
         if level == KEPT and self._engine.stats()["device"] == "cpu":
             self._rest(PARTS["kv"], False)
         else:
@@ -186,7 +186,7 @@ class WeightUpdates:
     @_replies
     def wake_up(self, tags: list[str] | None = None) -> None:
         parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
-        if parts:  # none, where all of them were woken by tag
+        if parts:  # 0 if everything is awake already
             self.together("wake_up", self.weights.wake, parts)
 
     @_replies
@@ -195,53 +195,51 @@ class WeightUpdates:
         self._rest(_mask(tags), False)
 
     def close_unscoped(self) -> None:
-        """Before a step: a set that load_weights has pushed is committed. IncompleteSyncError when some of it is missing; then it is
-        dropped, and the version before serves."""
+        """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError drops it; the old version serves."""
         self.weights.close_unscoped()
 
     def shutdown(self) -> None:
-        """The worker ends."""
+        """The worker is being closed."""
         if self._transfer is not None:
             self._transfer.shutdown()
 
-    # ---------------------------------------------------------------------------------------- the transfer engine's means
+    # ---------------------------------------------------------------------------------------- for the transfer engine
     def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """As Weights.together."""
         return self.weights.together(where, action, *args)
 
     def alike(self, what: str, value: Any) -> None:
-        """As Weights.alike, of any value."""
+        """As Weights.alike, for any value."""
         self.weights.alike(what, repr(value))
 
     @property
     def device(self) -> str:
-        """Of this rank's engine: "cpu", or "cuda:" and a number."""
+        """This rank's device: "cpu" or "cuda:N"."""
         return self._engine.stats()["device"]
 
-    def stage(self, block: Mapping[str, Any], version: int | None, options: dict[str, Any]) -> None:
-        """A block into the set of the open update, which begins with its first. What is lent of it is open on this rank until the rank
-        has read what it needs."""
+    def stage(self, bucket: Mapping[str, Any], version: int | None, options: dict[str, Any]) -> None:
+        """Stages a bucket of the open update; its first bucket begins the sync. A rank keeps lent tensors open only while it reads."""
         if self._set is None:
             self._begin(version, options)
         assert self._set is not None
         if (begun := self._set.options.version) != version:
-            self._refuse(f"a block of version {version} in an update of version {begun}")
+            self._refuse(f"a bucket of version {version} in an update of version {begun}")
         self._set.require_open()
-        self.together("a block of weights", self._push, block)
+        self.together("a bucket of weights", self._push, bucket)
 
-    def _push(self, block: Mapping[str, Any]) -> None:
-        with lent(block) as is_lent_still:
-            push_mapping(self._engine, block, None)
+    def _push(self, bucket: Mapping[str, Any]) -> None:
+        with lent(bucket) as is_lent_still:
+            push_mapping(self._engine, bucket, None)
             is_lent_still()
 
     def commit(self, options: dict[str, Any]) -> None:
         if self._set is None:
-            self._begin(None, options)  # nothing has come, which the commit says
+            self._begin(None, options)  # no bucket came; the commit raises IncompleteSyncError
         assert self._set is not None
         self.weights.finish(self._set, None)
 
     def drop(self, why: str) -> None:
-        """The open update, if there is one, ends."""
+        """Drops the open update, if there is one."""
         try:
             if self._set is not None:
                 self.weights.reset(why, only=self._set)
@@ -255,7 +253,7 @@ class WeightUpdates:
 
     def _begin(self, version: int | None, options: dict[str, Any]) -> None:
         begun = Sync(self.weights, lambda _: nullcontext(), SyncOptions(version=version, inflight="keep", **options))
-        begun.scoped = True  # no step closes it
+        begun.scoped = True  # steps leave it open
         self.weights.begin(begun)
         self._set = begun
 
@@ -263,28 +261,28 @@ class WeightUpdates:
     def _configured(self) -> Any:
         if self._transfer is None:
             self._refuse(
-                f"no weight transfer: wanted weight_transfer_config=WeightTransferConfig(backend={BACKEND!r}) when the engine is made"
+                f"no weight transfer: make the engine with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
             )
         return self._transfer
 
     def _require_free(self, transfer: Any, sender: str | None) -> None:
         if self._set is not None and transfer.is_held(sender):
-            self._refuse("another trainer's update is open, and its sender lives: wanted its end, or the sender's, first")
+            self._refuse("another trainer's update is open and its sender is alive; wait until it has finished or ended")
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """An error ends the open update."""
+        """Drops the open update on an error."""
         try:
             yield
         except BaseException:
-            self.drop("a block of it was refused")
+            self.drop("one of its buckets was refused")
             raise
 
     def _own(self, transfer: Any, update_info: Any) -> Any:
         if not isinstance(update_info, list):
             return transfer.parse_update_info(update_info)
         if self.number >= len(update_info):
-            raise FormatError(f"update_info is a list of {len(update_info)}, wanted one for each worker: this one is number {self.number}")
+            raise FormatError(f"update_info: expected one for each worker, got a list of {len(update_info)}; this is worker {self.number}")
         return transfer.parse_update_info(update_info[self.number])
 
     def _rest(self, parts: int, keep: bool) -> None:
@@ -299,7 +297,7 @@ class WeightUpdates:
 
     # ---------------------------------------------------------------------------------------- model.load_weights
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
-        """As vLLM's loaders: other float dtypes are converted. Returns the names that were taken."""
+        """Converts other float dtypes, as vLLM's loaders do. Returns the names that were loaded."""
         taken: set[str] = set()
         self._load(pairs, taken)
         return taken
@@ -307,45 +305,45 @@ class WeightUpdates:
     @_replies
     def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         if self._updating:
-            self._refuse("load_weights within an update: finish_weight_update first")
+            self._refuse("load_weights within an update; call finish_weight_update first")
         for entry in _each(pairs):
             if self._loaded is None or self._loaded.closed is not None:
                 self._loaded = Sync(self.weights, lambda _: nullcontext(), SyncOptions(cast=True, inflight="keep"))
                 self.weights.begin(self._loaded)
             try:
-                if isinstance(entry, Exception):  # other ranks wait for this one's tensor, and for the set's beginning if it is the first
+                if isinstance(entry, Exception):  # raised here, since other ranks wait for this rank to begin the sync and push
                     raise entry
                 self._loaded.push(*entry)
-            except Exception as error:  # the caller has been told that its set failed: no later step may commit the rest
+            except Exception as error:  # drop the set: no later step may commit the rest of it
                 self.weights.abort(self._loaded, error)
                 raise
             taken.add(entry[0])
 
 
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Exception]:
-    """What the trainer's iterator gives, and last the exception that it ends by."""
+    """The entries of the trainer's iterator; last the exception that ended it, if one did."""
     try:
         for entry in pairs:
             if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-                raise UnsupportedTensorError(f"load_weights was given a {type(entry).__name__}, wanted pairs (name, tensor)")
+                raise UnsupportedTensorError(f"load_weights: expected pairs (name, tensor), got a {type(entry).__name__}")
             yield entry[0], entry[1]
-    except Exception as error:  # noqa: BLE001 (raised by the reader)
+    except Exception as error:  # noqa: BLE001 (raised by the caller)
         yield error
 
 
 def _mask(tags: Any) -> int:
     if not isinstance(tags, Iterable):
-        raise ConfigError(f"tags = {shown(tags)}, wanted some of {', '.join(TAGS)}")
+        raise ConfigError(f"tags: expected some of {', '.join(TAGS)}, got {shown(tags)}")
     mask = 0
     for tag in [tags] if isinstance(tags, str) else tags:
         if not isinstance(tag, str) or tag not in TAGS:
-            raise ConfigError(f"tag {shown(tag)}, wanted {' or '.join(map(repr, TAGS))}")
+            raise ConfigError(f"tag: expected {' or '.join(map(repr, TAGS))}, got {shown(tag)}")
         mask |= TAGS[tag]
     return mask
 
 
 class ServedModel(torch.nn.Module):
-    """What vLLM and trainers reach as `worker.model_runner.model`. It has no parameters: the engine has them, each rank its own part."""
+    """What vLLM and trainers get as `worker.model_runner.model`. It has no parameters; the engine has them, each rank its shard."""
 
     def __init__(self, updates: WeightUpdates):
         super().__init__()
@@ -356,9 +354,9 @@ class ServedModel(torch.nn.Module):
         return self._updates
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, one or many a call. The set is committed at the next step, or when a name comes
-        again; if something is missing then, IncompleteSyncError, and the version before serves."""
+        """Stages tensors by their Hugging Face names, one or many per call. The set is committed at the next step or at a repeated name;
+        if it is incomplete then, IncompleteSyncError is raised and the old version serves."""
         return self._updates.load(weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StateError("the forward pass is the engine's; this module is for load_weights")
+        raise StateError("this module is for load_weights only; the engine runs the forward pass")

@@ -1,11 +1,11 @@
-"""A trainer's weights in pieces: what one rank has of a tensor, as a box of the whole tensor's indices.
+"""A sharded trainer's tensors: the piece that one rank holds, as a box of the whole tensor.
 
-    DTensor (FSDP2, tensor parallel, any mesh)   to_local(), and where torch says that it lies
-    Piece(array, shape, offsets)                 the same, said by the caller
+    DTensor (FSDP2, tensor parallel, any mesh)   to_local(), with torch's offsets
+    Piece(array, shape, offsets)                 the same, given by the caller
     anything else                                the whole tensor
 
-Shard and Replicate make boxes. _StridedShard (what FSDP over tensor parallelism makes of one dim) and Partial do not: those tensors are
-gathered by full_tensor(), one at a time, which is a collective of the trainer's mesh.
+DTensors with a non-contiguous placement (_StridedShard, which FSDP over tensor parallelism makes, and Partial) are no boxes: they are
+all-gathered by full_tensor(), one at a time, which is a collective of the trainer's mesh.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from rollmesh.weights.transport.tensors import DTYPES, as_array, dtype_name
 
 Dims = tuple[int, ...]
 MAX_DIMS = 4
-MAX_ELEMENTS = 2**60  # what NumPy can describe, in float64
+MAX_ELEMENTS = 2**60  # NumPy's limit for float64
 
 
 def _dims(name: str, value: Any) -> Dims:
     if not isinstance(value, (tuple, list)) or not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value):
-        raise LayoutError(f"{name} = {shown(value)} of a piece, wanted a tuple of integers")
+        raise LayoutError(f"{name} of a piece: expected a tuple of integers, got {shown(value)}")
     return tuple(int(n) for n in value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What this rank has of one tensor, in the source of Generator.sync_weights where ranks are processes: a trainer that shards without
-    DTensor. Every rank that has a source names the same tensors in the same order; one without a part of a tensor gives an empty array.
+    """What this rank holds of one tensor, for trainers that shard without DTensor; for Generator.sync_weights where ranks are processes.
+    Every rank with a source names the same tensors in the same order; a rank that holds nothing of a tensor gives an empty array.
 
-    array    torch or NumPy, of as many dims as the tensor; viewed, not copied
+    array    torch or NumPy, with as many dims as the tensor; not copied
     shape    of the whole tensor, in elements
-    offsets  where in it array[0, …, 0] lies, in elements
+    offsets  of array[0, …, 0] in the whole tensor, in elements
 
-    Raises LayoutError when the array is not inside the shape, UnsupportedTensorError when it is no array.
+    Raises LayoutError if the array is not inside the shape, UnsupportedTensorError if it is not an array.
     """
 
     array: Any
@@ -53,10 +53,10 @@ class Piece:
         for name in ("shape", "offsets"):
             object.__setattr__(self, name, _dims(name, getattr(self, name)))
         if not isinstance(getattr(self.array, "shape", None), tuple):
-            raise UnsupportedTensorError(f"the array of a piece is a {type(self.array).__name__}, wanted a NumPy array or a torch tensor")
+            raise UnsupportedTensorError(f"array of a piece: expected a NumPy array or a torch tensor, got a {type(self.array).__name__}")
         fits = len(self.shape) == len(self.offsets) == len(self.sizes) <= MAX_DIMS
         if not fits or not all(0 <= o <= o + n <= s for o, n, s in zip(self.offsets, self.sizes, self.shape, strict=True)):
-            raise LayoutError(f"{self._where()}, wanted it inside, of at most {MAX_DIMS} dims")
+            raise LayoutError(f"expected a piece of at most {MAX_DIMS} dims inside its tensor, got {self._where()}")
 
     @property
     def sizes(self) -> Dims:
@@ -66,9 +66,9 @@ class Piece:
         return f"a piece of shape {list(self.sizes)} at {list(self.offsets)} of a tensor of shape {list(self.shape)}"
 
     def whole(self) -> Any:
-        """The array, when it is the whole tensor; LayoutError otherwise."""
+        """The array if it is the whole tensor; else LayoutError."""
         if self.sizes != self.shape:
-            raise LayoutError(f"{self._where()}, wanted all of it: only sync_weights where ranks are processes puts pieces together")
+            raise LayoutError(f"expected the whole tensor, got {self._where()}; only sync_weights over processes joins pieces")
         return self.array
 
 
@@ -77,7 +77,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """The tensor that an engine can read by itself: a DTensor is gathered, autograd is left behind. LayoutError for a part of one."""
+    """The tensor as the engine reads it: a DTensor is gathered, autograd is dropped. LayoutError for a Piece of a part."""
     if isinstance(tensor, Piece):
         tensor = tensor.whole()
     elif is_sharded(tensor):
@@ -95,15 +95,15 @@ class Part:
     dtype: str
     shape: Dims
     offsets: Dims
-    sizes: Dims  # any 0: this rank has nothing of it
+    sizes: Dims  # with a 0: this rank holds nothing of it
     array: Callable[[], NDArray[Any]]  # of `sizes`, C-contiguous
 
 
 def part_of(name: Any, tensor: Any) -> Part:
-    """Raises UnexpectedKeyError, UnsupportedTensorError, DTypeError, ShapeError or LayoutError. No collective, and nothing is copied that
-    is on the CPU and contiguous."""
+    """Describes an entry. Calls no collective; copies no contiguous CPU tensor. Raises UnexpectedKeyError, UnsupportedTensorError,
+    DTypeError, ShapeError or LayoutError."""
     if not isinstance(name, str):
-        raise UnexpectedKeyError(f"a weight's name is {shown(name)}, wanted str")
+        raise UnexpectedKeyError(f"a weight's name: expected a str, got {shown(name)}")
     if isinstance(tensor, Piece):
         return _given(name, tensor.array, tensor.shape, tensor.offsets)
     if not is_sharded(tensor):
@@ -113,7 +113,7 @@ def part_of(name: Any, tensor: Any) -> Part:
         return _given(name, tensor.to_local(), _shape(tensor), offsets)
     dtype, shape = str(tensor.dtype).removeprefix("torch."), _shape(tensor)
     if dtype not in DTYPES:
-        raise DTypeError(f"{name}: {dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+        raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {dtype}")
     return Part(name, dtype, shape, (0,) * len(shape), shape, lambda: as_array(name, tensor))
 
 
@@ -121,7 +121,7 @@ def _given(name: str, tensor: Any, shape: Dims | None, offsets: Dims | None) -> 
     array = as_array(name, tensor)
     shape = array.shape if shape is None else shape
     if math.prod(size or 1 for size in shape) >= MAX_ELEMENTS:
-        raise ShapeError(f"{name}: a tensor of shape {list(shape)}, wanted fewer than 2^60 elements")
+        raise ShapeError(f"{name}: expected fewer than 2^60 elements, got shape {list(shape)}")
     sizes = array.shape if array.size and len(array.shape) == len(shape) else (0,) * len(shape)
     return Part(name, dtype_name(array), shape, offsets or (0,) * len(shape), sizes, lambda: array)
 
@@ -131,7 +131,7 @@ def _shape(tensor: Any) -> Dims:
 
 
 def _offsets_of(tensor: Any) -> Dims | None:
-    """Where a DTensor's local tensor lies; None when it is no box. A rank with nothing of it lies anywhere."""
+    """Offsets of a DTensor's local tensor; None for a non-contiguous placement. Zeros if the local tensor is empty."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -142,5 +142,5 @@ def _offsets_of(tensor: Any) -> Dims | None:
         return (0,) * tensor.ndim
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(shape) != tuple(local.shape):
-        raise LayoutError(f"a DTensor whose local tensor is {list(local.shape)}, wanted {list(shape)} by its placements")
+        raise LayoutError(f"a DTensor: expected a local tensor of shape {list(shape)} by its placements, got {list(local.shape)}")
     return tuple(int(offset) for offset in offsets)

@@ -1,12 +1,12 @@
-"""Weights from the ranks of a trainer to the ranks of a generator, where both are the same processes and neither holds a tensor whole.
+"""Resharding: from the shards of a trainer's ranks to the shards of a generator's ranks, in the same processes, without gathering tensors.
 
-For each entry of the source every rank says what it has of it (pieces.py); what every rank wants follows from the name. csrc/weights/
-resharding.c makes of both the copies, the same on all ranks, and one exchange moves what is not where it is wanted already. A rank receives
-what it wants and nothing else. The tensor that it then pushes has the shape of the whole, and memory only where something was
-written (the system gives a page when it is touched), so that the engine checks, indexes and reads it as any other.
+For each entry of the source every rank tells which piece it holds (pieces.py); the shard that it needs follows from the name.
+csrc/weights/resharding.c plans the copies, the same on all ranks, and one all_to_all moves what a rank needs and does not hold. The rank
+then pushes an array of the whole shape in which only its shard was written. The other pages were never touched and take no memory, so the
+engine reads the array like any other.
 
-What all ranks can see (other names, other shapes, an element that nobody has) all raise, each the same. What one rank alone cannot do,
-take its source further, it says in place of an entry: it raises its own error, the others SyncAbortedError.
+What all ranks can see (different names or shapes, an element that no rank holds) raises the same error on all. If one rank's source fails,
+the rank sends the reason in place of an entry: it raises its own error, the others SyncAbortedError.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of
 
 Array = NDArray[Any]
-Told = list[Any]  # name, dtype, shape, offsets, sizes; or why the source goes no further
-AHEAD = 16  # entries of a mapping that are told at a time; of an iterator one, whose tensor may be gone after
+Told = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
+AHEAD = 16  # entries of a mapping per exchange; 1 for an iterator, whose tensors may be freed at its next step
 MAX_PLANS = 256
 BOX_DIMS = 4
 ALIKE = "all ranks with a source give the same names in the same order"
 
 
 class Source:
-    """What one rank was given: iterated once, and whether it comes in pieces is known before. Of an iterator the first entry says so; where
-    all ranks give whole tensors a DTensor that comes later is gathered and a Piece refused."""
+    """One rank's source, iterated once. `is_sharded`: it has DTensors or Pieces. For an iterator the first entry decides; if all ranks'
+    first entries are whole tensors, a later DTensor is gathered and a later Piece refused."""
 
     def __init__(self, source: Any):
         self.is_mapping, self.is_sharded = isinstance(source, Mapping), False
@@ -49,7 +49,7 @@ class Source:
                 first = list(islice(self._entries, 1))
                 self.is_sharded = any(isinstance(entry, (tuple, list)) and len(entry) == 2 and is_sharded(entry[1]) for entry in first)
                 self._entries = chain(first, self._entries)
-        except Exception as error:  # noqa: BLE001 (raised where the entry would be)
+        except Exception as error:  # noqa: BLE001 (raised in place of the entry)
             self._fault = error
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,14 +58,14 @@ class Source:
         return self._entries
 
     def take(self, count: int) -> list[Part | Exception]:
-        """The next entries, fewer at the end. An exception is the last."""
+        """The next entries, fewer at the end. An exception comes last."""
         parts: list[Part | Exception] = []
         try:
             for entry in islice(iter(self), count):
                 if not isinstance(entry, (tuple, list)) or len(entry) != 2:
                     raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
                 parts.append(part_of(*entry))
-        except Exception as error:  # noqa: BLE001 (told to all ranks, then raised)
+        except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             self._fault = error
             parts.append(error)
         return parts
@@ -78,32 +78,32 @@ def _told(part: Part | Exception) -> Told:
 
 
 def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
-    """A part as csrc/weights/resharding.h has it."""
+    """A part in the form of csrc/weights/resharding.h."""
     missing = BOX_DIMS - len(sizes)
     return [rank, *offsets, *[0] * missing, *sizes, *[1] * missing]
 
 
 def _slices(box: NDArray[np.int64], n_dims: int, origin: Dims = (0,) * BOX_DIMS) -> tuple[slice, ...]:
-    """Of an array that lies at `origin`. box: [firsts, sizes]."""
+    """A box as slices of an array at `origin`. box: [firsts, sizes]."""
     return tuple(slice(f - o, f - o + n) for f, n, o in zip(box[:n_dims].tolist(), box[BOX_DIMS:].tolist(), origin, strict=False))
 
 
 def _packed(views: list[Array]) -> NDArray[np.uint8]:
-    """The bytes of some arrays one after another; of one that is contiguous no copy."""
+    """The bytes of arrays one after another; a single contiguous one is not copied."""
     if not views:
         return np.empty(0, np.uint8)
     return bytes_of(views[0] if len(views) == 1 and views[0].flags.c_contiguous else np.concatenate([view.reshape(-1) for view in views]))
 
 
 def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-    """The entries for this rank to push, one after another. Where all ranks have a source of whole tensors each takes its own, and
-    nothing is sent. Otherwise every rank gets what it wants of the tensors: of those that come in pieces from all that have some,
-    else from the first that has a source. An exception of a source ends the sync on all."""
+    """The entries for this rank to push. If all ranks have a source of whole tensors, each uses its own and nothing is sent. Otherwise each
+    rank receives its shards: from all ranks with pieces, or, if no source is sharded, from the first rank with a source. An exception
+    of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
     told = ranks.meet(f"the beginning of a sync with {options}", None if own is None else [own.is_mapping, own.is_sharded])
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
-        raise SyncAbortedError("no rank has a source of weights, wanted one at least")
+        raise SyncAbortedError("expected a source on one rank at least, got none on any")
     if not any(told[rank][1] for rank in givers):
         if own is not None and len(givers) == len(told):
             return _own(ranks, own)
@@ -156,7 +156,7 @@ class Resharding:
             wanted_shape, wanted = self._engine.sync_wanted(name)
         except Error:
             wanted_shape = None
-        if wanted_shape != shape:  # the push will say so on every rank, from the shape alone
+        if wanted_shape != shape:  # the push raises ShapeError on every rank, from the shape alone
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
         held = np.array([_row(rank, *its[3:]) for rank, its in told.items() if its is not None and 0 not in its[4]], np.int64)
         copies = self._plan(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)

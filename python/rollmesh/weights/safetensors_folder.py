@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder as a mapping: `gen.sync_weights(SafetensorsFolder(path))`.
 
-Nothing is read but the headers until an entry is asked for, and then only its pages, so a checkpoint larger than memory can be
-pushed. The library `safetensors` checks the headers.
+Only the headers are read at first, then the pages of each entry when it is accessed, so a checkpoint may be larger than memory. The
+library `safetensors` checks the headers.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ class SafetensorsFolder(Mapping[str, Any]):
                     raise FormatError(f"{name} is in {where[name].name} and in {file.name}")
                 where[name] = file
         if not where:
-            raise FormatError(f"{self.path} has no *.safetensors")
+            raise FormatError(f"{self.path}: expected *.safetensors files, got none")
         return where
 
     def _indexed(self, index: Path) -> dict[str, Path]:
         try:
             weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FormatError(f"{index} is no index of weights: {error!r}") from error
+            raise FormatError(f"{index}: expected an index of safetensors: {error!r}") from error
         where = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise FormatError(f"{index} says that {name} is in {file!r}, which is no file of this folder")
+                raise FormatError(f"{index}: {name}: expected a file of this folder, got {file!r}")
             where[name] = self.path / file
         for file in set(where.values()):
             held = set(self._open(file).keys())
             if absent := [name for name, at in where.items() if at == file and name not in held]:
-                raise FormatError(f"{index} says that {absent[0]} is in {file.name}, and it is not")
+                raise FormatError(f"{index}: {absent[0]}: expected it in {file.name}, which does not have it")
         return where
 
     def _open(self, file: Path) -> Any:

@@ -1,6 +1,6 @@
-"""The self-test of a sync: do trainer and generator compute the same function? Tokens are sampled with the new weights, the
-trainer scores them, and the largest difference of logprobs is held against a threshold. A wrong name, a transposed matrix or
-a stale copy shows as a difference of order 1; rounding stays far below (float32: 1e-3, bfloat16: 0.1).
+"""The self-test of a sync: do trainer and generator compute the same function? Tokens are sampled with the new weights, the trainer scores
+them, and the largest difference of logprobs is compared with a threshold. A wrong name, a transposed matrix or a stale copy gives a
+difference of order 1; rounding is far below that (float32: 1e-3, bfloat16: 0.1).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Generates(Protocol):
-    """What a self-test needs of a generator."""
+    """What a self-test uses of a generator."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -61,7 +61,7 @@ def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDA
 
 
 def generate_for_test(generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
-    """The tokens of a self-test; also what ranks without a scorer have to take part in."""
+    """Generates the tokens of a self-test. Ranks without a scorer call this too."""
     if prompts is None:
         length = min(8, max(1, generator.max_model_len - max_tokens))
         prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))
@@ -76,7 +76,7 @@ def run_self_test(
     if threshold is None:
         threshold = THRESHOLDS[generator.dtype]
     if isinstance(threshold, bool) or not isinstance(threshold, REAL) or not threshold >= 0.0:
-        raise ConfigError(f"threshold = {shown(threshold)}, wanted a number >= 0")
+        raise ConfigError(f"threshold: expected a number >= 0, got {shown(threshold)}")
     outputs = generate_for_test(generator, prompts, max_tokens, seed)
     version = generator.version
     sequences = [np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs]
@@ -99,8 +99,8 @@ def run_self_test(
     )
     if not report.max_abs_diff <= threshold:
         raise NumericsError(
-            f"self-test of version {report.version}: largest |Δ logprob| is {report.max_abs_diff:.6g} over {report.num_tokens} tokens,"
-            f" wanted at most {threshold:g}; sequence {sequence}, token {position}"
+            f"self-test of version {report.version}: expected |Δ logprob| of at most {threshold:g} over {report.num_tokens} tokens, "
+            f"got {report.max_abs_diff:.6g} at sequence {sequence}, token {position}"
         )
     return report
 
@@ -116,6 +116,6 @@ def _floats(values: Any) -> NDArray[np.float32]:
 
 def _difference(ours: NDArray[np.float32], theirs: NDArray[np.float32], index: int) -> NDArray[np.float32]:
     if ours.shape != theirs.shape:
-        raise ConfigError(f"the scorer gave {theirs.size} logprobs for sequence {index}, wanted {ours.size}")
+        raise ConfigError(f"scorer: expected {ours.size} logprobs for sequence {index}, got {theirs.size}")
     difference: NDArray[np.float32] = theirs - ours
     return np.where(np.isnan(difference), np.float32(np.inf), difference)

@@ -1,13 +1,12 @@
-"""rollmesh's attention as a backend of vLLM's own model runner: vLLM allocates the KV cache, hands out its blocks and says which rows of
-a step belong to which sequence; norms, rotation, the write to the cache and attention itself are two ops of the contract.
+"""rollmesh's attention as a backend of vLLM's own model runner: vLLM allocates the KV cache and its blocks and says which rows of a step
+belong to which sequence; norms, RoPE, the KV write and attention are two ops of the contract.
 
-The cache is read where it lies. vLLM's tensor of one layer is [blocks, kv heads, block positions, 2 · head_dim], contiguous. A block of
-it has the bytes of one page of K and one of V, and that is how they are put there: seen as pages, block b has its K in page 2b and
-its V in page 2b + 1. So the K cache of the op is the tensor without its last page, the V cache the tensor without its first, and both
-are addressed by 2b. Whatever vLLM does to a whole block (zero it, copy it) stays right, which two halves of the tensor would
-not give. It takes a head_dim without padding, a multiple of 32.
+The ops use vLLM's KV tensor in place. For one layer it is [blocks, kv heads, block positions, 2 · head_dim], contiguous. A block of vLLM's
+has the bytes of one page of K and one of V, so block b has its K in page 2b and its V in page 2b + 1: the op's K cache is the tensor
+without its last page, its V cache the tensor without its first, and both are indexed by 2b. What vLLM does to a whole block (zero it, copy
+it) stays correct, which two halves of the tensor would not allow. head_dim has to be a multiple of 32, since there is no padding.
 
-The layer's q, k and v come as the projection gave them: the op norms and rotates them on their way.
+q, k and v come straight from the projection; the op applies norms and RoPE.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from rollmesh import ops
 from rollmesh.errors import ConfigError, LayoutError
 
 Array = NDArray[Any]
-BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # multiples that a block and a head have to be
+BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # block_size and head_dim are multiples of these
 
 
 def words_of(tensor: torch.Tensor) -> Array:
-    """A CPU tensor's numbers as the ops take them, without a copy where it is contiguous."""
+    """A CPU tensor as the ops take it (bfloat16 as uint16), without a copy if it is contiguous."""
     tensor = tensor.contiguous()
     return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def tensor_of(words: Array) -> torch.Tensor:
-    """The way back."""
+    """The inverse of words_of."""
     return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16) if words.dtype == np.uint16 else torch.from_numpy(words)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """What every layer's norms and rotation share. threads and isa are the ops'."""
+    """What all layers share. how: threads and isa of the ops."""
 
     cos: torch.Tensor  # float32 [positions, head_dim / 2]
     sin: torch.Tensor
@@ -52,7 +51,7 @@ class Rope:
 
 @dataclass
 class PagedRows:
-    """A step as the ops want it, the same for all layers."""
+    """A step's arguments of the ops, the same for all layers."""
 
     num_rows: int
     positions: NDArray[np.int32]  # [rows]
@@ -81,7 +80,7 @@ class RollmeshMetadataBuilder(AttentionMetadataBuilder[PagedRows]):  # type: ign
 
 
 class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
-    """Of one layer. weights: the layer's arrays that serve now, of which "q_norm" and "k_norm" are used. group, head0: as ops.attention."""
+    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm", "k_norm"). group, head0: as in ops.attention."""
 
     def __init__(
         self,
@@ -108,9 +107,9 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
             ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
         ):
             if value:
-                raise ConfigError(f"{name} = {value!r}, wanted none: this attention does not have it")
+                raise ConfigError(f"{name}: expected none, got {value!r}; it is not supported")
         if head_size % HEAD_DIMS:
-            raise ConfigError(f"head_dim = {head_size}, wanted a multiple of {HEAD_DIMS}: vLLM's blocks have no room for padding")
+            raise ConfigError(f"head_dim: expected a multiple of {HEAD_DIMS}, got {head_size}; vLLM's KV blocks have no padding")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -130,15 +129,15 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
     ) -> torch.Tensor:
         """query [rows, heads, head_dim], key and value [rows, kv heads, head_dim] of the projection; output is query's shape.
 
-        Without metadata (vLLM sizes its memory) there is no cache, and the output is zeros."""
+        Without metadata (vLLM's profiling pass) there is no cache, and the output is zeros."""
         if output_scale is not None or output_block_scale is not None:
-            raise ConfigError("output_scale is set, wanted none: the output is not quantized")
+            raise ConfigError("output_scale: expected none, got a value; the output is not quantized")
         output.zero_()
         if attn_metadata is None:
             return output
         step, weights, rope = attn_metadata, self._weights(), self._rope
         if not kv_cache.is_contiguous():
-            raise LayoutError(f"the KV cache of a layer has strides {kv_cache.stride()}, wanted it contiguous (layout LBHNC)")
+            raise LayoutError(f"expected a contiguous KV cache (layout LBHNC), got strides {kv_cache.stride()}")
         n, (blocks, kv_heads, positions, _) = step.num_rows, kv_cache.shape
         qkv = words_of(torch.cat([part[:n].flatten(1) for part in (query, key, value)], 1))
         pages = words_of(kv_cache).reshape(2 * blocks, kv_heads, positions * self.head_size)
@@ -162,7 +161,7 @@ class RollmeshAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM's word for a backend that is not one of its own
+        return "CUSTOM"  # vLLM's name for out-of-tree backends
 
     @staticmethod
     def get_impl_cls() -> type[RollmeshAttention]:

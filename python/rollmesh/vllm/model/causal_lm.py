@@ -1,18 +1,18 @@
 """Qwen3 and Qwen3-MoE as out-of-tree classes under vLLM's own model runner (VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches,
 allocates the KV cache and samples; the forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits
-are rm.Generator's, bit for bit. It shows rollmesh's numbers in a vLLM of which nothing else was replaced; the fast way is the worker
-(VLLM_PLUGINS=rollmesh), which has one call of the C engine for all of this.
+are rm.Generator's, bit for bit. It shows rollmesh's numbers in an otherwise unchanged vLLM; the worker (VLLM_PLUGINS=rollmesh) is
+faster, since it makes one call of the C engine for all of this.
 
-Weights: nothing is allocated for them when the class is made, on whatever device torch is told to (vLLM makes models on the meta
-device too); RoPE's table is a buffer that no load brings, and it is right from the beginning. A Generator that generates nothing is
-the store: `load_weights` stages, checks and packs as every sync does (weight_updates.py), and the ops read the serving block where it lies.
+Weights: the constructor allocates none, on no device (vLLM also makes models on the meta device); the RoPE table is a buffer that is
+complete at once. A Generator that never generates stores the weights: `load_weights` stages, checks and packs like every sync
+(weight_updates.py), and the ops read the serving copy.
 
-    load_weights(pairs), any number of times ─► the set is committed at the next forward pass, or when a name comes again
+    load_weights(pairs), any number of times ─► committed at the next forward pass or at a repeated name
 
-vLLM's prefix cache knows of no versions here: reset_prefix_cache follows each set, as with vLLM's own models.
+vLLM's prefix cache knows no versions here: call reset_prefix_cache after each set, as with vLLM's own models.
 
-Tensor parallel ranks, with experts whole on a rank (enable_expert_parallel) or cut, hold what rollmesh's placement gives them and
-gather what they computed (columns.py). vLLM's runner has no request that fails alone: a number that is not finite is a NumericsError.
+Each tensor parallel rank holds the shards of rollmesh's placement, experts whole (enable_expert_parallel) or cut, and ranks gather what
+they computed (columns.py). In vLLM's runner no request fails alone, so a value that is not finite raises NumericsError.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from rollmesh.vllm.platforms import config
 from rollmesh.vllm.weight_updates import WeightUpdates
 
 Array = NDArray[Any]
-STORE_PAGE = 16  # positions of KV that the store has to have
-VOCAB_BLOCK = 128  # entries of the vocabulary that have one pair of statistics
+STORE_PAGE = 16  # positions; the smallest KV cache of a generator
+VOCAB_BLOCK = 128  # vocabulary entries per (max, sum) pair
 
 
 class Block(torch.nn.Module):
-    """One layer. It has no parameters: `weights` are views of what serves, given anew after each commit."""
+    """One layer. It has no parameters: `weights` are views of the serving copy, replaced after each commit."""
 
     def __init__(self, model: Model, index: int, prefix: str):
         super().__init__()
@@ -107,7 +107,7 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """What both families share. Made by vLLM."""
+    """Common to both families. Made by vLLM."""
 
     model_type = ""
 
@@ -130,22 +130,22 @@ class Model(torch.nn.Module):
         )
         self._store = _store(spec, mesh, comm.torch(group.cpu_group) if group else None, self.dtype, self.how)
         self._updates = WeightUpdates(self._store._engine, vllm_config, rank)
-        self._served: int | None = None  # the version that the layers' views are of
-        self._ends: Mapping[str, Any] = {}
+        self._served: int | None = None  # the version of the layers' views
+        self._ends: Mapping[str, Any] = {}  # embed, final_norm, lm_head
 
     def _refuse(self) -> None:
         parallel, spec = self.vllm_config.parallel_config, self.spec
         config.check(self.vllm_config)
         if spec.model_type != self.model_type:
-            raise ConfigError(f"model_type = {spec.model_type!r}, wanted {self.model_type!r}: {type(self).__name__} is of that family")
+            raise ConfigError(f"model_type: expected {self.model_type!r} for {type(self).__name__}, got {spec.model_type!r}")
         if parallel.data_parallel_size != 1:
             raise ConfigError(
-                f"data_parallel_size = {parallel.data_parallel_size}, wanted 1; VLLM_PLUGINS=rollmesh has data parallel ranks"
+                f"data_parallel_size: expected 1, got {parallel.data_parallel_size}; VLLM_PLUGINS=rollmesh has data parallel ranks"
             )
         if spec.head_dim % HEAD_DIMS:
-            raise ConfigError(f"head_dim = {spec.head_dim}, wanted a multiple of {HEAD_DIMS}: vLLM's blocks have no room for padding")
+            raise ConfigError(f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV blocks have no padding")
         if any(spec.sliding_windows):
-            raise ConfigError(f"sliding windows of {max(spec.sliding_windows)} positions, wanted none: blocks are kept for all positions")
+            raise ConfigError(f"expected a model without sliding windows, got {max(spec.sliding_windows)} positions")
 
     def _add_rope(self, positions: int) -> None:
         inv_freq, scale = self.spec.rope(positions)
@@ -156,18 +156,17 @@ class Model(torch.nn.Module):
 
     # ---------------------------------------------------------------------------------------- weights
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, in one call or in many; see WeightUpdates.load. A bad one raises what is wrong
-        with it, and what is missing shows when the set is committed (IncompleteSyncError): the version before serves."""
+        """Stages tensors by their Hugging Face names, in one call or in many; see WeightUpdates.load. A wrong tensor raises at once, a
+        missing one at the commit (IncompleteSyncError); the old version serves."""
         return self._updates.load(weights)
 
     @property
     def version(self) -> int | None:
-        """Of the weights that serve: the number of sets before, or None."""
+        """Number of the serving version, or None."""
         return self._updates.weight_version()
 
     def commit_weights(self) -> int | None:
-        """Closes the set that load_weights has staged, if there is one, and returns the version that serves. The next forward pass
-        does it too."""
+        """Commits what load_weights has staged, if anything, and returns the serving version. Each forward pass calls it."""
         self._updates.close_unscoped()
         if self._served != self.version:
             self._ends = self._store._engine.weights() or {}
@@ -189,11 +188,10 @@ class Model(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Hidden states [rows, hidden] after the final norm, of which compute_logits takes those that are wanted.
-
-        NotSyncedError without weights, but in the pass by which vLLM measures memory: that one gives zeros."""
+        """Hidden states [rows, hidden] after the final norm. NotSyncedError without weights, except in vLLM's profiling pass, which gets
+        zeros."""
         if intermediate_tensors is not None or kwargs:
-            raise ConfigError(f"intermediate_tensors or {', '.join(kwargs) or 'others'} given, wanted none: there are no pipeline stages")
+            raise ConfigError(f"expected no intermediate_tensors and no other arguments, got {', '.join(kwargs) or 'intermediate_tensors'}")
         step = _step_of(self.layers[0].attn.layer_name)  # type: ignore[union-attr, arg-type]
         if self.commit_weights() is None and step is None:
             return torch.zeros(len(positions), self.spec.hidden_size, dtype=getattr(torch, self.dtype))
@@ -203,7 +201,7 @@ class Model(torch.nn.Module):
         elif input_ids is not None:
             residual = self._embed(input_ids.to(torch.int32).numpy())
         else:
-            raise StateError("neither input_ids nor inputs_embeds given, wanted one of them")
+            raise StateError("expected input_ids or inputs_embeds, got neither")
         hidden = self._run(residual)
         if step is not None and step.flags.any():
             raise NumericsError(f"keys or values of row {int(step.flags.argmax())} of a step of {step.num_rows} are not finite")
@@ -219,7 +217,7 @@ class Model(torch.nn.Module):
         return normed
 
     def _embed(self, ids: NDArray[np.int32]) -> Array:
-        """Each rank looks its own entries up, the first of them for those that it has not; every row is taken from its owner."""
+        """Each rank looks up its own entries (entry 0 for others); then every row is taken from the rank that owns it."""
         here, hidden = self.columns.here.vocab, self.spec.hidden_size
         local = np.where((ids >= here.start) & (ids < here.stop), ids - here.start, 0).astype(np.int32)
         packed = (len(here), hidden) if self.spec.tie_word_embeddings else None
@@ -235,10 +233,10 @@ class Model(torch.nn.Module):
         return np.uint16 if self.dtype == "bfloat16" else np.float32
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab] on every rank, with the statistics that logprobs are made from."""
+        """float32 [rows, vocab] on every rank, with the statistics for logprobs (logits.py)."""
         vocab, rows = self.spec.vocab_size, len(hidden_states)
         if self._served is None:
-            return torch.zeros(rows, vocab)  # of the pass by which vLLM measures memory
+            return torch.zeros(rows, vocab)  # vLLM's profiling pass
         x, w, here = words_of(hidden_states), self._ends["lm_head"], self.columns
         if here.size == 1:
             head = ops.lm_head(x, w, vocab, **self.how)
@@ -258,7 +256,7 @@ class Model(torch.nn.Module):
 
     def _require_weights(self) -> None:
         if self._served is None:
-            raise NotSyncedError("there are no weights yet: load_weights brings them")
+            raise NotSyncedError("there are no weights yet; call load_weights")
 
 
 class Qwen3ForCausalLM(Model):
@@ -270,7 +268,7 @@ class Qwen3MoeForCausalLM(Model):
 
 
 def _step_of(layer_name: str) -> Any:
-    """The step that vLLM's runner has announced; None in a pass that it makes for its own purposes."""
+    """The metadata of the step of vLLM's runner; None in its profiling pass."""
     if not is_forward_context_available():
         return None
     metadata = get_forward_context().attn_metadata
@@ -278,7 +276,7 @@ def _step_of(layer_name: str) -> Any:
 
 
 def _store(spec: ModelSpec, mesh: Mesh, ranks: Any, dtype: str, how: Mapping[str, Any]) -> Generator:
-    """A generator for its weights alone: one page of KV, one row of activations."""
+    """A generator that only stores weights: one page of KV, one row of activations."""
     heads = max(len(place.kv_heads) for place in placements(spec, mesh.tp, mesh.dp, mesh.ep))
     page = 8 * spec.num_hidden_layers * heads * STORE_PAGE * (-(-spec.head_dim // 32) * 32)
     return Generator(

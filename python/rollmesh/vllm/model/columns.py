@@ -1,6 +1,5 @@
-"""What the ranks of vLLM's tensor parallel group send one another between the ops of the out-of-tree model (causal_lm.py): the parts of a
-matrix that each has computed, put together on all. Bytes are moved and nothing is added, so a model on several ranks has the bits of
-one (docs/numerics.md); this is csrc/model/shard.h over vLLM's group.
+"""Gathers the columns that each rank of vLLM's tensor parallel group has computed, between the ops of the out-of-tree model (causal_lm.py).
+Nothing is summed, so several ranks give the bits of one (docs/numerics.md). It is csrc/model/shard.h over vLLM's group.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Array = NDArray[Any]
 
 
 class Columns:
-    """group: a torch.distributed group of CPU tensors; None: one rank, which has everything. places: of each rank of the group."""
+    """group: a torch.distributed group for CPU tensors; None: one rank. places: each rank's placement."""
 
     def __init__(self, group: Any, rank: int, places: Sequence[Placement]):
         self._group, self.rank, self.places = group, rank, tuple(places)
@@ -30,13 +29,13 @@ class Columns:
         return len(self.places)
 
     def whole(self, part: Array, cut: str, unit: int = 1, axis: int = 1) -> Array:
-        """The parts that all ranks have, along an axis. cut: the field of Placement that it is cut by, unit: entries of one place."""
+        """All ranks' parts, joined along an axis. cut: the field of Placement that divides it; unit: array entries per entry."""
         if self.size == 1:
             return part
         return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], axis)
 
     def joined(self, part: Array, sizes: Sequence[int], axis: int = 0) -> Array:
-        """Parts of any sizes; gathered as if each were as long as the longest."""
+        """All ranks' parts of given sizes, padded to the largest for the all_gather."""
         shape = list(part.shape)
         shape[axis] = max(sizes)
         mine = np.zeros(shape, part.dtype)

@@ -1,9 +1,8 @@
-"""Logits that know their own log-softmax.
+"""Logits with rollmesh's own log_softmax.
 
-vLLM's sampler asks a model for logits and takes logprobs of them by torch's log_softmax, whose order of summation is torch's affair.
-The logprob of a token has one definition here (docs/numerics.md, section 6), so the tensor that a model gives to vLLM carries the
-statistics that lm_head made of each row, and answers log_softmax from them: until anything else has been done with it. From the
-first other call on (a grammar's mask, a temperature) it is a tensor like any other.
+vLLM's sampler computes logprobs by torch's log_softmax, whose order of summation is torch's. Here a logprob has one definition
+(docs/numerics.md, section 6), so this tensor carries the row statistics of lm_head and computes log_softmax from them. After any other
+operation (a grammar's mask, a temperature) it is a plain tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Logits(torch.Tensor):
 
 
 def logits_with(logits: torch.Tensor, maximum: torch.Tensor, log_sum: torch.Tensor) -> Logits:
-    """maximum, log_sum: [rows], of which a row's logprobs are (logit − maximum) − log_sum."""
+    """maximum, log_sum: [rows]; a row's logprobs are (logit − maximum) − log_sum."""
     made = logits.as_subclass(Logits)
     made._max, made._log_sum = maximum[:, None], log_sum[:, None]
     return made
@@ -46,13 +45,13 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_plain(logits: Logits) -> torch.Tensor:
-    """The same numbers, without the memory."""
+    """The same tensor without the statistics."""
     plain: torch.Tensor = _plainly(torch.Tensor.as_subclass, (logits, torch.Tensor), {})
     return plain
 
 
 def _is_over_the_vocabulary(args: Any, kwargs: Any) -> bool:
-    """Of untouched logits, over their last dim, in float32."""
+    """Whether log_softmax is of unchanged logits, over the last dim, in float32."""
     if not args or not isinstance(args[0], Logits) or args[0]._max is None:
         return False
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)

@@ -1,10 +1,9 @@
-"""vLLM's configuration, read by rollmesh: what of it is refused, what is changed, and what an engine is made from.
+"""Reads vLLM's configuration: which options are refused, which are changed, and what the engine is made from.
 
-Refused is whatever would change what is computed, or would have to, and is not done here: each by a ConfigError that names the
-option, the value seen and the value wanted, out of the user's own LLM(…) call. Options that choose among vLLM's kernels
-(compilation, CUDA graphs, custom all-reduce, load_format) have nothing to choose here and are let through.
+Options that would change the results and are not supported are refused by a ConfigError in the user's own LLM(…) call. Options that
+choose among vLLM's kernels (compilation, CUDA graphs, custom all-reduce, load_format) have no effect here and are accepted.
 
-Settings of rollmesh that vLLM has no option for come in additional_config, vLLM's place for those of a platform:
+Options that vLLM does not have go into additional_config, which vLLM has for platforms:
 LLM(…, additional_config={"rollmesh": {"threads": 8}}); see `Options`.
 """
 
@@ -36,12 +35,12 @@ OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 class Options:
     """additional_config["rollmesh"], a dict with some of these keys.
 
-    threads            of a worker; None: the cores that this process may use, shared out among the workers of the machine
-    ep_backend         how tokens travel with enable_expert_parallel; see rm.Generator
+    threads            of a worker; None: the cores that this process may use, divided by the workers of the machine
+    ep_backend         the token dispatcher with enable_expert_parallel; see rm.Generator
     sequence_parallel  see rm.Generator
     isa                see rm.Generator
-    exchange           "host": workers exchange by way of the host's memory, whatever they run on; "nccl": what lies in GPUs' memories goes
-                       between them by NCCL, and the rest by the host. The first needs nothing of the machine, so it is the default
+    exchange           "host": workers exchange activations through host memory; "nccl": through NCCL, between GPUs. "host" works on every
+                       machine, so it is the default
     """
 
     threads: int | None = None
@@ -52,38 +51,38 @@ class Options:
 
 
 class _Rule(NamedTuple):
-    """An option that has to have one of some values."""
+    """An option of which only some values are accepted."""
 
-    path: str  # attributes from the VllmConfig on
-    wanted: tuple[Any, ...]
+    path: str  # of attributes, from the VllmConfig
+    accepted: tuple[Any, ...]
     why: str
 
 
-# What vLLM offers and is not done here. An attribute on the way that is None has the feature switched off.
+# Features of vLLM that are not supported. A None on the path means that the feature is off.
 _RULES = (
-    _Rule("model_config.runner_type", ("generate",), "models that pool are not served"),
-    _Rule("model_config.is_multimodal_model", (False,), "only text goes in"),
-    _Rule("model_config.is_encoder_decoder", (False,), "only decoders are served"),
-    _Rule("model_config.enable_prompt_embeds", (False,), "only token ids go in"),
+    _Rule("model_config.runner_type", ("generate",), "pooling models are not supported"),
+    _Rule("model_config.is_multimodal_model", (False,), "only text is supported"),
+    _Rule("model_config.is_encoder_decoder", (False,), "only decoders are supported"),
+    _Rule("model_config.enable_prompt_embeds", (False,), "only token ids are supported"),
     _Rule("model_config.quantization", (None,), "weights are bfloat16 or float32"),
-    _Rule("model_config.logprobs_mode", LOGPROBS_MODES, "logits are not given out"),
+    _Rule("model_config.logprobs_mode", LOGPROBS_MODES, "logits are not returned"),
     _Rule("model_config.return_sampling_mask", (False,), "masks are not recorded"),
     _Rule("model_config.use_fp64_gumbel", (False,), "draws are the engine's own, exact in float32 logits"),
     _Rule("model_config.enable_trace_replay", (False,), "tokens are drawn, not replayed"),
-    _Rule("cache_config.kv_sharing_fast_prefill", (False,), "every layer has KV of its own"),
+    _Rule("cache_config.kv_sharing_fast_prefill", (False,), "layers do not share KV"),
     _Rule("cache_config.kv_offloading_size", (None, 0), "KV is not offloaded"),
     _Rule("parallel_config.pipeline_parallel_size", (1,), "there are no pipeline stages"),
-    _Rule("parallel_config.prefill_context_parallel_size", (1,), "contexts are not split over ranks"),
-    _Rule("parallel_config.decode_context_parallel_size", (1,), "contexts are not split over ranks"),
-    _Rule("parallel_config.enable_eplb", (False,), "experts stay on their rank"),
-    _Rule("parallel_config.expert_placement_strategy", ("linear",), "experts lie on the ranks in their order"),
-    _Rule("parallel_config.all2all_backend", ("allgather_reducescatter",), 'see "ep_backend" of additional_config["rollmesh"]'),
+    _Rule("parallel_config.prefill_context_parallel_size", (1,), "there is no context parallelism"),
+    _Rule("parallel_config.decode_context_parallel_size", (1,), "there is no context parallelism"),
+    _Rule("parallel_config.enable_eplb", (False,), "experts do not move between ranks"),
+    _Rule("parallel_config.expert_placement_strategy", ("linear",), "experts are placed in their order"),
+    _Rule("parallel_config.all2all_backend", ("allgather_reducescatter",), 'use "ep_backend" of additional_config["rollmesh"]'),
     _Rule("parallel_config.enable_elastic_ep", (False,), "the mesh is fixed"),
-    _Rule("parallel_config.enable_dbo", (False,), "a batch is not cut in two"),
-    _Rule("parallel_config.enable_batch_sharded_sampling", (None, False), "all ranks have every draw"),
+    _Rule("parallel_config.enable_dbo", (False,), "there is no dual batch overlap"),
+    _Rule("parallel_config.enable_batch_sharded_sampling", (None, False), "all ranks sample"),
     _Rule("parallel_config.enable_fault_tolerance", (False,), "a mesh ends with its first lost rank"),
-    _Rule("attention_config.backend", (None,), "attention is rollmesh's own"),
-    _Rule("weight_transfer_config.backend", (BACKEND,), "weights come through rollmesh's engine"),
+    _Rule("attention_config.backend", (None,), "attention is rollmesh's"),
+    _Rule("weight_transfer_config.backend", (BACKEND,), "weights go through rollmesh's engine"),
     _Rule("offload_config.uva.cpu_offload_gb", (0,), "weights are not offloaded"),
     _Rule("offload_config.prefetch.offload_group_size", (0,), "weights are not offloaded"),
 )
@@ -93,7 +92,7 @@ _ABSENT = {
     "diffusion_config": "diffusion models",
     "watermark_config": "watermarks",
     "kv_transfer_config": "KV connectors",
-    "ec_transfer_config": "encoder caches that are shared",
+    "ec_transfer_config": "shared encoder caches",
     "engram_config": "engrams",
     "quant_config": "quantized weights",
 }
@@ -101,29 +100,29 @@ _ABSENT = {
 
 # ---------------------------------------------------------------------------------------------------------------- refuse
 def check(vllm_config: Any) -> None:
-    """ConfigError for the first thing that is asked for and not done. Without a model (as vLLM's own tests have it): nothing."""
+    """ConfigError for the first unsupported option. Without a model (in vLLM's own tests) nothing is checked."""
     if vllm_config.model_config is None:
         return
     for name, what in _ABSENT.items():
         if getattr(vllm_config, name, None) is not None:
-            raise ConfigError(f"{name} is set, wanted None: {what} are not offered")
+            raise ConfigError(f"{name}: expected None, got a value; {what} are not supported")
     for rule in _RULES:
         value = _at(vllm_config, rule.path)
-        if value is not _MISSING and value not in rule.wanted:
-            raise ConfigError(f"{rule.path} = {shown(value)}, wanted {' or '.join(map(shown, rule.wanted))}: {rule.why}")
+        if value is not _MISSING and value not in rule.accepted:
+            raise ConfigError(f"{rule.path}: expected {' or '.join(map(shown, rule.accepted))}, got {shown(value)}; {rule.why}")
     _check_cache(vllm_config.cache_config, dtype_name(vllm_config.model_config.dtype))
     _check_sizes(vllm_config)
     options(vllm_config)
     spec = model_spec(vllm_config)
     mesh = mesh_of(vllm_config.parallel_config, vllm_config.model_config.is_moe)
     if mesh.world == 1 and options(vllm_config).exchange != "host":
-        raise ConfigError("exchange = 'nccl', wanted 'host' or more workers: one alone exchanges nothing")
+        raise ConfigError("exchange: expected 'host' with one worker, got 'nccl'")
     if mesh.ep > 1 and spec.num_experts % mesh.ep:
         raise ConfigError(f"enable_expert_parallel over {mesh.ep} ranks, which does not divide num_experts = {spec.num_experts}")
 
 
 class _Missing:
-    """No such option, or one of a feature that is off."""
+    """The feature is off."""
 
 
 _MISSING = _Missing()
@@ -140,17 +139,17 @@ def _at(vllm_config: Any, path: str) -> Any:
 
 def _check_cache(cache_config: Any, dtype: str) -> None:
     if cache_config.cache_dtype not in ("auto", dtype):
-        raise ConfigError(f"kv_cache_dtype = {shown(cache_config.cache_dtype)}, wanted 'auto' or the model's dtype {dtype!r}")
+        raise ConfigError(f"kv_cache_dtype: expected 'auto' or the model's dtype {dtype!r}, got {shown(cache_config.cache_dtype)}")
     page_positions("block_size", cache_config.block_size)
     if cache_config.prefix_match_unit not in (None, cache_config.block_size):
         raise ConfigError(
-            f"prefix_match_unit = {cache_config.prefix_match_unit}, wanted None or block_size = {cache_config.block_size}: "
-            "a page is shared whole"
+            f"prefix_match_unit: expected None or block_size = {cache_config.block_size}, got {cache_config.prefix_match_unit}; "
+            "only whole pages are shared"
         )
 
 
 def _check_sizes(vllm_config: Any) -> None:
-    """The engine's own limits, said before a worker is started."""
+    """The engine's own limits, checked before a worker is started."""
     scheduler = vllm_config.scheduler_config
     integer("max_model_len", vllm_config.model_config.max_model_len, 1, 2**24)
     integer("max_num_seqs", scheduler.max_num_seqs, 1, 2**16)
@@ -162,9 +161,9 @@ def _check_sizes(vllm_config: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- change
 def update(vllm_config: Any) -> None:
-    """Puts rollmesh's worker and scheduler in, and switches compilation off. Doing it again changes nothing.
+    """Sets rollmesh's worker and scheduler and switches compilation off. Idempotent.
 
-    A worker or scheduler class of the user's own stays if it derives from rollmesh's.
+    The user's own worker or scheduler class stays if it derives from rollmesh's.
     """
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
 
@@ -185,14 +184,13 @@ def _check_derived(option: str, value: Any, base: str) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     given = resolve_obj_by_qualname(value) if isinstance(value, str) else value
-    wanted = resolve_obj_by_qualname(base)
-    if not (isinstance(given, type) and issubclass(given, wanted)):
-        raise ConfigError(f"{option} = {shown(value)}, wanted a class that derives from {base}, or none")
+    if not (isinstance(given, type) and issubclass(given, resolve_obj_by_qualname(base))):
+        raise ConfigError(f"{option}: expected a class that derives from {base}, or none, got {shown(value)}")
 
 
 # ------------------------------------------------------------------------------------------------------------------ read
 def model_spec(vllm_config: Any) -> ModelSpec:
-    """The model, from the config that vLLM read (hf_overrides are in it)."""
+    """The model, from the config that vLLM read (with hf_overrides)."""
     values = vllm_config.model_config.hf_config.to_dict()
     return ModelSpec.from_hf(values)
 
@@ -201,47 +199,47 @@ def dtype_name(dtype: Any) -> str:
     """ "bfloat16" or "float32" for a torch.dtype; ConfigError for any other."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype = {shown(name)}, wanted {' or '.join(DTYPES)}")
+        raise ConfigError(f"dtype: expected {' or '.join(DTYPES)}, got {shown(name)}")
     return name
 
 
 def mesh_of(parallel_config: Any, is_moe: bool) -> Mesh:
-    """vLLM's degrees as a mesh. The replicas of a dense model are engines of their own to vLLM, so each is a mesh with dp = 1."""
+    """vLLM's degrees as a mesh. vLLM runs replicas of a dense model as separate engines, so each is a mesh with dp = 1."""
     tp, dp = parallel_config.tensor_parallel_size, parallel_config.data_parallel_size if is_moe else 1
     return Mesh(tp=tp, dp=dp, ep=dp * tp if is_moe and parallel_config.enable_expert_parallel else 1)
 
 
 def options(vllm_config: Any) -> Options:
-    """Of additional_config["rollmesh"]; ConfigError for a key or a value that is not one."""
+    """Reads additional_config["rollmesh"]; ConfigError for unknown keys and wrong values."""
     extra = vllm_config.additional_config
-    if isinstance(extra, dict) and set(extra) - {"rollmesh"}:  # a SupportsHash of the user's own is for his own classes
-        raise ConfigError(f'additional_config has {listed(list(extra.items()))}, wanted "rollmesh" alone: the platform reads no other key')
+    if isinstance(extra, dict) and set(extra) - {"rollmesh"}:  # a SupportsHash object is for the user's own classes
+        raise ConfigError(f'additional_config: expected "rollmesh" alone, got {listed(list(extra.items()))}')
     given = extra.get("rollmesh", {}) if isinstance(extra, dict) else {}
     if not isinstance(given, dict):
-        raise ConfigError(f'additional_config["rollmesh"] = {shown(given)}, wanted a dict')
+        raise ConfigError(f'additional_config["rollmesh"]: expected a dict, got {shown(given)}')
     known = [field.name for field in fields(Options)]
     if unknown := [(key, value) for key, value in given.items() if key not in known]:
-        raise ConfigError(f'additional_config["rollmesh"] has {listed(unknown)}, wanted some of {", ".join(known)}')
+        raise ConfigError(f'additional_config["rollmesh"]: expected some of {", ".join(known)}, got {listed(unknown)}')
     chosen = Options(**given)
     if chosen.threads is not None:
         integer("threads", chosen.threads, 1, 256)
     check_backend(chosen.ep_backend)
     if not isinstance(chosen.sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel = {shown(chosen.sequence_parallel)}, wanted a bool")
-    if chosen.isa is not None and not isinstance(chosen.isa, str):  # what its name may be, a ray worker's own machine says
-        raise ConfigError(f"isa = {shown(chosen.isa)}, wanted a str or None")
-    from vllm.platforms import current_platform  # which is being made when this module is imported
+        raise ConfigError(f"sequence_parallel: expected a bool, got {shown(chosen.sequence_parallel)}")
+    if chosen.isa is not None and not isinstance(chosen.isa, str):  # its name is checked on the worker's machine, if that is another
+        raise ConfigError(f"isa: expected a str or None, got {shown(chosen.isa)}")
+    from vllm.platforms import current_platform  # not at the top: it is being made when this module is imported
 
     if chosen.isa is not None and _workers_are_here(vllm_config):
         choice("isa", chosen.isa, CUDA_FAMILIES if current_platform.engine_device == "cuda" else _core.available_isas())
     choice("exchange", chosen.exchange, EXCHANGES)
     if chosen.exchange == "nccl" and current_platform.engine_device != "cuda":
-        raise ConfigError("exchange = 'nccl', wanted 'host' where engines run on the CPU: NCCL moves what lies in GPUs' memories")
+        raise ConfigError("exchange: expected 'host' where engines run on the CPU, got 'nccl'")
     return chosen
 
 
 def total_memory() -> int:
-    """Bytes of this machine."""
+    """This machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -250,9 +248,9 @@ def _workers_are_here(vllm_config: Any) -> bool:
 
 
 def num_threads(vllm_config: Any) -> int:
-    """Threads of one worker: as asked for, or its share of the cores.
+    """Threads of one worker: the option, or its share of the cores.
 
-    OMP_NUM_THREADS counts only where vLLM has set it to share the cores out: torchrun sets it to 1 for everybody.
+    OMP_NUM_THREADS counts only if vLLM set it to divide the cores; torchrun always sets it to 1.
     """
     asked = options(vllm_config).threads
     if asked is not None:
@@ -262,7 +260,7 @@ def num_threads(vllm_config: Any) -> int:
 
 
 def cuda_ordinal(parallel: Any, local_rank: int, devices: int) -> int:
-    """The CUDA device of a worker, as this process counts them: the one that vLLM has assigned, else by its number on this machine."""
+    """A worker's CUDA ordinal in this process: the GPU that vLLM assigned, else by the worker's number on this machine."""
     assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
     if assigned:
         physical, visible = str(assigned[local_rank]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -283,6 +281,6 @@ def _share_of_vllm() -> Iterator[int]:
 
 
 def engine_seed(vllm_config: Any) -> int:
-    """The seed that requests without one get theirs from. Replicas that are engines of their own draw from different ones."""
+    """The seed for requests without one. Replicas that are separate engines have different ones."""
     parallel = vllm_config.parallel_config
     return int((vllm_config.model_config.seed + parallel.data_parallel_index) % 2**64)

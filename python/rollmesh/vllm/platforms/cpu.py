@@ -1,11 +1,10 @@
-"""The platform that VLLM_PLUGINS=rollmesh brings to a machine without a GPU: vLLM schedules, and rollmesh's worker computes.
+"""The vLLM platform of VLLM_PLUGINS=rollmesh on a machine without a GPU: vLLM schedules, rollmesh's worker computes.
 
-It is an out-of-tree platform (`is_out_of_tree()`) rather than vLLM's own CPU platform, which wants kernels that only the CPU build
-has. vLLM asks it what the machine is, lets it look at the whole configuration once (`check_and_update_config`: what rollmesh
-does not do is refused there, in the user's own LLM(…) call) and at each request (`validate_request`).
+It is an out-of-tree platform (`is_out_of_tree()`), since vLLM's own CPU platform needs kernels that only vLLM's CPU build has. vLLM lets it
+check the whole configuration once (`check_and_update_config`, in the user's own LLM(…) call) and each request (`validate_request`).
 
-torch.accelerator: vLLM calls some of its functions on every platform that is not its own CPU one, and they raise where torch has
-no accelerator. They are made to do nothing there, when the platform is made, as vLLM's CPU model runner does itself.
+vLLM calls some functions of torch.accelerator on every platform but its own CPU one, and they raise if torch has no accelerator. The
+platform replaces them by no-ops then, as vLLM's CPU model runner does.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ REASONS = "rollmesh.vllm.serve.Reasons"
 
 class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
-    device_name = "cpu"  # vLLM makes torch devices of it
+    device_name = "cpu"  # vLLM passes it to torch.device
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    ray_device_key = "GPU"  # a worker takes one of what Ray counts under this name: ray start --num-gpus=N says how many fit
-    simple_compile_backend = "eager"  # of small functions of vLLM's: a compiler would cost seconds
-    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; nothing reads it
+    ray_device_key = "GPU"  # a worker takes one Ray resource of this name: ray start --num-gpus=N sets their number
+    simple_compile_backend = "eager"  # for small functions of vLLM's; a compiler would take seconds
+    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; not read
     engine_device = "cpu"  # as rm.Generator's `device`
-    logprobs_modes: ClassVar[set[str]] = set()  # of the engines of this process: a request does not say whose it is
+    logprobs_modes: ClassVar[set[str]] = set()  # of this process's engines; a request does not name its engine
 
     def __init__(self) -> None:
         if not torch.accelerator.is_available():
@@ -45,7 +44,7 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Before the command line of a server is read, whose --middleware then has ours by default; one's own come after it."""
+        """Called before a server's command line is parsed: adds serve.Reasons to the default of --middleware."""
         if parser is not None and (given := parser.get_default("middleware")) is not None and REASONS not in given:
             parser.set_defaults(middleware=[*given, REASONS])
         super().pre_register_and_update(parser)
@@ -61,16 +60,16 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        from rollmesh.vllm.worker import sampling  # of vLLM's config, which is being imported when the platform is
+        from rollmesh.vllm.worker import sampling  # not at the top: vLLM's config is being imported when the platform is
 
         sampling.refuse_inputs(processed_inputs)
         sampling.refuse(params)
-        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():  # where there are two, the worker says it
+        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():  # with two modes the worker checks it
             sampling.refuse_mode(params, mode)
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The first is what dtype="auto" makes of a float16 model, and of a float32 one: so nothing is rounded that was not asked for."""
+        """dtype="auto" takes the first for float16 and float32 models, so that nothing is rounded unasked."""
         return [torch.float32, torch.bfloat16]
 
     def is_sleep_mode_available(self) -> bool:
@@ -91,7 +90,7 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one."""
+        """There is only one."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -105,11 +104,11 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's are not used."""
+        """vLLM's kernels are not used."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """vLLM's are not used."""
+        """vLLM's kernels are not used."""
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
@@ -117,7 +116,7 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: Any) -> None:
-        """No attention layer of vLLM's has a say; see config.update."""
+        """Unchanged: vLLM has no attention layers here."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -133,4 +132,4 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a function of torch.accelerator, where there is none."""
+    """Replaces functions of torch.accelerator."""

@@ -1,11 +1,11 @@
-"""The controls that the C engine does not have, applied to rows of logits on the host before the engine draws from them.
+"""Sampling controls that the C engine does not have, applied to logits on the host before the engine draws.
 
-What is done, and in what order, is vLLM's Sampler (vllm/v1/sample/sampler.py), by vLLM's own functions: grammar, allowed ids, bad
-words, processors (min_tokens, logit_bias, the user's own), penalties. Temperature, min_p, top_k and top_p come after and are the
-engine's, so a processor of the user's own that vLLM would apply after temperature (`is_argmax_invariant`) is refused.
+The steps and their order are those of vLLM's Sampler (vllm/v1/sample/sampler.py), with vLLM's own functions: grammar, allowed ids, bad
+words, processors (min_tokens, logit_bias, the user's own), penalties. Temperature, min_p, top_k and top_p follow in the engine, so a
+user's processor that vLLM would apply after temperature (`is_argmax_invariant`) is refused.
 
-vLLM's processors keep state by row of a batch that they are told the changes of. `Batch` is that: a request has a slot for as long
-as each call of `edit` brings a row of it, and the slots in use are the first ones.
+vLLM's processors keep state per row of a persistent batch and are told its changes. `Batch` keeps that batch: a request has a slot as
+long as every call of `edit` has a row of it, and the slots in use have no gaps.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rollmesh.errors import ConfigError
 
 Logits = NDArray[np.float32]
 Ids = NDArray[np.int32]
-GONE = ""  # in the slot of a request that has gone
+FREED = ""  # in the slot of a request that has ended
 
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """A row of logits: the request whose next token they are of."""
+    """The request that a row of logits belongs to."""
 
     name: str
     params: Any  # vllm.SamplingParams
@@ -47,13 +47,13 @@ class HostRow:
 
 @dataclass(slots=True)
 class _Known:
-    """What a slot's processors were given. They hold on to the list."""
+    """What the processors were given for a slot. They keep a reference to the list."""
 
     params: Any
     output_ids: list[int]
 
-    def goes_on_as(self, row: HostRow) -> bool:
-        """Or else it has gone: its name is another's now, or tokens of it were dropped, which state made of them does not know."""
+    def is_continued_by(self, row: HostRow) -> bool:
+        """False if another request has its name now, or if vLLM dropped tokens of it, so that state made from them is stale."""
         return self.params is row.params and len(self.output_ids) <= len(row.output_ids)
 
 
@@ -65,17 +65,17 @@ class Batch:
     known: dict[str, _Known] = field(default_factory=dict)
 
     def update(self, rows: Sequence[HostRow]) -> BatchUpdate | None:
-        """The slots become those of `rows`: new requests take the places of those that have gone, then the last ones fill the gaps."""
-        wanted = {row.name: row for row in rows}
+        """Changes the slots to those of `rows`: new requests take freed slots, then the last slots fill the remaining gaps."""
+        current = {row.name: row for row in rows}
         for name, known in list(self.known.items()):
-            if name in wanted and known.goes_on_as(wanted[name]):
-                known.output_ids[:] = wanted[name].output_ids
+            if name in current and known.is_continued_by(current[name]):
+                known.output_ids[:] = current[name].output_ids
             else:
                 del self.known[name]
-                self.slots[self.slots.index(name)] = GONE
-        gaps = [slot for slot, name in enumerate(self.slots) if name == GONE]
+                self.slots[self.slots.index(name)] = FREED
+        gaps = [slot for slot, name in enumerate(self.slots) if name == FREED]
         added, moved = [], []
-        for name, row in wanted.items():
+        for name, row in current.items():
             if name in self.known:
                 continue
             slot = gaps.pop(0) if gaps else len(self.slots)
@@ -84,7 +84,7 @@ class Batch:
             added.append((slot, row.params, row.prompt_ids.tolist(), self.known[name].output_ids))
         removed = gaps[::-1]
         for slot in gaps:
-            while self.slots and self.slots[-1] == GONE:
+            while self.slots and self.slots[-1] == FREED:
                 self.slots.pop()
             if slot < len(self.slots):
                 self.slots[slot] = self.slots.pop()
@@ -95,24 +95,24 @@ class Batch:
 
 
 class HostLogits:
-    """Edits rows as vLLM's Sampler would. One a worker; all ranks that draw make the same calls."""
+    """Edits rows as vLLM's Sampler would. One per worker; all ranks make the same calls."""
 
     def __init__(self, vllm_config: Any):
         custom = vllm_config.model_config.logits_processors or ()
         self._vocab = vllm_config.model_config.get_vocab_size()
         processors = build_logitsprocs(vllm_config, torch.device("cpu"), False, False, custom)
         self._processors = [one for one in processors.all if not isinstance(one, MinPLogitsProcessor)]
-        self.custom = [one for one in self._processors if type(one) not in BUILTIN_LOGITS_PROCESSORS]  # these may edit any row
+        self.custom = [one for one in self._processors if type(one) not in BUILTIN_LOGITS_PROCESSORS]  # they may edit any row
         for processor in self.custom:
             if processor.is_argmax_invariant():
                 raise ConfigError(
-                    f"logits processor {type(processor).__qualname__} says is_argmax_invariant() = True, wanted False: such a one runs "
-                    "after temperature, which the engine applies when it draws"
+                    f"logits processor {type(processor).__qualname__}: expected is_argmax_invariant() = False, got True; such processors "
+                    "run after temperature, which the engine applies when it draws"
                 )
         self._batch = Batch()
 
     def edit(self, raw: Logits, rows: Sequence[HostRow]) -> Logits:
-        """raw [n, vocab] with all that its n ≥ 1 rows ask for done to it, as a new array; −inf is what may not be drawn."""
+        """raw [n, vocab] with n ≥ 1 rows → the edited logits as a new array; −inf: may not be drawn."""
         update = self._batch.update(rows)
         for processor in self._processors:
             processor.update_state(update)
@@ -143,12 +143,12 @@ class HostLogits:
         self._penalize(rows, tensor, outputs)
 
     def _penalize(self, rows: Sequence[HostRow], logits: torch.Tensor, outputs: list[list[int]]) -> None:
-        """Rows without penalties would keep their bits; they are left out to save the work."""
+        """Only rows with penalties; the others would keep their bits anyway."""
         chosen = [slot for slot, row in enumerate(rows) if _has_penalties(row.params)]
         if not chosen:
             return
         longest = max(len(rows[slot].prompt_ids) for slot in chosen)
-        prompts = torch.full((len(chosen), longest), self._vocab, dtype=torch.int64)  # an id that is none pads
+        prompts = torch.full((len(chosen), longest), self._vocab, dtype=torch.int64)  # pads with an id outside the vocabulary
         for line, slot in zip(prompts, chosen):
             line[: len(rows[slot].prompt_ids)] = torch.from_numpy(rows[slot].prompt_ids)
         values = [
@@ -159,7 +159,7 @@ class HostLogits:
 
 
 def bitmask_rows(grammar: Any) -> dict[str, Ids]:
-    """Of vLLM's GrammarOutput of a step: each request's row. There is one each, since nothing is speculated."""
+    """The row of each request in vLLM's GrammarOutput. One per request, since there is no speculation."""
     return {} if grammar is None else dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
 
 

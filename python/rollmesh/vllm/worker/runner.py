@@ -1,12 +1,11 @@
-"""From a SchedulerOutput of vLLM to a ModelRunnerOutput: one step of a hosted engine (csrc/scheduler/external_scheduler.h) between.
+"""Turns vLLM's SchedulerOutput into one step of the engine (csrc/scheduler/external_scheduler.h) and its result into a ModelRunnerOutput.
 
-vLLM sends what has changed: new requests whole, of the others the pages that they got, of those that ended the names. The engine
-keeps tokens, draws, records and block tables, and so everything that a request needs again; what is kept here of one is its number
-and what it asked for. A request that was preempted comes back either as one of the cached (its pages replaced, all its tokens
-sent) or as a new one (with the tokens that it has): both are told by its name being known.
+vLLM sends changes only: new requests whole, new pages of running ones, names of finished ones. The engine keeps tokens, random streams,
+records and block tables; this file keeps a request's number and parameters. A preempted request comes back either as a cached one (with
+new pages and all its tokens) or as a new one (with its tokens so far); either way its name is known here.
 
-What fails is the request's own end and not the engine's: its name and the reason go back with the step's output (scheduler.py).
-Without weights, or while weights or KV are asleep, that is every request of the step.
+A request that fails ends alone: its name and reason go back with the step's output (scheduler.py). Without weights, or while weights or
+KV are asleep, all requests of the step fail.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from rollmesh.vllm.worker import sampling
 from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
 HAS_FAILED, HOST_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
-NO_STEP = (NotSyncedError, StateError)  # none can be made, on no rank, and nothing has been done
-MOST_FAILED = 4096  # requests whose reason is kept for who asks
+NO_STEP = (NotSyncedError, StateError)  # no rank can make a step, and nothing has been done
+MOST_FAILED = 4096  # failed requests whose reason is kept for why_failed
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request of vLLM's that the engine keeps under a number."""
+    """A request of vLLM's, and its number in the engine."""
 
     number: int
     params: Any
     prompt: NDArray[np.int32]
-    logprobs: int | None  # likeliest tokens beside the drawn one; None: no logprobs are wanted
-    prompt_logprobs: int | None  # the same of the prompt
-    prompt_given: bool  # its logprobs are vLLM's
-    host_draws: bool
-    routed: int  # positions whose routing is not wanted any more
+    logprobs: int | None  # number of most likely tokens beside the drawn one; None: no logprobs
+    prompt_logprobs: int | None  # the same for the prompt
+    prompt_given: bool  # vLLM has its prompt logprobs
+    host_draws: bool  # its logits are edited on the host before the draw
+    routed: int  # positions whose routing vLLM has, or does not want
 
 
 class _Part(NamedTuple):
-    """What a step feeds of one request."""
+    """What a step computes of one request."""
 
     name: str
     request: _Request
@@ -62,9 +61,9 @@ class _Part(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Of the parts of a step, in their order."""
+    """One entry for each part of a step, in order."""
 
-    tokens: NDArray[np.int32]  # −1: none
+    tokens: NDArray[np.int32]  # −1: none was drawn
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
     ranks: NDArray[np.int32]
@@ -83,24 +82,23 @@ class Runner:
         processed: bool,
         routed: bool,
     ):
-        """processed: the logprob of a drawn token is that of the distribution it was drawn from, and not the model's. routed: experts that
-        tokens went to are given out."""
+        """processed: logprobs of drawn tokens are of the distribution drawn from, not the model's. routed: return routed experts."""
         self._engine, self._updates, self._host = engine, updates, host
         self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
         self._processed, self._routed = processed, routed
         self.model = updates.model  # where TRL and verl push weights
         self._requests: dict[str, _Request] = {}
-        self._accepted = 0  # requests so far: those without a seed get one by it
+        self._accepted = 0  # requests so far; the seed of a request without one is made from it
         self._scheduled: Any = None
         self._failed: dict[str, str] = {}  # the last requests that failed, and why
 
     # ---------------------------------------------------------------------------------------- a step
     def execute_model(self, scheduled: Any, intermediate_tensors: None = None) -> ModelRunnerOutput | None:
-        """The step is made in sample_tokens, which brings the grammars. One without rows only says what has ended."""
+        """The step itself runs in sample_tokens, which gets the grammars. Without rows only finished requests are released."""
         if scheduled.total_num_scheduled_tokens:
             self._scheduled = scheduled
             return None
-        self._let_go(scheduled)
+        self._release_finished(scheduled)
         return EMPTY_MODEL_RUNNER_OUTPUT
 
     def sample_tokens(self, grammar: Any) -> ModelRunnerOutput:
@@ -117,11 +115,11 @@ class Runner:
 
     def _make_step(self, scheduled: Any, grammar: Any) -> ModelRunnerOutput:
         names, failed = list(scheduled.num_scheduled_tokens), dict[str, str]()
-        self._let_go(scheduled)
+        self._release_finished(scheduled)
         why = self._close_set()
         if why is None:
             try:
-                parts = self._take(scheduled, failed)
+                parts = self._parts(scheduled, failed)
                 drawn = self._step(parts, grammar)
             except NO_STEP as error:
                 why = error
@@ -140,18 +138,18 @@ class Runner:
         return output
 
     def idle_step(self) -> None:
-        """No rows of this rank's, in a step that others may make."""
+        """A step without rows of this rank, in which other ranks may have some."""
         try:
             if self._close_set() is None:
                 self._step([], None)
         except NO_STEP:
-            pass  # nor do the others make it
+            pass  # the other ranks cannot make it either
         except BaseException as error:
             self._engine.leave(error)
             raise
 
     def _close_set(self) -> Error | None:
-        """A set that load_weights has pushed is committed. What is wrong with it, on all ranks, ends this step's requests and no more."""
+        """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks get; it ends this step's requests only."""
         try:
             self._updates.close_unscoped()
         except ALONE:
@@ -161,7 +159,7 @@ class Runner:
         return None
 
     def _remember(self, failed: dict[str, str]) -> None:
-        """The first reason of each: vLLM may have scheduled it again before it hears of that."""
+        """Keeps the first reason of each: vLLM may schedule a failed request once more before it learns of it."""
         if not failed:
             return
         for name, why in failed.items():
@@ -170,13 +168,13 @@ class Runner:
             del self._failed[name]
 
     def why_failed(self, name: str) -> str | None:
-        """Of the newest of that name. What a server calls cmpl-7 may be several here: 1_cmpl-7-0-93d2a0ff is the second sample of its
-        first prompt."""
+        """The reason of the newest request of that id. The server's cmpl-7 may be several requests here: 1_cmpl-7-0-93d2a0ff is the second
+        sample of its first prompt."""
         part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
         return next((why for known, why in reversed(self._failed.items()) if name in known and part.fullmatch(known)), None)
 
     def _fail(self, scheduled: Any) -> None:
-        """No step is made: its requests end, and pages that vLLM counts as computed from here on hold nothing."""
+        """No step was made: fails its requests, and marks their new pages as empty, which vLLM will count as computed."""
         cached = scheduled.scheduled_cached_reqs
         for name in scheduled.num_scheduled_tokens:
             if name in self._requests:
@@ -208,12 +206,12 @@ class Runner:
         if len(waiting):
             assert logits is not None
             assert stats is not None
-            rows = drawn.ranks[waiting]  # of one that has failed there is a row too
+            rows = drawn.ranks[waiting]  # the row of each; a failed request has one, too
             self._draw([parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting)
         return drawn
 
     def _draw(self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any, drawn: _Drawn, places: Any) -> None:
-        """The engine draws as ever, from logits that have been edited here. Their rows are in the order of the parts."""
+        """Edits logits on the host, then lets the engine draw from them. Rows are in the order of the parts."""
         masks = bitmask_rows(grammar)
         rows = [HostRow(p.name, p.request.params, p.request.prompt, self._generated(p.request), masks.get(p.name)) for p in parts]
         edited = self._host.edit(raw, rows)
@@ -221,9 +219,9 @@ class Runner:
         for column, values in zip(drawn, columns, strict=True):
             column[places] = values
 
-    # ---------------------------------------------------------------------------------------- what vLLM says
-    def _let_go(self, scheduled: Any) -> None:
-        """vLLM's sets have another order in each process; ranks that share the work do it in the order of numbers."""
+    # ---------------------------------------------------------------------------------------- vLLM's input
+    def _release_finished(self, scheduled: Any) -> None:
+        """In the order of numbers, since the order of vLLM's sets differs between processes."""
         ended = [self._requests.pop(name) for name in scheduled.finished_req_ids if name in self._requests]
         for number in sorted(request.number for request in ended):
             self._engine.abort(number)
@@ -232,13 +230,13 @@ class Runner:
             if name in self._requests:
                 self._engine.host_preempt(self._requests[name].number)
 
-    def _take(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
-        """The parts in the order in which vLLM decided on them. What the engine does not take goes into `failed`."""
+    def _parts(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
+        """The parts of a step, in vLLM's order. Requests that the engine refuses go into `failed`."""
         rows, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
         parts: dict[str, _Part] = {}
         for new in scheduled.scheduled_new_reqs:
             try:
-                request = self._known_again(new) or self._add(new)
+                request = self._resumed(new) or self._add(new)
             except (RequestError, CapacityError) as error:
                 failed[new.req_id] = reason(error)
                 self._forget(new.block_ids)
@@ -246,12 +244,12 @@ class Runner:
                 parts[new.req_id] = _Part(new.req_id, request, new.num_computed_tokens, rows[new.req_id], new.block_ids[0], True)
         for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if name not in self._requests:
-                failed[name] = "it has failed in an earlier step"
+                failed[name] = "it failed in an earlier step"
                 self._forget(pages)
                 continue
             request, replace = self._requests[name], name in cached.resumed_req_ids
             if replace and name in cached.all_token_ids:
-                self._knows(request, cached.all_token_ids[name])
+                self._set_tokens(request, cached.all_token_ids[name])
             parts[name] = _Part(name, request, computed, rows[name], pages[0] if pages else (), replace)
         return [parts[name] for name in rows if name in parts]
 
@@ -277,27 +275,27 @@ class Runner:
         self._requests[new.req_id] = request
         return request
 
-    def _known_again(self, new: Any) -> _Request | None:
-        """A request that was preempted, where vLLM sends such as new ones."""
+    def _resumed(self, new: Any) -> _Request | None:
+        """The known request, if vLLM sends a preempted one as a new one."""
         request = self._requests.get(new.req_id)
         if request is not None:
             if not np.array_equal(new.prompt_token_ids, request.prompt):
                 raise RequestError(
-                    f"a prompt of {len(new.prompt_token_ids)} tokens under a name whose prompt has {len(request.prompt)}, wanted the same: "
-                    "input that streams in is not served"
+                    f"expected the prompt of {len(request.prompt)} tokens that this request had, got one of {len(new.prompt_token_ids)}: "
+                    "streaming input is not supported"
                 )
-            self._knows(request, new.prefill_token_ids or new.prompt_token_ids)
+            self._set_tokens(request, new.prefill_token_ids or new.prompt_token_ids)
         return request
 
-    def _knows(self, request: _Request, tokens: Iterable[int]) -> None:
-        """All tokens that vLLM has of it. Those drawn since and dropped by vLLM will be drawn again."""
+    def _set_tokens(self, request: _Request, tokens: Iterable[int]) -> None:
+        """Sets the tokens that vLLM has of a request. Tokens that vLLM dropped are drawn again."""
         known = np.array(list(tokens)[len(request.prompt) :], np.int32)
         self._engine.host_tokens(request.number, known)
         request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
-        if not len(known):  # vLLM has dropped what came with the first token
+        if not len(known):  # vLLM has dropped what was sent with the first token
             request.routed, request.prompt_given = min(request.routed, request.params.routed_experts_prompt_start), False
 
-    # ---------------------------------------------------------------------------------------- what vLLM gets
+    # ---------------------------------------------------------------------------------------- vLLM's output
     def _generated(self, request: _Request) -> list[int]:
         return list(map(int, self._engine.tokens(request.number, 0, 0)[1]))
 
@@ -305,24 +303,24 @@ class Runner:
         return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
 
     def _logprobs(self, index: dict[str, int], parts: list[_Part], drawn: _Drawn) -> LogprobsLists | None:
-        """A row for each request of the step: the drawn token's first, then the likeliest."""
-        wanted = [(i, part) for i, part in enumerate(parts) if part.request.logprobs is not None and drawn.tokens[i] >= 0]
-        if not wanted:
+        """One row per request: the drawn token first, then the most likely ones."""
+        asking = [(i, part) for i, part in enumerate(parts) if part.request.logprobs is not None and drawn.tokens[i] >= 0]
+        if not asking:
             return None
-        most = max(part.request.logprobs or 0 for _, part in wanted)
+        most = max(part.request.logprobs or 0 for _, part in asking)
         ids, values = np.zeros((len(index), most + 1), np.int32), np.zeros((len(index), most + 1), np.float32)
         ranks = np.zeros(len(index), np.int32)
-        here, there = [i for i, _ in wanted], [index[part.name] for _, part in wanted]
+        here, there = [i for i, _ in asking], [index[part.name] for _, part in asking]
         ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
         values[there, 0] = (drawn.sampling_logprobs if self._processed else drawn.logprobs)[here]
-        for k in sorted({part.request.logprobs or 0 for _, part in wanted} - {0}):
-            same = [part for _, part in wanted if part.request.logprobs == k]
+        for k in sorted({part.request.logprobs or 0 for _, part in asking} - {0}):
+            same = [part for _, part in asking if part.request.logprobs == k]
             rows = [index[part.name] for part in same]
             ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.host_top(np.array([p.request.number for p in same], np.uint64), k)
         return LogprobsLists(ids, values, ranks)
 
     def _experts(self, request: _Request) -> AuxRequestOutput:
-        """Of the positions fed since the last token: [n, layers, k], a layer without experts all 0."""
+        """Routed experts of the positions since the last token: [n, layers, k], 0 in layers without experts."""
         start = request.routed
         rows = self._engine.host_routed(request.number, start)
         request.routed += len(rows)
@@ -332,23 +330,23 @@ class Runner:
         return AuxRequestOutput(start, all_layers)
 
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
-        """Of all tokens of the prompt but the first, in the step that draws the first token after it."""
+        """Of all prompt tokens but the first; sent in the step that draws the first token after the prompt."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
         request.prompt_given = True
         ids, values = np.empty((len(request.prompt) - 1, k + 1), np.int32), np.empty((len(request.prompt) - 1, k + 1), np.float32)
-        ids[:, 0], values[:, 0] = request.prompt[1:], _there(view["prompt_logprobs"])
+        ids[:, 0], values[:, 0] = request.prompt[1:], _present(view["prompt_logprobs"])
         if k:
-            ids[:, 1:], values[:, 1:] = _there(view["prompt_top_ids"]), _there(view["prompt_top_logprobs"])
-        return LogprobsTensors(*map(_tensor, (ids, values, _there(view["prompt_ranks"]))))
+            ids[:, 1:], values[:, 1:] = _present(view["prompt_top_ids"]), _present(view["prompt_top_logprobs"])
+        return LogprobsTensors(*map(_tensor, (ids, values, _present(view["prompt_ranks"]))))
 
 
-def _there(array: NDArray[Any] | None) -> NDArray[Any]:
-    assert array is not None  # it was asked for when the request was added
+def _present(array: NDArray[Any] | None) -> NDArray[Any]:
+    assert array is not None  # requested in _add
     return array
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """An empty array (of a prompt of one token) has strides of 0, which vLLM's messages between processes do not take."""
+    """torch.from_numpy gives an empty array (of a prompt of one token) strides of 0, which vLLM cannot serialise."""
     tensor = torch.from_numpy(array)
     return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
 

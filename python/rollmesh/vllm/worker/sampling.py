@@ -1,10 +1,10 @@
-"""vLLM's SamplingParams, field by field: who does what each asks for. Nothing is ignored: what nobody does is refused, at the front
-end where the request comes in (`refuse`, out of generate() or as HTTP 400), and again by the worker.
+"""vLLM's SamplingParams, field by field, and who implements each. No field is ignored: unsupported values are refused in the front end
+(`refuse`, raised by generate() or sent as HTTP 400), and again by the worker.
 
     ENGINE   the C engine draws and records with it
-    HOST     it edits the logits of a token before the draw: host_logits.py, over vLLM's own functions
-    VLLM     vLLM's front end or scheduler, which rollmesh runs under
-    REFUSED  nobody; only the value that asks for nothing is taken
+    HOST     edits the logits before the draw: host_logits.py, with vLLM's own functions
+    VLLM     vLLM's front end or scheduler
+    REFUSED  not supported; only the default is accepted
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ WHO = {
     "min_p": By.ENGINE,
     "seed": By.ENGINE,
     "stop": By.VLLM,
-    "stop_token_ids": By.VLLM,  # but for min_tokens, see _all_stop_token_ids
+    "stop_token_ids": By.VLLM,  # except for min_tokens, see _all_stop_token_ids
     "ignore_eos": By.VLLM,
-    "max_tokens": By.VLLM,  # the engine reserves room by it
+    "max_tokens": By.VLLM,  # the engine also reserves room for it
     "min_tokens": By.ENGINE,
     "logprobs": By.ENGINE,
     "prompt_logprobs": By.ENGINE,
@@ -67,7 +67,7 @@ WHO = {
     "structured_outputs": By.HOST,
     "logit_bias": By.HOST,
     "allowed_token_ids": By.HOST,
-    "extra_args": By.HOST,  # for logits processors of the user's own; vLLM reads nothing in it
+    "extra_args": By.HOST,  # for the user's own logits processors
     "bad_words": By.HOST,
     "_bad_words_token_ids": By.HOST,
     "skip_reading_prefix_cache": By.VLLM,
@@ -77,23 +77,23 @@ WHO = {
     "trace_decode_token_ids": By.REFUSED,
 }
 
-# What a REFUSED field may be, and why not more.
+# The accepted values of REFUSED fields, and why there are no others.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "watermarking": ((None, False), "no watermark is built in"),
-    "prompt_logprob_token_ids": ((None,), "prompt_logprobs=k gives the k likeliest tokens"),
-    "prompt_logprob_start": ((None,), "prompt_logprobs gives those of the whole prompt"),
-    "logprob_token_ids": ((None,), "logprobs=k gives the k likeliest tokens, -1 all"),
-    "thinking_token_budget": ((None,), "thinking is not limited apart from the rest"),
+    "watermarking": ((None, False), "watermarks are not supported"),
+    "prompt_logprob_token_ids": ((None,), "prompt_logprobs=k gives the k most likely tokens"),
+    "prompt_logprob_start": ((None,), "prompt_logprobs covers the whole prompt"),
+    "logprob_token_ids": ((None,), "logprobs=k gives the k most likely tokens, -1 all"),
+    "thinking_token_budget": ((None,), "there is no separate limit for thinking"),
     "trace_decode_token_ids": ((None,), "tokens are drawn, not replayed"),
 }
 
-# What vLLM lets through whatever its type.
+# Fields whose type vLLM does not check.
 _INTEGERS = ("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "routed_experts_prompt_start")
 _IDS = ("stop_token_ids", "allowed_token_ids")
 
 
 class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
-    """A RequestError that vLLM knows as its own: HTTP 400, with the name of the parameter."""
+    """A RequestError that is also vLLM's: HTTP 400 with the parameter's name."""
 
     def __init__(self, message: str, parameter: str | None = None):
         super().__init__(message)
@@ -102,29 +102,29 @@ class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
 
 # ---------------------------------------------------------------------------------------------------------------- refuse
 def refuse(params: Any) -> None:
-    """RefusedError for what a request asks for and nobody does, and for what is no value of its field."""
+    """RefusedError for unsupported parameters and values of a wrong type."""
     if isinstance(params, PoolingParams):
-        raise RefusedError("a pooling request, wanted SamplingParams: only generation is served")
+        raise RefusedError("expected SamplingParams, got a pooling request: only generation is supported")
     _refuse_types(params)
     for name, (taken, why) in _REFUSED.items():
         value = getattr(params, name)
         if not any(value is free or (isinstance(value, int) and value == free) for free in taken):
-            raise RefusedError(f"{name} = {shown(value)}, wanted {' or '.join(map(shown, taken))}: {why}", name)
+            raise RefusedError(f"{name}: expected {' or '.join(map(shown, taken))}, got {shown(value)}; {why}", name)
     seed = params.seed
     if seed is not None and not 0 <= seed <= MAX_SEED + 1 - params.n:
-        raise RefusedError(f"seed = {shown(seed)}, wanted 0 <= seed and seed + n <= 2^64", "seed")
+        raise RefusedError(f"seed: expected 0 <= seed and seed + n <= 2^64, got {shown(seed)}", "seed")
 
 
 def _refuse_types(params: Any) -> None:
     for name in _INTEGERS:
         if (value := getattr(params, name)) is not None and not _is_integer(value):
-            raise RefusedError(f"{name} = {shown(value)}, wanted an integer", name)
+            raise RefusedError(f"{name}: expected an integer, got {shown(value)}", name)
     for name in _IDS:
         if wrong := [token for token in getattr(params, name) or () if not _is_integer(token)]:
-            raise RefusedError(f"{name} has {shown(wrong[0])}, wanted token ids", name)
+            raise RefusedError(f"{name}: expected token ids, got {shown(wrong[0])}", name)
     for token, bias in (params.logit_bias or {}).items():
         if not _is_integer(token) or not isinstance(bias, Real) or bias != bias:
-            raise RefusedError(f"logit_bias has {shown(token)}: {shown(bias)}, wanted a number for a token id", "logit_bias")
+            raise RefusedError(f"logit_bias: expected a number for a token id, got {shown(token)}: {shown(bias)}", "logit_bias")
 
 
 def _is_integer(value: Any) -> bool:
@@ -132,28 +132,28 @@ def _is_integer(value: Any) -> bool:
 
 
 def refuse_mode(params: Any, logprobs_mode: str) -> None:
-    """RefusedError for what cannot be had under this logprobs_mode."""
+    """RefusedError for logprobs that this logprobs_mode cannot give."""
     if logprobs_mode == "processed_logprobs" and params.logprobs not in (None, 0):
         raise RefusedError(
-            f"logprobs = {params.logprobs} under logprobs_mode = 'processed_logprobs', wanted None or 0: "
-            "after temperature and filters only the drawn token's is recorded",
+            f"logprobs: expected None or 0 with logprobs_mode='processed_logprobs', got {params.logprobs}; "
+            "after temperature and filters only the drawn token's logprob is recorded",
             "logprobs",
         )
 
 
 def refuse_inputs(inputs: Any) -> None:
-    """RefusedError unless the prompt is token ids, or text that has become token ids."""
+    """RefusedError unless the prompt is token ids, or text that vLLM has tokenized."""
     kind = inputs.get("type", "token") if isinstance(inputs, dict) else "token"
     if kind != "token":
-        raise RefusedError(f"a prompt of type {shown(kind)}, wanted text or token ids: only text goes in")
+        raise RefusedError(f"prompt: expected text or token ids, got type {shown(kind)}")
     ids = inputs.get("prompt_token_ids") if isinstance(inputs, dict) else None
     if ids is not None and (wrong := [token for token in ids if not (_is_integer(token) and -MOST < token < MOST)]):
-        raise RefusedError(f"a prompt with {shown(wrong[0])}, wanted token ids")
+        raise RefusedError(f"prompt: expected token ids, got {shown(wrong[0])}")
 
 
 # ------------------------------------------------------------------------------------------------------------- translate
 def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
-    """Whether something edits the logits of its tokens before the draw. Logits processors of the user's own may edit any row."""
+    """Whether the host edits its logits before the draw. The user's own logits processors may edit any row."""
     return bool(
         custom_processors
         or params.presence_penalty != 0.0
@@ -167,16 +167,16 @@ def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
 
 
 def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, custom_processors: bool = False) -> EngineRequest:
-    """A request of the hosted engine, of one sample.
+    """The engine's form of a request with one sample.
 
-    number        of the request, the same on all ranks: its seed is made of it and the engine's where it brings none
-    max_tokens    that can still come: vLLM's limit, which ends it
+    number        the request's number, the same on all ranks; without a seed, its seed is made from this and the engine's seed
+    max_tokens    how many tokens vLLM can still ask for
     """
     hosted, greedy = needs_host_logits(params, custom_processors), params.temperature < GREEDY_BELOW
     return EngineRequest(
         n=1,
         max_tokens=max_tokens,
-        min_tokens=0 if hosted else min(params.min_tokens, max_tokens),  # the host bans them too, and lets a grammar's end through
+        min_tokens=0 if hosted else min(params.min_tokens, max_tokens),  # else vLLM's processor does it
         temperature=0.0 if greedy else params.temperature,
         top_p=1.0 if greedy else params.top_p,
         min_p=0.0 if greedy else params.min_p,
@@ -194,17 +194,17 @@ def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, c
 
 
 def token_ids(what: str, ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    """int32 [n]; RequestError for an id that is none. vLLM does not look where it has no tokenizer."""
+    """int32 [n]; RequestError for an id outside the vocabulary, which vLLM does not check without a tokenizer."""
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-        raise RequestError(f"token id {shown(wrong[0])} in {what}, wanted 0 <= id < {vocab_size}")
+        raise RequestError(f"{what}: expected token ids in [0, {vocab_size}), got {shown(wrong[0])}")
     return np.array(ids, dtype=np.int32)
 
 
 def banned_ids(params: Any, vocab_size: int) -> NDArray[np.int32]:
-    """Ascending: the tokens that may not come before min_tokens; the ends of a sequence as vLLM's scheduler knows them."""
+    """Ascending token ids that may not be drawn before min_tokens: all stop tokens of vLLM's scheduler."""
     return token_ids("the stop tokens", sorted(params.all_stop_token_ids) if params.min_tokens else [], vocab_size)
 
 
 def _count(value: int | None, vocab_size: int, none: int) -> int:
-    """vLLM's number of likeliest tokens, where -1 means all, as the engine's."""
+    """vLLM's number of most likely tokens, where -1 means all, as the engine's."""
     return none if value is None else vocab_size if value == -1 else value

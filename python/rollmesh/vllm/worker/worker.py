@@ -1,17 +1,17 @@
-"""A worker of vLLM, one process (or the engine's own, with one rank), as vLLM makes and drives it:
+"""A vLLM worker: one process per rank (or the engine core's own process, with one rank). vLLM calls, in this order:
 
     __init__ ─► init_device ─► load_model ─► get_kv_cache_spec, determine_available_memory ─► initialize_from_config ─► steps …
 
-Nothing is loaded: weights come from a trainer, by any of the ways in weight_updates.py. The engine is made when the number of KV pages is
-known, in initialize_from_config. Ranks meet over shared memory where all are on one machine, else over vLLM's own Gloo group; NCCL goes
-over either where additional_config["rollmesh"] says so.
+No weights are loaded: they come from a trainer (weight_updates.py). The engine is made in initialize_from_config, once the number of KV
+pages is known. Ranks communicate by shared memory if all are on one machine, else over vLLM's own Gloo group; with
+additional_config={"rollmesh": {"exchange": "nccl"}} activations travel by NCCL.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -38,12 +38,12 @@ from rollmesh.vllm.weight_updates import WeightUpdates, answers
 from rollmesh.vllm.worker.host_logits import HostLogits
 from rollmesh.vllm.worker.runner import Runner
 
-LAYOUT = "LBNHC"  # a name for vLLM's books; the pages lie as csrc/model wants them
+LAYOUT = "LBNHC"  # only a name for vLLM; the engine lays out its pages itself
 NAME_BYTES = 32
 
 
 def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For calls that fail on all workers alike, arguments of another form included: see weight_updates.py on executors."""
+    """For calls that fail on all workers alike: only one raises. Also for wrong arguments (TypeError); weight_updates.py says why."""
 
     @wraps(method)
     def call(self: Worker, *args: Any, **options: Any) -> Any:
@@ -57,7 +57,7 @@ def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Made(NamedTuple):
-    """What a worker has once vLLM has said how many pages there are."""
+    """What initialize_from_config makes."""
 
     engine: RankEngine
     updates: WeightUpdates
@@ -65,14 +65,14 @@ class _Made(NamedTuple):
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
-    """One rank. Between steps vLLM calls anything of it by name (collective_rpc)."""
+    """One rank. vLLM may call any method by name between steps (collective_rpc)."""
 
     model_runner: Runner | None
     _made: _Made | None = None
-    _nccl: str | None = None  # which is loaded, in words
+    _nccl: str | None = None  # version and path of the library in use
 
     def init_device(self) -> None:
-        """Joins vLLM's own groups: they say what ranks there are, and carry what the ranks need to find one another."""
+        """Joins vLLM's process groups, over which ranks find each other."""
         from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 
         if self._made is not None:
@@ -87,25 +87,25 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     @_one_answers
     def _refuse_again(self) -> None:
-        raise StateError("init_device of a worker that has an engine, wanted it once")
+        raise StateError("init_device was called on a worker that has an engine; call it once")
 
     @_one_answers
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """The weights come later, from the trainer."""
+        """Loads nothing: the weights come later, from the trainer."""
         if load_dummy_weights:
-            raise ConfigError("load_dummy_weights=True, wanted False: weights come from a trainer only")
+            raise ConfigError("load_dummy_weights: expected False, got True; weights come from a trainer only")
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
     # ---------------------------------------------------------------------------------------- the KV cache
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """All layers alike, so that one table of pages serves them. Windows are attention's own business; no page is given back early."""
+        """All layers have the same spec, so that they share one block table. Also for sliding windows: no page is freed early."""
         heads = max(len(rank.kv_heads) for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep))
         spec = FullAttentionSpec(
             block_size=self.cache_config.block_size,
             num_kv_heads=heads,
-            head_size=kv_bytes_per_token(self.spec, 1, 1) // (2 * self.spec.num_hidden_layers),  # as it lies, padded
+            head_size=kv_bytes_per_token(self.spec, 1, 1) // (2 * self.spec.num_hidden_layers),  # as stored, with padding
             dtype=self.model_config.dtype,
         )
         return {f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)}
@@ -114,7 +114,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return [LAYOUT]
 
     def determine_available_memory(self) -> int:
-        """Bytes for KV: what was asked for, or this worker's share of the memory that is free, less two copies of its weights."""
+        """Bytes for KV: kv_cache_memory_bytes, or this worker's share of the free memory less two copies of its weights."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return int(self.cache_config.kv_cache_memory_bytes)
         mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
@@ -122,13 +122,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
         share = self._available_memory() * self.cache_config.gpu_memory_utilization
         if share <= 2 * weights:
             raise CapacityError(
-                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization} leaves this worker {share:.0f} bytes, "
-                f"expected more than two copies of its weights, {2 * weights}"
+                f"gpu_memory_utilization={self.cache_config.gpu_memory_utilization}: expected more than {2 * weights} bytes, two copies of "
+                f"this worker's weights, got {share:.0f}"
             )
         return int(share - 2 * weights)
 
     def _available_memory(self) -> float:
-        """Bytes that this worker's device can give it without taking them from others."""
+        """This worker's share of its device's free memory, in bytes."""
         library, workers = _device().cuda_library, config.local_workers(self.parallel_config)
         if library is None:
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -185,7 +185,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return CompilationTimes(0.0, 0.0)
 
     def _index(self) -> int:
-        """This rank's number on the mesh: vLLM counts data parallel ranks first, as rm.Mesh does."""
+        """This rank's number in the mesh: vLLM orders ranks by data parallel rank first, as rm.Mesh does."""
         return int(self._group().rank_in_group)
 
     def _group(self) -> Any:
@@ -203,7 +203,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             self._nccl = str(nccl.library)
             nccl.place(Device(options.cuda_library, options.cuda_ordinal), self.mesh)
             options = replace(options, nccl_library=nccl.library.path, nccl_gpu=nccl.gpu)
-        return join(values, options, group, self.mesh, may_differ=("seed",))  # each data parallel rank has one of its own
+        return join(values, options, group, self.mesh, may_differ=("seed",))  # each data parallel rank has its own
 
     def _comm(self) -> comm.Comm:
         from vllm.distributed.parallel_state import in_the_same_node_as
@@ -219,7 +219,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     @property
     def made(self) -> _Made:
         if self._made is None:
-            raise StateError("the worker has no engine, wanted initialize_from_config before and no shutdown")
+            raise StateError("the worker has no engine: initialize_from_config was not called yet, or shutdown was")
         return self._made
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
@@ -229,7 +229,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self.made.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        """Others step: this rank takes part where experts are spread over all."""
+        """Other data parallel ranks step: takes part if experts are spread over all of them."""
         self.made.runner.idle_step()
 
     def take_draft_token_ids(self) -> None:
@@ -248,20 +248,14 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self.updates.model
 
     def check_health(self) -> None:
-        """A mesh that has ended says so."""
+        """Raises if the mesh was aborted."""
         self.made.engine.stats()
 
     @_one_answers
-    def add_lora(self, lora_request: Any) -> bool:
-        raise ConfigError("add_lora, wanted none: LoRA adapters are not offered")
+    def add_lora(self, lora: Any) -> bool:
+        raise ConfigError("LoRA adapters are not supported")
 
-    @_one_answers
-    def remove_lora(self, lora_id: int) -> bool:
-        raise ConfigError("remove_lora, wanted none: LoRA adapters are not offered")
-
-    @_one_answers
-    def pin_lora(self, lora_id: int) -> bool:
-        raise ConfigError("pin_lora, wanted none: LoRA adapters are not offered")
+    remove_lora = pin_lora = add_lora
 
     @_one_answers
     def list_loras(self) -> set[int]:
@@ -270,81 +264,48 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     @_one_answers
     def profile(self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any) -> None:
-        raise ConfigError(f"profile(is_start={is_start}), wanted perf or py-spy on pid {os.getpid()}: the work is in C threads")
+        raise ConfigError(f"profile(is_start={is_start}) is not supported; use perf or py-spy on pid {os.getpid()} for its C threads")
 
     @_one_answers
     def metrics(self) -> dict[str, Any]:
-        """The engine's counters, sizes and times, as Generator.metrics gives them: for collective_rpc("metrics")."""
+        """The engine's counters, sizes and times, as Generator.metrics: collective_rpc("metrics")."""
         return {**self.made.engine.stats(), "version": self.updates.weight_version(), "nccl": self._nccl}
 
     @_one_answers
     def why_failed(self, name: str) -> str | None:
-        """Of a request that ended with an error, by the name that a server gave it; None where nothing is known."""
+        """Why a request failed, by the id that the server gave it; None if unknown."""
         return self.made.runner.why_failed(name)
 
-    # ---------------------------------------------------------------------------------------- weights, see weight_updates.py
     @property
     def updates(self) -> WeightUpdates:
         return self.made.updates
 
-    @_one_answers
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.updates.init_weight_transfer_engine(init_info)
-
-    @_one_answers
-    def start_weight_update(self) -> None:
-        self.updates.start_weight_update()
-
-    @_one_answers
-    def start_draft_weight_update(self) -> None:
-        self.updates.start_draft_weight_update()
-
-    @_one_answers
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self.updates.update_weights(update_info)
-
-    @_one_answers
-    def finish_weight_update(self) -> None:
-        self.updates.finish_weight_update()
-
-    @_one_answers
-    def shutdown_weight_transfer_engine(self) -> None:
-        self.updates.shutdown_weight_transfer_engine()
-
-    @_one_answers
-    def weight_version(self) -> int | None:
-        return self.updates.weight_version()
-
-    @_one_answers
-    def compute_weight_checksums(self) -> dict[str, str]:
-        return self.updates.compute_weight_checksums()
-
-    @_one_answers
-    def reset_weights(self) -> None:
-        self.updates.reset_weights()
-
-    @_one_answers
-    def sleep(self, level: int = 1) -> None:
-        self.updates.sleep(level)
-
-    @_one_answers
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self.updates.wake_up(tags)
-
-    @_one_answers
-    def discard(self, tags: Iterable[str]) -> None:
-        self.updates.discard(tags)
-
     def shutdown(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Frees everything. Idempotent."""
         made, self._made, self.model_runner = self._made, None, None
         if made is not None:
             made.updates.shutdown()
             made.engine.close()
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    def call(self: Worker, *args: Any, **options: Any) -> Any:
+        return getattr(self.updates, name)(*args, **options)
+
+    call.__name__ = name
+    return _one_answers(call)
+
+
+# What vLLM calls by name, and weight_updates.py does.
+for _name in (
+    "init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update",
+    "shutdown_weight_transfer_engine", "weight_version", "compute_weight_checksums", "reset_weights", "sleep", "wake_up", "discard",
+):  # fmt: skip
+    setattr(Worker, _name, _forwarded(_name))
+
+
 def _device() -> Device:
-    """What the platform says that engines run on."""
+    """The device that the platform chose for engines."""
     from vllm.platforms import current_platform
 
     return device_of(current_platform.engine_device)

@@ -1,11 +1,11 @@
-"""How a stream of weights travels (stream.py): what a bucket of it is, and how that comes from one rank to all others.
+"""How the buckets of a weight stream (stream.py) are stored and broadcast from one rank to all others.
 
-    TorchCarrier     a torch.distributed group: buckets are bytes of the host, or over NCCL a torch tensor on each rank's GPU
-    CommCarrier      rm.comm.shm, rm.comm.torch: bytes of the host
+    TorchCarrier     a torch.distributed group: buckets are host memory, or with NCCL a torch tensor on each rank's GPU
+    CommCarrier      rm.comm.shm, rm.comm.torch: host memory
     NcclCarrier      rm.comm.nccl: memory of each rank's GPU, without torch
 
-Words (what is said of a bucket) go by the host wherever there is a way; data on GPUs never does. A bucket is filled, sent and
-looked at; `begin` and `finish` of a broadcast are two, so that one bucket travels while another is filled or read.
+Messages about a bucket go through the host if possible; data on GPUs never does. A broadcast has two parts, `begin` and `finish`, so that
+one bucket travels while another is filled or read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rollmesh.weights.transport.loans import Held, gpus, hold, is_on_gpu
 from rollmesh.weights.transport.manifest import Entry, view
 from rollmesh.weights.transport.tensors import DTYPES, as_array, bytes_of, checksum, checksum_of_torch, dense, dtype_name, is_torch
 
-MAX_TOLD = 2048  # bytes that a rank tells all others at once
-GPU_DIMS = 4  # of what a generator reads
+MAX_TOLD = 2048  # bytes of one rank's message to all others
+GPU_DIMS = 4  # what a generator reads
 
 
 class HostPiece:
-    """A tensor that is to be sent, as bytes of the host."""
+    """A tensor to send, in host memory."""
 
     def __init__(self, name: str, tensor: Any):
         self.name, self.array = name, as_array(name, tensor)
@@ -42,7 +42,7 @@ class HostPiece:
 
 
 class TorchPiece:
-    """A torch tensor that stays on its GPU."""
+    """A torch tensor to send, on its GPU."""
 
     def __init__(self, name: str, tensor: Any):
         self.name, self.tensor = name, tensor
@@ -57,18 +57,18 @@ class Bucket(Protocol):
     on_gpu: bool
 
     def put(self, offset: int, piece: Any) -> None:
-        """From here until `finish` the piece stays as it is; the bucket keeps it."""
+        """Copies a piece in. The piece must not change until `finish`; the bucket keeps a reference."""
 
     def sum(self, entry: Entry) -> str:
-        """Of the entry's bytes; "" where the carrier has no sums."""
+        """The checksum of the entry's bytes; "" if the carrier has none."""
 
     def begin(self, src: int) -> None:
-        """The bytes of rank `src` into everyone's bucket, some time before `finish` returns."""
+        """Starts the broadcast of rank `src`'s bytes into every rank's bucket; it is complete when `finish` returns."""
 
     def finish(self) -> None: ...
 
     def take(self, entry: Entry, verify: bool) -> Any:
-        """The entry as a view of the bucket, which it keeps. FormatError: its sum is another one, or it is nothing that could be read."""
+        """The entry as a view that keeps the bucket alive. FormatError: a wrong checksum, or an unreadable shape."""
 
 
 class Carrier(Protocol):
@@ -77,36 +77,36 @@ class Carrier(Protocol):
     has_sums: bool
 
     def check(self, device: Any, sends: bool) -> None:
-        """What this rank can know alone of the device that a stream names. Error: it is none of this rank's."""
+        """Checks the `device` of a stream, without other ranks. Error: this rank does not have it."""
 
     def open(self) -> None:
-        """Every rank has checked, and has heard that all others have: what is to be made together, by the first stream."""
+        """Called once all ranks have passed `check`: makes what needs all ranks, for the first stream."""
 
     def piece(self, name: str, tensor: Any) -> Piece: ...
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
-        """Whether a bucket with these is to lie on GPUs."""
+        """Whether a bucket of these is stored on GPUs."""
 
     def bucket(self, size: int, on_gpu: bool) -> Bucket:
-        """MemoryError or CapacityError where there is no room."""
+        """MemoryError or CapacityError without memory."""
 
-    def words(self, array: NDArray[Any], src: int) -> None:
-        """Broadcast of an array of the host, in place."""
+    def broadcast(self, array: NDArray[Any], src: int) -> None:
+        """Broadcasts a host array, in place."""
 
     def tell(self, value: Any) -> list[Any]:
-        """Every rank's value, a few words of JSON, in the order of `ranks`."""
+        """Every rank's value (short JSON), in the order of `ranks`."""
 
     def give_up(self) -> None:
-        """This rank goes no further, and the others are to hear of it, where that can be."""
+        """This rank gives up; the other ranks notice it if the carrier can tell them."""
 
 
 def carrier_of(group: Any) -> Carrier:
-    """A comm's is made by its first stream, for which all ranks meet."""
+    """The carrier of a group. A comm makes one at its first stream and keeps it."""
     if not isinstance(group, Comm):
         check_group(group)
         return TorchCarrier(group)
     if group.world < 2:
-        raise ConfigError("a comm of one rank, wanted one that sends and one that receives")
+        raise ConfigError("group: expected a comm of two ranks at least, got one rank")
     if group.stream is None:
         group.stream = NcclCarrier(group) if isinstance(group, Nccl) else CommCarrier(group)
     return group.stream  # type: ignore[no-any-return]
@@ -115,13 +115,13 @@ def carrier_of(group: Any) -> Carrier:
 def check_host(device: Any) -> None:
     if device is not None and device != "cpu":
         raise ConfigError(
-            f"device = {shown(device)}, wanted None or 'cpu': rm.comm.nccl(…) has a GPU to choose, a torch group torch.cuda.set_device's"
+            f"device: expected None or 'cpu', got {shown(device)}; GPUs are chosen with rm.comm.nccl(…), in torch by torch.cuda.set_device"
         )
 
 
 # -------------------------------------------------------------------------------------------------- the host
 class HostBucket:
-    """How it is sent is a subclass's."""
+    """A bucket in host memory; subclasses broadcast it."""
 
     on_gpu = False
 
@@ -147,11 +147,11 @@ class CommBucket(HostBucket):
         self._carrier.world.broadcast(self.data, src)
 
     def finish(self) -> None:
-        """A call of the host is complete at its return."""
+        """Nothing to wait for: `begin` completes the broadcast."""
 
 
 class CommCarrier:
-    """rm.comm's ranks; the comm is connected when the first stream begins, and is no generator's."""
+    """The ranks of a comm of its own, which is connected at the first stream."""
 
     has_sums = True
 
@@ -167,7 +167,7 @@ class CommCarrier:
         check_host(device)
 
     def open(self) -> None:
-        """The ends are all there is."""
+        """Nothing to make."""
 
     def piece(self, name: str, tensor: Any) -> Piece:
         return HostPiece(name, tensor)
@@ -178,7 +178,7 @@ class CommCarrier:
     def bucket(self, size: int, on_gpu: bool) -> Bucket:
         return CommBucket(self, size)
 
-    def words(self, array: NDArray[Any], src: int) -> None:
+    def broadcast(self, array: NDArray[Any], src: int) -> None:
         self.control.broadcast(array, src)
 
     def tell(self, value: Any) -> list[Any]:
@@ -196,27 +196,27 @@ class CommCarrier:
 
 # -------------------------------------------------------------------------------------------------- GPUs, by rollmesh alone
 class NcclCarrier(CommCarrier):
-    """One GPU a rank, whose memory NCCL reads and writes. Bytes of a GPU have no sums here: that would take a kernel of its own, and what
-    NCCL brings is the network's to guard."""
+    """One GPU per rank, between which NCCL moves bytes. There are no checksums: they would need a kernel of their own, and NCCL relies on
+    the network's checks."""
 
     has_sums = False
 
     def __init__(self, comm: Nccl):
         super().__init__(comm)
         self._nccl = comm
-        self.group: Any = None  # until the first stream that no rank refuses
+        self.group: Any = None  # made by the first stream that no rank refuses
         self.ordinal, self._device = -1, "cuda"
 
     def check(self, device: Any, sends: bool) -> None:
-        """The GPU is opened here, before the ranks meet: one that cannot be is a reason like any other."""
+        """Also opens the GPU, so that a failure is reported to the other ranks."""
         named = "cuda" if device is None or (device == "cpu" and not sends) else device
         if self.group is None or named == "cpu":
             where = self._nccl.place(device_of(named), Mesh(dp=len(self.ranks)))
             self.ordinal, self._device = where.cuda_ordinal, named
-            self.readers, self._sender = gpus(), gpus()  # two queues: a consumer that copies to the host waits for no broadcast
+            self.readers, self._sender = gpus(), gpus()  # two queues, so that a consumer's copy to the host does not wait for a broadcast
             self._sender.wait(self.ordinal)
         elif device not in (None, "cpu", self._device, f"cuda:{self.ordinal}"):
-            raise ConfigError(f"device = {shown(device)}, wanted None or 'cuda:{self.ordinal}', where this comm's first stream has begun")
+            raise ConfigError(f"device: expected None or 'cuda:{self.ordinal}' of this comm's first stream, got {shown(device)}")
 
     def open(self) -> None:
         if self.group is not None:
@@ -237,7 +237,7 @@ class NcclCarrier(CommCarrier):
         return NcclBucket(self, size)
 
     def await_tensors(self, ordinal: int) -> None:
-        """Of this rank's own GPU they are read behind what writes them."""
+        """Waits for kernels that write tensors on another GPU; on this rank's own GPU the stream order is enough."""
         if ordinal != self.ordinal:
             self._sender.wait(ordinal)
 
@@ -282,7 +282,7 @@ class NcclBucket:
 
     def take(self, entry: Entry, verify: bool) -> _core.DeviceArray:
         if len(entry.shape) > GPU_DIMS:
-            raise FormatError(f"{entry.name}: {len(entry.shape)} dims on a GPU, wanted at most {GPU_DIMS}")
+            raise FormatError(f"{entry.name}: expected at most {GPU_DIMS} dims on a GPU, got {len(entry.shape)}")
         strides = tuple(math.prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
         at = self.block.address + entry.offset
         return self._carrier.readers.array(self._carrier.ordinal, at, entry.dtype, entry.shape, strides, self.block)
@@ -290,7 +290,7 @@ class NcclBucket:
 
 # -------------------------------------------------------------------------------------------------- torch.distributed
 def gpu_of(group: Any) -> Any:
-    """This process's torch.device, where the group moves GPUs' tensors itself. Gloo takes them too, by way of the host: None."""
+    """This process's GPU if the group has NCCL; else None (Gloo would copy GPU tensors through the host)."""
     import torch
     import torch.distributed as dist
 
@@ -298,7 +298,7 @@ def gpu_of(group: Any) -> Any:
 
 
 class TorchCarrier:
-    """A group with two backends (cpu:gloo,cuda:nccl) takes each bucket where its tensors lie, one of NCCL alone all of them on GPUs."""
+    """With two backends (cpu:gloo,cuda:nccl) buckets stay where their tensors are; with NCCL alone all are on GPUs."""
 
     has_sums = True
 
@@ -309,13 +309,13 @@ class TorchCarrier:
         self.group, self.gpu = group, gpu_of(group)
         self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
         moves_host = "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
-        self._words_at = torch.device("cpu") if moves_host else self.gpu
+        self._host_at = torch.device("cpu") if moves_host else self.gpu
 
     def check(self, device: Any, sends: bool) -> None:
         check_host(device)
 
     def open(self) -> None:
-        """The group is the caller's."""
+        """Nothing to make: the group is the caller's."""
 
     def piece(self, name: str, tensor: Any) -> Piece:
         if self.gpu is not None and is_torch(tensor) and tensor.device.type == self.gpu.type:
@@ -323,22 +323,22 @@ class TorchCarrier:
         return HostPiece(name, tensor)
 
     def is_for_gpu(self, pieces: list[Any]) -> bool:
-        return self._words_at == self.gpu or any(isinstance(piece, TorchPiece) for piece in pieces)
+        return self._host_at == self.gpu or any(isinstance(piece, TorchPiece) for piece in pieces)
 
     def bucket(self, size: int, on_gpu: bool) -> Bucket:
         if on_gpu and self.gpu is None:
-            raise ConfigError("a bucket on GPUs, and this rank's group has no backend for them, wanted the same group on all ranks")
+            raise ConfigError("expected the same group on all ranks, got a bucket on GPUs on a rank whose group has no backend for them")
         return TorchBucket(self, size) if on_gpu else GlooBucket(self, size)
 
-    def words(self, array: NDArray[Any], src: int) -> None:
+    def broadcast(self, array: NDArray[Any], src: int) -> None:
         import torch
         import torch.distributed as dist
 
         if array.size == 0:
             return
         tensor = torch.from_numpy(array)
-        with named("a broadcast of words"):
-            moved = tensor.to(self._words_at)
+        with typed("a broadcast of a message"):
+            moved = tensor.to(self._host_at)
             dist.broadcast(moved, src, group=self.group)
             tensor.copy_(moved)
 
@@ -349,19 +349,19 @@ class TorchCarrier:
         text = json.dumps(value).encode()
         assert len(text) <= MAX_TOLD
         mine = torch.frombuffer(bytearray(text.ljust(MAX_TOLD)), dtype=torch.uint8)
-        with named("an exchange of words"):
-            mine = mine.to(self._words_at)
+        with typed("an exchange of messages"):
+            mine = mine.to(self._host_at)
             everyone = [torch.empty_like(mine) for _ in self.ranks]
             dist.all_gather(everyone, mine, group=self.group)
             return [json.loads(part.cpu().numpy().tobytes()) for part in everyone]
 
     def give_up(self) -> None:
-        """torch has no word for it: the others hear of it when the group's own deadline has passed."""
+        """torch cannot tell the other ranks; they notice it at the group's timeout."""
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
-    """torch's failures of a group, by their kind."""
+def typed(what: str) -> Iterator[None]:
+    """Raises torch's errors of a group as CollectiveTimeoutError or RankLostError."""
     try:
         yield
     except RuntimeError as error:
@@ -371,7 +371,7 @@ def named(what: str) -> Iterator[None]:
 
 
 class _TorchBroadcast:
-    """How a bucket travels in a torch group."""
+    """The broadcast of a bucket in a torch group."""
 
     _carrier: TorchCarrier
     _work: Any = None
@@ -381,13 +381,13 @@ class _TorchBroadcast:
         import torch.distributed as dist
 
         if self._bytes.numel():
-            with named("a broadcast of weights"):
+            with typed("a broadcast of weights"):
                 self._work = dist.broadcast(self._bytes, src, group=self._carrier.group, async_op=True)
 
     def finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            with named("a broadcast of weights"):
+            with typed("a broadcast of weights"):
                 work.wait()
 
 
@@ -400,8 +400,7 @@ class GlooBucket(_TorchBroadcast, HostBucket):
 
 
 class TorchBucket(_TorchBroadcast):
-    """What is read of it on torch's current stream, or by DLPack, is read behind the broadcast: the stream that is current at `finish`
-    waits for it, and any other is the consumer's to order behind that one."""
+    """A bucket on a GPU. The stream that is current at `finish` waits for the broadcast; a consumer orders other streams behind it."""
 
     on_gpu = True
 
@@ -412,7 +411,7 @@ class TorchBucket(_TorchBroadcast):
         try:
             self.data = self._bytes = torch.zeros(size, dtype=torch.uint8, device=carrier.gpu)
         except torch.OutOfMemoryError as error:
-            raise CapacityError(f"no room on {carrier.gpu} for a bucket of {size} bytes: {str(error).splitlines()[0][:200]}") from error
+            raise CapacityError(f"no memory on {carrier.gpu} for a bucket of {size} bytes: {str(error).splitlines()[0][:200]}") from error
 
     def put(self, offset: int, piece: HostPiece | TorchPiece) -> None:
         import torch
@@ -420,7 +419,7 @@ class TorchBucket(_TorchBroadcast):
         if isinstance(piece, TorchPiece):
             data = piece.tensor.contiguous().reshape(-1).view(torch.uint8)
         else:
-            data = torch.from_numpy(np.array(bytes_of(piece.array)))  # a copy: it may be one that cannot be written to
+            data = torch.from_numpy(np.array(bytes_of(piece.array)))  # a copy: torch warns about read-only arrays
         self.data[offset : offset + piece.nbytes].copy_(data)
 
     def sum(self, entry: Entry) -> str:
@@ -430,5 +429,5 @@ class TorchBucket(_TorchBroadcast):
         import torch
 
         if verify and (seen := self.sum(entry)) != entry.sum:
-            raise FormatError(f"{entry.name}: the sum of its bytes is {seen}, wanted {entry.sum}")
+            raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")
         return self.data[entry.offset : entry.offset + entry.bytes].view(getattr(torch, entry.dtype)).reshape(entry.shape)

@@ -1,11 +1,11 @@
-"""Tensors on GPUs that other processes of the machine read where they are (CUDA IPC). The loan is part of a segment (segment.py), which
-holds its number and its readers' locks; the manifest names the allocations and what lies where in them.
+"""Tensors on GPUs that other processes of the machine read in place (CUDA IPC). A loan belongs to a segment (segment.py), which has its
+number and its readers' locks; the manifest lists the allocations and the tensors in them.
 
-    trainer   waits for what writes the tensors, keeps them, opens a loan of the segment, sends the manifest
+    trainer   waits for kernels that write the tensors, keeps a reference, opens a loan of the segment, sends the manifest
     reader    locks its byte, checks the number, opens the allocations, reads, checks the number again, closes them, marks its byte
-    trainer   ends the loan by its number and waits for the locks, or first for as many marks as there are readers
+    trainer   (optionally waits for as many marks as there are readers,) sets the number to 0 and waits for the locks
 
-A reader that comes late finds the number gone, and drops what it has read. A process that dies leaves no lock: the other side sees it.
+A reader that finds another number drops what it has read. Locks end with their process, so each side notices when the other dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollmesh.weights.transport.manifest import Loan, Manifest, check_name, view
 from rollmesh.weights.transport.segment import Bytes, MappedSegment
 from rollmesh.weights.transport.tensors import DTYPES, as_array
 
-CUDA = (2, 13)  # DLPack's numbers of memory on a GPU
+CUDA = (2, 13)  # DLPack's device types kDLCUDA and kDLCUDAManaged
 REMEDY = (
     "torch must not use expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False) nor cudaMallocAsync; "
     "lend_to=0, or a WeightSender's lend=False, copies"
@@ -36,13 +36,13 @@ _TOKEN = secrets.token_hex(8)
 
 
 def this_process() -> str:
-    """A fork has another number, another container another token."""
+    """A name of this process: the pid differs in a fork, the token in another container."""
     return f"{os.getpid()}-{_TOKEN}"
 
 
 class LentSource:
-    """A source whose tensors are there for a while only: a sync reads them inside of `lent()`, and calls what that gives before it
-    commits, which raises when they were not there to the end."""
+    """A source whose tensors are valid for a limited time: a sync reads them within `lent()`, and before its commit calls the function that
+    `lent()` yields, which raises if the loan has ended."""
 
     def lent(self) -> AbstractContextManager[Callable[[], None]]:
         raise NotImplementedError
@@ -51,24 +51,24 @@ class LentSource:
 def gpus() -> _core.Gpus:
     path = library_path()
     if not path.exists():
-        raise ConfigError(f"tensors on GPUs are lent and borrowed by {path.name}, which this build has not: it was made without nvcc")
+        raise ConfigError(f"lending tensors on GPUs needs {path.name}, which this build lacks: it was made without nvcc")
     return _core.Gpus(str(path))
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Says its producer; one that has no answer is not."""
+    """Asks the tensor's DLPack producer."""
     ask = getattr(tensor, "__dlpack_device__", None)
     if not callable(ask) or getattr(tensor, "is_meta", False):
         return False
     try:
         return ask()[0] in CUDA
-    except (ValueError, BufferError, RuntimeError):  # torch, of a device that DLPack does not know
+    except (ValueError, BufferError, RuntimeError):  # torch, for a device that DLPack does not have
         return False
 
 
 # -------------------------------------------------------------------------------------------------- the trainer
 class Held(NamedTuple):
-    """A tensor of this process that another may read, kept for as long as this is."""
+    """A GPU tensor of this process that another may read; keeps it alive."""
 
     name: str
     ordinal: int
@@ -84,14 +84,14 @@ class Held(NamedTuple):
 
 
 def hold(gpus: _core.Gpus, name: str, tensor: Any) -> Held:
-    """A tensor on a GPU, which what writes it may still be doing."""
+    """A tensor on a GPU. Kernels may still be writing it."""
     check_name(name)
     return Held(name, *gpus.lend(name, tensor))
 
 
 def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held], number: int) -> dict[str, Any]:
-    """What `manifest.parse_loan` reads; the tensors are written when this returns. UnsupportedTensorError for memory that no other process
-    can open."""
+    """The loan's part of a manifest. Waits for kernels that write the tensors. UnsupportedTensorError for memory that no other process can
+    open."""
     allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
     handles: list[list[Any]] = []
     described, ordinals = [], set()
@@ -118,13 +118,13 @@ def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str,
 
 
 class Lender:
-    """Which tensors are copied and which are lent."""
+    """Decides which tensors are lent, and describes them."""
 
     def __init__(self) -> None:
         self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
 
     def take(self, name: str, tensor: Any) -> NDArray[Any] | Held:
-        """A tensor on a GPU as it may be lent, another as an array. A DTensor is gathered."""
+        """A tensor on a GPU as Held, to be lent; any other as an array, to be copied. A DTensor is gathered."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return as_array(name, whole)
@@ -150,8 +150,8 @@ class Borrowed:
             for allocation in loan.allocations:
                 ordinal, address, size = self._gpus.borrow(allocation.bus, allocation.handle)
                 self._open.append((ordinal, address))
-                if size < allocation.bytes:  # more is how coarsely it is mapped
-                    raise FormatError(f"an allocation of {size} bytes on cuda:{ordinal}, which its lender says has {allocation.bytes}")
+                if size < allocation.bytes:  # it may be larger: mappings are rounded up
+                    raise FormatError(f"expected an allocation of {allocation.bytes} bytes on cuda:{ordinal}, got {size}")
         except BaseException:
             self.close()
             raise
@@ -164,7 +164,7 @@ class Borrowed:
         return self._arrays[name]
 
     def close(self) -> None:
-        """All are given back, whatever becomes of one; then the first error is raised."""
+        """Closes all allocations, then raises the first error."""
         for array in self._arrays.values():
             array.drop()
         self._arrays = {}
@@ -179,29 +179,28 @@ class Borrowed:
 
 
 class ReceivedTensors(Mapping[str, Any], LentSource):
-    """The tensors of a manifest by name: those of the block as views of it, those that are lent inside of `lent()` only.
+    """The tensors of a manifest by name: copied ones as views, lent ones within `lent()` only.
 
-    remedy  what the user can do where they cannot be opened here
+    remedy  what the user can do if lent tensors cannot be opened here, for messages
     """
 
     def __init__(self, *, verify: bool = True, remedy: str = ""):
         self._verify, self._remedy = verify, remedy
 
-    def receive(self, manifest: Manifest | None, block: Bytes | None, segment: MappedSegment | None, what: str) -> None:
-        """what: it is, for messages: "version 3". Without a manifest there is nothing."""
-        self._manifest, self._block, self._segment, self._what = manifest, block, segment, what
+    def receive(self, manifest: Manifest | None, data: Bytes | None, segment: MappedSegment | None, what: str) -> None:
+        """what: for messages, such as "version 3". manifest None: no tensors."""
+        self._manifest, self._data, self._segment, self._what = manifest, data, segment, what
         self._verified: set[str] = set()
         self._borrowed: Borrowed | None = None
         self._has_read = False
 
     @contextmanager
     def lent(self) -> Iterator[Callable[[], None]]:
-        """In the block the tensors on GPUs are open; `sync_weights` does so itself. Yields what is to be called when all that was wanted
-        has been read (by a GPU too: it was waited for): it raises if they were not lent to the end. A block that ends well gives them
-        back for good.
+        """Opens lent tensors for the `with` block; `sync_weights` does so itself. Yields a function to call after the last read has
+        finished, on the GPU too: it raises if the loan ended before. A block without an error gives the loan back for good.
 
-        RankLostError when the trainer has ended, StateError when it has taken the loan back, when this reader has given it back, or when
-        this is the trainer itself; ConfigError when a GPU is not visible here; DeviceError in CUDA's words.
+        RankLostError if the trainer has ended; StateError if it took the loan back, if this reader has given it back, or if this process
+        is the trainer; ConfigError if a GPU is not visible here; DeviceError with CUDA's message.
         """
         loan, segment = self._known().loan, self._segment
         if loan is None:
@@ -209,10 +208,10 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
             return
         assert segment is not None
         if self._has_read or self._borrowed is not None:
-            raise StateError(f"{self._what} {'was given back' if self._has_read else 'is being read'}; refresh() finds the next one")
+            raise StateError(f"{self._what} {'was given back' if self._has_read else 'is being read'}; refresh() maps the next one")
         if loan.process == this_process():
             instead = f"pass the tensors themselves, to sync_weights or load_weights{self._remedy}"
-            raise StateError(f"{self._what} is lent by this very process: {instead}")
+            raise StateError(f"{self._what} is lent by this process itself: {instead}")
         with segment.reading(loan.number, self._what) as is_lent_still:
             self._borrowed = self._borrow(loan, is_lent_still)
             try:
@@ -226,23 +225,23 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         try:
             return Borrowed(loan)
         except Error as error:
-            is_lent_still()  # what has no lender cannot be opened: that is the reason then
+            is_lent_still()  # if the lender has ended, raise that instead
             raise type(error)(f"{error}{self._remedy}") from error
 
     def _known(self) -> Manifest:
         if self._manifest is None:
-            raise StateError(f"the reader of {self._what} has no version: refresh() maps the current one")
+            raise StateError(f"the reader of {self._what} has no version; call refresh()")
         return self._manifest
 
     def __getitem__(self, name: str) -> NDArray[Any] | _core.DeviceArray:
         manifest = self._known()
         if manifest.loan is not None and name in manifest.loan.tensors:
             if self._borrowed is None:
-                raise StateError(f"{name} is lent: it is open in sync_weights, or inside of `with reader.lent()`")
+                raise StateError(f"{name} is lent: read it by sync_weights, or within `with reader.lent()`")
             return self._borrowed.array(name)
         entry = manifest.entries[name]
-        assert self._block is not None
-        array = view(entry, self._block, verify=self._verify and entry.sum != "" and name not in self._verified)
+        assert self._data is not None
+        array = view(entry, self._data, verify=self._verify and entry.sum != "" and name not in self._verified)
         self._verified.add(name)
         return array
 

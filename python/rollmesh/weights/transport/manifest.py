@@ -1,10 +1,10 @@
-"""Which tensors lie where in a block of bytes, and in which allocations of GPUs: JSON, sent beside the bytes and checked whole when it is
-read.
+"""The manifest of a segment or bucket: which tensor is at which offset, and which are lent in which GPU allocations. It is JSON, sent with
+the bytes and checked completely by the reader.
 
     {"tensors": [{name, dtype, shape, offset, bytes, sum}, …],
      "lent": {number, process, allocations: [[GPU, handle, bytes], …], tensors: [[name, dtype, shape, strides, allocation, offset], …]}}
 
-`sum` is "" where the bytes are not to be compared; `lent` is absent where nothing is (loans.py).
+`sum` is a checksum, "" to skip the comparison; `lent` is present only if tensors are lent (loans.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollmesh.weights.transport.tensors import DTYPES, bytes_of, checksum, dtype
 MAX_ENTRIES = 1_000_000
 MAX_NAME = 1024
 MAX_DIMS = 32  # NumPy's
-MAX_LENT_DIMS = 4  # of what a generator reads
+MAX_LENT_DIMS = 4  # what a generator reads
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a block of bytes."""
+    """One tensor in a segment or bucket."""
 
     name: str
     dtype: str
@@ -72,7 +72,7 @@ class Loan:
 class Manifest:
     entries: dict[str, Entry]
     loan: Loan | None
-    values: dict[str, Any]  # what else its sender has said
+    values: dict[str, Any]  # the sender's other entries
 
     def names(self) -> list[str]:
         return [*self.entries, *(self.loan.tensors if self.loan else ())]
@@ -80,7 +80,7 @@ class Manifest:
 
 # -------------------------------------------------------------------------------------------------- the sender
 def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) -> tuple[list[Entry], int]:
-    """Places and sums (or "") of arrays one after another, and the bytes of the block. LimitError for what `parse` would refuse."""
+    """Entries (with checksums, if asked for) of arrays one after another, and their bytes in all. LimitError for what `parse` refuses."""
     _check_count(len(arrays))
     entries, size = place((name, dtype_name(array), array.shape, array.nbytes) for name, array in arrays)
     if sums:
@@ -89,7 +89,7 @@ def lay_out(arrays: Sequence[tuple[str, NDArray[Any]]], *, sums: bool = True) ->
 
 
 def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[Entry], int]:
-    """Entries without a sum for tensors of (name, dtype, shape, bytes) one after another, and the bytes of the block."""
+    """Entries without checksums for tensors of (name, dtype, shape, bytes) one after another, and their bytes in all."""
     entries, at = [], 0
     for name, dtype, shape, size in tensors:
         check_name(name)
@@ -111,13 +111,13 @@ def describe(entries: Iterable[Entry], lent: dict[str, Any] | None = None, **mor
 # -------------------------------------------------------------------------------------------------- checks
 def check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise LimitError(f"a tensor's name is {shown(name)[:80]}, wanted a str of 1 to {MAX_NAME} characters")
+        raise LimitError(f"a tensor's name: expected a str of 1 to {MAX_NAME} characters, got {shown(name)[:80]}")
     if len(name) > MAX_NAME:
         raise LimitError(f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}")
 
 
 def check_new_name(name: Any, seen: set[str]) -> None:
-    """Of a set whose names so far are `seen`; adds it."""
+    """Checks a name and adds it to the names of its set."""
     check_name(name)
     if name in seen:
         raise DuplicateKeyError(f"{name} comes twice")
@@ -131,13 +131,13 @@ def _check_count(count: int) -> None:
 
 
 def parse(text: bytes, block: int) -> Manifest:
-    """What `describe` wrote, for a block of so many bytes. FormatError names the first place that is wrong; DuplicateKeyError."""
+    """Reads what `describe` wrote for so many bytes. FormatError names the first wrong entry; DuplicateKeyError."""
     try:
         values = json.loads(text)
         tensors, lent = values.pop("tensors"), values.pop("lent", None)
         entries = [Entry(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"a description of weights that is not one: {error!r:.200}") from error
+        raise FormatError(f"expected a manifest of weights: {error!r:.200}") from error
     _check_count(len(entries))
     for entry in entries:
         _check_entry(entry, block)
@@ -150,7 +150,7 @@ def _require_different(names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise DuplicateKeyError(f"{name} comes twice in one block")
+            raise DuplicateKeyError(f"{name} comes twice")
         seen.add(name)
 
 
@@ -159,9 +159,9 @@ def _check_entry(entry: Entry, block: int) -> None:
     _check_dtype(entry.name, entry.dtype)
     sizes = (*entry.shape, entry.offset, entry.bytes)
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
-        raise FormatError(f"{entry.name}: sizes {sizes!r:.200} are not all integers >= 0")
+        raise FormatError(f"{entry.name}: expected sizes that are integers >= 0, got {sizes!r:.200}")
     if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
-        raise FormatError(f"{entry.name}: shape {list(entry.shape)!r:.200} is beyond {MAX_DIMS} dimensions or 2^60 elements")
+        raise FormatError(f"{entry.name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape {list(entry.shape)!r:.200}")
     needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
     if entry.bytes != needed or entry.offset + entry.bytes > block or entry.offset % ALIGN:
         where = f"{entry.bytes} bytes at {entry.offset} of {block}"
@@ -170,11 +170,11 @@ def _check_entry(entry: Entry, block: int) -> None:
 
 def _check_dtype(name: str, dtype: Any) -> None:
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"{name}: dtype {dtype!r:.80} is not one of {', '.join(DTYPES)}")
+        raise FormatError(f"{name}: expected a dtype of {', '.join(DTYPES)}, got {dtype!r:.80}")
 
 
 def parse_loan(value: Any) -> Loan:
-    """FormatError names the first place that is wrong; what passes lies inside of its allocation."""
+    """FormatError names the first wrong entry. Every tensor returned is inside its allocation."""
     try:
         number, process = value["number"], str(value["process"])
         allocations = tuple(Allocation(str(bus), bytes.fromhex(handle), int(size)) for bus, handle, size in value["allocations"])
@@ -182,9 +182,9 @@ def parse_loan(value: Any) -> Loan:
         if any("\0" in allocation.bus for allocation in allocations):
             raise ValueError("a NUL in the name of a GPU")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"a description of lent weights that is not one: {error!r:.200}") from error
+        raise FormatError(f"expected a manifest of lent weights: {error!r:.200}") from error
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 2**63:
-        raise FormatError(f"the number of a loan is {shown(number)}, wanted an integer in [1, 2^63)")
+        raise FormatError(f"the number of a loan: expected an integer in [1, 2^63), got {shown(number)}")
     _check_count(len(tensors))
     for tensor in tensors:
         _check_lent(tensor, allocations)
@@ -196,13 +196,13 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
     check_name(tensor.name)
     numbers = (*tensor.shape, *tensor.strides, tensor.allocation, tensor.offset)
     if not all(isinstance(n, int) and not isinstance(n, bool) and abs(n) < 2**60 for n in numbers):
-        raise FormatError(f"{tensor.name}: sizes {numbers!r:.200} are not all integers below 2^60")
+        raise FormatError(f"{tensor.name}: expected integers below 2^60, got {numbers!r:.200}")
     _check_dtype(tensor.name, tensor.dtype)
     if len(tensor.shape) != len(tensor.strides) or len(tensor.shape) > MAX_LENT_DIMS or min(tensor.shape, default=1) < 1:
         what = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
-        raise FormatError(f"{tensor.name}: {what}, wanted at most {MAX_LENT_DIMS} sizes >= 1")
+        raise FormatError(f"{tensor.name}: expected at most {MAX_LENT_DIMS} sizes >= 1, got {what}")
     if not 0 <= tensor.allocation < len(allocations):
-        raise FormatError(f"{tensor.name}: allocation {tensor.allocation} of {len(allocations)}")
+        raise FormatError(f"{tensor.name}: expected one of {len(allocations)} allocations, got number {tensor.allocation}")
     each = DTYPES[tensor.dtype].itemsize
     reach = [(n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)]
     low, high = tensor.offset + sum(min(r, 0) for r in reach), tensor.offset + sum(max(r, 0) for r in reach) + each
@@ -212,8 +212,8 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
 
 
 def view(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
-    """The tensor as a view of the block. FormatError when its sum differs."""
+    """The tensor as a view of the bytes. FormatError if its checksum differs."""
     data = block[entry.offset : entry.offset + entry.bytes]
     if verify and (seen := checksum(data)) != entry.sum:
-        raise FormatError(f"{entry.name}: the sum of its bytes is {seen}, wanted {entry.sum}")
+        raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")
     return data.view(DTYPES[entry.dtype]).reshape(entry.shape)

@@ -1,15 +1,15 @@
-"""One file of shared memory: its owner fills it, other processes of the same user and machine map it.
+"""A file of shared memory: its owner writes it, other processes of the same user and machine map it.
 
     0      magic
-    16     nonce, 32 hex characters that the owner tells its readers
-    48     uint64, number of the loan that goes with the file, 0: none (loans.py)
+    16     nonce, 32 hex characters that the owner sends to its readers
+    48     uint64, number of the open loan, 0: none (loans.py)
     56     uint64, bytes of the manifest in the file, 0: it is sent another way
-    64     a byte for each reader of the loan: FREE, READS or HAS_READ
+    64     one byte for each reader of the loan: FREE, READS or HAS_READ
     4160   the manifest; at the next multiple of 64 the tensors
 
-The name is random and the mode 0600; another owner, mode or nonce is AuthError. Locks are those of open file descriptions: they end
-with their process, and closing the same file elsewhere in the process does not drop them. The owner locks byte 0 as long as it lives,
-a reader of a loan its own byte. A file whose owner was killed is removed when the next segment is made in the same folder.
+The name is random and the mode 0600; another owner, mode or nonce is an AuthError. Locks belong to open file descriptions: they end with
+their process, and closing the same file elsewhere in the process does not release them. The owner holds a lock on byte 0 while it lives,
+a reader of a loan one on its own byte. The file of a killed owner is removed when the next segment is made in the same folder.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ MAGIC = b"rollmesh weights"
 ALIGN = 64  # bytes; where a tensor begins
 MAX_MANIFEST = 256 << 20
 MAX_READERS = 4096
-OWNER, LOAN, READERS = 0, 48, 64  # offsets of what is locked and written
+OWNER, LOAN, READERS = 0, 48, 64  # offsets
 HEADER = struct.Struct("<16s32sQQ")
 HEAD = READERS + MAX_READERS
 FREE, READS, HAS_READ = 0, 1, 2
-FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86-64: type, whence, start, length, process
+FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86-64: type, whence, start, length, pid
 POLL_S = 0.0005
-STALE_S = 60.0  # a younger file may not have been locked yet
-LOCK_S = 10.0  # a sweep of another process has a new file locked for a moment
+STALE_S = 60.0  # a younger file may not be locked by its owner yet
+LOCK_S = 10.0  # another process's sweep may hold the lock of a new file for a moment
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -66,7 +66,7 @@ def aligned(size: int) -> int:
 
 
 def _lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
-    """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another has it."""
+    """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another description holds the lock."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, at, length, 0))
     except (BlockingIOError, PermissionError):
@@ -75,13 +75,13 @@ def _lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
 
 
 def _is_locked(descriptor: int, at: int, length: int = 1) -> bool:
-    """Whether another holds any of these bytes."""
+    """Whether another description has a lock on any of these bytes."""
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, length, 0))
     return bool(FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
-    """By a description of its own: a mapping keeps its description open, and with it the locks."""
+    """Maps a new description of the file: a mapping keeps its description open, and with it its locks."""
     again = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         return mmap.mmap(again, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0))
@@ -90,7 +90,7 @@ def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
 
 
 class _LockedFile:
-    """An open file that goes with its segment, also when that is not closed. A forked child closes it and has no part in its locks."""
+    """A file descriptor that holds locks. Forked children close their copies, so that locks end with the parent."""
 
     def __init__(self, path: Path):
         self.path, self.descriptor = path, -1
@@ -111,7 +111,7 @@ class _LockedFile:
         _open.discard(self)
 
     def close_in_child(self) -> None:
-        """The locks are the parent's."""
+        """Leaves the locks to the parent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -129,14 +129,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _sweep(folder: Path) -> None:
-    """Removes files of this user whose owner has ended."""
+    """Removes this user's files whose owner has ended."""
     for path in folder.glob(PREFIX + "*"):
-        with suppress(OSError):  # another's, in use, or gone by now
+        with suppress(OSError):  # another user's, in use, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not _lock(descriptor, fcntl.F_WRLCK, OWNER):
                     continue
-                status = os.fstat(descriptor)  # without a link: its owner has renamed another version over it since it was opened
+                status = os.fstat(descriptor)  # no link: its owner has renamed another version over it since
                 if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
                     path.unlink()
             finally:
@@ -145,7 +145,7 @@ def _sweep(folder: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------- the owner
 class _OwnedFile(_LockedFile):
-    """With its name, which the owner removes and none of its children."""
+    """Also unlinks the file, in the owner's process only."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -162,13 +162,13 @@ class _OwnedFile(_LockedFile):
 
 
 class Segment:
-    """The owner's end. `unlink` once the readers have it open; `close`, or the end of the object or the process, removes it."""
+    """The owner's end. `unlink` it once the readers have opened it; `close`, or the end of the object or the process, removes it."""
 
     def __init__(self, size: int, folder: Path | None = None, *, nonce: str | None = None, manifest: bytes = b""):
         """size: bytes of tensors."""
         folder = folder or FOLDER
         if len(manifest) > MAX_MANIFEST:
-            raise LimitError(f"the names and shapes of the weights take {len(manifest)} bytes; the limit is {MAX_MANIFEST}")
+            raise LimitError(f"the manifest of the weights has {len(manifest)} bytes; the limit is {MAX_MANIFEST}")
         self.name, self.nonce, self.size = PREFIX + secrets.token_hex(16), nonce or secrets.token_hex(16), size
         self.data: Bytes | None = None
         self._loans = 0
@@ -179,8 +179,8 @@ class Segment:
             _sweep(folder)
             file.open(os.O_CREAT | os.O_EXCL | os.O_RDWR)
             self._lock_as_owner()
-            os.fchmod(file.descriptor, 0o600)  # whatever the umask took away
-            self._allocate(start + size)
+            os.fchmod(file.descriptor, 0o600)  # regardless of the umask
+            os.posix_fallocate(file.descriptor, 0, start + size)  # otherwise a write could end in a SIGBUS
             memory = _map(file.descriptor, start + size, writes=True)
             HEADER.pack_into(memory, 0, MAGIC, self.nonce.encode(), 0, len(manifest))
             memory[HEAD : HEAD + len(manifest)] = manifest
@@ -188,33 +188,27 @@ class Segment:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, Error):
-                raise CapacityError(f"no segment in {folder} for {size} bytes of weights: {error.strerror}") from error
+                raise CapacityError(f"no shared memory in {folder} for {size} bytes of weights: {error.strerror}") from error
             raise
 
     def _lock_as_owner(self) -> None:
         deadline = time.monotonic() + LOCK_S
         while not _lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"{self.path} is new, and another process has kept it locked for {LOCK_S:g} seconds")
+                raise DeadlineError(f"another process has locked the new file {self.path} for {LOCK_S:g} seconds")
             time.sleep(POLL_S)
-
-    def _allocate(self, size: int) -> None:
-        try:
-            os.posix_fallocate(self._file.descriptor, 0, size)  # now, and not as a SIGBUS in the middle
-        except OSError as error:
-            raise CapacityError(f"shared memory has no room for {size} bytes of weights: {error.strerror}") from error
 
     @property
     def path(self) -> Path:
         return self._file.path
 
     def rename(self, path: Path) -> None:
-        """Takes the place of what is there. From then on the name is the caller's to remove."""
+        """Replaces the file at `path`. The caller removes that name."""
         os.rename(self._file.path, path)
         self._file.is_linked = False
 
     def unmap(self) -> None:
-        """The bytes are written."""
+        """All bytes are written: drops the mapping."""
         self.data = None
 
     def unlink(self) -> None:
@@ -223,7 +217,7 @@ class Segment:
     def close(self) -> None:
         self.data = None
         self._file.close()
-        self._end.detach()  # a Ctrl-C within a finalizer is lost
+        self._end.detach()  # not called by it: a Ctrl-C within a finalizer would be lost
 
     # ---------------------------------------------------------------------------------------- loans
     @property
@@ -231,15 +225,15 @@ class Segment:
         return self._loans + 1
 
     def lend(self) -> int:
-        """Opens a loan; returns its number. Those of a segment count from 1."""
+        """Opens a loan and returns its number; a segment's loans count from 1."""
         self._loans = self.next_loan
         os.pwrite(self._file.descriptor, bytes(MAX_READERS), READERS)
         os.pwrite(self._file.descriptor, self._loans.to_bytes(8, "little"), LOAN)
         return self._loans
 
     def take_back(self, seconds: float) -> bool:
-        """Ends the loan: no reader begins, and one that reads is refused at its end. Whether within so many seconds no reader had it open
-        any more: then the tensors are the owner's again."""
+        """Ends the loan: no reader can begin, and one that is reading fails at its end. Returns whether all readers have closed it within
+        so many seconds; only then may the owner change the tensors."""
         if self._file.descriptor < 0:
             return True
         os.pwrite(self._file.descriptor, bytes(8), LOAN)
@@ -254,14 +248,14 @@ class Segment:
         return _is_locked(self._file.descriptor, READERS, MAX_READERS)
 
     def num_read(self) -> int:
-        """Readers of the open loan that were through with it."""
+        """Number of readers that have finished reading the open loan."""
         return self._states().count(HAS_READ)
 
     def num_reading(self) -> int:
         return sum(_is_locked(self._file.descriptor, READERS + i) for i, state in enumerate(self._states()) if state == READS)
 
     def lost_reader(self) -> bool:
-        """Whether a reader of the open loan has ended within it; each is told once."""
+        """Whether a reader's process ended while it read the open loan. Reports each such reader once."""
         for i, state in enumerate(self._states()):
             if state != READS or _is_locked(self._file.descriptor, READERS + i) or self._states()[i] != READS:
                 continue
@@ -275,14 +269,14 @@ class Segment:
 
 # -------------------------------------------------------------------------------------------------- a reader
 class MappedSegment:
-    """A reader's end. Views of it stay valid when it is closed. It is opened for reading only; what is lent is read through a second
-    descriptor, which can write this reader's byte. FileNotFoundError where there is no file."""
+    """A reader's end, opened read-only; views stay valid after close(). Reading a loan opens a second descriptor that can write this
+    reader's byte. FileNotFoundError if there is no file."""
 
     def __init__(self, path: Path, nonce: str):
         self.path, self._file = path, _LockedFile(path)
-        self._marks = _LockedFile(path)  # open from the first `reading`
+        self._marks = _LockedFile(path)  # opened by the first `reading`
         self._reader = -1  # the byte that is locked
-        self._marked = (0, -1)  # the loan that was read last, and the byte that says so
+        self._marked = (0, -1)  # number of the loan read last, and the byte that records it
         try:
             self._file.open(os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -290,7 +284,7 @@ class MappedSegment:
         except OSError as error:
             raise (CapacityError if error.errno in EXHAUSTED else AuthError)(f"{path}: {error.strerror}") from error
         self._end = weakref.finalize(self, _close_both, self._marks, self._file)
-        self._end.atexit = False  # the end of the process does it
+        self._end.atexit = False  # the process's end closes them anyway
         try:
             self._memory, described = self._mapped(nonce)
         except BaseException as error:
@@ -306,45 +300,45 @@ class MappedSegment:
         status = os.fstat(self._descriptor)
         self._identity = _identity(status)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600 or not stat.S_ISREG(status.st_mode):
-            raise AuthError(f"{self.path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}, wanted our own with 0600")
+            mode = stat.filemode(status.st_mode)
+            raise AuthError(f"{self.path}: expected our own file with mode 0600, got owner {status.st_uid} and mode {mode}")
         if status.st_size < HEAD:
-            raise FormatError(f"{self.path} has {status.st_size} bytes, wanted {HEAD} at least")
+            raise FormatError(f"{self.path}: expected {HEAD} bytes at least, got {status.st_size}")
         memory = _map(self._descriptor, status.st_size, writes=False)
         magic, told, _, described = HEADER.unpack_from(memory)
         if not secrets.compare_digest(magic + told, MAGIC + nonce.encode(errors="replace")):
             raise AuthError(f"{self.path} was not written by the sender of these weights")
         if described > MAX_MANIFEST or aligned(HEAD + described) > status.st_size:
-            raise FormatError(f"{self.path} has {status.st_size} bytes, and {described} of names and shapes among them")
+            raise FormatError(f"{self.path}: {status.st_size} bytes do not hold a manifest of {described}")
         return np.frombuffer(memory, np.uint8), described
 
     @property
     def _descriptor(self) -> int:
         return self._file.descriptor
 
-    def block(self, size: int) -> Bytes:
-        """The first bytes of tensors, as a view. FormatError where the file has fewer: it may have been cut since it was mapped."""
+    def tensors(self, size: int) -> Bytes:
+        """A view of the first `size` bytes of tensors. FormatError if the file has fewer; it may have been truncated since."""
         held = os.fstat(self._descriptor).st_size - self._start
         if size > min(held, self.size):
-            raise FormatError(f"{self.path} holds {max(held, 0)} bytes of weights, wanted {size}")
+            raise FormatError(f"{self.path}: expected {size} bytes of weights, got {max(held, 0)}")
         return self._memory[self._start : self._start + size]
 
     def is_current(self) -> bool:
-        """Whether its path still names this file, as it was when it was mapped."""
+        """Whether the path still names the file that was mapped."""
         try:
             return self._descriptor >= 0 and _identity(os.lstat(self.path)) == self._identity
         except OSError:
             return False
 
     def is_owned(self) -> bool:
-        """Whether the owner lives and has not closed its end."""
+        """Whether the owner is alive and has not closed its end."""
         return _is_locked(self._descriptor, OWNER)
 
     @contextmanager
     def reading(self, number: int, what: str) -> Iterator[Callable[[], None]]:
-        """The loan of that number may be read in here; its owner waits. Yields what raises once it is lent no more: StateError when the
-        owner has taken it back, RankLostError when it has ended. Counts as read when the block ends well, once however often. After an
-        error within the loan this reader still counts as one that reads, until it tries again or is closed. ConfigError where the file
-        cannot be written to."""
+        """Holds this reader's lock on a loan, whose owner waits meanwhile. Yields a function that raises if the loan has ended: StateError
+        if its owner took it back, RankLostError if its owner has ended. A block without an error marks the loan as read, once per reader.
+        After an error this reader still counts as reading until it tries again or is closed. ConfigError if the file is not writable."""
         if self._reader < 0:
             self._reader = self._claim(number, what)
         try:
@@ -362,7 +356,7 @@ class MappedSegment:
         self._leave(HAS_READ)
 
     def _claim(self, number: int, what: str) -> int:
-        """Locks a free byte, or the one in which this reader has said before that it has read this loan."""
+        """Locks a free byte, or this reader's own if it has read this loan before."""
         if self._marks.descriptor < 0:
             self._open_marks(what)
         marks, (loan, mine) = self._marks.descriptor, self._marked
@@ -372,23 +366,23 @@ class MappedSegment:
                     os.pwrite(marks, bytes([READS]), READERS + i)
                     return i
                 _lock(marks, fcntl.F_UNLCK, READERS + i)
-        raise LimitError(f"{what} has {MAX_READERS} readers; the limit is {MAX_READERS}")
+        raise LimitError(f"{what} has {MAX_READERS} readers, which is the limit")
 
     def _open_marks(self, what: str) -> None:
-        self._marks.path = Path(f"/proc/self/fd/{self._descriptor}")  # its name may be gone
+        self._marks.path = Path(f"/proc/self/fd/{self._descriptor}")  # the file may be unlinked
         try:
             self._marks.open(os.O_RDWR)
         except OSError as error:
             if error.errno in EXHAUSTED:
                 raise CapacityError(f"{self.path}: {error.strerror}") from error
             raise ConfigError(
-                f"a reader of {what} locks a byte of {self.path}, expected a file that it can write to: {error.strerror}; "
+                f"expected write access to {self.path}, where a reader of {what} locks a byte: {error.strerror}; "
                 "lend_to=0, or a WeightSender's lend=False, copies"
             ) from error
 
     def _leave(self, state: int) -> None:
         reader, self._reader = self._reader, -1
-        if reader >= 0 and self._marks.descriptor >= 0:  # closed in a forked child
+        if reader >= 0 and self._marks.descriptor >= 0:  # -1 in a forked child
             os.pwrite(self._marks.descriptor, bytes([state]), READERS + reader)
             _lock(self._marks.descriptor, fcntl.F_UNLCK, READERS + reader)
 
@@ -402,7 +396,7 @@ class MappedSegment:
             raise RankLostError(f"the trainer that lends {what} has ended")
 
     def close(self) -> None:
-        """This reader is counted no more, unless it has read."""
+        """Ends a read; a finished one still counts as read."""
         if self._descriptor >= 0:
             self._leave(FREE)
             _close_both(self._marks, self._file)

@@ -1,11 +1,11 @@
-"""Weights of a trainer for generators in other processes of the machine and the user.
+"""A trainer's weights for generators in other processes of the same machine and user.
 
     trainer     writer = SharedWriter()                 generator   reader = SharedReader(address)
                 send writer.address once                            version = reader.refresh()
                 writer.publish(state_dict, version)                 gen.sync_weights(reader, version=version)
 
 A version is a segment (segment.py) that is filled and then renamed to the path in the address. So a reader finds a whole version or the
-one before, and one that it has mapped stays as it was. Tensors on GPUs are copied into it by way of the host, or lent (loans.py):
+previous one, and a mapped version never changes. Tensors on GPUs are copied through the host, or lent (loans.py):
 
     trainer     writer.publish(state_dict, version, lend_to=1)
                 writer.wait_until_read(timeout=60)              before a tensor is written to again
@@ -34,12 +34,12 @@ from rollmesh.weights.transport.tensors import as_array
 
 MAX_VERSION = 2**63 - 1
 POLL_SECONDS = 0.002
-FIRST_LOAN = 1  # of a segment
+FIRST_LOAN = 1  # number of a segment's first loan
 
 
 class SharedWriter:
-    """The trainer's side. `close`, leaving a `with` block, or the end of the process removes the current version; readers keep what they
-    have mapped. What a killed process leaves, the next writer of the folder removes."""
+    """The trainer's side. `close`, the end of a `with` block, or the end of the process removes the current version; readers keep what they
+    have mapped. The file of a killed process is removed by the next writer in the folder."""
 
     def __init__(self, folder: str | Path = FOLDER):
         self._path = Path(folder).resolve(strict=True) / f"{PREFIX}{secrets.token_hex(16)}"
@@ -48,32 +48,31 @@ class SharedWriter:
         self._lender = Lender()
         self._segment: Segment | None = None  # of the current version
         self._kept: list[Held] = []
-        self._lent_to = 0  # readers of the version that is lent; 0: none is
+        self._lent_to = 0  # number of readers that the current version is lent to; 0: it is not lent
         self.version: int | None = None
         self._closed = False
 
     @property
     def address(self) -> str:
-        """What a reader needs. Whoever has it can read the weights if the file system lets them."""
+        """What a reader needs. Whoever has it, and access to the file, can read the weights."""
         return f"{self._path}:{self._nonce}"
 
     def publish(self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None, *, lend_to: int = 0) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
-        Takes NumPy arrays and torch tensors on any device. VersionError when the number does not increase or is no integer
-        below 2^63; DuplicateKeyError for a name that comes twice; LimitError for one that is no str, empty or too long; CapacityError
-        when the memory is not there. On any error what was current stays so: the version before, or none where that was lent and is back.
+        Takes NumPy arrays and torch tensors on any device. VersionError if the number does not increase or is not an integer
+        below 2^63; DuplicateKeyError for a repeated name; LimitError for a name that is not a str, empty or too long; CapacityError
+        without memory. On any error the current version stays.
 
-        lend_to: by how many readers tensors on GPUs (of any library, by DLPack) will be read where they are. What writes them is waited
-        for; from then on they must stay as they are, and are kept alive, until `wait_until_read` or `take_back`, before which nothing
-        else can be published (StateError). Where no tensor is on a GPU nothing is lent: the version is a copy like any other, which
-        `wait_until_read` does not wait for. UnsupportedTensorError for GPU memory that no other process can open; ConfigError where
-        this build has no CUDA library.
+        lend_to: the number of readers that will read tensors on GPUs (of any library, by DLPack) where they are. This call waits for
+        kernels that still write them; afterwards they must not change, and are kept alive, until `wait_until_read` or `take_back`, before
+        which nothing else can be published (StateError). If no tensor is on a GPU, nothing is lent and nothing is waited for.
+        UnsupportedTensorError for GPU memory that no other process can open; ConfigError if this build has no CUDA library.
         """
         if self._closed:
-            raise StateError("the store is closed")
+            raise StateError("the writer is closed")
         if self._lent_to:
-            raise StateError(f"version {self.version} is lent to {self._lent_to} readers; wait_until_read() or take_back() comes first")
+            raise StateError(f"version {self.version} is lent to {self._lent_to} readers; call wait_until_read() or take_back() first")
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         version = self._next(version)
         take = self._lender.take if lend_to else as_array
@@ -106,7 +105,7 @@ class SharedWriter:
         last = -1 if self.version is None else self.version
         version = last + 1 if version is None else version
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or version > MAX_VERSION:
-            raise VersionError(f"version {shown(version)} is not an integer in [0, {MAX_VERSION}]")
+            raise VersionError(f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}")
         if version <= last:
             raise VersionError(f"version {version} does not exceed {last}")
         return int(version)
@@ -115,9 +114,9 @@ class SharedWriter:
         before, new = (self._segment, self.version, self._kept, self._lent_to), segment.path
         try:
             self._segment, self.version, self._kept, self._lent_to = segment, version, held, readers
-            segment.rename(self._path)  # a Ctrl-C comes before both lines or after both
+            segment.rename(self._path)  # no Ctrl-C can come between these two lines
         except BaseException:
-            if os.path.lexists(new):  # it is not current
+            if os.path.lexists(new):  # the rename did not happen
                 self._segment, self.version, self._kept, self._lent_to = before
             raise
         finally:
@@ -125,12 +124,12 @@ class SharedWriter:
                 before[0].close()
 
     def wait_until_read(self, timeout: float | None = 600.0) -> None:
-        """Until every reader of the version that is lent has said that it looks at it no more; at once where none is. Afterwards the
-        tensors are the trainer's again, and no version is current before the next `publish`.
+        """Waits until all readers have finished with the lent version; returns at once if none is lent. Then the tensors may change again,
+        and there is no current version until the next `publish`.
 
-        DeadlineError when `timeout` seconds (None: without end) have not been enough, RankLostError when a reader has ended before it
-        was through (told once of each): the version stays lent, for another wait or for `take_back`. One that ended before it had begun
-        to read is not missed, since another may come in its place: a timeout ends the wait for it, and says how many are reading.
+        DeadlineError after `timeout` seconds (None: no limit), RankLostError if a reader's process ended while it read (once for each).
+        The version stays lent then, for another wait or for `take_back`. A reader that ends before it begins is not noticed, since
+        another may come in its place; the timeout ends that wait.
         """
         deadline = deadline_of(timeout)
         while self._lent_to:
@@ -147,8 +146,8 @@ class SharedWriter:
                 time.sleep(POLL_SECONDS)
 
     def take_back(self) -> None:
-        """What is lent is no longer current; whoever reads it just now fails before it uses it, and must have given it back before its
-        memory goes. Nothing where nothing is lent."""
+        """Ends the loan: the version is no longer current, and a reader that is reading it fails before its commit. Its memory must not be
+        freed before that reader has closed it. Does nothing if nothing is lent."""
         if self._lent_to:
             assert self._segment is not None
             self._path.unlink(missing_ok=True)
@@ -171,31 +170,29 @@ class SharedWriter:
 
 
 def _remove(path: Path, process: int) -> None:
-    if os.getpid() == process:  # and not a forked child
+    if os.getpid() == process:  # not in a forked child
         path.unlink(missing_ok=True)
 
 
 class SharedReader(ReceivedTensors):
-    """The generator's side: the tensors of the version that `refresh` found, by name, as views of the shared memory. Those that are lent
-    can be read by `Generator.sync_weights`, or inside of `lent()`. Where ranks are processes and each has a reader, each reads what it
-    needs where it is; otherwise the ranks get what they want by way of a reader's host.
+    """The generator's side: the tensors of the version that `refresh` mapped, by name, as views of shared memory. Lent tensors can be read
+    by `Generator.sync_weights`, or within `lent()`. Where ranks are processes, give each rank a reader, and it reads its shards directly;
+    otherwise the ranks get their shards from a rank with a reader, through its host memory.
 
-    Each tensor's bytes are summed and compared when it is first taken (verify=False leaves that out): a version that was mapped
-    is not written to again. `close` it, or leave its `with` block, when no more versions are wanted.
+    Each tensor's checksum is compared at its first access (verify=False: never). `close` the reader, or leave its `with` block, at the end.
     """
 
     def __init__(self, address: str, *, verify: bool = True):
         path, separator, self._nonce = address.rpartition(":") if isinstance(address, str) and "\0" not in address else ("", "", "")
         if not separator or not self._nonce:
-            raise AuthError(f"{shown(address)} is not an address of a SharedWriter")
+            raise AuthError(f"address: expected a SharedWriter's, got {shown(address)}")
         self._path = Path(path)
         self.version: int | None = None
         super().__init__(verify=verify)
         self.receive(None, None, None, str(path))
 
     def refresh(self) -> int:
-        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError when nothing has been published
-        yet."""
+        """Maps the current version, unless it is mapped already, and returns its number. NotSyncedError if nothing is published."""
         self._require_unread()
         before = self._segment
         segment = before if before is not None and before.is_current() else self._map()
@@ -203,8 +200,8 @@ class SharedReader(ReceivedTensors):
             manifest = parse(segment.manifest, segment.size)
             version = manifest.values.get("version")
             if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
-                raise FormatError(f"{self._path}: version {version!r:.80} is not an integer in [0, {MAX_VERSION}]")
-            block = segment.block(segment.size)
+                raise FormatError(f"{self._path}: expected a version in [0, {MAX_VERSION}], got {version!r:.80}")
+            block = segment.tensors(segment.size)
         except BaseException:
             if segment is not before:
                 segment.close()
@@ -222,7 +219,7 @@ class SharedReader(ReceivedTensors):
             raise NotSyncedError(f"{self._path} has no published version") from error
 
     def close(self) -> None:
-        """The trainer does not count on this reader any more. StateError inside of `lent()`."""
+        """Ends this reader. StateError within `lent()`."""
         self._require_unread()
         if self._segment is not None:
             self._segment.close()

@@ -1,7 +1,7 @@
-"""Tensors as bytes, for the transports that move them: a view as a NumPy array, a 64-bit sum, groups of bounded size.
+"""Tensors as bytes, for the transports: views as NumPy arrays, 64-bit checksums, buckets of bounded size.
 
-bfloat16 has no NumPy dtype. Here it is uint16 words whose dtype says so in its metadata, which views and slices keep and
-which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
+NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and which Generator.sync_weights reads as
+bfloat16 (ext/tensor.c).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SUM_WORDS = _SUM_COLUMNS << 12  # 16 MiB at a time
 
 
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
-    """A C-contiguous array in one of DTYPES; a view where the tensor is one already. Torch tensors may be on any device."""
+    """A C-contiguous array of a dtype in DTYPES; a view if possible. Torch tensors may be on any device."""
     if isinstance(tensor, np.ndarray):
         if is_masked(tensor):
-            raise UnsupportedTensorError(f"{name}: a masked array; send .filled(value); wanted a dense tensor")
+            raise UnsupportedTensorError(f"{name}: expected a dense tensor, got a masked array; send .filled(value)")
         if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
             return np.asarray(tensor, order="C").view(BF16)
         array = np.asarray(tensor, order="C")  # ascontiguousarray would make [1] of a scalar
@@ -42,11 +42,11 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
             return array.view(np.uint16).view(BF16)
         if array.dtype.isnative and array.dtype.name in DTYPES:
             return array
-        raise DTypeError(f"{name}: {array.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+        raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {array.dtype}")
     if isinstance(tensor, _core.DeviceArray):
         return _from_gpu(tensor)
     if not is_torch(tensor):
-        raise UnsupportedTensorError(f"{name}: {type(tensor).__name__} is neither a NumPy array nor a torch tensor")
+        raise UnsupportedTensorError(f"{name}: expected a NumPy array or a torch tensor, got a {type(tensor).__name__}")
     import torch
 
     tensor = dense(name, tensor).cpu().contiguous()
@@ -60,15 +60,15 @@ def is_torch(tensor: Any) -> bool:
 
 
 def dense(name: str, tensor: Any) -> Any:
-    """A torch tensor as one of its values alone, in one of DTYPES and whole, where it is; a DTensor is gathered."""
+    """A dense torch tensor on its device, without autograd, of a dtype in DTYPES; a DTensor is gathered."""
     if (what := _objection(tensor)) is not None:
-        raise UnsupportedTensorError(f"{name}: {what}; wanted a dense tensor")
+        raise UnsupportedTensorError(f"{name}: expected a dense tensor, got {what}")
     if callable(getattr(tensor, "full_tensor", None)):
         tensor = tensor.full_tensor()
-    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:  # resized, as sharded trainers do; NumPy would make up values
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:  # resized to 0, as sharded trainers do; NumPy would read freed memory
         raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-        raise DTypeError(f"{name}: {tensor.dtype} cannot be sent; wanted {', '.join(DTYPES)}")
+        raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
     return tensor.detach()
 
 
@@ -77,7 +77,7 @@ def _from_gpu(tensor: _core.DeviceArray) -> NDArray[Any]:
 
 
 def _objection(tensor: Any) -> str | None:
-    """Why a torch tensor has no plain memory to read, whatever its device; in the words of ext/tensor.c."""
+    """Why a torch tensor has no dense memory, on any device; in the words of ext/tensor.c."""
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
         return "a fake tensor, which has no data"
     if type(tensor).__name__ == "MaskedTensor":
@@ -98,8 +98,8 @@ def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def checksum(data: NDArray[np.uint8]) -> str:
-    """64 bits over all bytes, at memory speed: 512 sums of words for each 16 MiB, and a hash of those. A change of any one
-    word shows for certain, more than one with 1 − 2⁻⁶⁴."""
+    """A 64-bit checksum: 512 column sums of 64-bit words for each 16 MiB, and a hash of these. It detects any change of one word, and other
+    changes with probability 1 − 2⁻⁶⁴."""
     hasher = hashlib.blake2b(str(data.size).encode(), digest_size=8)
     whole = data.size // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
     words = data[:whole].view(np.uint64)
@@ -110,24 +110,24 @@ def checksum(data: NDArray[np.uint8]) -> str:
 
 
 def checksum_of_torch(data: Any) -> str:
-    """The same of a torch tensor of bytes, wherever it is: 4 KiB of each 16 MiB come to the host."""
+    """The same for a torch tensor of bytes on any device; 4 KiB of each 16 MiB are copied to the host."""
     import torch
 
     hasher = hashlib.blake2b(str(data.numel()).encode(), digest_size=8)
     whole = data.numel() // (8 * _SUM_COLUMNS) * (8 * _SUM_COLUMNS)
     for at in range(0, whole, 8 * _SUM_WORDS):
-        words = data[at : min(at + 8 * _SUM_WORDS, whole)].view(torch.int64)  # whose sums wrap as those of uint64 do
+        words = data[at : min(at + 8 * _SUM_WORDS, whole)].view(torch.int64)  # sums wrap as those of uint64
         hasher.update(words.view(-1, _SUM_COLUMNS).sum(0).cpu().numpy().tobytes())
     hasher.update(data[whole:].cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 
 def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:
-    """Groups of consecutive entries of at most bucket_bytes together; an entry larger than that is a group of its own."""
+    """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
-        raise ConfigError(f"bucket_bytes = {shown(bucket_bytes)}, wanted a number of bytes")
+        raise ConfigError(f"bucket_bytes: expected a number of bytes, got {shown(bucket_bytes)}")
     if bucket_bytes <= 0:
-        raise LimitError(f"bucket_bytes={bucket_bytes} is not > 0")
+        raise LimitError(f"bucket_bytes: expected a number above 0, got {bucket_bytes}")
     bucket: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in entries:
