@@ -1,6 +1,6 @@
-// commit.c: see commit.h. First the failures: a request with a row that was not finite ends before any of its tokens or pages counts.
-// Then the records of rows that were fed, full pages into the prefix index, siblings onto the leader's pages, and tokens onto their
-// sequences, which may end: last, since siblings share the pages that an ended sequence gives back.
+// commit.c: see commit.h. Order: failures first, so that a request with a row that was not finite ends before its tokens or pages count.
+// Then records of computed rows, full pages into the prefix index, siblings get the leader's pages, and tokens are appended. Appending is
+// last, since it may end a sequence, which releases pages that its siblings share.
 #include "step/commit.h"
 
 // ---------------------------------------------------------------------------------------------- failures
@@ -14,7 +14,7 @@ static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------- what was fed
+// ---------------------------------------------------------------------------------------------- computed rows
 static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   const rm_plan *plan = &scheduler->plan;
   const int64_t per_token = scheduler->options.limits.routed_per_token, size = scheduler->options.limits.page_size;
@@ -35,7 +35,7 @@ static void record_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Logprobs of the page's tokens, as the request recorded them. 0: not all of them are.
+// Copies logprobs of the page's tokens from the request's records. Returns 0 if they are incomplete.
 static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index, int32_t page) {
   const rm_sequence_group *group = seq->group;
   const int64_t start = index * scheduler->options.limits.page_size;
@@ -70,7 +70,7 @@ static void advance(rm_scheduler *scheduler, rm_sequence *seq) {
   if (group->kind == RM_SCORE && end == group->n_prompt) rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
 }
 
-// ---------------------------------------------------------------------------------------------- what was drawn
+// ---------------------------------------------------------------------------------------------- draws
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
   const rm_sequence_group *group = seq->group;
   const int64_t at = seq->n_tokens++;

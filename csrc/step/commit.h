@@ -1,10 +1,10 @@
-// commit.h: the third part of a step: its results go into the records of the requests. Nothing here touches the device, and nothing
-// here asks who scheduled (scheduler.h's policy does).
+// commit.h: the third part of a step: writes results to the records of requests. It does not use the device. What depends on the scheduler
+// is in its policy (scheduler.h).
 #pragma once
 
 #include "scheduler/scheduler.h"
 
-// What a draw gave.
+// Result of a draw.
 typedef struct rm_drawn {
   int32_t token, rank;
   float logprob, sampling_logprob;

@@ -1,8 +1,7 @@
-// device_comms.c: the groups by which this engine's rank exchanges what lies in its device's memory, and all that a step waits for there.
+// device_comms.c: the groups for exchanges of device memory, and waits that check them.
 //
-// Beside each of the host's comms stands one for device memory, of the same ranks: staged through the host's, or NCCL. Batches, draws,
-// flags and votes go by the host's, whose headers show when ranks do different things; NCCL's calls have none and are compared once a
-// step.
+// Each host comm has a counterpart for device memory with the same ranks: staged through the host comm, or NCCL. Batches, draws, flags and
+// votes use the host comms, whose headers detect ranks that disagree; NCCL's calls have no headers and are compared once a step.
 #define _GNU_SOURCE
 #include <time.h>
 
@@ -64,8 +63,7 @@ rm_code rm_compare_forward(rm_runner *runner, rm_error *err) {
 
 rm_code rm_compare_outs(rm_runner *runner, rm_error *err) { return compare(runner->rank.device_tp, runner->rank.tp, err); }
 
-// In every group: another rank may wait for this one in a group that did not fail. What is in the device's queue for others runs to its
-// end.
+// Aborts every group, since another rank may wait for this one in a group that did not fail.
 void rm_comms_abort(rm_runner *runner, rm_code why) {
   const rm_rank *rank = &runner->rank;
   rm_comm *const groups[] = {rank->device_tp, rank->device_ep, rank->tp, rank->ep, rank->world};
@@ -83,7 +81,7 @@ void rm_comms_settle(rm_runner *runner) {
 }
 
 // ---------------------------------------------------------------------------------------------- statistics
-// A staged comm is counted by the host's comm that it uses.
+// A staged comm is counted by its host comm.
 rm_traffic rm_comms_traffic(const rm_runner *runner) {
   const rm_rank *rank = &runner->rank;
   const rm_comm *const tp = rank->device_tp, *const ep = rank->device_ep == tp ? NULL : rank->device_ep;

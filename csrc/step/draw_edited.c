@@ -3,7 +3,7 @@
 
 #include "step/runner.h"
 
-// The draw from a row that the host has.
+// Draws from a row in host memory.
 static rm_code run_sample(rm_runner *runner, const float *logits, const float *stats, rm_sample_params params, rm_external_result *out,
                           float *logprob, float *sampling_logprob, rm_error *err) {
   static const uint8_t flags = 0;
@@ -35,19 +35,19 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
   return rank;
 }
 
-// A banned token that there is not: without one, and at temperature 1, the op takes the model's logprob for that of the draw, and here
-// the two are of different logits.
+// With temperature 1 and no filter the op returns the model's logprob as the sampling logprob, but here the two come from different logits.
+// A banned token that does not exist prevents that.
 rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *result, rm_error *err) {
   static const int32_t nobody = -1;
   float unused;
   *result = (rm_external_result){.token = -1, .row = -1};
   for (int64_t v = 0; v < runner->options.spec->vocab_size; v++)
-    if (isnan(draw->edited[v])) return RM_OK; // the sampler would pass over it
+    if (isnan(draw->edited[v])) return RM_OK; // the op would skip it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
   rm_code code = run_sample(runner, draw->edited, draw->stats, params, result, &unused, &result->sampling_logprob, err);
   if (code) return code;
-  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1; // the largest of a row of nothing
+  if (result->token >= 0 && draw->edited[result->token] == -INFINITY) result->token = -1; // all entries are −inf
   if (result->token < 0) return RM_OK;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
   code = run_sample(runner, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);

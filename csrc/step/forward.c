@@ -1,12 +1,11 @@
-// forward.c: the part of a step that touches the device. All of it is enqueued, by one function whether or not it is captured as a graph:
-// inputs put, the model, then what sampler.c does with the wanted rows, results got. Then the device is waited for, once but for rows of
-// logits that a caller wants, and the results go into the records.
+// forward.c: the part of a step that uses the device. One function enqueues all of it, captured or not: put inputs, model, sampler.c on the
+// out rows, get results. Then the step waits for the device, once unless a caller gets rows of logits, and results go into the records.
 #include "base/fields.h"
 #include "base/hash.h"
 #include "step/runner.h"
 
 // ---------------------------------------------------------------------------------------------- the other ranks of the tp group
-// They got the same calls and scheduled alike; a digest of the batch shows when they did not.
+// All ranks got the same calls and scheduled the same batch; compares a digest of it.
 static rm_code agree_on_batch(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_comm *tp = runner->rank.tp;
@@ -26,7 +25,7 @@ static rm_code agree_on_batch(rm_runner *runner, rm_error *err) {
   return code;
 }
 
-// A row of K or V that is not finite is seen by the ranks that have its head, and ends its request on all.
+// Or-reduces row flags: a K or V row that is not finite is seen only by the ranks that hold its head.
 static rm_code share_flags(rm_runner *runner, rm_error *err) {
   rm_comm *tp = runner->rank.tp;
   rm_plan *plan = runner->plan;
@@ -43,7 +42,7 @@ enum { STEP_FIELDS = 16 };
 
 static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs, size_t draws, rm_field fields[STEP_FIELDS]) {
   const size_t routed = (size_t)runner->routed_per_token;
-  rows = rows ? rows : 1, outs = outs ? outs : 1, draws = draws ? draws : 1;   // so that no array is NULL
+  rows = rows ? rows : 1, outs = outs ? outs : 1, draws = draws ? draws : 1; // so that no array is NULL
   const rm_field all[STEP_FIELDS] = {
       {&b->slots, rows, sizeof *b->slots},
       {&b->params, draws, sizeof *b->params},
@@ -79,7 +78,7 @@ static void fill(rm_runner *runner) {
   rm_field fields[STEP_FIELDS];
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out, draws = (size_t)plan->n_draws;
   list_fields(runner, b, rows, outs, draws, fields);
-  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes);   // made for the largest step
+  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes); // sized for the largest step
   memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
   memcpy(b->ids, plan->ids, rows * sizeof *b->ids);
   memcpy(b->positions, plan->positions, rows * sizeof *b->positions);
@@ -99,7 +98,7 @@ static void fill(rm_runner *runner) {
   plan->routed = b->routed;
 }
 
-// The tables of neighbours together. Nothing where host and device have one memory.
+// Puts changed block tables, adjacent ones together. No effect on the CPU.
 static void put_tables(const rm_runner *runner) {
   const rm_plan *plan = runner->plan;
   const int64_t n = runner->options.max_num_seqs, max_pages = runner->options.max_pages;
@@ -110,8 +109,8 @@ static void put_tables(const rm_runner *runner) {
 }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Padding rows: token 0 at position 0 of the first row's sequence, which has a page there, or of whoever had the first place last: every
-// number in the tables is a page's. They write no KV, and belong to a sequence whose results nobody reads.
+// Appends padding rows: token 0 at position 0, with the block table of the first row's sequence (or row 0 of the tables, whose entries are
+// valid pages). They write no KV, and their results are ignored.
 static void pad(rm_plan *plan, int64_t rows) {
   static rm_sequence_group nobody_group = {.n = 1, .top_p = 1, .top_k = -1};
   static rm_sequence nobody = {.group = &nobody_group};
@@ -179,7 +178,7 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
   plan->n_rows = n_rows, plan->n_out = n_out, plan->n_draws = n_draws;
   if (code) {
     rm_comms_abort(runner, code);
-    rm_comms_settle(runner); // for what would be written to records, which may go
+    rm_comms_settle(runner); // enqueued work may write to records, which may be freed next
     rm_results_drop(&runner->results);
     return code;
   }

@@ -13,7 +13,7 @@ static int64_t next_size(int64_t rows) {
 
 void rm_graphs_plan(rm_runner *runner) {
   rm_graphs *graphs = &runner->graphs;
-  const int64_t most = runner->options.model.static_rows;   // more rows hide the launches behind the work
+  const int64_t most = runner->options.model.static_rows;   // with more rows the launches overlap with the work
   if (runner->options.enforce_eager || !runner->device->begin_capture || !rm_model_is_static(runner->model, most)) return;
   for (int64_t rows = 1; rows < most; rows = next_size(rows)) {
     assert(graphs->n_sizes < RM_GRAPH_SIZES - 1);
@@ -22,7 +22,7 @@ void rm_graphs_plan(rm_runner *runner) {
   graphs->sizes[graphs->n_sizes++] = most;
 }
 
-// Nothing is wanted of the row but the next token and its records that have a fixed size.
+// Whether the row needs only its next token and records of a fixed size.
 static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_out_row *out = &plan->outs[i];
   const rm_sequence *seq = out->seq;
@@ -67,7 +67,7 @@ void rm_graphs_clear(rm_runner *runner) {
   runner->graphs.was_reset = 1;
 }
 
-// Of the weights that serve. Those of a third allocation replace the set that was not used last.
+// The graph for the serving weights. Weights at a new address replace the set that was not used last.
 static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_ranks) {
   rm_graphs *graphs = &runner->graphs;
   const uint64_t weights = rm_store_block(runner->store);
@@ -82,15 +82,14 @@ static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_ranks) {
   return &graphs->sets[set].graphs[index][with_ranks];
 }
 
-// What came of a capture, from best to worst. INVALIDATED is tried again at the next step, for REFUSED there is no memory.
+// Result of a capture, from best to worst. INVALIDATED is repeated at the next step; for REFUSED there was no memory.
 typedef enum outcome { KEPT, INVALIDATED, REFUSED } outcome;
 
 static outcome outcome_of(rm_device_status status) {
   return status == RM_DEVICE_CAPTURE_INVALIDATED ? INVALIDATED : status == RM_DEVICE_NO_MEMORY ? REFUSED : KEPT;
 }
 
-// Max-reduces the outcome over the ranks that replay together: where one has no graph none replays, since what it would enqueue instead
-// the others would not have.
+// Max-reduces the outcome over the ranks that replay together: if one rank has no graph, none replays.
 static rm_code agree_on(rm_runner *runner, outcome *came, rm_error *err) {
   const rm_rank *rank = &runner->rank;
   rm_comm *together = rm_rank_spans_dp(rank) ? rank->ep : rank->tp;
@@ -105,7 +104,7 @@ static rm_code agree_on(rm_runner *runner, outcome *came, rm_error *err) {
   return code;
 }
 
-// The comms count an exchange when it is enqueued. During a capture nothing is sent, and each replay sends it.
+// The comms count an exchange when it is enqueued. A capture sends nothing, and each replay sends it.
 static void count_captured(rm_runner *runner, const rm_traffic *before, rm_graph *graph) {
   const rm_traffic after = rm_comms_traffic(runner);
   graph->comm_bytes = after.bytes - before->bytes;
@@ -121,7 +120,7 @@ static void replay(rm_runner *runner, const rm_graph *graph) {
   runner->replays++;
 }
 
-// Without a graph afterwards the step is to be enqueued.
+// If there is no graph afterwards, the caller enqueues the step.
 static rm_code capture(rm_runner *runner, rm_graph *graph, rm_enqueue_step enqueue, rm_error *err) {
   const rm_device *device = runner->device;
   rm_code code = rm_device_check(device, device->begin_capture(device->self), err);

@@ -1,6 +1,6 @@
-// lockstep.c: what the ranks of a lockstep group agree on before a forward. Replicas that share experts step together: a replica without
-// requests steps with an empty batch, and the step runs as a captured graph only if it can on all of them. A rank that steps alone decides
-// for itself.
+// lockstep.c: the agreement of a lockstep group before a forward: max-reduces the ranks' status. Replicas that share experts step together:
+// a replica without requests steps with an empty batch, and the step runs as a captured graph only if it can on all ranks. Without a
+// lockstep group a rank decides alone.
 #include "step/runner.h"
 
 enum { CAPTURED = 1, WITH_RANKS = 2, RESET = 4 };
@@ -15,7 +15,7 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
   rm_plan *plan = runner->plan;
   rank_status all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
-  int flags = 0;                // of any rank
+  int flags = 0; // of all ranks, or-ed
   plan->is_captured = rm_graphs_serve(runner, &plan->with_ranks);
   plan->most_rows = plan->n_rows;
   if (!rm_rank_spans_dp(rank)) return RM_OK;
@@ -34,7 +34,7 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
     flags |= all[r].flags;
   }
   plan->with_ranks = (flags & WITH_RANKS) != 0;
-  if (flags & RESET) rm_graphs_clear(runner);   // a rank that slept has no graphs: all capture anew, together
+  if (flags & RESET) rm_graphs_clear(runner); // a rank that slept has no graphs: all ranks capture again
   runner->graphs.was_reset = 0;
   return RM_OK;
 }

@@ -6,11 +6,10 @@
 #include "base/fields.h"
 
 enum {
-  STATIC_ROWS = 512,               // of a step that may have sizes for the worst case: beyond, they are more than is worth a wait
-  LOGITS_BYTES = 64 << 20,         // of logits at a time; but …
-  MIN_OUT_ROWS = 32,               // … lm_head's weights should serve that many rows a pass
-  RESULTS_BYTES = 1 << 20,         // of results that a step keeps before it has to wait; at least one row's top logprobs, and the
-                                   // parameters of one draw with all tokens banned
+  STATIC_ROWS = 512,               // max rows of a step with exchanges of fixed sizes; with more rows counting costs less
+  LOGITS_BYTES = 64 << 20,         // of logits at a time, but …
+  MIN_OUT_ROWS = 32,               // … at least that many rows, so that lm_head reads its weights seldom
+  RESULTS_BYTES = 1 << 20,         // of results before a step has to wait, besides room for one row's top logprobs or banned tokens
 };
 
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
@@ -66,7 +65,7 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm
   if (!code) code = rm_paired_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what, &runner->paired, err);
   if (!code) code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
   if (code) return code;
-  rm_fields_place(host, N_FIELDS(host), runner->host, runner->host_bytes);   // what was asked for fits
+  rm_fields_place(host, N_FIELDS(host), runner->host, runner->host_bytes);
   rm_fields_place(device, N_FIELDS(device), runner->scratch, runner->scratch_bytes);
   rm_fields_place(both, N_FIELDS(both), runner->paired.host, runner->paired.bytes);
   return RM_OK;

@@ -15,8 +15,8 @@
 #include "step/results.h"
 #include "weights/sync.h"
 
-// The arrays of one step that host and device both have, in one run of the paired buffer: what the device reads, what it reads and
-// writes, what it writes. So a step is one put and one get.
+// The arrays of one step in the paired buffer, ordered by use: read by the device, read and written, written. So a step needs one put and
+// one get.
 typedef struct rm_step_buffer {
   int64_t *slots;               // [n_rows]
   rm_sample_params *params;     // [n_draws]
@@ -54,10 +54,10 @@ typedef struct rm_runner {
   int64_t max_draws;            // tokens of one call of the sample op
   // owned
   rm_paired paired;             // the block tables and the step buffer
-  rm_results results;           // what goes to records directly
-  void *host, *scratch;         // the arrays that only the host has, and those that only the device has
+  rm_results results;           // results that are copied to records directly
+  void *host, *scratch;         // hold the arrays of the host only, and of the device only
   size_t host_bytes, scratch_bytes;
-  char *buffer;                 // in `paired`; `step` is placed in it anew for each step
+  char *buffer;                 // in `paired`; holds the arrays of `step`, laid out for each step
   size_t buffer_bytes;
   rm_step_buffer step;
   rm_graphs graphs;
@@ -70,13 +70,13 @@ typedef struct rm_runner {
   float *stats;                 // [max_out_rows][2]
   float *unused_logprobs;       // [max_draws], as is the next
   int32_t *unused_tokens;
-  // counts since creation: replays, and what these have exchanged beyond what the comms count
+  // counts since creation: replays, and their exchanges, which the comms do not count
   int64_t replays, comm_calls;
   uint64_t comm_bytes;
 } rm_runner;
 
 // ---------------------------------------------------------------------------------------------- runner.c
-// Creation, into zeroed memory, in this order: init, rm_comms_join, model and store (the engine's), create.
+// Creation in zeroed memory, in this order: init, rm_comms_join, model and store (by the engine), create.
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options);   // the sizes
 rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm_plan *plan, rm_error *err);   // the memory
 void rm_runner_destroy(rm_runner *runner);               // before its model; safe on a zeroed one
@@ -87,15 +87,15 @@ void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
 static inline void *rm_on_device(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Fills the plan's most_rows, is_captured and with_ranks. With a lockstep group (lockstep.c) its ranks agree on them, and *progress becomes
-// the largest of theirs.
+// Sets the plan's most_rows, is_captured and with_ranks. In a lockstep group (lockstep.c) the ranks agree on them, and *progress becomes
+// the maximum over the group.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
 rm_code rm_forward(rm_runner *runner, rm_error *err);
 size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws);
 
 // ---------------------------------------------------------------------------------------------- sampler.c
-rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err);   // enqueues what is wanted of the plan's outs
-rm_code rm_share_draws(rm_runner *runner, rm_error *err);   // tells the tp group the tokens that this rank drew; after the wait
+rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err);   // enqueues logits, draws and logprobs of the plan's outs
+rm_code rm_share_draws(rm_runner *runner, rm_error *err);   // exchanges the tokens drawn within the tp group; after the wait
 void rm_record_outs(const rm_plan *plan);   // copies results into records, after the wait
 rm_sample_params rm_params_of(const rm_sequence *seq);      // of its next token
 // The draw from one row of logits that an external scheduler has edited. token < 0: the row leaves nothing to draw.
@@ -105,16 +105,16 @@ rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_exter
 rm_code rm_comms_join(rm_runner *runner, rm_error *err);    // makes rank.device_tp and rank.device_ep; together on all ranks
 void rm_comms_leave(rm_runner *runner);
 void rm_comms_set_epoch(const rm_runner *runner, int64_t version);   // a rank that serves another version fails at its next exchange
-rm_code rm_runner_wait(rm_runner *runner, rm_error *err);   // for all that is enqueued, with the groups' deadline
-// NCCL's calls carry no headers, so each group compares what its ranks have called before one of them waits for the queue: the ep group
-// after a forward, where it is not the tp group, and the tp group after each lm_head, or where a step has none.
+rm_code rm_runner_wait(rm_runner *runner, rm_error *err);   // for all enqueued work, with the groups' timeout
+// NCCL's calls carry no headers, so each group compares its ranks' calls before a rank waits for the queue: the ep group after a forward
+// (where it is not the tp group), the tp group after each lm_head, or after the forward of a step without any.
 rm_code rm_compare_forward(rm_runner *runner, rm_error *err);
 rm_code rm_compare_outs(rm_runner *runner, rm_error *err);
-void rm_comms_abort(rm_runner *runner, rm_code why);        // all groups of this rank: whoever waits for it gets an error
-void rm_comms_settle(rm_runner *runner);                    // after it: until the device is through, or a group's deadline
+void rm_comms_abort(rm_runner *runner, rm_code why);        // all groups of this rank: ranks that wait for it get an error
+void rm_comms_settle(rm_runner *runner);                    // after it: waits until the device is done, or for a group's timeout
 typedef struct rm_traffic {
   uint64_t bytes;               // sent to other ranks
   int64_t calls;
   double seconds;
 } rm_traffic;
-rm_traffic rm_comms_traffic(const rm_runner *runner);       // since creation; replays included, but for their seconds
+rm_traffic rm_comms_traffic(const rm_runner *runner);       // since creation; includes replays, except for seconds

@@ -1,5 +1,5 @@
-// sampler.c: from hidden states of the wanted rows to tokens and logprobs. Rows go through lm_head max_out_rows at a time, so that a long
-// prompt with logprobs never has logits for all of its rows, and logits are stored only where more is wanted than a target's logprob.
+// sampler.c: from hidden states of the out rows to tokens and logprobs. Rows go through lm_head max_out_rows at a time, which bounds the
+// memory of logits for a long prompt with logprobs. Logits are stored only where more is requested than a target's logprob.
 //
 // One call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row (the first tokens of a prompt's
 // samples), which is the same call with a row stride of 0.
@@ -8,8 +8,8 @@
 // The rows of one call of lm_head: [first, first + n) of outs. Row indices below are relative to first.
 typedef struct rm_chunk {
   int64_t first, n;
-  int has_logits, has_targets;  // logits are wanted; the logprob of some target is
-  int own_rows;                 // this rank has the logits of its share of the rows alone
+  int has_logits, has_targets;  // logits are needed; the logprob of some target is needed
+  int own_rows;                 // this rank gets the logits of its share of the rows only
 } rm_chunk;
 
 static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int64_t i) { return &plan->outs[chunk->first + i]; }
@@ -19,8 +19,7 @@ static int needs_logits(const rm_out_row *out) {
   return out->draws || group->wants_logits || group->score_sampling || group->prompt_top || group->want_ranks;
 }
 
-// Whether one rank of a tp group can do for all what is wanted of the row: draw from it. What is recorded of logits besides is recorded by
-// every rank.
+// Whether one rank of a tp group can do the row's work for all: it is only drawn from. Other records of logits are made on every rank.
 static int one_rank_does(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
   if (group->top_logprobs || group->wants_logits || group->score_sampling || group->host_draws) return 0;
@@ -88,7 +87,7 @@ static void run_ranks(rm_runner *runner, int64_t row, int64_t n, int64_t ld_logi
   runner->kernels->ranks(rm_model_ctx(runner->model), &args);
 }
 
-// Into the records at `ids` and `logprobs`, [n][k], as many rows at a time as there is room for.
+// Writes the records at `ids` and `logprobs`, [n][k], as many rows at a time as the results have room for.
 static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k, int32_t *ids, float *logprobs, rm_error *err) {
   rm_results *results = &runner->results;
   const size_t each = (size_t)k * sizeof(float), most = (rm_results_room(results) - 4 * RM_RESULT_ALIGN) / (2 * each);
@@ -131,7 +130,7 @@ static rm_sample_params plain_params(const rm_sequence_group *group) {
   };
 }
 
-// For the next token of a sequence.
+// Parameters of a sequence's next token.
 rm_sample_params rm_params_of(const rm_sequence *seq) {
   const rm_sequence_group *group = seq->group;
   rm_sample_params params = plain_params(group);
@@ -172,7 +171,7 @@ static rm_code rank_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row
   return RM_OK;
 }
 
-// What is wanted of the logits of rows [row, row + n) of one prompt.
+// Records from the logits of rows [row, row + n) of one prompt.
 static rm_code run_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
   const rm_out_row *out = out_row(runner->plan, chunk, row);
   rm_sequence_group *group = out->seq->group;
@@ -210,12 +209,12 @@ static void record_prompts(const rm_plan *plan) {
 }
 
 // ---------------------------------------------------------------------------------------------- draws
-// What the tokens that a draw may not give take in the results' buffer.
+// Bytes that a draw's banned tokens take in the results' buffer.
 static size_t banned_bytes(const rm_sample_params *params) {
   return params->n_banned ? (size_t)params->n_banned * sizeof *params->banned + RM_RESULT_ALIGN : 0;
 }
 
-// The end of the longest run from draw d: rows that follow one another (*step 1) or are one (*step 0), and whose parameters have room.
+// The end of the longest run of draws from d on: from consecutive rows (*step 1) or from one row (*step 0), whose parameters fit.
 static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *step, size_t *given) {
   const rm_draw *draws = runner->plan->draws;
   const rm_sample_params *params = runner->step.params;
@@ -232,7 +231,7 @@ static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *st
   return at;
 }
 
-// Parameters of draws [d, end) as the op reads them: those in the step buffer, unless tokens are banned, whose lists go by the results.
+// Parameters of draws [d, end) for the op: those in the step buffer, unless tokens are banned, whose lists go through the results.
 static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given, const rm_sample_params **out, rm_error *err) {
   const rm_sample_params *params = runner->step.params + d;
   const int64_t n = end - d;
@@ -266,10 +265,10 @@ static rm_code run_draws(rm_runner *runner, const rm_chunk *chunk, int64_t d, in
   return RM_OK;
 }
 
-// Draw d's row is another draw's too, whose record of the first token is this one's as well.
+// Whether draw d has the same row as the draw before, and so the same top logprobs.
 static int is_sibling(const rm_plan *plan, int64_t d) { return d > 0 && plan->draws[d - 1].out == plan->draws[d].out; }
 
-// Top-k of the row that a draw came from, straight into the record of the token that will be appended.
+// Top-k of a draw's row, into the record of the token that will be appended.
 static rm_code top_of_draw(rm_runner *runner, const rm_chunk *chunk, int64_t d, rm_error *err) {
   const rm_draw *draw = &runner->plan->draws[d];
   rm_sequence *seq = draw->seq;
@@ -293,13 +292,13 @@ static int64_t draws_before(const rm_plan *plan, int64_t d, int64_t out) {
   return d;
 }
 
-// The end of the draws from rank r's share of a chunk's rows, of which d is the first.
+// The end of the draws from rank r's share of a chunk's rows; d is the first.
 static int64_t share_end(const rm_runner *runner, const rm_chunk *chunk, int64_t d, int r) {
   const rm_range rows = rm_model_own_rows(runner->model, chunk->n, r);
   return draws_before(runner->plan, d, chunk->first + rows.first + rows.n);
 }
 
-// Draws from *d on, of the chunk's rows; where each rank has the logits of its share of the rows, of that share.
+// Makes the chunk's draws, from *d on; with own_rows those of this rank's share.
 static rm_code draw_tokens(rm_runner *runner, const rm_chunk *chunk, int64_t *d, rm_error *err) {
   int64_t first = *d, end = draws_before(runner->plan, first, chunk->first + chunk->n);
   rm_code code = RM_OK;
@@ -318,7 +317,7 @@ static rm_code draw_tokens(rm_runner *runner, const rm_chunk *chunk, int64_t *d,
   return code;
 }
 
-// Of n draws from d on, of which rank r of the tp group has made the next counts[r]: each rank gets all.
+// All-gathers n draws from d on, of which rank r of the tp group has made the next counts[r].
 static rm_code share(rm_runner *runner, const int64_t *counts, int64_t d, int64_t n, rm_error *err) {
   const rm_step_buffer *b = &runner->step;
   rm_drawn *drawn = runner->drawn;
@@ -350,7 +349,7 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
   return code;
 }
 
-// ---------------------------------------------------------------------------------------------- rows of logits for others
+// ---------------------------------------------------------------------------------------------- rows of logits for callers
 static int is_handed_out(const rm_out_row *out) {
   return out->seq->group->logits_out != NULL || (out->draws && out->seq->group->host_draws);
 }
@@ -359,7 +358,7 @@ static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
   runner->device->get(runner->device->self, to, from, (size_t)n * sizeof *to);
 }
 
-// Rows that the external scheduler draws from go to its memory, with their stats; their top logprobs into the records.
+// Copies a row that the external scheduler draws from, and its stats, to the scheduler's memory; top logprobs go into the records.
 static rm_code hand_to_scheduler(rm_runner *runner, const rm_chunk *chunk, int64_t i, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
@@ -370,8 +369,8 @@ static rm_code hand_to_scheduler(rm_runner *runner, const rm_chunk *chunk, int64
   return k ? top_logprobs(runner, i, 1, k, seq->top_ids + at, seq->top_logprobs + at, err) : RM_OK;
 }
 
-// A caller's memory is not pinned: a copy to it would wait inside the driver, without a deadline and without noticing a lost rank. So the
-// queue is waited for first; until the next lm_head nothing behind it waits for another rank.
+// The caller's memory is not pinned: a copy to it waits inside the driver, without a timeout and without checking for lost ranks. So this
+// waits for the queue first; the work enqueued after it does not wait for other ranks until the next lm_head.
 static rm_code hand_out(rm_runner *runner, const rm_chunk *chunk, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
@@ -390,7 +389,7 @@ static rm_code hand_out(rm_runner *runner, const rm_chunk *chunk, rm_error *err)
 // ---------------------------------------------------------------------------------------------- all of them
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
   const rm_plan *plan = runner->plan;
-  const int compares = !plan->is_captured;   // what is captured is compared behind it
+  const int compares = !plan->is_captured;   // a captured step is compared after its replay
   rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += runner->max_out_rows) {
     const rm_chunk chunk = chunk_at(runner, first);
