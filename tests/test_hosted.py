@@ -413,7 +413,7 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
     number = add(engine, [5, 6, 7], max_tokens=1)
     with pytest.raises(rm.RequestError, match="twice"):
         step(engine, (number, 0, 3, [1], True), (number, 0, 3, [2], True))
-    with pytest.raises(rm.RequestError, match="at once, wanted at most max_num_seqs=6"):
+    with pytest.raises(rm.RequestError, match="expected at most max_num_seqs=6 requests at once"):
         step(engine, *((add(engine, [5]), 0, 1, [page], True) for page in range(7)))
     drawing = add(engine, [5], host_draws=True)
     with pytest.raises(rm.RequestError, match="logits of 1 requests"):

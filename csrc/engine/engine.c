@@ -1,4 +1,4 @@
-// engine.c: making and ending an engine, and its steps. The rest of engine.h is in sync_policy.c and sleep.c.
+// engine.c: creation and destruction of an engine, and its steps. The rest of engine.h is in sync_policy.c and sleep.c.
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 #include "engine/state.h"
 
 enum {
-  MAX_POSITIONS = 1 << 24,         // float32 counts that far, and rope multiplies positions in float32
+  MAX_POSITIONS = 1 << 24,         // exact in float32, in which rope multiplies positions
   MAX_SEQUENCES = 1 << 16,
   MAX_BATCHED = 1 << 20,
   MAX_PAGE = 1 << 12,
@@ -115,7 +115,7 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if ((code = rm_store_create(engine->params, engine->device, engine->team, &engine->store, err))) return code;
   if ((code = create_scheduler(engine, err))) return code;
   if ((code = rm_runner_create(runner, engine->model, engine->store, &engine->scheduler.plan, err))) return code;
-  return create_cache(engine, err);   // last, since it may take what is left
+  return create_cache(engine, err);   // last, since it may take all memory that is left
 }
 
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out, rm_error *err) {
@@ -144,7 +144,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   rm_runner_options *made = &engine->runner.options;   // the strings are the caller's
   engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
   made->nccl_library = made->nccl_gpu = made->model.cublas_library = NULL;
-  if (code) rm_comms_abort(&engine->runner, code);   // the others would wait for this one where groups are made, or left
+  if (code) rm_comms_abort(&engine->runner, code);   // other ranks would wait for this one
   rm_leave(engine, saved);
   if (code) {
     rm_engine_destroy(engine);
@@ -172,7 +172,7 @@ void rm_engine_destroy(rm_engine *engine) {
 }
 
 // ---------------------------------------------------------------------------------------------- a step
-// What a step that broke off has exchanged is undefined, and so is what would follow.
+// After a failed step the state of the exchanges is undefined: the engine cannot step any more.
 static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
   rm_comms_abort(&engine->runner, code);
   rm_fail(&engine->lost, code, "%s", err ? rm_error_message(err) : "another rank failed");
@@ -189,8 +189,8 @@ static rm_code check_ready(rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
-// A step: schedule, forward, commit. In between the ranks of a lockstep group agree on what they do together. An external scheduler may
-// ask for more rows than a batch has: then it is several forwards.
+// A step: schedule, forward, commit. After schedule the ranks of a lockstep group agree on what they do. An external step with more rows
+// than a batch has takes several rounds.
 static rm_code run_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   rm_scheduler *scheduler = &engine->scheduler;
   rm_progress progress = RM_MORE_BATCHES;

@@ -1,4 +1,4 @@
-// engine.h: the generator in C. It owns the weights, the KV cache, the requests and their records; inside, a scheduler (scheduler/) and a
+// engine.h: the generator in C. It owns the weights, the KV cache, the requests and their records; it has a scheduler (scheduler/) and a
 // runner (step/).
 //
 // One thread at a time may call it (the Python layer holds the lock); inside a call it uses its own thread team. A failed call changes
@@ -30,19 +30,19 @@ typedef struct rm_engine_options {
   uint64_t kv_bytes;            // of KV cache; at least one page. 0: what memory_fraction leaves
   double memory_fraction;       // in (0, 1], of the device's free memory: for two copies of the weights and the KV cache of every rank
                                 // there (kv_size.c)
-  uint64_t memory;              // a name of that memory, equal on ranks that share it (rm_memory_name)
+  uint64_t memory;              // identifies that memory, equal on ranks that share it (rm_memory_name)
   uint64_t seed;                // for requests without one
   int prefix_caching;
   int enforce_eager;            // capture no graphs (step/graph_replay.h)
-  int64_t host_pages;           // > 0: an external scheduler decides, on so many pages, and kv_bytes is ignored (external_scheduler.h)
+  int64_t host_pages;           // > 0: an external scheduler with so many pages; kv_bytes is ignored (external_scheduler.h)
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
-  rm_rank rank;                 // a place on a mesh, whose comms are views; all zeros: alone
+  rm_rank rank;                 // position on a mesh, whose comms are views; zeros: one rank
   // paths and names: views during create
   const char *nccl_library;     // of a libnccl.so.2, for exchanges between GPUs; NULL: staged through the host
   const char *cublas_library;   // of a libcublasLt.so.13, for bf16 matrix products on a GPU, whose sums may depend on the batch
                                 // (model/linear.c); NULL: the op table's
-  const char *nccl_gpu;         // names this rank's GPU, equal where two ranks have the same one; NULL: its number
+  const char *nccl_gpu;         // identifies this rank's GPU, equal on ranks that share it; NULL: its ordinal
 } rm_engine_options;
 
 // The spec is a view and must outlive the engine; the options are copied.
@@ -50,7 +50,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
 void rm_engine_destroy(rm_engine *engine);
 
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
-rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err);   // add's refusals, nothing added
+rm_code rm_engine_check(const rm_engine *engine, const rm_request *request, rm_error *err);   // add's checks only
 // One step: schedule, forward, commit. *n_work: rows computed; 0 when there is nothing to do (or all is paused).
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
 // Whether in the last step this rank, or another of its lockstep group, had work.
@@ -58,7 +58,7 @@ int rm_engine_had_work(const rm_engine *engine);
 int64_t rm_engine_unfinished(const rm_engine *engine);
 // Requests finished since the last call, at most capacity of them.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
-// The one that rm_engine_finished would give next, 0 when there is none: for a caller that may fail to take it.
+// The request that rm_engine_finished would return next; 0: none.
 uint64_t rm_engine_next_finished(const rm_engine *engine);
 int rm_engine_has(const rm_engine *engine, uint64_t id);       // it was added and not released
 rm_code rm_engine_view(const rm_engine *engine, uint64_t id, rm_request_view *out, rm_error *err);
@@ -69,9 +69,9 @@ rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err);        /
 // RM_E_STATE for one that was aborted or failed.
 rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err);
 
-// With an external scheduler (options.host_pages; external_scheduler.h): its step in place of rm_engine_step, its draws, and the
-// scheduler for the calls between steps. All ranks of a tp group get the same steps; ranks of a lockstep group all make the call, also
-// with no parts. RM_E_REQUEST for a part that breaks a rule: nothing was done. The result of a part says so if its request has failed.
+// With an external scheduler (options.host_pages; external_scheduler.h): its step instead of rm_engine_step, its draws, and the scheduler
+// for the calls between steps. All ranks of a tp group get the same steps; all ranks of a lockstep group make the call, also without parts.
+// RM_E_REQUEST: a part breaks a rule, and nothing has changed. A part's result says if its request has failed.
 rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,
                                 rm_error *err);
 rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draw *draws, int64_t n, rm_external_result *results, rm_error *err);
@@ -90,17 +90,17 @@ rm_code rm_engine_sync_push_all(rm_engine *engine, const rm_entry *entries, int6
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 
-// Sleep by part; a part that is asleep or awake already stays so. Weights: unsynced after wake; not while a sync is open. KV: running
-// requests are preempted, and recomputed after wake; a sync may come meanwhile. With RM_SLEEP_OFFLOAD the weights are offloaded to the host's
-// memory and serve again after wake; on the CPU they stay where they are. Without it, weights offloaded before are dropped. Each call does
-// all of it, or fails with nothing changed. Where several engines sleep or wake together, all copies are made first (keep) and stay until
-// the last is awake (forget): a sleep or wake that needs no new copy cannot fail, so the others' can be undone.
+// Sleep by part; no effect on a part that is asleep (awake) already. Weights: unsynced after wake; not while a sync is open. KV: running
+// requests are preempted and recomputed after wake; a sync may run meanwhile. With RM_SLEEP_OFFLOAD the weights are offloaded to host memory
+// and serve again after wake; on the CPU they stay in place. Without it, weights that were offloaded before are discarded. A failed call
+// changes nothing. Where several engines sleep or wake together, offload_weights is called on all first, and free_offloaded after the last
+// is awake: in between sleep and wake need no host memory and cannot fail, so they can be undone.
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_OFFLOAD = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
-size_t rm_engine_offload_bytes(const rm_engine *engine);            // of the host's memory, for keep
+size_t rm_engine_offload_bytes(const rm_engine *engine);            // host memory that offload_weights takes
 rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err);   // RM_E_CAPACITY, RM_E_MEMORY: the host has no room
-void rm_engine_free_offloaded(rm_engine *engine);    // the copy of weights that are awake
+void rm_engine_free_offloaded(rm_engine *engine);    // frees the copy; no effect while the weights are asleep
 
 typedef struct rm_engine_stats {
   int64_t version;              // −1: not synced

@@ -1,13 +1,12 @@
 // kv_size.c: how many pages the KV cache has.
 //
-// Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a machine's RAM. So with memory_fraction each
-// rank, when all but its cache is made, all-gathers what memory is free and what it is going to take. No rank maps a cache before all have
-// looked, so the least that the ranks of one memory saw is what is free there before their caches. All ranks then compute the same number
-// from the same table, or the same error: for one memory the pages with which the weights and caches of all its ranks fit together, for
-// the mesh the least of these.
+// Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a machine's RAM. So with memory_fraction the
+// ranks, when everything but the caches was allocated, all-gather how much memory is free and how much each is going to take. No rank
+// allocates its cache before all have measured, so the minimum over the ranks of one memory is what is free there. All ranks compute the
+// same number (or error) from the same table: for each memory the pages that fit for all its ranks, for the mesh the minimum of these.
 //
-// The alternative, each rank for itself and then the minimum, counts wrong: the second rank would count what the first has mapped as
-// taken by strangers, and the first what the second is going to map as free.
+// Measuring on each rank alone was rejected: the second rank would count the first rank's cache as used by others, and the first rank the
+// second's future cache as free.
 #include <stdio.h>
 
 #include "base/memory.h"
@@ -16,10 +15,10 @@
 enum { MOST_PAGES = INT32_MAX / 2 };
 
 typedef struct claim {          // what a rank all-gathers; in bytes
-  uint64_t memory;              // its name
+  uint64_t memory;              // rm_memory_name
   uint64_t available;           // of it, before any weights and caches of ours; UINT64_MAX: not known
   uint64_t fixed;               // what this rank is going to take besides its cache …
-  uint64_t page;                // … and with each page of it
+  uint64_t page;                // … and for each page of it
   double fraction;
   char device[24];
 } claim;
@@ -32,7 +31,7 @@ typedef struct pool {           // of one memory
 
 static double share_of(const claim *c) { return c->fraction * (double)c->available; }
 
-// The system takes the host's memory when it is written to: so what is mapped already counts there too, and the records of pages.
+// Host memory is taken when it is written to, so there the memory that is mapped already counts too, and the records of pages.
 static claim claim_of(const rm_engine *engine) {
   const rm_device *device = engine->device;
   const size_t available = device->available(device->self);
@@ -104,7 +103,7 @@ static rm_code agree(const rm_engine *engine, rm_comm *world, int64_t *n_pages, 
 
 static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *err) {
   rm_comm *world = engine->runner.rank.world;
-  const rm_code code = rm_device_wait(engine->device, err);   // a dead one has nothing free
+  const rm_code code = rm_device_wait(engine->device, err);   // a dead device has no free memory
   if (code) return code;
   if (world) return agree(engine, world, n_pages, err);
   const claim mine = claim_of(engine);

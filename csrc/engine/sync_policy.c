@@ -1,4 +1,4 @@
-// sync_policy.c: when a sync is allowed, and what its commit means for running requests. The store does the sync itself.
+// sync_policy.c: when a sync is allowed, and what its commit does to running requests. The store does the sync itself.
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
@@ -11,7 +11,7 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   const rm_entered saved = rm_enter(engine);
   const rm_code code = rm_sync_begin(engine->store, options, err);
   rm_leave(engine, saved);
-  if (!rm_store_weights(engine->store)) rm_kv_reset(engine->scheduler.cache);   // in place: nothing that was cached can be served again
+  if (!rm_store_weights(engine->store)) rm_kv_reset(engine->scheduler.cache);   // in place: cached KV cannot be used any more
   return code;
 }
 

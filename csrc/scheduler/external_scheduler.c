@@ -1,17 +1,16 @@
-// external_scheduler.c: see external_scheduler.h. A step becomes one plan, or several where more rows have to be fed than a batch has:
-// positions whose KV is of another version come before the rows that were asked for.
+// external_scheduler.c: see external_scheduler.h. A step is one plan, or several if it has more rows than a batch: positions whose KV is of
+// another version are recomputed before the requested rows.
 //
-// A page counts as of the serving version from the moment its rows are in a plan: within a forward, layer by layer, all rows are written
-// before any is read. So of two requests that share a stale page the first feeds it and the second reads it, in one batch. That the
-// first ends in an earlier batch, or in this one before the second, follows from their order.
+// A page has the serving version as soon as its rows are in a plan, since within a forward all rows of a layer are written before any is
+// read. So of two requests that share a stale page, the first recomputes it and the second reads it in the same batch or a later one.
 #include "scheduler/external_scheduler.h"
 
-// ---------------------------------------------------------------------------------------------- pages and records that are not to be used
+// ---------------------------------------------------------------------------------------------- invalid pages and records
 static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
   for (int64_t i = 0; i < seq->n_pages; i++) scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
 }
 
-// The records of a prompt are of one version: without a token yet they begin again.
+// A prompt's records must be of one version: those of requests without a token are recorded again.
 static void restart_records(rm_scheduler *scheduler) {
   for (rm_link *at = scheduler->live.next; at != &scheduler->live; at = at->next) {
     rm_sequence_group *group = (rm_sequence_group *)at;
@@ -19,13 +18,13 @@ static void restart_records(rm_scheduler *scheduler) {
   }
 }
 
-// The external scheduler decides what becomes of requests; KV of the old version is found by its number.
+// The external scheduler decides about requests; pages of the old version are recognized by its number.
 static void weights_changed(rm_scheduler *scheduler, rm_inflight inflight) {
   (void)inflight;
   restart_records(scheduler);
 }
 
-// Requests keep their pages, and what is in them is computed again.
+// Requests keep their pages, whose KV is recomputed.
 static void pages_lost(rm_scheduler *scheduler) {
   for (int64_t i = 0; i < scheduler->options.external_pages; i++) scheduler->page_versions[i] = -1;
   restart_records(scheduler);
@@ -65,7 +64,7 @@ static void leave_step(const rm_scheduler *scheduler, const rm_external_step *st
   }
 }
 
-// Every part is good, or nothing is done. Those of requests that have ended pass.
+// Checks all parts before anything changes. Parts of requests that have ended are accepted and ignored.
 static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   int64_t n_started = 0, n_drawn = 0;
   rm_code code = RM_OK;
@@ -83,8 +82,8 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     }
   }
   if (!code && n_started > scheduler->n_free_table_rows)
-    code = rm_fail(err, RM_E_REQUEST, "%lld requests at once, wanted at most max_num_seqs=%lld",
-                   (long long)(scheduler->n_active + n_started), (long long)scheduler->options.max_num_seqs);
+    code = rm_fail(err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
+                   (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
   if (!code && n_drawn > step->n_logits)
     code = rm_fail(err, RM_E_REQUEST, "expected room for the logits of %lld requests with host_draws, got room for %lld",
                    (long long)n_drawn, (long long)step->n_logits);
@@ -92,7 +91,7 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
   return code;
 }
 
-// A page that begins behind what is computed is newly given, whatever it held before.
+// A page that begins after the computed positions is new: its old KV is invalid.
 static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_external_part *part) {
   const int fresh = seq->status != RM_ACTIVE;
   if (fresh) {
@@ -109,7 +108,7 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_exter
 }
 
 // ---------------------------------------------------------------------------------------------- batches
-// The first position to feed.
+// The first position to compute.
 static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
   const int32_t *table = rm_block_table(scheduler, seq);
@@ -120,7 +119,7 @@ static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) 
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
 }
 
-// After a batch, when the pages have it: the routing of a prompt whose beginning others have computed, perhaps in this batch.
+// After a batch: copies from the pages the routing of prompt positions that other requests have computed.
 static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size, per_token = scheduler->options.limits.routed_per_token;
   rm_sequence_group *group = seq->group;

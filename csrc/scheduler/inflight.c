@@ -1,16 +1,16 @@
-// inflight.c: what becomes of running requests, their KV and their records when a new version is committed, or when weights or KV cache go
-// to sleep.
+// inflight.c: what happens to running requests, their KV and their records when a new version is committed, or when the weights or the KV
+// cache go to sleep.
 #include "scheduler/scheduler.h"
 
-// The group begins again: from its prompt, with all its samples, whether they had ended or not.
+// Restarts the request from its prompt, with all its samples, also those that had ended.
 static void restart(rm_scheduler *scheduler, rm_sequence_group *group) {
   for (int32_t i = 0; i < group->n; i++) rm_leave_lists(scheduler, &group->sequences[i]);
   rm_sequence_group_rewind(group);
   for (int32_t i = group->n - 1; i >= 0; i--) rm_enqueue(scheduler, &group->sequences[i]);
 }
 
-// Tokens and their records stay. Without keep_kv all KV goes, and is computed again before the next token is drawn. A group
-// that has no token yet has nothing to keep, and its prompt's records must be of one version: it begins again.
+// Keeps tokens and their records. Without keep_kv the KV is recomputed before the next token is drawn. A request without a token restarts,
+// since its prompt's records must be of one version.
 static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv) {
   int has_tokens = 0;
   for (int32_t i = 0; i < group->n; i++) has_tokens |= group->sequences[i].n_tokens > 0;
@@ -27,7 +27,7 @@ static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv)
   }
 }
 
-// Newest first: each is then older than those already put back, and finds its place in the queue at once.
+// Newest first: each is older than those put back before, so its position in the queue is found at once.
 void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight) {
   for (rm_link *at = scheduler->live.prev, *before; at != &scheduler->live; at = before) {
     rm_sequence_group *group = (rm_sequence_group *)at;

@@ -1,6 +1,6 @@
 // kv_cache.c: see kv_cache.h. Indexed content gets a number ("node") that is never reused, and the key of a page is (version, node of its
-// parent, its tokens). Page ids or hashes as parents lost: an evicted page's id comes back with other content, and a hash can collide; an
-// old node is only never found. A page with the same content as an indexed one takes its node, so that what follows can be indexed.
+// parent, its tokens). Page ids or hashes as parents were rejected: an evicted page's id is reused with other content, and a hash can
+// collide. A page with the same content as an indexed one gets its node, so that pages after it can be indexed.
 //
 // Free pages come from a stack, then from pages never used, then the least recently released cached page is evicted. Sequences release
 // their pages last first, so a prefix outlives what followed it.
@@ -47,7 +47,7 @@ size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
   if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)
-    return rm_fail(err, RM_E_CAPACITY, "%lld pages of KV cache; between 1 and %d are possible", (long long)options->n_pages, INT32_MAX / 2);
+    return rm_fail(err, RM_E_CAPACITY, "expected a KV cache of 1 … %d pages, got %lld", INT32_MAX / 2, (long long)options->n_pages);
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
   if (!cache) return rm_fail(err, RM_E_MEMORY, "no memory for the KV cache's table");
   cache->options = *options;
@@ -109,7 +109,7 @@ static void remove_from_index(rm_kv_cache *cache, int32_t id) {
   page->node = 0;
 }
 
-// ---------------------------------------------------------------------------------------------- the cached, by age
+// ---------------------------------------------------------------------------------------------- cached pages, in LRU order
 static void cached_append(rm_kv_cache *cache, int32_t id) {
   rm_page *page = &cache->pages[id];
   page->older = cache->newest;
@@ -202,7 +202,7 @@ void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent
   const int32_t equal = look_up(cache, hash, version, node, tokens);
   if (equal >= 0) {
     page->node = cache->pages[equal].node;
-    if (has_logprobs && !cache->pages[equal].has_logprobs) {   // same content, so the record is its record too
+    if (has_logprobs && !cache->pages[equal].has_logprobs) {   // same content, so the same record
       memcpy(rm_kv_logprobs(cache, equal), rm_kv_logprobs(cache, id), size * sizeof(float));
       cache->pages[equal].has_logprobs = 1;
     }

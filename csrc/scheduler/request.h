@@ -1,5 +1,5 @@
-// request.h: a request as its caller sees it: one prompt and n samples of it. It is refused at add when malformed (RM_E_REQUEST) or when
-// it can never fit (RM_E_CAPACITY).
+// request.h: a request as its caller sees it: one prompt and n samples of it. add refuses a malformed one (RM_E_REQUEST) and one that can
+// never fit (RM_E_CAPACITY).
 #pragma once
 
 #include "base/status.h"
@@ -23,7 +23,7 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int32_t logprobs;             // top-k of generated tokens, 0: only the sampled one
   int32_t prompt_logprobs;      // −1: none; k ≥ 0: of the prompt, with top-k
   float *logits_out;            // RM_SCORE: float32 [n_prompt][vocab] or NULL
-  int wants_logits;             // RM_SCORE without logits_out: logits are computed, since another rank wants them
+  int wants_logits;             // RM_SCORE without logits_out: logits are computed, since another rank returns them
   uint64_t id;                  // 0: the engine numbers it; else its number, above that of every request before
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
   int ranks;                    // also the rank of each sampled token, and of each of the prompt if that has logprobs

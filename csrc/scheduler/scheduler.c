@@ -1,11 +1,11 @@
 // scheduler.c: which rows the next step computes, and on which pages.
 //
-// Priority is the order of arrival. Active sequences are visited oldest first and take the pages they need; one that finds none preempts
-// the newest. Then waiting sequences are admitted, oldest first, while there are places, rows and pages for all of their known tokens.
-// The oldest can always go on (add has checked that it fits alone). A preempted sequence is recomputed from its tokens, to the same bits.
+// Priority is the order of arrival. Active sequences are visited oldest first and allocate the pages they need; if there are none, the
+// newest is preempted. Then waiting sequences are admitted, oldest first, while there are table rows, batch rows and pages for all of their
+// known tokens. The oldest can always continue (add has checked that it fits alone). A preempted sequence is recomputed, with the same bits.
 //
-// The prompt of n samples is computed by the first that gets a place, the leader. In the step that computes the prompt's last row, as
-// many siblings as there are places draw from that row too and share the leader's pages. The last page, where they part, is copied on
+// The prompt of n samples is computed by the first sample that becomes active, the leader. In the step that computes the prompt's last row,
+// siblings draw from that row too, as far as there are table rows, and share the leader's pages. The last, partly filled page is copied on
 // the first write, except by the last sequence that holds it.
 #include <assert.h>
 
@@ -44,7 +44,7 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   if (!scheduler->memory)
     return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
                    scheduler->memory_bytes, rows, seqs);
-  rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);   // what was asked for fits
+  rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);
   for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs; scheduler->n_free_table_rows++)
     scheduler->free_table_rows[scheduler->n_free_table_rows] = (int32_t)(options->max_num_seqs - 1 - scheduler->n_free_table_rows);
   return RM_OK;
@@ -79,7 +79,7 @@ static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
   rm_list_insert_before(at, &seq->link);
 }
 
-// From the end when it is new, from the front when it was preempted: both are where it belongs, nearly always.
+// Searches from the end if it is new, from the front if it was preempted: nearly always its position is found at once.
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
   const rm_link *last = scheduler->waiting.prev;
   insert_by_order(&scheduler->waiting, seq, last == &scheduler->waiting || ((const rm_sequence *)last)->order < seq->order);
@@ -136,7 +136,7 @@ static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
   return (n_positions + scheduler->options.limits.page_size - 1) / scheduler->options.limits.page_size;
 }
 
-// Takes pages until n_positions fit. There are enough.
+// Allocates pages for n_positions. There are enough.
 static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   const int64_t n = pages_for(scheduler, n_positions);
   if (seq->n_pages >= n) return;
@@ -146,14 +146,14 @@ static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
   }
 }
 
-// Index of a page that is shared and about to be written, −1: none. Only where the KV ends can that be.
+// Index of a shared page that is about to be written, −1: none. Only the page at kv_len can be.
 static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t n_positions) {
   const int64_t index = seq->kv_len / scheduler->options.limits.page_size;
   if (n_positions <= seq->kv_len || index >= seq->n_pages) return -1;
   return rm_kv_references(scheduler->cache, rm_block_table(scheduler, seq)[index]) > 1 ? index : -1;
 }
 
-// Logprobs need no copy: they are written when the page is full.
+// Copy on write. Logprobs are not copied: they are written when the page is full.
 static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) {
   int32_t *entry = &rm_change_table(scheduler, seq)[index];
   const int32_t to = rm_kv_alloc(scheduler->cache), from = *entry;
@@ -166,7 +166,7 @@ static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) 
   *entry = to;
 }
 
-// Makes the pages of [0, n_positions) writable where they will be written, preempting newer sequences. 0: seq itself went.
+// Allocates and copies pages, so that the next positions up to n_positions can be written; preempts newer sequences. 0: seq was preempted.
 static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   for (;;) {
     const int64_t shared = shared_page(scheduler, seq, n_positions);
@@ -184,8 +184,8 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 }
 
 // ---------------------------------------------------------------------------------------------- admission
-// Whether a cached page would lose nothing that the group must record: 2 yes, 1 if the page has logprobs, 0 no. Row p gives
-// the logprob of token p + 1, so the tokens of page i come from the rows up to its last but one.
+// Whether the group can use a cached page without losing records: 2 yes, 1 if the page has logprobs, 0 no. Row p gives the logprob of token
+// p + 1, so logprobs of page i come from the rows up to its last but one.
 static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group, int64_t page) {
   const int64_t rows = rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
@@ -206,7 +206,7 @@ static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t inde
   }
 }
 
-// Takes the cached pages that its tokens begin with. Their records are copied later, when it is sure to start.
+// Takes the cached pages of the longest cached prefix. Their records are copied later, when it is sure to start.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
@@ -221,7 +221,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Gives a waiting sequence a place and pages for all of its known tokens. 0: there are too few, and nothing changed.
+// Activates a waiting sequence, with pages for all of its known tokens. 0: there are too few, and nothing changed.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
   rm_sequence_group *group = seq->group;
@@ -265,7 +265,7 @@ static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t t
 
 static void add_draw(rm_plan *plan, rm_sequence *seq) { plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1}; }
 
-// Siblings that have not begun join while there are places.
+// Siblings that have not started join, as far as there are table rows.
 static void join_siblings(rm_scheduler *scheduler, rm_sequence_group *group) {
   for (int32_t i = 0; i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs; i++) {
     rm_sequence *seq = &group->sequences[i];
@@ -315,7 +315,7 @@ static void admit(rm_scheduler *scheduler) {
     rm_link *before = at->prev;
     if (!start(scheduler, seq)) return;
     rm_plan_rows(scheduler, seq, rm_min64(rm_sequence_length(seq) - seq->next, max_rows - scheduler->plan.n_rows));
-    at = before->next;   // siblings that joined are gone from the list; what stood before was passed over and is still there
+    at = before->next; // siblings that joined have left the list; the one before was skipped and is still there
   }
 }
 
@@ -332,7 +332,7 @@ static rm_progress schedule(rm_scheduler *scheduler) {
     rm_plan_rows(scheduler, seq, n_rows);
   }
   if (scheduler->preemptions == preemptions) admit(scheduler);
-  assert(plan->n_rows > 0);   // the oldest can always go on
+  assert(plan->n_rows > 0); // the oldest can always continue
   return RM_LAST_BATCH;
 }
 

@@ -23,13 +23,13 @@ typedef struct rm_sequence {
   rm_status status;
   int32_t table_row;                // row of the block tables while ACTIVE
   int64_t n_pages;              // entries of that row
-  int64_t kv_len;               // positions whose KV is in the pages; ids[0 … kv_len) are what it was made of
-  int64_t next;                 // first position not yet fed since the start; < kv_len where a row is fed again for its logits
-  int64_t first_row, n_rows;    // of the step at hand
+  int64_t kv_len;               // positions whose KV is in the pages, computed from ids[0 … kv_len)
+  int64_t next;                 // first position not yet computed since the start; < kv_len if a row is computed again for its logits
+  int64_t first_row, n_rows;    // of this step
   // commit.c
   int64_t n_tokens;             // generated
   int64_t n_routed;             // generated tokens whose routing is recorded
-  int64_t n_indexed;            // leading pages that need no indexing any more
+  int64_t n_indexed;            // leading pages that were indexed
   int stale;                    // KV of an older version serves (keep_kv)
   rm_finish finish;
   int32_t stop_token;
@@ -40,8 +40,8 @@ typedef struct rm_sequence {
   int16_t *routed;              // [capacity][routed_per_token]
   int32_t *ranks;               // [capacity] with ranks
   // external_scheduler.c
-  int64_t external_computed, external_end;   // of the step at hand: positions before it, and where it ends; external_end 0: not in it
-  int external_last;                // it ends with the last token known, so that another follows
+  int64_t external_computed, external_end;   // of this step: computed positions before it, and its end; external_end 0: not in it
+  int external_last;                // the step ends with the last known token, so that one is drawn
   int32_t external_row;             // of its logits on their way to the host, −1: none
   int external_begun;               // its first row is known
   // sampler.c
@@ -61,14 +61,14 @@ struct rm_sequence_group {
   rm_sequence_group *next_in_bucket;
   rm_request_kind kind;
   int64_t n_prompt, capacity;   // capacity: tokens that each sequence may generate
-  int64_t n_targets;            // rows of the prompt whose logprob or logits are wanted: [0, n_targets)
+  int64_t n_targets;            // rows of the prompt whose logprob or logits are requested: [0, n_targets)
   int32_t n;
   int64_t min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k, top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling, want_ranks, host_draws;
   float *logits_out;
-  int wants_logits;             // they are made, whether or not this rank gives them out
+  int wants_logits;             // they are computed, whether or not this rank returns them
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence
   int32_t *banned;              // [n_banned] ascending: tokens that may not come before min_tokens
   int64_t n_stops, n_banned;
@@ -86,7 +86,7 @@ struct rm_sequence_group {
   int32_t *prompt_top_ids;      // × prompt_top
   float *prompt_top_logprobs;
   int16_t *prompt_routed;       // [n_prompt][routed_per_token]
-  int mixed;                    // records and KV may be of different versions (keep): pages take no logprobs from the records
+  int mixed;                    // records and KV may be of different versions (keep): pages do not copy logprobs from the records
   // commit.c
   int32_t n_done;
   rm_code error;
@@ -95,11 +95,11 @@ struct rm_sequence_group {
 
 static inline int64_t rm_sequence_length(const rm_sequence *seq) { return seq->group->n_prompt + seq->n_tokens; }
 
-// The limits that a request is held against.
+// The limits that requests are checked against.
 typedef struct rm_request_limits {
   int64_t vocab, max_model_len, page_size, n_pages;
   int64_t routed_per_token;
-  int external;                 // an external scheduler decides: one sample a request, and it may end one token late
+  int external;                 // external scheduler: one sample a request, which may end one token late
   const int32_t *eos_ids;       // [n_eos]
   int64_t n_eos;
   uint64_t engine_seed;
@@ -108,7 +108,7 @@ typedef struct rm_request_limits {
 // sequence_group.c: checks a request and makes its group, all sequences WAITING and in no list. Owned: rm_free.
 rm_code rm_sequence_group_create(const rm_request *request, const rm_request_limits *limits, uint64_t id, uint64_t first_order,
                                  rm_sequence_group **out, rm_error *err);
-rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's refusals
-// Back to the state after create, but for records already allocated: nothing generated, nothing recorded.
+rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits, rm_error *err);   // create's checks
+// Back to the state after create: nothing generated, nothing recorded.
 void rm_sequence_group_rewind(rm_sequence_group *group);
 int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token);

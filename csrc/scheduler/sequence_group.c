@@ -1,5 +1,5 @@
-// sequence_group.c: checks a request, and makes the one allocation that holds it and its records. It is sized for the longest answer and
-// comes zeroed from the system: what is not generated is never touched and costs address space only.
+// sequence_group.c: checks a request, and makes the one allocation that holds it and its records. It is sized for the longest completion;
+// untouched pages of it cost address space only.
 #include <math.h>
 #include <stdlib.h>
 
@@ -52,13 +52,13 @@ static rm_code check_lengths(const rm_request *request, const rm_request_limits 
   return RM_OK;
 }
 
-// Tokens that each sample may generate, of lengths that were checked. An external scheduler may end a request one step late.
+// Tokens that each sample may generate. An external scheduler may end a request one step late.
 static int64_t capacity_of(const rm_request *request, const rm_request_limits *limits) {
   const int64_t left = limits->max_model_len - request->n_prompt;
   return request->kind == RM_SCORE ? 0 : request->max_tokens < left ? request->max_tokens + (limits->external != 0) : left;
 }
 
-// Positions that get KV: the last token generated is never fed back.
+// Positions with KV: the last generated token is never an input.
 static rm_code check_capacity(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
   const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, limits) - 1, 0);
   const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;

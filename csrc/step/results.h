@@ -23,7 +23,7 @@ typedef struct rm_results {
 
 rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes, rm_results *out, rm_error *err);
 void rm_results_destroy(rm_results *results);   // safe on a zeroed one
-size_t rm_results_room(const rm_results *results);   // the most bytes of one reserve, SIZE_MAX where nothing is copied
+size_t rm_results_room(const rm_results *results);   // the most bytes of one reserve, SIZE_MAX on the CPU
 // Reserves room for n takes and gives of `bytes` together, which then cannot fail. If there is none left, it first fetches what was taken
 // and frees what was given. Each take or give uses up to RM_RESULT_ALIGN bytes more.
 enum { RM_RESULT_ALIGN = 64 };

@@ -102,7 +102,7 @@ rm_sample_params rm_params_of(const rm_sequence *seq);      // of its next token
 rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_external_draw *draw, rm_external_result *out, rm_error *err);
 
 // ---------------------------------------------------------------------------------------------- device_comms.c
-rm_code rm_comms_join(rm_runner *runner, rm_error *err);    // makes rank.device_tp and rank.device_ep; together on all ranks
+rm_code rm_comms_join(rm_runner *runner, rm_error *err);    // creates rank.device_tp and rank.device_ep; called by all ranks
 void rm_comms_leave(rm_runner *runner);
 void rm_comms_set_epoch(const rm_runner *runner, int64_t version);   // a rank that serves another version fails at its next exchange
 rm_code rm_runner_wait(rm_runner *runner, rm_error *err);   // for all enqueued work, with the groups' timeout
