@@ -164,12 +164,12 @@ HUGE = 2**62
 @pytest.mark.parametrize(
     "shape, held, error, words",
     [
-        ((4, 4), (0, (0, 0), (5, 4)), rm.LayoutError, r"held by rank 0 has 5 from 0 on in dim 0, wanted it inside shape \[4, 4\]"),
+        ((4, 4), (0, (0, 0), (5, 4)), rm.LayoutError, r"held by rank 0: expected it inside shape \[4, 4\], got 5 from 0 on in dim 0"),
         ((4, 4), (0, (0, 1), (4, 4)), rm.LayoutError, "4 from 1 on in dim 1"),
         ((4, 4), (0, (-1, 0), (1, 4)), rm.LayoutError, "from -1 on"),
-        ((4, 4), (0, (0, 0), (-1, 4)), rm.LayoutError, "has -1"),
-        ((4, 4), (0, (2, 0), (2**63 - 1, 4)), rm.LayoutError, "has 9223372036854775807"),
-        ((4, 4), (2, (0, 0), (4, 4)), rm.LayoutError, "rank 2 of 2 ranks"),
+        ((4, 4), (0, (0, 0), (-1, 4)), rm.LayoutError, "got -1"),
+        ((4, 4), (0, (2, 0), (2**63 - 1, 4)), rm.LayoutError, "got 9223372036854775807"),
+        ((4, 4), (2, (0, 0), (4, 4)), rm.LayoutError, "below 2, got rank 2"),
         ((4, 4), (-1, (0, 0), (4, 4)), rm.LayoutError, "rank -1"),
         ((HUGE, HUGE), (0, (0, 0), (1, 1)), rm.LayoutError, "cannot be addressed"),
         ((-4, 4), (0, (0, 0), (0, 0)), rm.LayoutError, "cannot be addressed"),

@@ -1,4 +1,4 @@
-// checked.h: arithmetic on sizes that come from outside. Each returns 1 when the exact result fits, else 0.
+// checked.h: checked arithmetic on sizes. Each function returns 1 if the exact result fits, else 0.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// clock.h: the one clock that durations and deadlines are measured by. Monotonic; its zero means nothing.
+// clock.h: the clock of all durations and deadlines. Monotonic, with an arbitrary zero.
 #pragma once
 
 #include <time.h>

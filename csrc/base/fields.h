@@ -1,6 +1,5 @@
-// fields.h: many arrays in one block. A table says where each pointer goes and how large its array is; the sum is checked,
-// one allocation is made by the caller, and each array is carved out of it. One table, so that the size that was asked for
-// and the pieces that are cut cannot disagree.
+// fields.h: many arrays in one allocation. A table lists pointers and the sizes of their arrays; the caller allocates the checked sum, and
+// each array is carved out of it. Size and layout come from the same table, so they cannot disagree.
 #pragma once
 
 #include <string.h>
@@ -11,11 +10,11 @@
 enum { RM_FIELD_ALIGN = 64 };   // a cache line, what rm_carve gives
 
 typedef struct rm_field {
-  void *slot;                   // address of the pointer to fill
+  void *slot;                   // address of the pointer to set
   size_t count, bytes;          // elements, and bytes of one; a count of 0 leaves NULL
 } rm_field;
 
-// Bytes of a block for all fields, 0 when the sum does not fit in a size_t.
+// Bytes of an allocation for all fields, 0 when the sum does not fit in a size_t.
 static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {
   size_t total = RM_FIELD_ALIGN;
   for (size_t i = 0; i < n; i++) {
@@ -27,7 +26,7 @@ static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {
   return total;
 }
 
-// Cuts up a block of rm_fields_bytes. Returns 1, or 0 when it is too small.
+// Sets all pointers into an allocation of rm_fields_bytes. Returns 1, or 0 when it is too small.
 static inline int rm_fields_place(const rm_field *fields, size_t n, void *block, size_t capacity) {
   const size_t skip = (RM_FIELD_ALIGN - (uintptr_t)block % RM_FIELD_ALIGN) % RM_FIELD_ALIGN;
   rm_arena arena = {(char *)block + skip, 0, capacity - skip};

@@ -7,7 +7,7 @@
 #define RM_HASH_SEED UINT64_C(0xCBF29CE484222325)
 #define RM_HASH_STEP UINT64_C(0x9E3779B97F4A7C15)
 
-// A chain of words, such as ids.
+// Adds a word to a chain.
 static inline uint64_t rm_hash_word(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * RM_HASH_STEP;
   return hash ^ hash >> 32;

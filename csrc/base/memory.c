@@ -1,10 +1,8 @@
-// memory.c: see memory.h. The library's globals live here, all atomic: the bytes mapped and the blocks held now, which P7 ("close
-// gives everything back") is tested by, and the countdown of the failure hook. Blocks are counted where they are made and
-// given back, never in a step, so the count costs nothing that can be measured.
+// memory.c: see memory.h. The library's globals are here, all atomic: counts of mapped bytes and of allocations, by which tests find leaks,
+// and the countdown of the failure hook. No step allocates, so counting costs nothing in a step.
 //
-// Large blocks come from mmap and not from malloc because they must go back to the system at once (sleep, in-place sync),
-// and because 2 MiB alignment lets the kernel back them with huge pages: a decode step walks all the weights, and with 4 KiB
-// pages that is one TLB miss every 64 cache lines.
+// Large allocations come from mmap, not malloc, because sleep must return them to the system at once, and because 2 MiB alignment allows
+// huge pages: a decode step reads all weights, and 4 KiB pages would cost one TLB miss every 64 cache lines.
 #define _GNU_SOURCE
 #include "base/memory.h"
 
@@ -22,8 +20,8 @@
 enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
 
 static _Atomic size_t mapped_bytes, blocks_held;
-static _Atomic long fail_countdown;   // 0: off
-static _Atomic long n_failed;         // by the hook
+static _Atomic long fail_countdown; // 0: off
+static _Atomic long n_failed; // by the hook
 static _Atomic int fail_for_ever;
 
 void rm_memory_fail_at(long n, int for_ever) {
@@ -46,7 +44,7 @@ static int must_fail(void) {
   return 0;
 }
 
-// A block that was just made, or NULL: counted where it is one.
+// Counts a new allocation; NULL is not counted.
 static void *held(void *block) {
   if (block) atomic_fetch_add_explicit(&blocks_held, 1, memory_order_relaxed);
   return block;
@@ -81,12 +79,12 @@ void *rm_map(size_t bytes) {
   const size_t length = page_round(bytes), slack = length >= HUGE_PAGE ? HUGE_PAGE : 0;
   char *raw = mmap(NULL, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return NULL;
-  if (slack) {                       // keep the aligned part, give the ends back
+  if (slack) { // keep the aligned part, give the ends back
     const size_t head = (HUGE_PAGE - (uintptr_t)raw % HUGE_PAGE) % HUGE_PAGE;
     if (head) munmap(raw, head);
     if (slack > head) munmap(raw + head + length, slack - head);
     raw += head;
-    madvise(raw, length, MADV_HUGEPAGE);   // a hint: without huge pages it is slower, not different
+    madvise(raw, length, MADV_HUGEPAGE); // a hint: without huge pages it is slower, not different
   }
   atomic_fetch_add(&mapped_bytes, length);
   return held(raw);
@@ -122,7 +120,7 @@ static size_t number_in(const char *path, const char *key) {
   return value;
 }
 
-// Of the machine; the inode of a control group's file is its number there.
+// The pool of this process's control group, identified by the inode of its file.
 static rm_memory_pool control_group(void) {
   static const char LIMIT[] = "/sys/fs/cgroup/memory.max";
   struct stat status;
@@ -143,8 +141,7 @@ int rm_memory_pools(rm_memory_pool pools[2]) {
   return pools[1].available == SIZE_MAX ? 1 : 2;
 }
 
-// mmap promises memory that is not there, and the promise is called in by the out-of-memory killer; so whoever is about to
-// take a second copy of the weights asks first.
+// mmap overcommits, and the out-of-memory killer ends the process later; so the available memory is checked before weights are allocated.
 size_t rm_memory_available(void) {
   rm_memory_pool pools[2];
   size_t least = SIZE_MAX;
@@ -152,7 +149,7 @@ size_t rm_memory_available(void) {
   return least;
 }
 
-// Containers of a machine have host names of their own and one kernel, whose memory they share.
+// By the boot id, since containers of a machine have different host names and share its memory.
 uint64_t rm_memory_name(const char *card) {
   char machine[256] = "";
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");

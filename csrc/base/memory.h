@@ -27,7 +27,7 @@ int rm_memory_pools(rm_memory_pool pools[2]);
 // A name of this machine's memory, or of the GPU's with PCI bus id `card`; the same in all processes and containers of the machine.
 uint64_t rm_memory_name(const char *card);
 
-// Carves cache-line aligned pieces out of one block; they die with it.
+// Carves cache-line aligned arrays out of one allocation.
 typedef struct rm_arena {
   char *base;
   size_t used, capacity;

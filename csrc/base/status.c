@@ -1,5 +1,5 @@
-// status.c: error values. The message lives on the heap so that an error can list a thousand names; when even that cannot be
-// allocated, the front of it is kept in `fixed`, and the code is right in any case.
+// status.c: error values. The message is on the heap, so that an error can list a thousand names; if it cannot be allocated, its beginning
+// is kept in `fixed`.
 #include "base/status.h"
 
 #include <stdio.h>
@@ -10,7 +10,7 @@
 enum { MESSAGE_MAX = 64 * 1024 };
 static const char ellipsis[] = "…";
 
-// Cuts at a character boundary, so that a message stays valid UTF-8 however long the names in it are.
+// The last character boundary at or before `length`, so that a cut message stays valid UTF-8.
 static size_t utf8_cut(const char *text, size_t length) {
   while (length > 0 && ((unsigned char)text[length] & 0xC0) == 0x80) length--;
   return length;

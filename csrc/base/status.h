@@ -50,7 +50,7 @@ rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...) __attribut
 void rm_error_append(rm_error *err, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *rm_error_message(const rm_error *err);
 void rm_error_clear(rm_error *err);
-// A number of bytes as messages say it: "12 B", "1.50 GiB"; `.text` is good within the call that it is an argument of.
+// Formats a number of bytes: "12 B", "1.50 GiB". Use `.text` as an argument of the same expression.
 typedef struct rm_size_text {
   char text[32];
 } rm_size_text;

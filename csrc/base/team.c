@@ -1,9 +1,8 @@
-// team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so handing over must cost a
-// microsecond: a run is one store to `epoch`, which the workers watch. They watch it by spinning for a few microseconds, since the
-// next op usually follows at once, and then sleep on it as a futex, so that an idle engine uses no processor. Where there are
-// more threads than cores nobody spins: the one that is waited for may need the core.
+// team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so starting a run must take a microsecond: it is one
+// store to `epoch`, which the workers poll. They spin for some microseconds, since the next op usually follows at once, and then sleep on
+// it as a futex. With more threads than cores they do not spin.
 //
-// A pool that steals work lost: ops split evenly over rows, columns or heads, and which thread computes what must not matter.
+// Work stealing was rejected: ops split evenly over rows, columns or heads.
 #define _GNU_SOURCE
 #include "base/team.h"
 
@@ -18,27 +17,27 @@
 
 #include "base/memory.h"
 
-enum { MAX_THREADS = 256, SPIN_PAUSES = 1000 };  // some 20 µs; an op on small rows takes less
+enum { MAX_THREADS = 256, SPIN_PAUSES = 1000 }; // some 20 µs; an op on small rows takes less
 
 typedef struct rm_worker {
-  rm_team *team;                // view
+  rm_team *team; // view
   pthread_t thread;
   int index;
 } rm_worker;
 
 struct rm_team {
   int n_threads, spins;
-  int n_started;                // workers that exist
-  pid_t owner;                  // after fork the workers are not there
-  rm_task_fn fn;                // of the current run; NULL: workers leave
+  int n_started; // workers that exist
+  pid_t owner; // process that has the workers; a forked child has none
+  rm_task_fn fn; // of the current run; NULL: workers leave
   void *arg;
-  char pad0[64];                // the words that threads watch each have their line
-  _Atomic uint32_t epoch;       // futex: number of runs
+  char pad0[64]; // each polled word has its own cache line
+  _Atomic uint32_t epoch; // futex: number of runs
   char pad1[60];
-  _Atomic uint32_t pending;     // futex: workers not yet done
+  _Atomic uint32_t pending; // futex: workers not yet done
   char pad2[60];
   _Atomic int sleeping_workers, sleeping_caller;
-  rm_worker workers[];          // [n_threads − 1]
+  rm_worker workers[]; // [n_threads − 1]
 };
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t seen) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); }
@@ -58,7 +57,8 @@ static uint32_t await_epoch(rm_team *team, uint32_t seen) {
     if ((now = atomic_load_explicit(&team->epoch, memory_order_acquire)) != seen) return now;
     cpu_relax();
   }
-  atomic_fetch_add(&team->sleeping_workers, 1);   // before the futex looks at epoch: a run that misses us here, we see there
+  atomic_fetch_add(&team->sleeping_workers,
+                   1); // before FUTEX_WAIT reads epoch: a new run either sees sleeping_workers or is seen by FUTEX_WAIT
   while ((now = atomic_load(&team->epoch)) == seen) futex_wait(&team->epoch, seen);
   atomic_fetch_sub(&team->sleeping_workers, 1);
   return now;
@@ -117,8 +117,8 @@ static int cores_available(void) {
   return online > 0 ? (int)online : 1;
 }
 
-// Workers take no signals: Ctrl-C belongs to the thread that runs the interpreter. But for those of their own faults, which would end
-// the process without a word from whoever handles them (faulthandler, a test's guard pages).
+// Workers block all signals, so that Ctrl-C goes to the interpreter's thread, except those of their own faults, which faulthandler and the
+// tests' guard pages handle.
 static int start_worker(rm_worker *worker) {
   sigset_t all, before;
   static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};

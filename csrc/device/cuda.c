@@ -8,8 +8,8 @@
 static rm_code find(const char *library, const char *name, void *slot, rm_error *err) {
   void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!handle) return rm_fail(err, RM_E_CONFIG, "the CUDA library cannot be loaded: %s", dlerror());
-  void *function = dlsym(handle, name);   // the handle is kept: kernels that were launched once stay loaded
-  if (!function) return rm_fail(err, RM_E_CONFIG, "%s has no %s: it is of another build", library, name);
+  void *function = dlsym(handle, name);   // the library stays loaded
+  if (!function) return rm_fail(err, RM_E_CONFIG, "%s has no %s: expected the CUDA library of the same build", library, name);
   memcpy(slot, &function, sizeof function);
   return RM_OK;
 }
@@ -29,8 +29,8 @@ rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernel
   for (size_t i = 0; !code && i < sizeof tables / sizeof *tables && !*out; i++)
     if (!family || strcmp(tables[i]()->family, family) == 0) *out = tables[i]();
   if (code || *out) return code;
-  return rm_fail(err, RM_E_CONFIG, "isa=\"%.40s\" is no family of ops of a CUDA device: %s and %s are", family, tables[0]()->family,
-                 tables[1]()->family);
+  return rm_fail(err, RM_E_CONFIG, "expected isa to be a CUDA family, %s or %s, got \"%.40s\"", tables[0]()->family, tables[1]()->family,
+                 family);
 }
 
 rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out, rm_error *err) {
@@ -43,7 +43,7 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
   if (code) return code;
   if (count == -1) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": there is no NVIDIA driver here");
-  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": the NVIDIA driver here is too old, CUDA 13 wants 580 or later");
+  if (count < 0) return rm_fail(err, RM_E_CONFIG, "device=\"cuda\": expected an NVIDIA driver 580 or later (CUDA 13), got an older one");
   if (ordinal < 0 || ordinal >= count) return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal, count);
   const int opened = open(ordinal, kernels, out, why);
   if (opened == RM_DEVICE_OPENED) return RM_OK;

@@ -1,11 +1,11 @@
-// devices.h: what the engine adds to a device's function table (kernels/device.h): the CPU as a device, memory and waits whose failures
-// are rm_codes, and paired host/device buffers. A device is used by one thread at a time, which has entered it.
+// devices.h: additions to a device's function table (kernels/device.h): the CPU as a device, memory and waits that return rm_code, and
+// paired host/device buffers. A device is used by one thread at a time, which has entered it.
 #pragma once
 
 #include "base/status.h"
 #include "device.h"
 
-// The host's own memory and one of its op tables; nothing in it is owned.
+// The CPU as a device; nothing in it is owned.
 rm_device rm_device_cpu(const rm_kernels *kernels);
 
 // RM_E_CAPACITY names what did not fit and how much the device has left (RM_E_MEMORY on the CPU); RM_E_DEVICE: a fault. `what` is for
@@ -21,7 +21,7 @@ static inline void rm_device_copy(const rm_device *device, void *to, const void 
   if (bytes) device->copy(device->self, to, bytes, from, bytes, bytes, 1);
 }
 
-// A device's events, by user: the two halves of a staging buffer, and the host's indices for ops.
+// Numbers of a device's events: the two halves of a staging buffer, and indices from the host.
 enum { RM_EVENT_STAGING, RM_EVENT_STAGING_SECOND, RM_EVENT_INDICES };
 
 // A paired host/device buffer. The host fills `host` and puts ranges of it, or gets ranges and reads them after rm_device_wait. On the
@@ -34,7 +34,7 @@ typedef struct rm_paired {
 
 rm_code rm_paired_create(const rm_device *device, size_t bytes, const char *what, rm_paired *out, rm_error *err);
 void rm_paired_destroy(rm_paired *paired);   // safe on a zeroed one
-// The device's address of what lies at `here` in the host's half; NULL for NULL.
+// The device address that corresponds to the host address `here`; NULL for NULL.
 static inline void *rm_paired_on_device(const rm_paired *paired, const void *here) {
   return here ? paired->on_device + ((const char *)here - paired->host) : NULL;
 }

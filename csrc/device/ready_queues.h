@@ -1,6 +1,6 @@
-// ready_queues.h: one queue per CUDA device for synchronising with producers of tensors. A DLPack producer makes a stream of the tensor's
-// device wait for pending writes. That device need not be one of the engine's: then it is opened for this, at the first such tensor.
-// Used by the thread that owns the engine.
+// ready_queues.h: one queue per CUDA device for synchronizing with producers of tensors. A DLPack producer makes a stream of the tensor's
+// device wait for pending writes. A device that the engine does not use is opened at its first tensor. Used by the thread that owns the
+// engine.
 #pragma once
 
 #include "device/devices.h"
@@ -17,5 +17,5 @@ rm_code rm_ready_queues_init(rm_ready_queues *queues, const char *library, rm_er
 void rm_ready_queues_destroy(rm_ready_queues *queues);                                       // safe on a zeroed struct
 // *out: view. RM_E_CONFIG: no such device; RM_E_DEVICE: it cannot be opened.
 rm_code rm_ready_queues_find(rm_ready_queues *queues, int ordinal, const rm_device **out, rm_error *err);
-// Waits until the device has reached the producer's writes; after rm_…_find of the same ordinal.
+// Waits until the producer's writes are complete; after find of the same ordinal.
 rm_code rm_ready_queues_wait(rm_ready_queues *queues, int ordinal, rm_error *err);

@@ -1,4 +1,4 @@
-// strided_copy.h: a strided tensor of a GPU into contiguous memory of a device, in C order, with as few copies as its strides allow.
+// strided_copy.h: copies a strided GPU tensor to contiguous device memory, in C order, with as few copies as its strides allow.
 #pragma once
 
 #include "device/devices.h"

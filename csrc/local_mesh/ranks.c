@@ -21,9 +21,10 @@ static void member_task(void *arg, int thread, int n_threads) {
   }
 }
 
-static int hearsay(rm_code code) { return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED; }
+// Errors that another rank has caused.
+static int is_secondhand(rm_code code) { return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED; }
 
-// All have lost a rank: the first message, which may be that another rank has given up, and that rank's own.
+// All have lost a rank: reports the first message, and another rank's if it differs.
 static void tell_both(const rm_ranks *ranks, const rm_member *first, rm_error *err) {
   const char *text = rm_error_message(&first->err);
   const rm_member *other = NULL;
@@ -36,11 +37,11 @@ static void tell_both(const rm_ranks *ranks, const rm_member *first, rm_error *e
 }
 
 // Moves the error to return to err, and clears the others.
-static rm_code verdict(rm_ranks *ranks, rm_error *err) {
+static rm_code first_error(rm_ranks *ranks, rm_error *err) {
   rm_member *worst = NULL;
   for (int r = 0; r < ranks->n; r++) {
     rm_member *member = &ranks->members[r];
-    if (member->code && (!worst || (hearsay(worst->code) && !hearsay(member->code)))) worst = member;
+    if (member->code && (!worst || (is_secondhand(worst->code) && !is_secondhand(member->code)))) worst = member;
   }
   const rm_code code = worst ? worst->code : RM_OK;
   if (code == RM_E_RANK_LOST) tell_both(ranks, worst, err);
@@ -53,7 +54,7 @@ rm_code rm_ranks_run(rm_ranks *ranks, rm_member_call call, void *arg, rm_error *
   member_job job = {ranks, call, arg};
   if (ranks->team) rm_team_run(ranks->team, member_task, &job);
   for (int r = 0; r < ranks->n && !ranks->team; r++) ranks->members[r].code = call(&ranks->members[r], arg);
-  return verdict(ranks, err);
+  return first_error(ranks, err);
 }
 
 // ---------------------------------------------------------------------------------------------- life
@@ -96,7 +97,7 @@ static rm_code make_engine(rm_member *member, const creation *how) {
   return rm_engine_create(how->spec, &options, &member->engine, &member->err);
 }
 
-// Other ranks may wait for this one while they make their engines.
+// On an error aborts the groups, since other ranks may wait for this one while they create their engines.
 static rm_code create_engine(rm_member *member, void *arg) {
   const rm_code code = make_engine(member, arg);
   for (int group = 0; group < N_GROUPS && code; group++)
@@ -104,7 +105,7 @@ static rm_code create_engine(rm_member *member, void *arg) {
   return code;
 }
 
-// Together: ranks leave a group of NCCL when all have come to it.
+// Called on all ranks together, since they leave an NCCL group together.
 static rm_code destroy_engine(rm_member *member, void *arg) {
   (void)arg;
   rm_engine_destroy(member->engine);
@@ -123,7 +124,7 @@ static rm_code connect(rm_ranks *ranks, rm_error *err) {
   return RM_OK;
 }
 
-// The GPUs of a process may be of several architectures, with different bits. Between processes the families are compared when they
+// All ranks must have the same family of kernels: GPUs of different architectures have different bits. Processes compare families when they
 // connect.
 static rm_code check_families(const rm_ranks *ranks, rm_error *err) {
   const rm_member *first = &ranks->members[0];

@@ -1,13 +1,13 @@
-// ranks_requests.c: which replica gets a request, and the calls for requests, on all ranks of that replica in this process: one engine
-// after the other, but for steps. Ids are unique in the process, so a request's replica is the one that has its id.
+// ranks_requests.c: routing of requests to replicas, and calls for requests, which run on all ranks of the replica in this process. Ids are
+// unique in the process, so a request's replica is the one that has its id.
 #include "base/hash.h"
 #include "local_mesh/ranks_state.h"
 
-// Requests' worth of work that a replica may be ahead of the least busy one for a prefix.
+// For a cached prefix, a replica may be ahead of the least busy one by the work of so many such requests.
 enum { AHEAD = 4 };
 
 // ---------------------------------------------------------------------------------------------- replicas
-// Replicas are counted here among those of this process; `i` among the replica's ranks of this process, which are all alike.
+// `replica` counts the replicas of this process, `i` the replica's ranks of this process.
 static rm_engine *engine_of(const rm_ranks *ranks, int replica, int i) { return ranks->members[replica * ranks->per_replica + i].engine; }
 static rm_engine *leader(const rm_ranks *ranks, int replica) { return engine_of(ranks, replica, 0); }
 
@@ -21,7 +21,7 @@ static int64_t work_of(const rm_request *request) {
   return request->n_prompt + per_sample * (request->kind == RM_GENERATE ? request->n : 1);
 }
 
-// Of a request that was checked. *place: where its beginning is remembered, NULL: it is too short.
+// The request was checked. *place: the entry for its prefix, NULL: it is shorter than a page.
 static int choose_replica(rm_ranks *ranks, const rm_request *request, rm_prefix **place) {
   int least = 0;
   *place = NULL;
@@ -41,14 +41,14 @@ int rm_ranks_has(const rm_ranks *ranks, uint64_t id) {
   return has;
 }
 
-// Who has the request; replica 0 says that nobody does.
+// The replica that has the request; 0 if none has.
 static int replica_of(const rm_ranks *ranks, uint64_t id) {
   int d = ranks->n_replicas - 1;
   while (d > 0 && !rm_engine_has(leader(ranks, d), id)) d--;
   return d;
 }
 
-// The same for every rank of the replica; the first's answer, since all are alike.
+// Calls it on every rank of the replica; returns the first rank's result, since all are the same.
 typedef rm_code (*id_call)(rm_engine *, uint64_t, rm_error *);
 static rm_code on_replica(rm_ranks *ranks, uint64_t id, id_call call, rm_error *err) {
   const int replica = replica_of(ranks, id);
@@ -64,7 +64,7 @@ static rm_code add_to(rm_ranks *ranks, int replica, const rm_request *request, u
   mine.wants_logits = request->wants_logits || request->logits_out;
   for (int i = 0; i < ranks->per_replica; i++) {
     const rm_code code = rm_engine_add(engine_of(ranks, replica, i), &mine, id, err);
-    while (code && i-- > 0) {   // no memory for it on a later rank
+    while (code && i-- > 0) { // no memory for it on a later rank
       rm_engine_abort(engine_of(ranks, replica, i), mine.id, NULL);
       rm_engine_release(engine_of(ranks, replica, i), mine.id, NULL);
     }
@@ -78,9 +78,9 @@ rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, r
   rm_request mine = *request;
   rm_prefix *place;
   mine.id = *id = ranks->next_id;
-  rm_code code = ranks->mesh.dp > 1 ? rm_engine_check(leader(ranks, 0), &mine, err) : RM_OK;   // the same verdict on every rank
+  rm_code code = ranks->mesh.dp > 1 ? rm_engine_check(leader(ranks, 0), &mine, err) : RM_OK; // the same result on every rank
   if (code) return code;
-  const int chosen = choose_replica(ranks, &mine, &place), replica = chosen - ranks->own;   // own is 0 where all are here
+  const int chosen = choose_replica(ranks, &mine, &place), replica = chosen - ranks->own; // own is 0 where all are here
   if (replica >= 0 && replica < ranks->n_replicas && (code = add_to(ranks, replica, &mine, id, err))) return code;
   if (place) *place = (rm_prefix){hash_prefix(&mine, ranks->page_size), chosen};
   ranks->assigned[chosen] += work_of(&mine);
@@ -95,7 +95,7 @@ static rm_code step_member(rm_member *member, void *arg) {
 
 rm_code rm_ranks_step(rm_ranks *ranks, int64_t *n_work, int *more, rm_error *err) {
   *n_work = *more = 0;
-  for (int r = 0; r < ranks->n; r++)   // one that went another way would be waited for until the deadline
+  for (int r = 0; r < ranks->n; r++) // else the others would wait for a rank that differs until the timeout
     if (rm_engine_unfinished(ranks->members[r].engine) != rm_engine_unfinished(leader(ranks, r / ranks->per_replica)))
       return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has %lld requests and the first of its replica %lld", ranks->first + r,
                      (long long)rm_engine_unfinished(ranks->members[r].engine),
@@ -125,7 +125,7 @@ int64_t rm_ranks_finished(rm_ranks *ranks, uint64_t *ids, int64_t capacity) {
   for (int d = 0; d < ranks->n_replicas; d++) {
     const int64_t got = rm_engine_finished(leader(ranks, d), ids + n, capacity - n);
     for (int t = 1; t < ranks->per_replica; t++) {
-      uint64_t same;   // the other ranks of the replica finish the same requests in the same order
+      uint64_t same; // the other ranks of the replica finish the same requests in the same order
       for (int64_t i = 0; i < got; i++) rm_engine_finished(engine_of(ranks, d, t), &same, 1);
     }
     n += got;

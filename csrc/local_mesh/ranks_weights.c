@@ -12,7 +12,7 @@ rm_code rm_ranks_sync_begin(rm_ranks *ranks, const rm_sync_options *options, rm_
 }
 
 rm_code rm_ranks_sync_check(rm_ranks *ranks, const char *name, size_t length, const rm_tensor *tensor, rm_error *err) {
-  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor, err);   // nothing that it asks depends on the part
+  return rm_engine_sync_check(ranks->members[0].engine, name, length, tensor, err);   // the check does not depend on the shard
 }
 
 typedef struct pushed {
@@ -25,8 +25,8 @@ static rm_code push_member(rm_member *member, void *arg) {
   return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
 }
 
-// The producers of tensors on a GPU have made a stream of that GPU wait for them. Where it is the only member's own stream, reads are
-// enqueued behind it; otherwise this waits until the tensors are there.
+// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the only member's own queue, reads are enqueued
+// after it; otherwise this waits until the tensors are complete.
 static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
   uint64_t assigned = 0;
@@ -100,7 +100,7 @@ size_t rm_ranks_offload_bytes(const rm_ranks *ranks) {
   return wanted;
 }
 
-// The ranks of a process have one host; each asks for itself once more.
+// The ranks of a process share the host's memory, so their sum must fit.
 static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
   const size_t available = rm_memory_available(), wanted = rm_ranks_offload_bytes(ranks);
   if (wanted <= available) return RM_OK;
@@ -116,7 +116,7 @@ rm_code rm_ranks_offload_weights(rm_ranks *ranks, rm_error *err) {
   return code;
 }
 
-// What can fail comes first, on all.
+// Offloading can fail, so it comes first, on all ranks.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) {
   const int keep = parts & RM_SLEEP_OFFLOAD && parts & RM_PART_WEIGHTS;
   const rm_code code = keep ? rm_ranks_offload_weights(ranks, err) : RM_OK;
@@ -132,6 +132,6 @@ rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err) {
   }
   const rm_code code = rm_ranks_run(ranks, wake_member, &parts, err);
   parts = (parts & asleep) | RM_SLEEP_OFFLOAD;
-  if (code && parts & asleep) rm_ranks_run(ranks, sleep_member, &parts, NULL);   // one could not: none does
+  if (code && parts & asleep) rm_ranks_run(ranks, sleep_member, &parts, NULL);   // one rank failed: all sleep again
   return code;
 }

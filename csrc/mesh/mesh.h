@@ -1,11 +1,11 @@
-// mesh.h: which rank is where. A world of dp × tp ranks, numbered rank = dp·tp_degree + tp, so that the ranks of one tensor
-// parallel group are neighbours. Experts are spread over a third axis that is laid over the same ranks:
+// mesh.h: coordinates of ranks. A world has dp × tp ranks, numbered rank = dp·tp_degree + tp, so the ranks of a tensor parallel group are
+// adjacent. Experts are distributed over a third axis of the same ranks:
 //
-//   ep = 1       no rank has experts of its own: each expert is sharded over tp, like a dense MLP
-//   ep = tp      the ranks of a tp group share the experts out; every dp replica has them all
-//   ep = dp·tp   all ranks share them out
+//   ep = 1       each expert is sharded over tp, like a dense MLP
+//   ep = tp      experts are distributed over a tp group; every dp replica has all of them
+//   ep = dp·tp   experts are distributed over all ranks
 //
-// Every axis is there at size 1 too. Pure functions: nothing is owned, nothing is remembered.
+// Axes of size 1 exist too. Pure functions.
 #pragma once
 
 #include <stdint.h>
@@ -29,12 +29,11 @@ rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t p
 
 static inline int32_t rm_mesh_world(const rm_mesh *mesh) { return mesh->tp * mesh->dp; }
 
-// Of a rank in 0 … world − 1, and back from its place in dp and tp.
+// Coordinates of a rank in 0 … world − 1, and the rank at given coordinates.
 rm_coords rm_mesh_coords(const rm_mesh *mesh, int32_t rank);
 int32_t rm_mesh_rank(const rm_mesh *mesh, int32_t dp, int32_t tp);
 
-// The ranks that `rank` shares an axis with, itself among them: `count` of them, from `first` on, `step` apart, in the order of
-// their coordinate on that axis.
+// The group of `rank` along an axis, itself included: `count` ranks, from `first` on, `step` apart, in the order of their coordinate.
 typedef struct rm_peers {
   int32_t first, step, count;
 } rm_peers;

@@ -1,5 +1,4 @@
-// check.c: see check.h. A wrong shape is the commonest mistake of a sync and the sender cannot see our layout, so the message
-// says what was probably meant.
+// check.c: see check.h. A wrong shape is the most common mistake of a sync, so its message says what was probably meant.
 #include "weights/check.h"
 
 #include <stdio.h>
@@ -21,7 +20,7 @@ static int shape_is(const rm_tensor *t, int n_dims, int64_t a, int64_t b, int64_
   return t->n_dims == n_dims && memcmp(t->shape, want, (size_t)n_dims * sizeof *want) == 0;
 }
 
-// What the sender probably meant; "" when there is nothing to say.
+// What the sender probably meant; "" if unknown.
 static const char *shape_hint(const rm_params *params, const rm_target *want, const rm_tensor *tensor) {
   const rm_param *first = &params->list[want->pieces[0].param];
   const int64_t *w = want->shape;
@@ -67,7 +66,7 @@ static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, con
   return rm_fail(err, RM_E_DTYPE, "%s: expected %s, got %s (cast=True converts)", name, rm_dtype_name(want), src_name(tensor->dtype));
 }
 
-// How many bytes before and from `data` on the strides reach. 0 on overflow.
+// The bytes before and after `data` that the strides reach. Returns 0 on overflow.
 static int extents(const rm_tensor *tensor, int64_t *before, int64_t *after) {
   int64_t low = 0, high = 1;
   for (int i = 0; i < tensor->n_dims; i++) {

@@ -1,5 +1,5 @@
-// check.h: what a tensor must be to become parameters: its shape exactly, its element type, and strides that stay inside its
-// buffer. Everything here is decided before a byte of the tensor is read.
+// check.h: checks of a pushed tensor: its exact shape, its element type, and strides that stay inside its buffer. All of them are made
+// before a byte of the tensor is read.
 #pragma once
 
 #include "weights/sync.h"

@@ -1,7 +1,7 @@
 // host_offload.h: copies a block of device memory to the host (sleep) and back (wake).
 //
-// The host copy is pageable: pinning it all would take longer than copying it, and pinned memory could not be swapped out while the
-// trainer uses the GPU. Both directions go through two pinned halves: the device copies one while the threads copy the other.
+// The host copy is pageable: pinning all of it would take longer than the copy, and pinned memory cannot be swapped out while the trainer
+// uses the GPU. Both directions go through two pinned halves: the device copies one while the threads copy the other.
 #pragma once
 
 #include "device/devices.h"

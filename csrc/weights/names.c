@@ -1,7 +1,7 @@
-// names.c: the table of spellings. A line of it is a pattern, in which the first # is the layer and the second the expert, and
-// what the tensor holds. Before matching, a name loses what wrappers put around modules (torch.compile, DDP, FSDP, activation
-// checkpointing) wherever it stands, and any leading "model.". So one line serves the checkpoint, the bare module and the
-// wrapped one. Regular expressions lost: sixty fixed patterns are checked in less time than one of them compiles.
+// names.c: the table of spellings. A line has a pattern, in which the first # is the layer and the second the expert, and what the tensor
+// contains. Before matching, the prefixes of module wrappers (torch.compile, DDP, FSDP, activation checkpointing) and leading "model." are
+// removed, so one line matches the checkpoint, the bare module and the wrapped one. Regular expressions were rejected: compiling one takes
+// longer than matching all sixty patterns.
 #include "weights/names.h"
 
 #include <string.h>
@@ -96,7 +96,7 @@ static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_m
 // ------------------------------------------------------------------------------------------------ bounds
 static int is_continuation(unsigned char c) { return (c & 0xC0) == 0x80; }
 
-// 1 when the bytes are UTF-8 without NUL or surrogates, so that they can stand in a message.
+// 1 when the bytes are UTF-8 without NUL or surrogates, so that they can be part of a message.
 static int is_text(const char *name, size_t length) {
   const unsigned char *p = (const unsigned char *)name, *end = p + length;
   while (p < end) {
@@ -143,7 +143,7 @@ static const char *bare_name(char *out, const char *name, size_t length) {
   return bare;
 }
 
-// A decimal number without sign or leading zeros, −1 otherwise; moves *at behind it.
+// Reads a decimal number without sign or leading zeros and moves *at behind it; −1: none.
 static int32_t read_number(const char **at) {
   const char *p = *at;
   int32_t value = 0;
@@ -231,7 +231,7 @@ static rm_code fill(const rm_params *params, const spelling *s, const int32_t nu
   return RM_E_UNEXPECTED_KEY;
 }
 
-// A name of a known form that this model has no place for: says which of the numbers or options it is.
+// The error for a known spelling that this model does not have: names the layer, expert or option.
 static rm_code no_place(const rm_params *params, const char *name, const spelling *s, const int32_t numbers[2], rm_error *err) {
   const rm_spec *spec = params->spec;
   if (numbers[0] >= spec->n_layers)

@@ -1,4 +1,4 @@
-// parallel_copy.c: see parallel_copy.h. Any thread may make any unit: a digest is a sum, and each unit has its own results.
+// parallel_copy.c: see parallel_copy.h. Any thread can copy any unit: a digest is a sum, and each unit has its own results.
 #include "weights/parallel_copy.h"
 
 #include <stdatomic.h>
@@ -26,7 +26,7 @@ static rm_code grow(rm_units *units, int64_t n, rm_error *err) {
   return RM_OK;
 }
 
-// Rows [begin, begin + n) of it.
+// Rows [begin, begin + n) of `whole`.
 static rm_unit cut(const rm_unit *whole, int64_t begin, int64_t n) {
   rm_unit unit = *whole;
   unit.args.src = (const char *)whole->args.src + begin * whole->args.row_stride * (int64_t)rm_src_bytes(whole->args.src_dtype);
@@ -110,7 +110,7 @@ static void load_rows(void *arg, int thread, int n_threads) {
   }
 }
 
-// Reserves `bytes` in the current half; changes halves, and waits for the device to be through with the other, when it is full.
+// Reserves `bytes` in the current half. When it is full, switches to the other half and waits until the device has read that.
 static rm_code reserve(rm_staging *staging, size_t bytes, char **here, rm_error *err) {
   const rm_device *device = staging->device;
   if (staging->used + bytes > staging->half_bytes) {
@@ -174,7 +174,7 @@ static rm_code stage(rm_staging *staging, const rm_unit *unit, rm_pack_args *arg
   return unit->ordinal < 0 ? load(staging, args, bytes, ctx, err) : fetch(staging, unit, args, bytes, err);
 }
 
-// Makes units [first, first + n) on the device and copies their results back.
+// Copies units [first, first + n) on the device and gets their results.
 static rm_code make_on_device(const rm_units *units, int64_t first, int64_t n, rm_staging *staging, const rm_ctx *ctx, rm_error *err) {
   const rm_device *device = staging->device;
   rm_pack_found *found = (rm_pack_found *)staging->found.host;

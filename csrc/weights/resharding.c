@@ -1,6 +1,5 @@
-// resharding.c: see resharding.h. A wanted box is taken apart: what a holder has of it becomes a copy, and what is left,
-// up to two slabs for each dim, goes to the next holder. Slabs are disjoint by construction, which is why no element can be copied twice;
-// what is left after the last holder is what nobody has.
+// resharding.c: see resharding.h. The intersection of a wanted box with a holder's box becomes a copy; the rest, up to two slabs for each
+// dim, is looked up at the next holder. Slabs are disjoint, so no element is copied twice; what is left after the last holder is missing.
 #include "weights/resharding.h"
 
 #include "base/checked.h"
@@ -10,7 +9,7 @@
 enum { MAX_COPIES = 1 << 20 };
 
 // ------------------------------------------------------------------------------------------------ lists
-// The list with room for one more, which may have moved; NULL and *code when there is none.
+// Grows the list for one more element; NULL and *code on an error.
 static void *with_room(void *list, int64_t n, int64_t *capacity, size_t each, rm_code *code, rm_error *err) {
   *code = RM_OK;
   if (n < *capacity) return list;
@@ -64,13 +63,13 @@ static rm_code check_parts(const rm_pieces *p, const int64_t shape[], const char
   for (int64_t i = 0; i < n; i++) {
     const rm_part *part = &parts[i];
     if (part->rank < 0 || part->rank >= p->n_ranks || (i && part->rank < parts[i - 1].rank))
-      return rm_fail(err, RM_E_LAYOUT, "%s: a part %s by rank %lld of %lld ranks, wanted them in order", p->name, what,
-                     (long long)part->rank, (long long)p->n_ranks);
+      return rm_fail(err, RM_E_LAYOUT, "%s: expected parts %s by ascending ranks below %lld, got rank %lld", p->name, what,
+                     (long long)p->n_ranks, (long long)part->rank);
     for (int d = 0; d < RM_BOX_DIMS; d++) {
       const int64_t first = part->box.first[d], rows = part->box.n[d];
       if (first < 0 || rows < 0 || first > shape[d] || rows > shape[d] - first)
-        return rm_fail(err, RM_E_LAYOUT, "%s: the part %s by rank %lld has %lld from %lld on in dim %d, wanted it inside shape %s", p->name,
-                       what, (long long)part->rank, (long long)rows, (long long)first, d, rm_show_dims(p->shape, p->n_dims).text);
+        return rm_fail(err, RM_E_LAYOUT, "%s: the part %s by rank %lld: expected it inside shape %s, got %lld from %lld on in dim %d",
+                       p->name, what, (long long)part->rank, rm_show_dims(p->shape, p->n_dims).text, (long long)rows, (long long)first, d);
     }
   }
   return RM_OK;
@@ -79,7 +78,7 @@ static rm_code check_parts(const rm_pieces *p, const int64_t shape[], const char
 static rm_code check_pieces(const rm_pieces *p, rm_error *err) {
   int64_t shape[RM_BOX_DIMS] = {1, 1, 1, 1}, elements = 1;
   if (p->n_dims < 0 || p->n_dims > RM_BOX_DIMS)
-    return rm_fail(err, RM_E_LAYOUT, "%s: a tensor of %d dims, wanted at most %d", p->name, p->n_dims, RM_BOX_DIMS);
+    return rm_fail(err, RM_E_LAYOUT, "%s: expected a tensor of at most %d dims, got %d", p->name, RM_BOX_DIMS, p->n_dims);
   for (int d = 0; d < p->n_dims; d++) {
     shape[d] = p->shape[d];
     if (shape[d] < 0 || !rm_mul_i64(elements, shape[d] ? shape[d] : 1, &elements))
@@ -90,7 +89,7 @@ static rm_code check_pieces(const rm_pieces *p, rm_error *err) {
 }
 
 // ------------------------------------------------------------------------------------------------ boxes
-// 1 when the two share an element, and *out is what they share.
+// Whether the two share an element; *out: their intersection.
 static int intersect(const rm_box *a, const rm_box *b, rm_box *out) {
   for (int d = 0; d < RM_BOX_DIMS; d++) {
     const int64_t a_end = a->first[d] + a->n[d], b_end = b->first[d] + b->n[d];
@@ -101,7 +100,8 @@ static int intersect(const rm_box *a, const rm_box *b, rm_box *out) {
   return 1;
 }
 
-// What `box` has outside `inner`, which lies in it: in each dim what is before and what is behind, of the dims before only inner's.
+// Adds the parts of `whole` outside of `inner`, which lies in it: for each dim a slab before and one behind, restricted to inner's range in
+// the dims before.
 static rm_code add_slabs(rm_parts *left, rm_part whole, const rm_box *inner, rm_error *err) {
   for (int d = 0; d < RM_BOX_DIMS; d++) {
     const int64_t end = whole.box.first[d] + whole.box.n[d], inner_end = inner->first[d] + inner->n[d];
@@ -119,7 +119,7 @@ static rm_code add_slabs(rm_parts *left, rm_part whole, const rm_box *inner, rm_
 }
 
 // ------------------------------------------------------------------------------------------------ copies
-// Takes from `left` what `held` has of it. A slab that comes of one of them has nothing in common with `held`, and stays.
+// Moves the intersection of `left` with `held` to the copies. New slabs do not intersect `held`.
 static rm_code take(rm_parts *left, const rm_part *held, rm_copies *out, rm_error *err) {
   rm_code code = RM_OK;
   for (int64_t i = 0; i < left->n && !code;) {
@@ -178,8 +178,8 @@ rm_code rm_plan_copies(const rm_pieces *pieces, rm_copies *out, rm_error *err) {
   return code;
 }
 
-// ------------------------------------------------------------------------------------------------ what a mesh wants
-// 1 when `next`, of the same rank, goes on where `part` ends in dim d and is as wide in all others; then it is part of it.
+// ------------------------------------------------------------------------------------------------ what a mesh needs
+// Appends `next` to `part` if it is of the same rank, begins where `part` ends in dim d and is equal in all other dims. Returns 1 if so.
 static int joins(rm_part *part, const rm_part *next, int d) {
   for (int other = 0; other < RM_BOX_DIMS; other++) {
     const int same = part->box.first[other] == next->box.first[other] && part->box.n[other] == next->box.n[other];
@@ -190,16 +190,16 @@ static int joins(rm_part *part, const rm_part *next, int d) {
   return 1;
 }
 
-enum { MAX_RUNS = 4 }; // of one expert: as many as parameters are fused, three
+enum { MAX_RUNS = 4 }; // of one expert: the most fused parameters (q, k, v), and one more
 
-// Runs of one expert are often those of the expert before, one further on in the first dim: among the last few there is one to lengthen.
+// Merges a run with one of the last few, since runs of consecutive experts are often adjacent in the first dim.
 static rm_code add_run(rm_parts *parts, const rm_part *run, rm_error *err) {
   for (int64_t i = parts->n - 1; i >= 0 && i >= parts->n - MAX_RUNS; i--)
     if (joins(&parts->list[i], run, 0)) return RM_OK;
   return add_part(parts, *run, err);
 }
 
-// The rows (of a vector: the elements) of one expert that a rank wants, next to one another where they are.
+// The rows (of a vector: the elements) of one expert that a rank needs, merged where they are adjacent.
 static rm_code add_expert(const rm_params *params, const rm_target *target, const rm_placement *placement, int64_t *piece, int64_t rank,
                           rm_parts *out, rm_error *err) {
   const int64_t outer = target->pieces[*piece].outer;

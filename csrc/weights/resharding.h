@@ -1,9 +1,9 @@
-// resharding.h: which bytes of a tensor go from which rank to which, when the ranks of a trainer hold pieces of it and the ranks of a
-// generator want other pieces. Both are boxes in the tensor's index space, whatever the meshes. Nothing is gathered: each copy goes from
-// a rank that holds the elements to one that wants them.
+// resharding.h: the copies of a tensor between ranks, when a trainer's ranks hold pieces of it and a generator's ranks need shards. Both
+// are boxes in the tensor's index space, for any pair of meshes. Nothing is gathered: each copy goes from a rank that holds the elements
+// to a rank that needs them.
 //
-// A rank that holds what it wants copies it from itself. Otherwise the holder with the next higher rank (cyclically) sends, so that
-// replicas share the load. Pure functions: ranks with the same arguments compute the same plan.
+// A rank copies what it holds itself. Otherwise the holder with the next higher rank (cyclically) sends, so that replicas share the load.
+// Pure functions: ranks with the same arguments compute the same plan.
 #pragma once
 
 #include "mesh/mesh.h"
@@ -28,12 +28,12 @@ typedef struct rm_parts {
 } rm_parts;
 
 typedef struct rm_copy {
-  int64_t from, to;             // the same rank where it has what it wants
+  int64_t from, to;             // may be the same rank
   rm_box box;
 } rm_copy;
 
 typedef struct rm_copies {
-  rm_copy *list;                // owned: rm_copies_clear; ordered by `to`, the part that is wanted, `from`
+  rm_copy *list;                // owned: rm_copies_clear; ordered by `to`, the wanted part, `from`
   int64_t n, capacity;
 } rm_copies;
 
@@ -46,12 +46,11 @@ typedef struct rm_pieces {      // of one tensor over `n_ranks` ranks
   int64_t n_held, n_wanted;
 } rm_pieces;
 
-// Each wanted element in exactly one copy. RM_E_LAYOUT: a part outside the tensor or on no rank; RM_E_INCOMPLETE_SYNC: a wanted
-// element that nobody holds, the first of them named; RM_E_LIMIT: parts that overlap in more than 2^20 copies. `out` may be used
-// again and again without clearing; on an error it says nothing.
+// Each wanted element is in exactly one copy. RM_E_LAYOUT: a part outside the tensor or the ranks; RM_E_INCOMPLETE_SYNC: names the first
+// wanted element that no rank holds; RM_E_LIMIT: more than 2^20 copies. `out` can be reused without clearing; undefined on an error.
 rm_code rm_plan_copies(const rm_pieces *pieces, rm_copies *out, rm_error *err);
 
-// What each rank of a mesh wants of the tensor that `target` is: the rows of its placement, as few boxes as they make.
+// The boxes of a tensor that each rank of a mesh needs: the rows of its placement, merged into as few boxes as possible.
 rm_code rm_plan_wanted(const rm_params *params, const rm_target *target, const rm_mesh *mesh, rm_parts *out, rm_error *err);
 
 void rm_copies_clear(rm_copies *copies);

@@ -1,5 +1,4 @@
-// store.c: see store.h. What belongs to a version (its block, the sums of its parameters, which router biases it carries) is one struct,
-// and a commit swaps two of them.
+// store.c: see store.h. A version (its allocation, digests of its parameters) is one struct, and a commit swaps two of them.
 #include "weights/store.h"
 
 #include <assert.h>
@@ -23,7 +22,8 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
   if (!store) goto no_memory;
   store->params = params;
   store->device = store->staging.device = device;
-  store->staging.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES), MAX_HALF_BYTES); // of float64 4 times
+  store->staging.half_bytes = (size_t)rm_min64(rm_max64(4 * (int64_t)params->bytes, MIN_HALF_BYTES),
+                                               MAX_HALF_BYTES); // float64 sources take up to 4 times the bytes
   store->ctx = (rm_ctx){.stream = device->stream, .n_threads = rm_team_threads(team), .run = rm_team_run, .team = team};
   store->version = store->last_version = -1;
   store->tied_head = store->tied_embed = -1;
@@ -105,7 +105,7 @@ rm_code rm_store_offload(rm_store *store, rm_error *err) {
 void rm_store_release_blocks(rm_store *store) {
   assert(!store->serving.block || store->offloaded || store->device->on_host);
   if (store->serving.block) store->offloaded_version = store->version;
-  if (store->device->on_host && store->serving.block) { // the block is the copy
+  if (store->device->on_host && store->serving.block) { // on the CPU the allocation itself is kept
     store->offloaded = store->serving.block;
     store->serving.block = NULL;
   }

@@ -1,5 +1,5 @@
-// store.h: the versions of the weights on one rank. A store owns up to two blocks of params->bytes of the device: the one that serves and
-// the staged one, which a sync (sync.h) fills and a commit swaps in. On a mesh it holds this rank's part of each parameter.
+// store.h: the versions of the weights on one rank. A store owns up to two device allocations of params->bytes: the serving one and the
+// staged one, which a sync (sync.h) fills and a commit swaps in. On a mesh it holds this rank's shard of each parameter.
 //
 // Not thread-safe; its owner (engine.c) serialises calls.
 #pragma once
@@ -10,7 +10,7 @@
 
 typedef struct rm_store rm_store;
 
-// Views: params, device, team, all until destroy. No block is allocated before the first sync.
+// Views until destroy: params, device, team. No weights are allocated before the first sync.
 rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_team *team, rm_store **out, rm_error *err);
 void rm_store_destroy(rm_store *store);                   // safe on NULL
 
@@ -22,7 +22,7 @@ size_t rm_store_staging_bytes(const rm_store *store); // device memory of the st
 int rm_store_is_open(const rm_store *store); // a sync is open
 const rm_params *rm_store_params(const rm_store *store);
 
-// Sleep and wake of the weights. Either discard: the blocks go back to the system and the store is unsynced. Or, in order:
+// Sleep and wake of the weights. Either discard: the allocations are freed and the store is unsynced. Or, in order:
 //   keep      copies the serving block to host memory (nothing to copy on the CPU, whose blocks stay as they are)
 //   rest      gives the device's blocks back
 //   restore   serves the same version from a new block with a new number

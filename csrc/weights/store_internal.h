@@ -1,4 +1,4 @@
-// store_internal.h: the inside of a store, shared by store.c (blocks, sleep and wake) and sync.c (a sync). Nobody else includes it.
+// store_internal.h: the struct of a store, shared by store.c (allocations, sleep and wake) and sync.c (syncs).
 #pragma once
 
 #include "weights/parallel_copy.h"
@@ -8,7 +8,7 @@
 typedef struct rm_version_state {
   char *block;                  // of the device, owned; NULL: none
   uint64_t number;              // of the block
-  uint64_t *sums;               // [2][n] of the stored values for which this rank answers, and of all that it holds
+  uint64_t *sums;               // [2][n] digests of the values that this rank counts, and of all values that it holds
   uint8_t *counts;              // [n] the parameter is part of the version: all are but absent biases and a tied lm_head
   uint64_t digest;              // of names and sums, over the whole mesh
 } rm_version_state;

@@ -1,7 +1,7 @@
 // sync.c: see sync.h. During a sync each parameter has a byte of flags. Commit swaps the two versions after the last thing that can fail.
 //
-// In place there is one block: begin takes it out of service and makes it the staged one, so that the rest is the same code. Until the
-// first byte is written, abort can put it back.
+// In place there is one allocation: begin takes it out of service and makes it the staged one, so that the rest is the same code. Until
+// the first byte is written, abort can put it back.
 #include "weights/sync.h"
 
 #include <string.h>
@@ -14,7 +14,7 @@
 #include "weights/store_internal.h"
 
 enum { MAX_ENTRIES = 1000000 };
-enum { SEEN = 1, DIRTY = 2 };   // came whole; its staged values have been written to
+enum { SEEN = 1, DIRTY = 2 };   // pushed whole; its staged values have been written to
 
 // ------------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
@@ -27,7 +27,7 @@ static rm_code check_version(const rm_store *store, int64_t *version, rm_error *
   return RM_OK;
 }
 
-// The block that pushes will write: new, the one left by the last swap, or in place the serving one.
+// The allocation that pushes will write: a new one, the one left by the last swap, or in place the serving one.
 static rm_code take_staging(rm_store *store, rm_error *err) {
   if (store->options.in_place && store->serving.block) {
     rm_store_drop_block(store, &store->staged);
@@ -38,7 +38,7 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   if (store->staged.block) return RM_OK;
   const rm_device *device = store->device;
   const rm_device_status status = device->poll(device->self);
-  if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err); // it has no memory any more either
+  if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);
   const size_t bytes = store->params->bytes, available = device->available(device->self);
   if (bytes > available)
     return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
@@ -51,7 +51,7 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   return code;
 }
 
-// Partial: what is not sent keeps its value, so staging starts as a copy of what serves.
+// Partial: what is not pushed keeps its value, so staging starts as a copy of the serving weights.
 static void copy_serving(rm_store *store) {
   const rm_device *device = store->device;
   if (device->on_host) rm_copy_block(store->staged.block, store->serving.block, store->params->bytes, &store->ctx);
@@ -92,12 +92,13 @@ static rm_code check_new(const rm_store *store, const char *name, rm_error *err)
   return RM_OK;
 }
 
-// That the tensor is where it says: to read it somewhere else would end all work of the store's device.
+// Checks that the tensor is on the device that it names: reading a wrong address would end the device's context.
 static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const char *name, rm_error *err) {
   const rm_device *device = store->device;
   const size_t each = rm_src_bytes(tensor->dtype);
   if (!tensor->on_device) return RM_OK;
-  if (device->on_host) return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: a tensor on cuda:%d; wanted the CPU", name, tensor->ordinal);
+  if (device->on_host)
+    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
   if (!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal)
     return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is no memory of cuda:%d", name, tensor->data,
                    tensor->ordinal);
@@ -106,7 +107,7 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
-// Everything that can be said before a byte is read. *skip: an unexpected name that allow_partial lets pass.
+// All checks that need no values. *skip: an unexpected name, which allow_partial ignores.
 static rm_code check_all(rm_store *store, const char *name, size_t length, const rm_tensor *tensor, char *shown, int *skip, rm_error *err) {
   *skip = 0;
   if (!store->open) return rm_fail(err, RM_E_STATE, "a tensor was pushed and no sync is open");
@@ -130,14 +131,14 @@ rm_code rm_sync_check(rm_store *store, const char *name, size_t length, const rm
 }
 
 // ------------------------------------------------------------------------------------------------ push
-// Of a parameter's Hugging Face name and its values, so that versions can be compared by one number.
+// Digest of a parameter's Hugging Face name and values.
 static uint64_t named_digest(const rm_param *param, uint64_t values) {
   char name[128];
   const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(param, name, sizeof name));
   return rm_hash_finish(hash ^ rm_hash_finish(values + RM_HASH_STEP));
 }
 
-// The other half of a tied pair, when it is here and this one must therefore be equal to it; −1 otherwise.
+// The other parameter of a tied pair, if it was pushed, so that this one must be equal to it; −1 otherwise.
 static int64_t tied_twin(const rm_store *store, int64_t index) {
   const int64_t twin = index == store->tied_head ? store->tied_embed : index == store->tied_embed ? store->tied_head : -1;
   return twin >= 0 && (store->flags[twin] & SEEN) ? twin : -1;
@@ -167,7 +168,7 @@ static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, cons
   };
 }
 
-// Where in the tensor the sender finds an element of a piece.
+// The index of a piece's element in the sender's tensor.
 static rm_dims_text show_index(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor, int64_t element) {
   const int64_t cols = store->params->list[piece->param].cols, row = element / cols, col = element % cols;
   const int64_t at1[1] = {piece->row0 + col}, at2[2] = {piece->row0 + row, col}, at3[3] = {piece->outer, piece->row0 + row, col};
@@ -183,7 +184,7 @@ static rm_code add_run(rm_store *store, const rm_piece *piece, const rm_entry *e
   return rm_units_add(&store->units, &unit, err);
 }
 
-// This rank's part of one parameter: the rows that another rank answers for, then those it answers for itself.
+// This rank's shard of one parameter: the rows that another rank counts, then those that it counts itself.
 static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry *entry, rm_error *err) {
   const rm_params *params = store->params;
   const rm_param *param = &params->list[piece->param];
@@ -196,12 +197,12 @@ static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry 
     if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
   }
   store->staged.sums[piece->param] = store->staged.sums[store->params->n + piece->param] = 0;
-  store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix counts once
+  store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix is counted once
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
 
-// The first copy that is not what it must be; otherwise what was found goes into the books.
+// Returns the first error found in the copies; otherwise adds their digests and bytes.
 static rm_code judge_units(rm_store *store, rm_error *err) {
   const rm_units *units = &store->units;
   for (int64_t i = 0; i < units->n && !store->options.allow_nonfinite; i++) {
@@ -238,7 +239,7 @@ static rm_code make_units(rm_store *store, rm_error *err) {
   return code;
 }
 
-// Checks an entry and leaves its copies to be made.
+// Checks an entry and adds its copies.
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   char shown[RM_NAME_MAX + 1];
   int skip, twins = 0;
@@ -252,7 +253,7 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   }
   const rm_target *target = &store->target;
   for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
-  if (twins) code = make_units(store, err); // what it is compared with must be there
+  if (twins) code = make_units(store, err); // the values to compare with must be copied first
   for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
@@ -291,7 +292,7 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
   }
   for (int64_t i = 0; i < store->target.n_pieces; i++) {
     const int64_t index = store->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) return; // all of its pieces came, or none
+    if (!(store->flags[index] & SEEN)) return; // all of its pieces were pushed, or none
     store->flags[index] &= (uint8_t)~SEEN;
     store->report.n_parameters--;
   }
@@ -299,10 +300,10 @@ void rm_sync_undo_push(rm_store *store, const char *name, size_t length) {
 }
 
 // ------------------------------------------------------------------------------------------------ commit
-// A parameter that did not come keeps its value when the sync began with one and nothing was written over it.
+// Whether a parameter that was not pushed keeps its value: the sync began with one, and it was not overwritten.
 static int keeps_value(const rm_store *store, int64_t index) { return store->has_base && !(store->flags[index] & DIRTY); }
 
-// One that must be there and is not: required, or optional with a push that failed half way.
+// Whether a parameter is missing: required, or optional with a push that failed half way.
 static int is_absent(const rm_store *store, int64_t index) {
   const int wanted = store->params->list[index].required || (store->flags[index] & DIRTY);
   return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
@@ -332,7 +333,7 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
   return RM_E_INCOMPLETE_SYNC;
 }
 
-// A router bias is zeros when it never came; one that the last version had and this one lacks is most likely a mistake.
+// A router bias that was never pushed is zeros; one that the last version had and this one lacks is most likely a mistake.
 static rm_code check_biases(const rm_store *store, rm_error *err) {
   if (store->options.allow_bias_removal) return RM_OK;
   for (int64_t i = 0; i < store->params->n; i++) {
@@ -364,7 +365,7 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;
-  for (int64_t i = 0; i < n && !code; i++) // what is not there has no values, whatever another sync has left
+  for (int64_t i = 0; i < n && !code; i++) // clear what an earlier sync has left
     if (!(store->flags[i] & SEEN) && !keeps_value(store, i)) store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;
 }
@@ -399,7 +400,7 @@ static int anything_written(const rm_store *store) {
 void rm_sync_abort(rm_store *store) {
   if (!store->open) return;
   store->open = 0;
-  // In place with nothing written yet: the block is the old version still.
+  // In place with nothing written yet: the allocation still holds the old version.
   if (store->options.in_place && store->version_before >= 0 && store->version < 0 && !anything_written(store)) {
     rm_store_swap_blocks(store);
     store->version = store->version_before;

@@ -1,5 +1,5 @@
-// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, then, if all ranks agree, the sums. What they need is allocated
-// before the vote, so that after it only the exchange can fail.
+// two_phase_commit.c: see two_phase_commit.h. Two exchanges: the votes, then, if all ranks agree, the digests. Memory is allocated before
+// the vote, so that after it only the exchange can fail.
 #include "weights/two_phase_commit.h"
 
 #include <stdio.h>
@@ -43,7 +43,7 @@ static rm_code hear(rm_comm *world, ballot *b, const void *mine, void *all, size
   return rm_comm_all_gather(world, mine, all, b->bytes, err);
 }
 
-// RM_OK when everybody can.
+// RM_OK if all ranks can commit the same version.
 static rm_code count(const ballot *b, int me, rm_error *err) {
   for (int r = 0; r < b->size; r++)
     if (b->votes[r].code)
@@ -61,8 +61,8 @@ static rm_range held_by(const ballot *b, const rm_params *params, int r, const r
   return rm_placement_rows(params->spec, &b->placements[r], param->kind, param->expert, param->n_dims == 1 ? param->cols : param->rows);
 }
 
-// RM_OK when ranks that hold the same rows of a parameter were sent the same values. Of each such set of ranks the first is compared
-// with every other. A tied lm_head may have come to some ranks and not to others; it is the embedding.
+// RM_OK if ranks that hold the same rows of a parameter have the same values; compares the first such rank with each other one. A tied
+// lm_head is skipped: it is the embedding, and may have been pushed on some ranks only.
 static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) {
   const int64_t n = params->n;
   for (int64_t i = 0; i < n; i++) {
@@ -95,7 +95,7 @@ static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepar
   if (!code) code = compare(b, rm_store_params(store), &other);
   if (code) {
     rm_sync_abort(store);
-    if (!prepared) rm_fail(err, code, "%s", rm_error_message(&other)); // one's own reason says more than that one had one
+    if (!prepared) rm_fail(err, code, "%s", rm_error_message(&other)); // this rank's own error says more than the vote's
     rm_error_clear(&other);
     return prepared ? prepared : code;
   }
@@ -112,7 +112,7 @@ rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_re
   if (!rm_store_is_open(store)) return rm_fail(err, RM_E_STATE, "commit: no sync is open");
   rm_code code = open_ballot(store, &rank->mesh, &b, err);
   if (code) {
-    rm_comm_abort(world, code); // without a ballot this rank cannot say so
+    rm_comm_abort(world, code); // this rank cannot vote
     rm_sync_abort(store);
     return code;
   }

@@ -1,11 +1,10 @@
-// two_phase_commit.h: the commit of a sync on a mesh. Every rank prepares; they exchange votes; all swap, or none. The
-// votes carry each rank's part of the version's digest.
+// two_phase_commit.h: the commit of a sync on a mesh. Every rank prepares; they exchange votes and digests; all swap, or none.
 //
-// Ranks that hold the same part of a parameter must have been sent the same values: otherwise replicas of a trainer that have diverged
-// would serve different models as one version. KV heads that two ranks share only partly are not compared.
+// Ranks that hold the same shard of a parameter must have the same values: otherwise trainer replicas that have diverged would serve
+// different models as one version. KV heads that two ranks share only partly are not compared.
 //
-// After a successful vote every rank knows that all others can swap, and swap cannot fail. If a rank ends in between, the others serve a
-// version that it may not; the group is dead then (comm.h), and no rank of the mesh steps again.
+// After a successful vote every rank knows that all others can swap, and swap cannot fail. If a rank ends in between, the others may serve
+// a version that it does not; the group is dead then (comm.h), and no rank of the mesh steps again.
 #pragma once
 
 #include "model/rank.h"
