@@ -9,7 +9,7 @@
 // does not declare that it can do without.)
 #include "core.h"
 
-#include "base/clock.h"
+#include "clock.h"
 
 // A caller in the queue; owned by its thread. On the heap: a daemon thread that the interpreter ends while it waits never comes back.
 typedef struct waiter {

@@ -1,12 +1,11 @@
-// kernels.h: the operations of a Qwen3 forward pass over raw pointers, and the contract that every variant of them keeps.
+// kernels.h: the ops of a Qwen3 forward pass over raw pointers, and the contract that every variant of them keeps.
 //
-// A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a family give the
-// same bits for the same arguments; docs/numerics.md states the arithmetic, kernels/cpu/ref.c is that text as plain loops.
+// A variant (reference loops, AVX2, AVX-512, AMX; CUDA) is one `rm_kernels` table. All tables of a family give the same bits for the same
+// arguments; docs/numerics.md states the arithmetic, kernels/cpu/ref.c implements it as plain loops.
 //
-// This layer knows no mesh, no model and no Python. It owns no memory: every pointer is a view that the caller keeps valid
-// until the call returns (on a stream: until the stream has passed it). Nothing here allocates, prints or keeps a global.
-// Calls on one ctx must not overlap; calls on different ctxs may. A call cannot fail: shapes are checked by whoever builds
-// the arguments, and a row that is not finite is reported through row_flags.
+// This layer knows no mesh, no model and no Python. It owns no memory: every pointer is a view that the caller keeps valid until the call
+// returns (on a stream: until the op has run). Nothing here allocates, prints or keeps a global. Calls on one ctx must not overlap; calls
+// on different ctxs may. A call cannot fail: the caller checks shapes, and a row that is not finite is reported through row_flags.
 #pragma once
 
 #include <stddef.h>
@@ -41,10 +40,10 @@ enum {
 };
 
 // ------------------------------------------------------------------------------------------------ layouts
-// Sizes are every family's. Where an element lies is the family's own: below, that of all but cuda_mma's bf16 (kernels/cuda/packing.cuh).
+// Sizes are the same for every family. The positions of elements below hold for all families but cuda_mma's bf16 (kernels/cuda/packing.cuh).
 //
 // Packed weights of y = x·Wᵀ, W being [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb, kb) at index nb·(K/32) + kb.
-//   bf16: tile[16 k-pairs][16 n][2]   (what an AMX tile load wants, and one 32-bit lane per column for FMA)
+//   bf16: tile[16 k-pairs][16 n][2]   (the layout of an AMX tile load; one 32-bit lane per column for FMA)
 //   f32:  tile[32 k][16 n]
 RM_INLINE int64_t rm_packed_elems(int64_t n, int64_t k) { return rm_round_up(n, RM_N_TILE) * rm_round_up(k, RM_K_BLOCK); }
 RM_INLINE int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n, int64_t k) {
@@ -53,7 +52,7 @@ RM_INLINE int64_t rm_packed_index(rm_dtype dtype, int64_t k_total, int64_t n, in
   const int64_t in = dtype == RM_BF16 ? (kk / 2) * 32 + nn * 2 + (kk & 1) : kk * RM_N_TILE + nn;
   return tile * (RM_N_TILE * RM_K_BLOCK) + in;
 }
-// gate and up of a SwiGLU share one packed matrix, 16 columns of gate, then the 16 of up that belong to them.
+// gate and up of a SwiGLU share one packed matrix: 16 columns of gate, then the corresponding 16 of up.
 RM_INLINE int64_t rm_gate_up_row(int64_t row, int up) { return (row / RM_N_TILE) * 2 * RM_N_TILE + (up ? RM_N_TILE : 0) + row % RM_N_TILE; }
 RM_INLINE int64_t rm_gate_up_rows(int64_t width) { return rm_round_up(width, RM_N_TILE) * 2; }
 
@@ -70,10 +69,10 @@ RM_INLINE int64_t rm_v_index(rm_dtype dtype, int64_t head_dim, int64_t pos, int6
 // ------------------------------------------------------------------------------------------------ context
 typedef void (*rm_task_fn)(void *arg, int thread, int n_threads);
 
-// What an op may use besides its arguments. On the CPU ops are complete at return. On a GPU `stream` is a CUDA stream: an op
-// enqueues there, neither waits nor allocates, and every pointer but the ctx and the argument struct is the device's, the workspace
-// and row_flags too, group_rows, positions and block_tables as well: their values are not known when an op is launched, so grids are
-// sized by the shapes of the struct, and an op can be captured in a graph. Ops of one stream may share a workspace.
+// What an op may use besides its arguments. On the CPU ops are complete at return. On a GPU `stream` is a CUDA stream: an op enqueues there
+// and neither waits nor allocates. All pointers except the ctx and the argument struct are device memory, also workspace, row_flags,
+// group_rows, positions and block_tables: grids are sized by the shapes in the struct, so an op can be captured in a graph. Ops of one
+// stream may share a workspace.
 typedef struct rm_ctx {
   void *stream;
   void *workspace;          // 64-byte aligned scratch of at least workspace_bytes(limits) bytes; content undefined between ops
@@ -83,7 +82,7 @@ typedef struct rm_ctx {
   void *team;
 } rm_ctx;
 
-// Bounds that a workspace is sized for.
+// Bounds for the size of a workspace.
 typedef struct rm_limits {
   int64_t max_rows;         // rows of one call
   int64_t max_k;            // longest dot product (hidden, intermediate, heads·head_dim)
@@ -96,8 +95,8 @@ typedef struct rm_limits {
   int n_threads;
 } rm_limits;
 
-// The floating-point environment of the contract: nearest even, denormals flushed in and out, all exceptions masked. Table
-// functions must be entered with it; whoever owns the thread sets it and restores what was there.
+// The floating-point environment of the contract: nearest even, denormals flushed in and out, all exceptions masked. Ops must be called
+// with it; the thread's owner sets it and restores the old one.
 uint32_t rm_fp_enter(void);
 void rm_fp_leave(uint32_t saved);
 
@@ -115,8 +114,7 @@ typedef struct rm_embed_args {
   rm_dtype dtype;
 } rm_embed_args;
 
-// out[i] = x[from[i]], bits as they are. from: any rows of x, in any order, a row as often as it is named; where it is negative, out[i]
-// stays as it is.
+// out[i] = x[from[i]], a copy of the bits. from: rows of x in any order, with repetitions; where it is negative, out[i] is not written.
 typedef struct rm_gather_rows_args {
   void *out;                // [rows] runs of row_bytes; does not overlap x
   const void *x;            // runs of row_bytes
@@ -192,7 +190,7 @@ RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_he
 typedef struct rm_router_args {
   int32_t *ids;             // [rows][top_k], distinct and in range whatever the input
   float *gates;             // [rows][top_k]
-  int16_t *routed;          // the ids again, as records keep them: row r's at routed + r·routed_stride; or NULL
+  int16_t *routed;          // NULL, or the ids again: row r's at routed + r·routed_stride
   int64_t routed_stride;
   const void *x;            // T [rows][hidden]
   const void *w;            // packed T [n_experts]×[hidden]
@@ -202,36 +200,36 @@ typedef struct rm_router_args {
   rm_dtype dtype;
 } rm_router_args;
 
-// Sorts the rows·top_k choices by expert, ascending row within one. A negative id is no choice: nothing of it is in x_out.
+// Sorts the rows·top_k choices by expert, then row. A negative id is no choice and has no row in x_out.
 typedef struct rm_permute_args {
-  void *x_out;              // T [rows·top_k][hidden], written as far as there are choices
+  void *x_out;              // T [rows·top_k][hidden], of which one row for each choice is written
   int32_t *group_rows;      // [n_experts + 1]
-  int32_t *place;           // [rows][top_k] where in x_out a choice stands; −1: none
+  int32_t *place;           // [rows][top_k] row of x_out of a choice; −1: none
   const void *x;            // T [rows][hidden]
   const int32_t *ids;       // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
   rm_dtype dtype;
 } rm_permute_args;
 
-// Where choices stand on their way between ranks that have `experts_each` experts each, one run after another, when no size may depend
-// on what was chosen: of each row a rank gives back as many outputs as it can be chosen for, rm_max_choices, whether it was or not. Homes
-// are ranks that rows come from.
+// Indices for expert dispatch with fixed sizes, between ranks with `experts_each` consecutive experts each. For every row a rank returns
+// each = rm_max_choices outputs: the i-th is the output of the row's i-th choice among the rank's experts, or unused. Homes are the ranks
+// that rows come from.
 typedef struct rm_static_dispatch_args {
-  int32_t *place;           // [homes][home_rows][top_k] of a choice in what comes back to its home, [ranks][home_rows][each]; −1: none
-  int32_t *own;             // [homes][pitch][each] the choices among the experts of `rank`, counted from its first; behind them −1
-  const int32_t *ids;       // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
-  int64_t homes, home_rows, pitch, ids_pitch;   // pitch ≥ home_rows: rows behind them have no choices
+  int32_t *place; // [homes][home_rows][top_k] index of a choice in the outputs returned to its home, [ranks][home_rows][each]; −1: none
+  int32_t *own; // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert; then −1
+  const int32_t *ids; // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
+  int64_t homes, home_rows, pitch, ids_pitch; // pitch ≥ home_rows: the rows after home_rows have no choices
   int64_t top_k, experts_each, rank;
 } rm_static_dispatch_args;
 RM_INLINE int64_t rm_max_choices(int64_t top_k, int64_t experts_each) { return rm_min64(top_k, experts_each); }
 
 // out[r] = round(tree over the experts of r of round32(gate · y[place])), the complete binary tree of docs/numerics.md.
 typedef struct rm_combine_args {
-  void *out;                // T [rows][hidden]
-  const void *y;            // T [rows·top_k][hidden]
-  const int32_t *place;     // [rows][top_k]
-  const int32_t *ids;       // [rows][top_k], distinct in a row
-  const float *gates;       // [rows][top_k]
+  void *out; // T [rows][hidden]
+  const void *y; // T [rows·top_k][hidden]
+  const int32_t *place; // [rows][top_k]
+  const int32_t *ids; // [rows][top_k], distinct in a row
+  const float *gates; // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
   rm_dtype dtype;
 } rm_combine_args;
@@ -239,71 +237,71 @@ typedef struct rm_combine_args {
 // logits = x·Wᵀ in float32; stats = (max, Σ exp(logit − max)), per 128 entries and merged ascending.
 // logprob(t) = (logit[t] − max) − log(sum).
 //
-// A rank of a mesh holds whole blocks of 128 entries, none perhaps. It asks for `pairs` instead of stats; the pieces of all ranks,
-// one behind the other in the order of the vocabulary, are what merge_pairs takes. Its targets are counted from its first entry.
+// A rank of a mesh holds zero or more whole blocks of 128 entries. It computes `pairs` instead of stats; merge_pairs takes the pairs of all
+// ranks in the order of the vocabulary. Targets are counted from the rank's first entry.
 typedef struct rm_lm_head_args {
-  float *logits;            // [rows][ld_logits] or NULL: not kept
-  float *stats;             // [rows][2]; not written with pairs
-  float *target_logprobs;   // [rows] or NULL; not written with pairs
-  float *pairs;             // [⌈vocab/128⌉][rows][2] (max, Σ exp(logit − max)) of each block, or NULL
-  float *target_logits;     // [rows] the logit of the target, +0 where there is none; or NULL
-  const int32_t *targets;   // [rows], −1: none; NULL without target_logprobs and target_logits
-  uint8_t *row_flags;       // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
-  const void *x;            // T [rows][hidden], row stride ldx
-  const void *w;            // packed T [vocab]×[hidden]
-  int64_t rows, vocab, hidden, ldx, ld_logits;   // vocab ≥ 1; with pairs ≥ 0
+  float *logits; // [rows][ld_logits] or NULL: not stored
+  float *stats; // [rows][2]; not written with pairs
+  float *target_logprobs; // [rows] or NULL; not written with pairs
+  float *pairs; // [⌈vocab/128⌉][rows][2] (max, Σ exp(logit − max)) of each block, or NULL
+  float *target_logits; // [rows] the logit of the target, +0 where there is none; or NULL
+  const int32_t *targets; // [rows], −1: none; NULL without target_logprobs and target_logits
+  uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
+  const void *x; // T [rows][hidden], row stride ldx
+  const void *w; // packed T [vocab]×[hidden]
+  int64_t rows, vocab, hidden, ldx, ld_logits; // vocab ≥ 1; with pairs ≥ 0
   rm_dtype dtype;
 } rm_lm_head_args;
 
 // stats, flags and logprobs as lm_head gives them, from the pairs of all blocks of the vocabulary in ascending order.
 typedef struct rm_merge_pairs_args {
-  float *stats;             // [rows][2]
-  float *target_logprobs;   // [rows] or NULL
-  const int32_t *targets;   // [rows], −1: none, any other: target_logits has its logit; NULL without target_logprobs
-  uint8_t *row_flags;       // [rows], or-ed with RM_ROW_LOGITS_NONFINITE where a sum is a NaN
-  const float *pairs;       // [n_blocks][rows][2]
-  const float *target_logits;   // [rows]; NULL without target_logprobs
-  int64_t rows, n_blocks;   // n_blocks ≥ 1
+  float *stats; // [rows][2]
+  float *target_logprobs; // [rows] or NULL
+  const int32_t *targets; // [rows], −1: none, any other: target_logits has its logit; NULL without target_logprobs
+  uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE where a sum is a NaN
+  const float *pairs; // [n_blocks][rows][2]
+  const float *target_logits; // [rows]; NULL without target_logprobs
+  int64_t rows, n_blocks; // n_blocks ≥ 1
 } rm_merge_pairs_args;
 
 typedef struct rm_sample_params {
-  float temperature;        // ≥ 0; 0: greedy
-  float top_p;              // (0, 1]
-  float min_p;              // [0, 1]
-  int32_t top_k;            // −1 or ≥ 1
-  uint64_t seed, counter;   // the stream and the position in it
-  const int32_t *banned;    // [n_banned] token ids that may not be drawn (min_tokens)
+  float temperature; // ≥ 0; 0: greedy
+  float top_p; // (0, 1]
+  float min_p; // [0, 1]
+  int32_t top_k; // −1 or ≥ 1
+  uint64_t seed, counter; // the stream and the position in it
+  const int32_t *banned; // [n_banned] token ids that may not be drawn (min_tokens)
   int32_t n_banned;
-  int32_t forced;           // ≥ 0: nothing is drawn, the logprobs are this token's
+  int32_t forced; // ≥ 0: nothing is drawn, the logprobs are this token's
 } rm_sample_params;
 
 // Order: banned, temperature, min_p, top_k, top_p. Ties by ascending id. Sums are of 40-bit fixed point, hence exact.
 typedef struct rm_sample_args {
-  int32_t *tokens;          // [rows]; −1 for a flagged row
-  float *logprobs;          // [rows] under the model: temperature 1, no filter
+  int32_t *tokens; // [rows]; −1 for a flagged row
+  float *logprobs; // [rows] under the model: temperature 1, no filter
   float *sampling_logprobs; // [rows] under the distribution drawn from; 0 when greedy; −inf for a forced token it excludes
-  const float *logits;      // [rows][ld_logits]
-  const float *stats;       // [rows][2] of lm_head
-  const rm_sample_params *params;  // [rows]
+  const float *logits; // [rows][ld_logits]
+  const float *stats; // [rows][2] of lm_head
+  const rm_sample_params *params; // [rows]
   const uint8_t *row_flags; // [rows]
-  int64_t rows, vocab, ld_logits;  // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and [1]
+  int64_t rows, vocab, ld_logits; // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and [1]
 } rm_sample_args;
 RM_INLINE int64_t rm_sampled_row(const rm_sample_args *a, int64_t r) { return a->ld_logits ? r : 0; }
 
 // The k largest logprobs of each row, descending, ties to the lowest id.
 typedef struct rm_top_logprobs_args {
-  int32_t *ids;             // [rows][k]
-  float *logprobs;          // [rows][k]
-  const float *logits;      // [rows][ld_logits]
-  const float *stats;       // [rows][2]
+  int32_t *ids; // [rows][k]
+  float *logprobs; // [rows][k]
+  const float *logits; // [rows][ld_logits]
+  const float *stats; // [rows][2]
   int64_t rows, vocab, ld_logits, k;
 } rm_top_logprobs_args;
 
 // ranks[r] = how many v have logits[r][v] ≥ logits[r][tokens[r]], the token itself among them; 0 where tokens[r] is negative.
 typedef struct rm_ranks_args {
-  int32_t *ranks;           // [rows]
-  const float *logits;      // [rows][ld_logits]; with ld_logits 0 one row for all tokens
-  const int32_t *tokens;    // [rows]
+  int32_t *ranks; // [rows]
+  const float *logits; // [rows][ld_logits]; with ld_logits 0 one row for all tokens
+  const int32_t *tokens; // [rows]
   int64_t rows, vocab, ld_logits;
 } rm_ranks_args;
 
@@ -316,34 +314,34 @@ typedef enum rm_layout { RM_PLAIN = 0, RM_PACKED = 1, RM_PACKED_GATE = 2, RM_PAC
 // pass it sums a digest of the stored values, which does not depend on layout or spelling, and looks for non-finite ones.
 // With `compare` nothing is written and diff_index is the first element whose stored bits differ.
 //
-// On a GPU an op cannot give results to its arguments: they go to `found`, in the device's memory, when the stream comes to it.
+// On a GPU the results are written to `found` in device memory instead.
 typedef struct rm_pack_found {
   uint64_t digest;
   int64_t nonfinite_index, diff_index;
 } rm_pack_found;
 
 typedef struct rm_pack_args {
-  const void *src;          // of any alignment; on a GPU that of its elements
+  const void *src; // of any alignment; on a GPU that of its elements
   rm_src_dtype src_dtype;
-  int64_t rows, cols, row_stride, col_stride;  // strides in elements, any sign
-  void *dst;                // base of the whole matrix
+  int64_t rows, cols, row_stride, col_stride; // strides in elements, any sign
+  void *dst; // base of the whole matrix
   rm_dtype dst_dtype;
   rm_layout layout;
   int64_t dst_row0, dst_cols;
   int compare;
-  int64_t index0;           // of src's first element in the whole parameter, so that digests of parts add up; even where cols is
-  uint64_t digest;          // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
-  int64_t nonfinite_index;  // out: lowest row·cols + col of a NaN or Inf, or −1
-  int64_t diff_index;       // out: with `compare`, or −1
-  rm_pack_found *found;     // out, on a GPU, in the place of the three above; NULL on the CPU
+  int64_t index0; // of src's first element in the whole parameter, so that digests of parts add up; even if cols is even
+  uint64_t digest; // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
+  int64_t nonfinite_index; // out: lowest row·cols + col of a NaN or Inf, or −1
+  int64_t diff_index; // out: with `compare`, or −1
+  rm_pack_found *found; // out, on a GPU, instead of the three above; NULL on the CPU
 } rm_pack_args;
 
 // ------------------------------------------------------------------------------------------------ the table
-// Every slot is there: in the tables that rm_kernels_for and rm_kernels_best return, and in rm_kernels_cuda's (kernels/cuda/rm_cuda.h).
+// No function is NULL in the tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda (kernels/cuda/rm_cuda.h) return.
 typedef struct rm_kernels {
-  const char *isa;          // "ref", "avx2", …
-  const char *family;       // variants of one family give the same bits: "x86"
-  size_t (*workspace_bytes)(const rm_limits *limits);   // enough for any op within the limits
+  const char *isa; // "ref", "avx2", …
+  const char *family; // variants of one family give the same bits: "x86"
+  size_t (*workspace_bytes)(const rm_limits *limits); // enough for any op within the limits
   void (*embed)(const rm_ctx *, const rm_embed_args *);
   void (*gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
   void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
@@ -365,18 +363,18 @@ typedef struct rm_kernels {
 
 typedef enum rm_isa { RM_ISA_REF, RM_ISA_AVX2, RM_ISA_AVX512F, RM_ISA_AVX512BF16, RM_ISA_AMX, RM_N_ISA } rm_isa;
 
-// What is known of a variant, decided at the first question, in milliseconds (kernels/cpu/select_isa.c).
+// The state of a variant, determined at the first call, in milliseconds (kernels/cpu/select_isa.c).
 typedef struct rm_isa_state {
-  const char *refused;      // NULL: it may serve; else why it may not. Static
-  int emulated;             // test builds only: computed by functions and not by its instructions
-  double gflops_one_row, gflops_many_rows;   // bf16 gemm on one thread, weights in the L2 cache; 0: not measured
+  const char *refused; // NULL: usable; else why not. A static string
+  int emulated; // test builds only: its instructions are emulated by functions
+  double gflops_one_row, gflops_many_rows; // bf16 gemm on one thread, weights in the L2 cache; 0: not measured
 } rm_isa_state;
 
 const char *rm_isa_name(rm_isa isa);
 rm_isa_state rm_isa_ask(rm_isa isa);
-// The table of exactly this instruction set; NULL where it may not serve.
+// The table of exactly this instruction set; NULL if it is not usable.
 const rm_kernels *rm_kernels_for(rm_isa isa);
-const rm_kernels *rm_kernels_named(const char *isa);   // the same by rm_isa_name; NULL also for a name that is none
+const rm_kernels *rm_kernels_named(const char *isa); // the same by rm_isa_name; NULL also for an unknown name
 // The fastest table here. The environment variable RM_ISA = ref | avx2 | … caps the choice; an unknown word gives NULL.
 const rm_kernels *rm_kernels_best(void);
 

@@ -1,5 +1,5 @@
-// products.h: y = x·Wᵀ by the vendor's library (cuBLASLt) in the place of an op of the table. Its order of summation is its own and may
-// change with the number of rows, so it does not keep the contract of docs/numerics.md. W is plain rows, as in a checkpoint.
+// products.h: y = x·Wᵀ by the vendor's library (cuBLASLt) instead of an op of the table. The order of its sums is unspecified and may depend
+// on the number of rows, so it does not keep the contract of docs/numerics.md. W is plain rows, as in a checkpoint.
 //
 // Opened by rm_device.products, used by the thread that uses the device, closed before the device. All shapes are given at open, where an
 // algorithm is chosen for each: a call only enqueues, so a graph can capture it. A failing call kills the device (device.h).
@@ -46,11 +46,11 @@ typedef struct rm_products {
   void (*close)(void *self);
 } rm_products;
 
-enum { RM_PRODUCTS_LIBRARY_BYTES = 32 << 20 };   // what NVIDIA advises for sm_90
+enum { RM_PRODUCTS_LIBRARY_BYTES = 32 << 20 }; // what NVIDIA advises for sm_90
 
-// Gate and up of one row of a swiglu of width n, which lie side by side behind the library's own workspace: of as many rows as fit.
+// Bytes of gate and up of one row of a swiglu of width n, which are stored after the library's workspace, for as many rows as fit.
 RM_INLINE size_t rm_products_both(int64_t n) { return (size_t)n * 4; }
-// Bytes of workspace that are worth having, for calls of up to so many rows.
+// Recommended bytes of workspace, for calls of up to max_rows rows.
 RM_INLINE size_t rm_products_workspace(const rm_product *list, int n, int64_t max_rows) {
   size_t most = 0;
   for (int i = 0; i < n; i++) {

@@ -12,9 +12,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/clock.h"
 #include "base/hash.h"
 #include "base/memory.h"
+#include "clock.h"
 #include "comm/block.h"
 #include "device/devices.h"
 

@@ -1,8 +1,8 @@
 // state.h: the struct of an engine, for the files of this folder.
 #pragma once
 
-#include "base/clock.h"
 #include "base/memory.h"
+#include "clock.h"
 #include "engine/engine.h"
 #include "step/runner.h"
 

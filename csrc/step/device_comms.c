@@ -5,7 +5,7 @@
 #define _GNU_SOURCE
 #include <time.h>
 
-#include "base/clock.h"
+#include "clock.h"
 #include "comm/nccl/nccl.h"
 #include "comm/staged.h"
 #include "model/exchange_sizes.h"

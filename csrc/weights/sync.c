@@ -7,9 +7,9 @@
 #include <string.h>
 
 #include "base/checked.h"
-#include "base/clock.h"
 #include "base/hash.h"
 #include "base/memory.h"
+#include "clock.h"
 #include "weights/check.h"
 #include "weights/store_internal.h"
 

@@ -5,8 +5,8 @@
 
 #include <string.h>
 
-#include "base/clock.h"
 #include "base/memory.h"
+#include "clock.h"
 #include "comm/block.h"
 #include "local_mesh/groups.h"
 

@@ -1,16 +1,16 @@
-// moe.c: router, permutation, slots and combination of docs/numerics.md §5. The router's logits are a gemm of their own; what follows
+// moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5. The router's logits are a separate gemm; what follows
 // is small and goes row by row. Combination follows a plan made once per row, the order in which its leaves and sums fall when
 // the tree is walked from the left, so that the loop over columns has no choices to make.
 #include "variant.h"
 
 #include "panel.h"
 
-enum { ROUTER_ROWS = 512 };       // rows whose logits are held at a time
+enum { ROUTER_ROWS = 512 }; // rows whose logits are held at a time
 
 // ------------------------------------------------------------------------------------------------ router
 typedef struct router_job {
   const rm_router_args *a;
-  int64_t row0, rows, width;    // width: experts padded to 16, the row stride of logits
+  int64_t row0, rows, width; // width: experts padded to 16, the row stride of logits
   float *logits;
 } router_job;
 
@@ -75,7 +75,7 @@ static void route_task(void *arg, int thread, int n_threads) {
 
 void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
   router_job job = {.a = a, .width = rm_round_up(a->n_experts, RM_LANES)};
-  job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden);  // behind what gemm uses
+  job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden); // behind what gemm uses
   for (job.row0 = 0; job.row0 < a->rows; job.row0 += ROUTER_ROWS) {
     job.rows = rm_min64(ROUTER_ROWS, a->rows - job.row0);
     const rm_gemm_args gemm = {.y = job.logits,
@@ -114,15 +114,15 @@ void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
   for (int64_t i = 0; i < n; i++)
     if (a->ids[i] >= 0) a->group_rows[a->ids[i] + 1]++;
   for (int64_t e = 0; e < a->n_experts; e++) a->group_rows[e + 1] += a->group_rows[e];
-  for (int64_t i = 0; i < n; i++) a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++;  // the starts become the ends …
-  for (int64_t e = a->n_experts; e > 0; e--) a->group_rows[e] = a->group_rows[e - 1];  // … and are put back
+  for (int64_t i = 0; i < n; i++) a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++; // the starts become the ends …
+  for (int64_t e = a->n_experts; e > 0; e--) a->group_rows[e] = a->group_rows[e - 1]; // … and are put back
   a->group_rows[0] = 0;
   rm_permute_args args = *a;
   rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
 }
 
-// ------------------------------------------------------------------------------------------------ slots
-// own begins at -1: a row's choices are few, and most of them other ranks'.
+// ------------------------------------------------------------------------------------------------ static dispatch
+// own is set to −1 first: most of a row's choices are experts of other ranks.
 static void static_dispatch_row(const rm_static_dispatch_args *a, const int32_t *ids, int64_t row, int32_t *place, int32_t *own) {
   const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   int64_t n_own = 0;
@@ -159,16 +159,16 @@ void RM_FN(static_dispatch)(const rm_ctx *ctx, const rm_static_dispatch_args *a)
 // Leaves in ascending id, and after each how many sums of the two topmost values fall due.
 typedef struct tree_plan {
   float gate[RM_MAX_TOP_K];
-  int64_t row[RM_MAX_TOP_K];    // of y
+  int64_t row[RM_MAX_TOP_K]; // of y
   int sums[RM_MAX_TOP_K];
 } tree_plan;
 
-static int level(int32_t a, int32_t b) { return 31 - __builtin_clz((uint32_t)(a ^ b)); }  // where two ids of one tree meet
+static int level(int32_t a, int32_t b) { return 31 - __builtin_clz((uint32_t)(a ^ b)); } // where two ids of one tree meet
 
 static void plan_row(const rm_combine_args *a, int64_t r, tree_plan *plan) {
   const int32_t *ids = a->ids + r * a->top_k;
   int32_t order[RM_MAX_TOP_K];
-  int open[RM_MAX_TOP_K], n_open = 0;  // levels at which values on the stack will be joined, falling
+  int open[RM_MAX_TOP_K], n_open = 0; // levels at which values on the stack will be joined, falling
   ascending(ids, a->top_k, order);
   for (int64_t k = 0; k < a->top_k; k++) {
     plan->gate[k] = a->gates[r * a->top_k + order[k]];

@@ -1,5 +1,5 @@
-// pack.c: the way of a trainer's tensor into a parameter. One pass converts, lays out, sums the digest and looks for
-// non-finite values, because a pass over 16 GB costs seconds and the four together cost no more than the slowest: memory.
+// pack.c: copies a trainer's tensor into a parameter. One pass converts, changes the layout, sums the digest and finds non-finite values,
+// since each pass over 16 GB costs seconds and memory bandwidth is the limit of all four.
 //
 // Everything is done on 32-bit words, a word being one float or two neighbouring bf16 of a row. Then both packed layouts are
 // the same thing: squares of 16 rows × 16 words turned into 16 × 16 (bf16: one a tile; float32: two). A square goes from 16 cache

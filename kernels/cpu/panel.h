@@ -1,6 +1,6 @@
-// panel.h: how gemm and lm_head multiply: up to PANEL_ROWS rows are laid out as a panel (fill_panel), which then meets the packed
-// weights a few tile columns at a time (panel_dots). What a panel looks like inside is the build's RM_PANEL_HEADER's business:
-// floats for FMA, permuted pairs for vdpbf16ps, rows of bf16 for AMX tiles. The sums are those of docs/numerics.md §2 in each.
+// panel.h: how gemm and lm_head multiply: up to PANEL_ROWS rows are copied to a panel (fill_panel), which is then multiplied by a few tile
+// columns of packed weights at a time (panel_dots). The panel's layout is defined by the build's RM_PANEL_HEADER: floats for FMA, permuted
+// pairs for vdpbf16ps, rows of bf16 for AMX tiles. The sums are those of docs/numerics.md §2 in each.
 #pragma once
 
 #include "vec.h"

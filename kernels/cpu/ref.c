@@ -1,6 +1,5 @@
-// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant is held to these bits, so
-// nothing here is clever; it uses one thread and asks for next to no workspace. Attention, mixture of experts and sampling have
-// files of their own (ref_*.c), and so have the sums of products (ref_dot.c).
+// ref.c: docs/numerics.md as plain loops: the specification and the oracle. Every other variant must have the same bits. It uses one thread
+// and almost no workspace. Attention, mixture of experts, sampling and the sums of products are in ref_*.c.
 #include "ref.h"
 
 #include "tables.h"
@@ -144,7 +143,7 @@ static void block_stats(const float *logits, int64_t n, float *pair) {
   pair[1] = finite ? rm_tree16(partial) : NAN;
 }
 
-// all ← all and the block behind it.
+// all ← all merged with the next block.
 static void merge_pair(float *all, const float *pair) {
   const float merged = rm_max_f32(pair[0], all[0]);
   all[1] = fmaf(all[1], rm_exp(all[0] - merged), pair[1] * rm_exp(pair[0] - merged));

@@ -1,4 +1,4 @@
-// ref_moe.c: router, permutation, slots and combination of docs/numerics.md §5.
+// ref_moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5.
 #include "ref.h"
 
 // Whether an expert of key x and a higher id comes before one of key y.

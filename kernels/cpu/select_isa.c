@@ -1,12 +1,12 @@
-// select_isa.c: which table this machine runs, decided once per process. A variant counts as there when, in this order,
-//   1. the processor has it and the operating system saves its registers (cpuid, xgetbv; for AMX also leave to use the tiles);
-//   2. its instructions run: a virtual machine may advertise what it does not, so the check below runs under a handler of SIGILL;
+// select_isa.c: chooses the table for this machine, once per process. A variant is usable if
+//   1. the processor has it and the operating system saves its registers (cpuid, xgetbv; for AMX also permission to use the tiles);
+//   2. its instructions run: a virtual machine may advertise instructions that trap, so the check runs under a SIGILL handler;
 //   3. its arithmetic is ref's, bit for bit, on the inputs of verify.c.
-// The fastest of those by a measurement of a millisecond serves, since on some processors vdpbf16ps is half as fast as FMA and on
-// others twice; by contract the bits are the same, so the choice is free. What was refused keeps its reason for `doctor`.
+// The fastest of these by a measurement of a millisecond is chosen, since on some processors vdpbf16ps is half as fast as FMA and on others
+// twice as fast. `doctor` shows why a variant was refused.
 //
-// A child process to probe in would leave the signal handler alone, but fork in a library that is imported into a process with
-// threads, CUDA or MPI is worse than a handler that lives for milliseconds, looks at its own thread only and passes on the rest.
+// Probing in a child process was rejected: fork in a library that is imported into a process with threads, CUDA or MPI is worse than a
+// handler that is installed for milliseconds, handles its own thread only and passes other signals on.
 // Compiled without any -m flag.
 #include <cpuid.h>
 #include <pthread.h>
@@ -31,14 +31,14 @@ enum { EMULATED = 0 };
 
 static pthread_once_t decided = PTHREAD_ONCE_INIT;
 static rm_isa_state states[RM_N_ISA];
-static char differs[RM_N_ISA][64];  // the reason of one whose arithmetic is wrong
+static char differs[RM_N_ISA][64]; // the reason of one whose arithmetic is wrong
 
 const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
 
 // ------------------------------------------------------------------------------------------------ what the machine says
 typedef struct machine {
-  uint32_t basic_c, seven_b, seven_d, seven_one_a;  // cpuid 1.ecx, 7.ebx, 7.edx, 7.1.eax
-  uint64_t saved;                                   // registers that the operating system saves
+  uint32_t basic_c, seven_b, seven_d, seven_one_a; // cpuid 1.ecx, 7.ebx, 7.edx, 7.1.eax
+  uint64_t saved; // registers that the operating system saves
 } machine;
 
 static machine ask_machine(void) {
@@ -55,7 +55,7 @@ static machine ask_machine(void) {
   return m;
 }
 
-// Linux hands out the 8 KiB of tile registers on demand only, to a whole process.
+// Linux grants the 8 KiB of tile registers to a whole process, on request.
 static int may_use_tiles(void) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
@@ -84,7 +84,7 @@ static const char *lacking(const machine *m, rm_isa isa) {
 // ------------------------------------------------------------------------------------------------ what it does
 static _Thread_local volatile sig_atomic_t probing;
 static _Thread_local sigjmp_buf back;
-static struct sigaction before;   // whose handler of SIGILL it was
+static struct sigaction before; // whose handler of SIGILL it was
 
 static void on_sigill(int signal_number, siginfo_t *info, void *context) {
   if (probing) siglongjmp(back, 1);
@@ -93,7 +93,7 @@ static void on_sigill(int signal_number, siginfo_t *info, void *context) {
   } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
     before.sa_handler(signal_number);
   } else {
-    sigaction(SIGILL, &before, NULL);  // the instruction runs again and ends the process, as it would have
+    sigaction(SIGILL, &before, NULL); // the instruction runs again and ends the process, as it would have
   }
 }
 
@@ -108,7 +108,7 @@ static void try_out(rm_isa isa) {
     state->refused = "SIGILL cannot be handled, so its instructions cannot be tried";
     return;
   }
-  pthread_sigmask(SIG_UNBLOCK, &trap, &mask);  // a trap that is blocked ends the process, whoever would handle it
+  pthread_sigmask(SIG_UNBLOCK, &trap, &mask); // a trap that is blocked ends the process, whoever would handle it
   const uint32_t fp = rm_fp_enter();
   if (sigsetjmp(back, 1) == 0) {
     probing = 1;
@@ -152,7 +152,7 @@ const rm_kernels *rm_kernels_named(const char *isa) {
   return NULL;
 }
 
-// A token takes as long as its share of a prefill and a decode step of few rows: both rates count.
+// Both rates count: prefill has many rows, a decode step few.
 static double speed(rm_isa isa) {
   const rm_isa_state s = rm_isa_ask(isa);
   if (s.gflops_one_row <= 0 || s.gflops_many_rows <= 0) return 0;
@@ -166,7 +166,7 @@ const rm_kernels *rm_kernels_best(void) {
     cap = 0;
     while (cap < RM_N_ISA && strcmp(word, NAMES[cap]) != 0) cap++;
     if (cap == RM_N_ISA) return NULL;
-    if (rm_isa_ask((rm_isa)cap).emulated) return rm_kernels_for((rm_isa)cap);  // by name only
+    if (rm_isa_ask((rm_isa)cap).emulated) return rm_kernels_for((rm_isa)cap); // by name only
   }
   for (int isa = cap; isa >= 0; isa--) {
     const rm_isa_state state = rm_isa_ask((rm_isa)isa);

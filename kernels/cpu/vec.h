@@ -1,5 +1,5 @@
-// vec.h: what the sources of a fast variant share: the lanes of the build's vector header, elements of type T as lanes, exp,
-// symbol names that carry the variant, and the splitting of work over threads.
+// vec.h: shared by the sources of a fast variant: the lanes of the build's vector header, elements of type T as lanes, exp, symbol names
+// with the variant's name, and the distribution of work over threads.
 //
 // dtype is passed as a constant to always_inline functions: SPECIALIZE turns one generic body into the bf16 and the f32 code.
 #pragma once
@@ -88,7 +88,7 @@ VEC vf vf_exp(vf x) {
 }
 
 // ------------------------------------------------------------------------------------------------ threads
-// Runs fn on the team when the work is worth waking it for, else on the caller. `cost` is in clock cycles, roughly.
+// Runs fn on the team if the work is large enough, else on the caller. `cost`: about clock cycles.
 enum { RM_COST_OF_A_TEAM = 20000 };
 
 static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {

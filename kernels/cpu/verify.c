@@ -1,16 +1,15 @@
-// verify.c: is a variant ref's equal on the processor at hand? Documents say what vdpbf16ps and tdpbf16ps compute; processors and
-// virtual machines are asked. Every op that multiplies, reduces or chooses is run on small fixed inputs, in both dtypes, with
-// tails, cancellation, denormals and wide scales, and each output bit is compared. The memory is static, since a table
-// may not allocate and this runs once.
+// verify.c: checks that a variant has ref's bits on this processor or virtual machine, whatever its documentation says. Every op that
+// multiplies, reduces or chooses runs on small fixed inputs, in both dtypes, with tails, cancellation, denormals and wide scales, and all
+// output bits are compared. Memory is static, since kernels do not allocate and this runs once.
 #include <string.h>
-#include <time.h>
 
+#include "clock.h"
 #include "tables.h"
 
 enum {
   ROWS = 19,
   WIDE = 200,
-  SHALLOW = 101,   // inner dimensions: of less than a block, and of more than one
+  SHALLOW = 101,   // inner dimensions: less than a block, and more than one
   DEEP = 300,
   HEADS = 4,
   KV_HEADS = 2,
@@ -35,7 +34,7 @@ static uint32_t next_random(uint64_t *state) {
   return (uint32_t)(*state >> 32);
 }
 
-// Numbers near 1 of both signs, some of them scaled by 2^±30, some denormal, some their neighbour's opposite.
+// Numbers near 1 of both signs, some scaled by 2^±30, some denormal, some the negation of their neighbour.
 static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
   uint16_t *half = (uint16_t *)words;
   uint32_t before = 0;
@@ -91,7 +90,7 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->rms_norm(&ctx, &a);
 }
 
-// With a group, of a rank that has one query head of the first kv head and three of the second.
+// With a group: a rank with one query head of the first KV head and three of the second.
 static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group, int64_t head0) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
   static const int32_t pages[PAGES] = {3, 0, 5, 1, 4, 2};
@@ -266,7 +265,7 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->combine(&ctx, &a);
 }
 
-// Both layouts, of rows that begin in the middle of a tile, and what is found out on the way.
+// Both layouts, with rows that begin in the middle of a tile, and the results (digest, first non-finite element).
 static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_ctx ctx = context();
   rm_pack_args a = {.src = in.x,
@@ -315,7 +314,7 @@ const char *rm_verify(const rm_kernels *kernels) {
       memset(in.want, 0, sizeof in.want);
       memset(in.got, 0, sizeof in.got);
       CHECKS[i].run(&rm_table_ref, dtype, in.want);
-      memset(scratch, 0xff, sizeof scratch / 16);  // what an op leaves unwritten and reads is a NaN
+      memset(scratch, 0xff, sizeof scratch / 16);  // so that an op that reads what it has not written reads NaNs
       CHECKS[i].run(kernels, dtype, in.got);
       if (memcmp(in.want, in.got, sizeof in.want) != 0) return CHECKS[i].name;
     }
@@ -324,13 +323,7 @@ const char *rm_verify(const rm_kernels *kernels) {
 }
 
 // ------------------------------------------------------------------------------------------------ speed
-static double seconds(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-// The best of three, which a busy machine disturbs least.
+// The best of three runs, which other load disturbs least.
 static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t columns) {
   enum { K = 512 };
   const rm_ctx ctx = context();
@@ -345,10 +338,10 @@ static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t colum
                           .dtype = RM_BF16,
                           .y_dtype = RM_BF16};
   double best = 0;
-  for (int i = 0; i < 4; i++) {  // the first one warms up
-    const double start = seconds();
+  for (int i = 0; i < 4; i++) {  // the first run warms up
+    const double start = rm_now();
     kernels->gemm(&ctx, &a);
-    const double rate = 2e-9 * (double)(rows * columns * K) / (seconds() - start);
+    const double rate = 2e-9 * (double)(rows * columns * K) / (rm_now() - start);
     if (i && rate > best) best = rate;
   }
   return best;

@@ -12,8 +12,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "base/clock.h"
 #include "base/memory.h"
+#include "clock.h"
 #include "comm/device_block.h"
 
 static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;

@@ -17,7 +17,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "base/clock.h"
+#include "clock.h"
 #include "comm/shm/region.h"
 
 enum { RM_REGION_RANKS = 64, RM_REGION_LINE = 64, RM_REGION_TEXT = 360 };
