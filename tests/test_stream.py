@@ -262,7 +262,7 @@ def test_a_set_that_is_refused(ranks: Ranks) -> None:
     [
         ("no json", "expected a manifest of weights"),
         ("shape", r"do not hold float32 \[7, "),
-        ("dims", r"\[1, 1, 1, 1, |dims on a GPU|of 6 dims|of 5 dims"),
+        ("dims", r"\[1, 1, 1, 1, |at most 4 dims"),
         ("dtype", "expected a dtype of .*, got 'float99'"),
         ("twice", "comes twice"),
         ("nameless", "a tensor's name: expected a str of 1 to 1024 characters, got ''"),
@@ -472,7 +472,7 @@ def test_what_is_no_group_of_a_stream(settings: dict[str, str], monkeypatch: pyt
     for comm in (alone, rm.comm.nccl(None, settings["NCCL_LIBRARY"])):
         with pytest.raises(rm.ConfigError, match="group: expected a comm of two ranks at least, got one rank"):
             sources.send_weights({}, comm)
-        with pytest.raises(rm.ConfigError, match="a comm of one rank"):
+        with pytest.raises(rm.ConfigError, match="expected a comm of two ranks at least"):
             next(sources.receive_weights(comm, src=0))
     pytest.importorskip("torch")
     from torch import distributed
