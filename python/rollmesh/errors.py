@@ -34,7 +34,7 @@ class VersionError(Error, ValueError):
 
 
 class MissingKeyError(Error, ValueError):
-    """Parameters that a complete set of weights must have did not come; the message lists them."""
+    """Required parameters are missing; the message lists them."""
 
 
 class UnexpectedKeyError(Error, ValueError):
@@ -46,7 +46,7 @@ class DuplicateKeyError(Error, ValueError):
 
 
 class TiedWeightError(Error, ValueError):
-    """lm_head was sent although it is tied to the embedding, and differs from it."""
+    """lm_head was sent, differs from the embedding, and is tied to it."""
 
 
 class ShapeError(Error, ValueError):
@@ -78,7 +78,7 @@ class IncompleteSyncError(MissingKeyError):
 
 
 class CapacityError(Error, ValueError):
-    """It can never fit: a request longer than the cache, a second copy of the weights beyond the machine's memory."""
+    """Something that can never fit: a request longer than the cache, a second copy of the weights beyond the memory."""
 
 
 class DeadlineError(Error, TimeoutError):
@@ -94,7 +94,7 @@ class FormatError(Error, ValueError):
 
 
 class AuthError(Error):
-    """Shared memory that is not the one meant: foreign owner, wrong mode, another nonce."""
+    """Shared memory of another owner, mode or nonce than expected."""
 
 
 class SyncAbortedError(Error):
@@ -118,7 +118,7 @@ class RankLostError(Error):
 
 
 class DeviceError(Error):
-    """A GPU failed in the middle of its work; the message has CUDA's words. The engine is dead, and so is this process's context there."""
+    """A GPU failed; the message has CUDA's. The engine, and this process's context on that GPU, cannot be used any more."""
 
 
 class PluginError(Error):

@@ -1,19 +1,17 @@
 """The generator's own forward ops over arrays, NumPy's or a CUDA device's: for tests, and for a trainer that wants the same function.
 
-Every op of the numeric contract (docs/numerics.md) is here, in every variant that this machine runs: `isa="ref"` is the
-specification, `isa=None` the fastest; all give the same bits, with any number of `threads`. A bf16 array is an array of
-uint16 words, or an ml_dtypes.bfloat16 array (seen as words, not copied); bf16 results are uint16 words. Float32 works in
-the same order of summation. Arrays must be C-contiguous; sizes, dtypes and ranges of indices are checked
-(ShapeError, DTypeError, LayoutError, RequestError) and nothing is ever cast.
+All ops of the numeric contract (docs/numerics.md), for every instruction set of this machine. `isa="ref"` is the specification,
+`isa=None` the fastest; all give the same bits, with any number of `threads`. bfloat16 arrays are uint16 arrays of its words, or
+ml_dtypes.bfloat16 arrays, which are viewed as words; bfloat16 results are uint16 arrays. Arrays have to be C-contiguous. Sizes, dtypes and
+ranges of indices are checked (ShapeError, DTypeError, LayoutError, RequestError, ConfigError, UnsupportedTensorError); nothing is cast.
 
-Weights of a matrix product are packed once by `pack` (or `pack_gate_up` for SwiGLU).
+`pack` (`pack_gate_up` for SwiGLU) brings the weights of a matrix product into the kernels' layout.
 
-Arrays on a CUDA device (torch's tensors, CuPy's, any that speaks DLPack, and DeviceArrays, which are what ops give there) are worked on
-where they are: no element is copied to the host. All arrays of a call are on one device, but for indices, which may be NumPy's.
-`isa="cuda_fma"`, the default, gives the CPU's bits; "cuda_mma" has bf16 on tensor cores, with weights that were packed and caches that
-were filled by it. An output goes on without a copy (`torch.from_dlpack(out)`), or to the host by `.numpy()`; its memory is freed when the
-last holder lets go. Indices on the device are copied to the host, checked there and followed from that copy, so a call waits for them;
-whether it waits for more is on_stream's.
+Arrays may be on a CUDA device: torch's or CuPy's tensors, any DLPack producer, and DeviceArrays, which the ops return there. Nothing is
+copied to the host but indices. All arrays of a call are on one device; indices may be NumPy arrays. `isa="cuda_fma"`, the default, gives
+the CPU's bits. `isa="cuda_mma"` uses tensor cores for bfloat16, with weights that it has packed and caches that it has filled. To use an
+output elsewhere without a copy: `torch.from_dlpack(out)`; `.numpy()` copies it to the host. A call waits for indices on the device, which
+the host checks; see on_stream for when it waits for the op itself.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
 
 # ---------------------------------------------------------------------------------------------- weights
 def pack(weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1) -> Array:
-    """[n, k], or [groups, n, k] for the matrices of a grouped gemm, in the packed layout: one dim. Converts like torch's .to()."""
+    """[n, k], or [groups, n, k] for a grouped gemm, in the packed layout: an array of one dim. Converts like torch's .to()."""
     op, weight = op_over(isa, threads, weight=weight)
     matrices = matrices_of("weight", weight)
     return _packed(op, [(matrices, _LAYOUT_PACKED)], matrices.shape[1], dtype)
@@ -105,8 +103,7 @@ def pack_gate_up(gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | 
 
 
 def _packed(op: Op, sources: list[tuple[Array, int]], rows: int, dtype: str) -> Array:
-    """Each group's matrices, [groups, n, k] of every source, into one of `rows` rows. Of nothing there may be 2^31 groups; one is looked
-    at."""
+    """For each group, packs the matrices [groups, n, k] of all sources into one of `rows` rows. Of empty groups only one is checked."""
     groups, n, k = sources[0][0].shape
     size = packed_size(rows, k)
     out = op.new((groups * size,), numpy_dtype(dtype), zeros=True)
@@ -132,7 +129,7 @@ def embed(
 
 
 def gather_rows(x: Array, rows: NDArray[np.int32], *, out: Array | None = None, isa: str | None = None, threads: int = 1) -> Array:
-    """[len(rows), n] of x [m, n]: the rows that are named, bits as they are. out must not overlap x."""
+    """x[rows], [len(rows), n] of x [m, n]. out must not overlap x."""
     op, x, rows, out = op_over(isa, threads, x=x, rows=rows, out=out)
     x, rows = matrix_of("x", x), array_of("rows", rows, 1)
     out = op.new((rows.shape[0], x.shape[1]), x.dtype) if out is None else out
@@ -171,8 +168,8 @@ def gemm(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """x [m, k] times a packed [n, k] matrix: [m, n]. With group_rows [groups + 1], rows group_rows[g] … meet matrix g; they
-    begin with 0 and end with m."""
+    """x [m, k] times the transpose of a packed matrix [n, k]: [m, n]. With group_rows [groups + 1], rows group_rows[g] to
+    group_rows[g + 1] are multiplied by matrix g; group_rows begins with 0 and ends with m."""
     op, x, w, bias, group_rows, out = op_over(isa, threads, x=x, w=w, bias=bias, group_rows=group_rows, out=out)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else out
@@ -183,7 +180,7 @@ def gemm(
 def gemm_swiglu(
     x: Array, w: Array, n: int, *, group_rows: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
-    """silu(gate) · up with w of pack_gate_up; n is the width of one of them."""
+    """silu(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate."""
     op, x, w, group_rows, out = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), x.dtype) if out is None else out
@@ -195,7 +192,7 @@ def gemm_swiglu(
 def kv_cache(
     num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16", device: str = "cpu"
 ) -> tuple[Array, Array]:
-    """Zeroed (k, v) pages of one layer."""
+    """(k, v) pages of one layer's cache, zeros."""
     queue = queue_on(device)
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
@@ -207,7 +204,7 @@ def kv_cache(
 def rope_table(
     inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16", device: str = "cpu"
 ) -> tuple[Array, Array]:
-    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype. They are computed on the CPU, where inv_freq is."""
+    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype. inv_freq is a NumPy array; the CPU computes them."""
     queue = queue_on(device)
     shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
     cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
@@ -270,8 +267,8 @@ def attention(
 ) -> Array:
     """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence, through its block table.
 
-    Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. A run of a model's heads, with
-    the kv heads that it reads, has the model's group, and as head0 the place of its first head within that head's group.
+    Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. For a
+    rank's shard of the heads, pass the model's group, and as head0 the index of the shard's first head within its group.
     """
     op, q, k_cache, v_cache, positions, seq_of_row, block_tables, out = op_over(
         isa, threads, q=q, k_cache=k_cache, v_cache=v_cache, positions=positions, seq_of_row=seq_of_row, block_tables=block_tables, out=out
@@ -363,10 +360,10 @@ def lm_head_pairs(
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHeadPairs:
-    """lm_head over a part of the vocabulary, of whole blocks of 128 entries but for the vocabulary's last; 0 entries are a part.
+    """lm_head over a shard of the vocabulary: whole blocks of 128 entries, but for the last block; a shard may be empty.
 
-    targets are counted from the part's first entry, −1 where it lies elsewhere. The pairs of all parts, concatenated in the
-    order of the vocabulary, are what merge_pairs takes.
+    targets are counted from the shard's first entry, −1 for those of other shards. merge_pairs takes the pairs of all shards,
+    concatenated in the order of the vocabulary.
     """
     op, x, w, targets = op_over(isa, threads, x=x, w=w, targets=targets)
     x, vocab = matrix_of("x", x), size_of("vocab", vocab)
@@ -387,8 +384,8 @@ def merge_pairs(
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHead:
-    """What lm_head over the whole vocabulary gives, logits aside, from the pairs [blocks, rows, 2] of all its blocks in ascending
-    order. targets: −1, or a token whose logit stands in target_logits; its logprob is of (max, Σ) of all blocks."""
+    """lm_head's result without logits, from the pairs [blocks, rows, 2] of all blocks of the vocabulary, in order. targets: −1, or a
+    token whose logit is in target_logits."""
     if (targets is None) != (target_logits is None):
         absent = "target_logits" if target_logits is None else "targets"
         raise UnsupportedTensorError(f"expected both of targets and target_logits, or neither, got {absent} = None")
@@ -448,7 +445,7 @@ def top_logprobs(
 
 
 def ranks(logits: NDArray[np.float32], tokens: NDArray[np.int32], *, isa: str | None = None, threads: int = 1) -> Array:
-    """[rows]: how many of a row of logits [rows, vocab] are at least its token's, the token's own among them; 0 for token −1."""
+    """[rows]: the rank of each token in its row of logits [rows, vocab]: how many logits are at least as large; 0 for token −1."""
     op, logits, tokens = op_over(isa, threads, logits=logits, tokens=tokens)
     out = op.new((matrix_of("logits", logits).shape[0],), np.int32)
     op.core.ranks(out, logits, tokens)

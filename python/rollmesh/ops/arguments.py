@@ -1,4 +1,4 @@
-"""The arguments of rollmesh.ops: checked where the C side does not look, or where an output takes its size from them."""
+"""Checks of rollmesh.ops' arguments that C does not make, and of those that an output's size is computed from."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
-    """The op table of a variant with a thread team and workspace of its own, kept for the next call of this process: those that
-    a forked child inherits have lost their threads, and may be locked for ever."""
+    """The kernels of an instruction set, with a thread team and a workspace, cached for this process: a forked child would inherit them
+    without their threads, and perhaps locked."""
     name = best_isa() if isa is None else isa
     if not isinstance(name, str):
         raise ConfigError(f"isa: expected one of {', '.join(available_isas())}, got {shown(isa)}")
@@ -51,14 +51,14 @@ def size_of(name: str, value: Any) -> int:
 
 
 def words_of(array: Array) -> Array:
-    """bf16 as the C side takes it; ml_dtypes has a dtype number of its own, of those behind NumPy's, but the name is stable."""
+    """ml_dtypes' bfloat16 as uint16 words, which is what C takes; its dtype number varies, its name does not."""
     if not isinstance(array, np.ndarray) or array.dtype.num < USER_DTYPES:
         return array
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def array_of(name: str, array: Array, dims: int | None = None) -> Array:
-    """For what a default output takes its size or dtype from; the C side looks at the rest."""
+    """Checks an array that a default output takes its size or dtype from; C checks the rest."""
     array = words_of(array)
     if not isinstance(array, np.ndarray | _core.DeviceArray):
         raise UnsupportedTensorError(f"{name}: expected a NumPy array, got a {type(array).__name__}")
@@ -97,7 +97,7 @@ def part_of(array: Array, first: int, shape: tuple[int, ...]) -> Array:
 
 
 def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
-    """An output. MemoryError where memory is short; a size that no array can have is one of the arguments' making."""
+    """An output. MemoryError if memory is short, ShapeError for a size that no array can have."""
     try:
         return make(shape, dtype)
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Where an op of rollmesh.ops runs: on the CPU over NumPy arrays, or on the CUDA device that its arrays are on.
 
-A device is opened for ops when the first array of it comes, with a stream and a workspace that are kept (`release_devices` gives them
-back). Another library's array is taken by DLPack, without a copy: its stream is waited for. What happens to the memory afterwards DLPack
-does not say, so there are two ways. A call returns when its op is done; or, `with on_stream(handle, device)`, ops take their turn on that
-stream, as if they had been enqueued there, and a call returns at once. Then the arrays must be used on that stream alone.
+The first array of a device opens it for ops, with a stream and a workspace that are kept until `release_devices`. Arrays of other
+libraries are taken by DLPack, without a copy; the op waits for their stream. DLPack cannot say when an op has finished with the memory.
+So a call returns when its op is done; or, `with on_stream(handle, device)`, ops are ordered with that stream, as if they were enqueued
+on it, and a call returns at once. Then the arrays must be used on that stream only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rollmesh.runtime.messages import shown
 HOST = -1
 CUDA_TYPES = (2, 13)  # DLPack's: a device's memory, and managed memory
 INDICES = frozenset({"ids", "rows", "group_rows", "positions", "slots", "seq_of_row", "block_tables", "targets", "place", "tokens"})
-"""What may be the host's where the rest is a device's: small, and looked at by the host in any case."""
+"""Arrays that may be on the host while the others are on a device: small, and checked by the host anyway."""
 
 _streams: ContextVar[dict[int, int]] = ContextVar("streams", default={})  # noqa: B039 (never changed)
 
 
 # ---------------------------------------------------------------------------------------------- what is kept
 def _process() -> tuple[int, str]:
-    """What a device was opened by, and from: CUDA does not survive a fork."""
+    """The process and library that open a device: CUDA does not survive a fork."""
     return os.getpid(), os.environ.get(LIBRARY_SWITCH, "")
 
 
@@ -56,16 +56,16 @@ def _device_kernels(family: str, ordinal: int, stream: int, process: int, switch
 
 
 def release_devices() -> None:
-    """What is kept between ops on devices goes back, once no array of ops is left there; the next op opens its device again."""
+    """Frees the streams and workspaces of devices, once none of their arrays is left. The next op opens its device again."""
     _device_kernels.cache_clear()
     _queue.cache_clear()
 
 
 @contextmanager
 def on_stream(stream: int, device: str) -> Iterator[None]:
-    """Inside, ops of this thread on `device` ("cuda:0") take their turn on a CUDA stream: torch.cuda.Stream.cuda_stream, cupy's .ptr; 0
-    is the default stream. A call waits for nothing but indices on the device; what a kernel does wrong is told by a later call. An output
-    that is let go waits for the device. ConfigError from an op: the stream is another device's, or is being captured."""
+    """Inside, ops of this thread on `device` ("cuda:0") are ordered with a CUDA stream: torch.cuda.Stream.cuda_stream, cupy's .ptr; 0
+    is the default stream. A call waits only for indices on the device; a later call reports a kernel's failure. Freeing an output waits
+    for the device. ConfigError from an op: the stream belongs to another device, or is being captured."""
     ordinal = _ordinal(device)
     handle = integer_of(ConfigError, "stream", stream, 0, 2**64 - 1)
     token = _streams.set({**_streams.get(), ordinal: handle or 1})  # 1 is how the default stream is written where 0 is none
@@ -91,7 +91,7 @@ def _ordinal(device: Any) -> int:
 
 # ---------------------------------------------------------------------------------------------- one op
 class Op(NamedTuple):
-    """The table of an op, and where its outputs lie."""
+    """Kernels, and the device of the outputs."""
 
     core: _core.Kernels
     queue: _core.Queue | None = None  # None: the host
@@ -123,7 +123,7 @@ def queue_on(device: str) -> _core.Queue | None:
 def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
     """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes' bfloat16 as words.
 
-    ConfigError: an isa of the other kind. UnsupportedTensorError: arrays of several places."""
+    ConfigError: an isa of another device. UnsupportedTensorError: arrays on several devices."""
     if isa not in CUDA_FAMILIES and all(array is None or isinstance(array, np.ndarray) for array in arrays.values()):
         return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     places = {name: _place(array) for name, array in arrays.items() if array is not None}
@@ -140,7 +140,7 @@ def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
 
 
 def _place(array: Any) -> int:
-    """A CUDA device's number, or HOST: whatever is no array at all is refused there."""
+    """A CUDA device's number, or HOST, also for what is no array: the op refuses that."""
     if isinstance(array, np.ndarray):
         return HOST
     where = getattr(type(array), "__dlpack_device__", None)

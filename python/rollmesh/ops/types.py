@@ -1,4 +1,4 @@
-"""What ops of rollmesh.ops give and take beside arrays."""
+"""Arguments and results of rollmesh.ops that are not arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LmHead(NamedTuple):
 
 
 class LmHeadPairs(NamedTuple):
-    """Of a part of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)) of each block of 128
-    entries [blocks, rows, 2], the target's logit (0 where it is not of this part), flags."""
+    """Of a shard of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)) of each block of 128
+    entries [blocks, rows, 2], the target's logit (0 if it is not in this shard), flags."""
 
     logits: NDArray[np.float32] | None
     pairs: NDArray[np.float32]
@@ -51,8 +51,8 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleParams:
-    """How one row is drawn. `forced` ≥ 0 draws nothing and asks for that token's logprobs. A number that its column of the op
-    cannot hold raises RequestError here, one that makes no sense when it is drawn with."""
+    """How one row is drawn. `forced` ≥ 0: no draw, but the logprobs of that token. RequestError here for a number that does not fit
+    its C type, and from `sample` for one out of range."""
 
     temperature: float = 1.0
     top_p: float = 1.0

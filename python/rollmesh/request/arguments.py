@@ -48,7 +48,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def check_ids(prompt: Any) -> None:
-    """Nothing that NumPy would read in a way that nobody means, or for ever."""
+    """Refuses what NumPy would misread (bytes, masked arrays) or read for too long."""
     if isinstance(prompt, BYTES):
         raise RequestError(f"prompt: expected text or token ids, got {type(prompt).__name__}")
     if is_masked(prompt):

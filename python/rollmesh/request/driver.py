@@ -1,5 +1,5 @@
-"""Runs requests: generate, submit and poll, scoring. Each takes the generator's turn for one engine step at a time, so that calls of other
-threads come in between. What it added is aborted and released when it ends by an exception.
+"""Runs requests: generate, submit and poll, score. Each holds the generator's lock for one engine step at a time, so that calls of other
+threads run between steps. On an exception a call aborts and releases the requests that it added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Driver:
         turn: Turn,
         close_set: Callable[[], None],
     ):
-        """close_set: closes a set of weights that has no block to close it, as the next step does."""
+        """close_set: commits an open sync that is not used as a context manager, as the next step does."""
         self._engine, self._requests, self._codec = engine, requests, codec
         self._turn, self._close_set = turn, close_set
         self._submitted: set[int] = set()  # ids for poll
@@ -187,7 +187,7 @@ class Driver:
             return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
 
     def _before_step(self) -> None:
-        """What a call that is about to run the engine to an end has to find."""
+        """StateError if the generator is paused or asleep."""
         self._close_set()
         if self._engine.paused:
             raise StateError("the generator is paused; resume() it first")
@@ -196,7 +196,7 @@ class Driver:
             raise StateError(f"{part_names(asleep)} asleep; wake() first")
 
     def _drive(self, ids: Sequence[int], deadline: float | None, progress: Progress) -> set[int]:
-        """Steps until all are done. Returns those that the deadline cut off. While paused by another thread, waits."""
+        """Steps until all are done. Returns those that the deadline cut off. Waits while another thread has paused the generator."""
         open_ids = set(ids)
         try:
             with progress:
@@ -232,7 +232,7 @@ class Driver:
             self._engine.cut_off(ids - self._requests.done_of(ids))
 
     def leave(self, error: BaseException) -> None:
-        """A call of the whole mesh ends on this rank by an exception."""
+        """Tells the mesh that a call ends on this rank by an exception."""
         if not self._turn.is_gone():
             self._engine.leave(error)
 

@@ -1,5 +1,5 @@
-"""What comes back: records of generated tokens and of weight syncs. Names are vLLM's where it has one, but the values are
-arrays, not lists of dicts. All arrays are the caller's own copies.
+"""Results of generation and of weight syncs. Names are vLLM's if it has one, but values are arrays, not lists of dicts. All arrays are
+copies that belong to the caller.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What the numbers of a sample are a function of: equal contracts and equal tokens mean equal bits.
+    """What a sample's numbers depend on: equal contracts and equal tokens give equal bits.
 
     family          instruction family whose members give the same bits ("x86")
     version         of the numeric contract, docs/numerics.md

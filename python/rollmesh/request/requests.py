@@ -1,5 +1,5 @@
-"""Requests in flight: what Python remembers of each while the C engine works on it, and how its records become a
-RequestOutput. Used under the generator's turn only.
+"""Requests in flight: what Python keeps of each while the C engine runs it, and how its records become a RequestOutput. The caller holds
+the generator's lock.
 
     add ──► step … step ──► done ──► output (copies out) ──► release
                   └─ stop strings are looked for after every step
@@ -94,7 +94,7 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- in
     def all_or_none(self, add: Callable[[], None]) -> None:
-        """What `add` adds stays only if it ends well; a Ctrl-C may fall between any two of its steps."""
+        """Removes what `add` has added if it raises; a Ctrl-C may come between any two of its steps."""
         before = self.live()
         try:
             add()
@@ -127,14 +127,14 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- work
     def step(self) -> int:
-        """One engine step on the way to the end of all that is unfinished. Returns its rows: 0 means that there is nothing to do."""
+        """One engine step. Returns its rows; 0: there is nothing to do."""
         self._is_behind = True
         rows, _ = self._engine.step()
         self._watch_all()
         return rows
 
     def step_for(self, requests: set[int]) -> int:
-        """One engine step on the way to the end of these."""
+        """One engine step, to finish these. Returns its rows."""
         if self._engine.runs_besides(requests):
             return self.step_with_all(None)[0]
         return self.step()

@@ -20,7 +20,7 @@ PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 KEEP = 4
 REAL = (int, float, np.integer, np.floating)
 MAX_GIB = 2**20
-MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one: what is below it the engine takes for 0
+MIN_FLOAT64 = 2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
 
 
 def choice(name: str, value: Any, words: Sequence[str]) -> str:
@@ -46,7 +46,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def is_masked(array: Any) -> bool:
-    """An array of numpy.ma, or of another class with a mask, which np.asarray drops without a word."""
+    """An array of numpy.ma, or of another class with a mask, which np.asarray would drop."""
     return isinstance(array, np.ndarray) and hasattr(type(array), "mask")
 
 
@@ -63,7 +63,7 @@ def gib_bytes(name: str, value: Any) -> int:
 
 
 def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
-    """memory_fraction, 0 where the size of the KV cache is said."""
+    """memory_fraction; 0 if kv_cache_gib is given."""
     if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
         raise ConfigError(f"memory_fraction: expected a number above 0 and at most 1, got {shown(fraction)}")
     if float(fraction) < MIN_FLOAT64:
@@ -98,7 +98,7 @@ def part_names(mask: int) -> str:
 
 
 def says_more_than(values: Any, most: int) -> bool:
-    """By its length, where it has one: nothing of it is asked for."""
+    """Whether its length, if it has one, is above `most`. Reads no item."""
     try:
         return len(values) > most
     except OverflowError:  # beyond what Python counts with
@@ -108,7 +108,7 @@ def says_more_than(values: Any, most: int) -> bool:
 
 
 def items_of(error: type[Error], name: str, values: Iterable[Any], most: int = MAX_ITEMS) -> list[Any]:
-    """All of them; no more than one is asked for beyond what may be."""
+    """All items; reads at most one more than allowed."""
     try:
         walk = iter(values)
     except TypeError as wrong:  # an array without dims has __iter__ too

@@ -1,6 +1,5 @@
-"""Where NVIDIA's cuBLASLt is, which `rm.Generator(fast=True)` has dense products made by: the one that this process has loaded already
-(torch's), else that of the wheel nvidia-cublas, else the system's, or the one that ROLLMESH_CUBLASLT_LIBRARY names. Nothing loads it, nor
-looks for it, where fast is not asked for."""
+"""Finds NVIDIA's cuBLASLt, for `rm.Generator(fast=True)`: the library that ROLLMESH_CUBLASLT_LIBRARY names, else the one that this process
+has loaded already (torch's), else that of the wheel nvidia-cublas, else the system's. Without fast=True it is not looked for."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def _version(path: str) -> tuple[int, int, int]:
 
 
 def for_generator(where: Device, dtype: str) -> Library:
-    """That of fast=True. ConfigError says why there is none."""
+    """The library for fast=True. ConfigError: the device or dtype does not allow it, or there is none."""
     if not where.cuda_library:
         raise ConfigError("fast = True: expected device = 'cuda' (cuBLASLt is for GPUs), got 'cpu'")
     if dtype != "bfloat16":
@@ -56,7 +55,7 @@ def for_generator(where: Device, dtype: str) -> Library:
 
 
 def family(isa: str | None, where: Device, fast: bool) -> str | None:
-    """Of the ops on a GPU; None: the library's own choice, or the CPU's."""
+    """The kernel family on a GPU; None on the CPU, or to let the CUDA library choose."""
     if not where.cuda_library:
         return None
     if isa is None:

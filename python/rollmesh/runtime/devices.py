@@ -1,7 +1,7 @@
 """Which device a generator runs on: "cpu", "cuda" or "cuda:N".
 
-What needs CUDA is librollmesh_cuda.so beside the extension (kernels/cuda), which is loaded when a GPU is asked for and brings the CUDA
-runtime with it; a machine needs NVIDIA's driver only.
+The CUDA kernels are in librollmesh_cuda.so beside the extension, which is loaded when a GPU is asked for. The CUDA runtime is linked into
+it; a machine needs only NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Device(NamedTuple):
     """Where the ranks of this process run."""
 
     cuda_library: str | None = None  # None: the CPU
-    cuda_ordinal: int = -1  # the CUDA device of all ranks here; -1: each rank has that of its number, counted round
+    cuda_ordinal: int = -1  # the CUDA device of all ranks here; -1: rank r has device r modulo their number
 
 
 def library_path() -> Path:
@@ -32,7 +32,7 @@ def library_path() -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """A file, and nothing that opening would wait for."""
+    """A regular file: opening a pipe would wait."""
     try:
         return path.is_file()
     except OSError:  # a name that is too long
@@ -40,7 +40,7 @@ def is_there(path: Path) -> bool:
 
 
 def device_name(name: Any) -> str:
-    """A name that may be a device's, here or elsewhere. ConfigError: it is none's."""
+    """Checks the form of a device's name; the device need not exist here. ConfigError otherwise."""
     if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name):
         raise ConfigError(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {shown(name)}")
     return name

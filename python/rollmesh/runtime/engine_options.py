@@ -1,4 +1,4 @@
-"""What an engine is made of, between the classes that users call and the extension."""
+"""The options of an engine, as the extension reads them."""
 
 from __future__ import annotations
 

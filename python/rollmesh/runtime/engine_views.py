@@ -1,4 +1,4 @@
-"""What the C engine hands back, as types: dicts and tuples made by ext/engine/views.c and ext/engine/sync.c."""
+"""Types of what the C engine returns: the dicts and tuples of ext/engine/views.c and ext/engine/sync.c."""
 
 from __future__ import annotations
 

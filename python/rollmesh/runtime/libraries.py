@@ -1,5 +1,5 @@
-"""NVIDIA's libraries that rollmesh is built without and loads when they are asked for: the one that this process has loaded already, so
-that there are not two, else that of a wheel, else the system's."""
+"""Finds NVIDIA's libraries, which are loaded on demand: the one that this process has loaded already, else that of a wheel, else the
+system's."""
 
 from __future__ import annotations
 

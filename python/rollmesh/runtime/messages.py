@@ -1,5 +1,5 @@
-"""How a value stands in a message: on one line, bounded, and never an error of its own. Whatever a caller can get wrong may be a
-megabyte long, hold itself a thousand times over, or be an integer of more digits than Python prints.
+"""Values in messages: on one line, of bounded length, and never raising. A wrong argument may be a megabyte long, contain itself, or be
+an integer with more digits than Python prints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 300
 
 
 def shown(value: Any) -> str:
-    """A value: its repr, not more than a line of it, and never an error, or long in the making."""
+    """The repr of a value, cut to a line."""
     try:
         text = _SHORT.repr(value)
     except (ValueError, RecursionError):  # of integers with thousands of digits
@@ -28,21 +28,21 @@ def shown(value: Any) -> str:
 
 
 def plain(text: object) -> str:
-    """A path, a key or another error's words, without quotes: what does not print is escaped, the end of a long one left out."""
+    """A path, a key or another error's message, without quotes: unprintable characters are escaped, a long text is cut."""
     whole = str(text)
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in whole[:MOST])
     return line if len(whole) <= MOST else f"{line}…"
 
 
 def listed(items: Iterable[tuple[Any, ...]]) -> str:
-    """Keys, or keys with values: key=value, …, the first of many."""
+    """Keys, or keys with values (key=value, …), the first MOST_LISTED."""
     every = list(items)
     first = ", ".join("=".join([_shown_key(key), *map(shown, value)]) for key, *value in every[:MOST_LISTED])
     return first if len(every) <= MOST_LISTED else f"{first} and {len(every) - MOST_LISTED} more"
 
 
 def byte_text(count: float) -> str:
-    """A number of bytes, in the unit that shows it; as rm_say_bytes (csrc/base/status.h)."""
+    """A number of bytes with a unit; as rm_say_bytes (csrc/base/status.h)."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -55,5 +55,5 @@ def _shown_key(key: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An error of one rank as the others are told of it: its class and its words."""
+    """An error of one rank as the others are told: its class and its message."""
     return f"{type(error).__name__}: {error}"[:MAX_TOLD]

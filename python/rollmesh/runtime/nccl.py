@@ -1,5 +1,5 @@
-"""Where NVIDIA's NCCL is. rollmesh is built without it and loads it when a group of GPUs is made: the one that this process has loaded
-already (torch's), so that there are not two, else the one of the wheel nvidia-nccl-cu13, else the system's."""
+"""Finds NVIDIA's NCCL, which is loaded when a group of GPUs is made: the one that this process has loaded already (torch's), else that
+of the wheel nvidia-nccl-cu13, else the system's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The turn of a generator: the right to call it. Threads get it one after the other (a fair lock, _core.Turn)."""
+"""A generator's lock: threads get their turn in the order in which they ask (a fair lock, _core.Turn)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmesh.errors import StateError
 
 
 class Turn:
-    """Of one generator: also whether it is closed, or another process's."""
+    """The lock of one generator, which also knows whether it is closed, or belongs to another process."""
 
     def __init__(self) -> None:
         self._turn = _core.Turn()
@@ -27,7 +27,7 @@ class Turn:
             raise StateError("the generator is closed")
 
     def take(self, deadline: float | None = None) -> AbstractContextManager[None]:
-        """The turn, for a block. StateError: closed, another process's, or within another call; DeadlineError."""
+        """Holds the lock for a block. StateError: closed, of another process, or inside another call. DeadlineError: not in time."""
         self.check_alive()  # before the turn too: after fork it may be held by a thread that does not exist here
         return self._turn.take(deadline, self.check_alive)
 

@@ -1,7 +1,7 @@
-"""Tensors as rollmesh.ops takes them, and what it gives as tensors: the one place where torch and ops meet. Nothing is copied.
+"""Tensors as arguments of rollmesh.ops, and its outputs as tensors. Nothing is copied.
 
-A CUDA tensor goes through DLPack, on torch's current stream of its device: an op comes after what that stream has, and what torch puts
-there later comes after the op, so that torch's allocator may hand a tensor's memory on as soon as it is dropped.
+A CUDA tensor goes through DLPack, and ops are ordered with torch's current stream of its device. So torch's allocator may reuse a
+tensor's memory as soon as it is freed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensor_of(array: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def in_turn(tensor: Tensor) -> Iterator[None]:
-    """Ops inside take their turn on the current stream of the tensor's device; of the CPU nothing."""
+    """Ops inside are ordered with the current stream of the tensor's device; on the CPU it does nothing."""
     if not tensor.is_cuda:
         yield
         return
@@ -43,6 +43,6 @@ def in_turn(tensor: Tensor) -> Iterator[None]:
 
 
 def combine(choices: Tensor, place: NDArray[Any], ids: NDArray[Any], gates: Tensor, num_experts: int) -> Tensor:
-    """ops.combine of contiguous tensors of one device; place and ids are the host's in any case, so that nothing waits for them."""
+    """ops.combine of contiguous tensors of one device; place and ids are on the host, so that nothing waits for them."""
     with in_turn(choices):
         return tensor_of(ops.combine(array_of(choices), place, ids, array_of(gates), num_experts), choices.dtype)

@@ -1,21 +1,21 @@
-"""Token rows to the ranks of their experts and back, with gradients: the generator's own dispatch (csrc/model/moe/dispatch.h) and
-combination for a trainer, so that both compute one function.
+"""Expert-parallel dispatch and combine for PyTorch, with gradients: the generator's own (csrc/model/moe/dispatch.h), so that trainer
+and generator compute the same function.
 
     sent = dispatcher.dispatch(x, ids)                # rows at this rank's experts, sorted by expert
     y = experts(sent.rows, sent.group_rows)           # any function of a row and its expert
     out = dispatcher.combine(y, gates, sent.plan)     # Σ gate · y at the rows' home, by the contract's tree
 
-Every rank of the group makes the same calls in the same order, in the backward pass too: a rank without rows calls them with empty
-tensors, has its output in its loss, and asks for the gradients that the others ask for. The values are the same under grad, no_grad
-and inference_mode, and with any number of ranks, any backend and any padding. Gradients travel the same way: that of y goes out as
-a row for each choice, that of x comes back and is added up by the same tree, so they do not depend on the mesh either.
+All ranks of the group make the same calls in the same order, in the backward pass too. A rank without rows passes empty tensors, has its
+output in its loss, and asks for the same gradients as the others. Values and gradients do not depend, bit for bit, on the number of
+ranks, the backend, padding, or the grad mode: the gradient of y is sent to the experts as one row for each choice; that of x is sent back
+and added up in the order that combine uses.
 
-Tensors may be a GPU's, all of a call on one. Rows travel between ranks by way of the host, as the exchange itself does; sums, and so
-the bits, are those of the GPU's family cuda_fma, which are the CPU's.
+All tensors of a call are on one device. Rows of GPU tensors are exchanged through the host; sums are those of cuda_fma, with the CPU's
+bits.
 
-With "local_allreduce" x, ids and gates are the same on all ranks, and so is the output and what its gradient has to be.
+With "local_allreduce", x, ids and gates have to be equal on all ranks; so is the output, and so must its gradient be.
 
-A call that fails on one rank ends the group: the others get RankLostError, and not a wait.
+A call that fails on one rank ends the group: the other ranks raise RankLostError.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ GATE_DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torc
 
 
 class Dispatched(NamedTuple):
-    """rows [rows here, hidden] sorted by expert; rows group_rows[e] … group_rows[e + 1] are those of the e-th expert of this rank, by
-    rank, then row. The plan is what combine wants."""
+    """rows [rows here, hidden] at this rank's experts. Rows group_rows[e] to group_rows[e + 1] belong to the e-th expert of this rank,
+    ordered by home rank, then row. plan: for combine."""
 
     rows: Tensor
     group_rows: Tensor
@@ -52,19 +52,19 @@ class Dispatched(NamedTuple):
 
 
 class TokenDispatcher:
-    """One rank's end of a group of ranks that share experts out: rank r of n has the r-th n-th of them. One thread at a time."""
+    """One rank of a group over which experts are spread evenly: rank r of n has the r-th of n equal parts. One thread at a time."""
 
     def __init__(self, core: _core.Dispatcher):
         self._core = core
 
     @property
     def experts(self) -> range:
-        """Those of this rank."""
+        """The experts of this rank."""
         return range(*self._core.experts)
 
     def dispatch(self, x: Tensor, ids: Tensor) -> Dispatched:
-        """Rows of x [rows, hidden] to the ranks of their experts, ids int32 [rows, top_k]. A row of negative ids is padding: it goes
-        nowhere, combine gives zeros for it and its gradient is zero.
+        """Sends the rows of x [rows, hidden] to the ranks of their experts, ids int32 [rows, top_k]. A row of negative ids is padding: it
+        is not sent; combine gives zeros for it, and its gradient is zero.
 
         RequestError: an id out of range or twice in a row. CapacityError: more rows than max_rows. CollectiveMismatchError: ranks
         that are in different calls, or disagree on sizes or dtype."""
@@ -81,8 +81,8 @@ class TokenDispatcher:
         return Dispatched(rows, torch.from_numpy(plan.group_rows).to(x.device), plan)
 
     def combine(self, y: Tensor, gates: Tensor, plan: _core.DispatchPlan) -> Tensor:
-        """Σ gate · y of each row of the home, [rows, hidden], rounded once. y: what the experts made of the rows of `plan`, in their
-        order; gates [rows, top_k], float32, of float64 rows float64.
+        """Σ gate · y of each row at its home rank, [rows, hidden], rounded once. y: the experts' outputs for the rows of `plan`, in their
+        order. gates [rows, top_k]: float32, or float64 if y is.
 
         StateError: a plan of another dispatcher. CollectiveMismatchError: plans of different dispatch calls, and as dispatch."""
         with _all_or_none(self._core):
@@ -99,7 +99,7 @@ class TokenDispatcher:
         return out
 
     def abort(self) -> None:
-        """The others' calls fail from now on, where they wait already too: for a rank that cannot go on."""
+        """Ends the group, for a rank that cannot go on: calls of the other ranks raise RankLostError, also those that wait already."""
         self._core.abort()
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ def token_dispatcher(
     dtype: torch.dtype = torch.float32,
     backend: str = "alltoall",
 ) -> TokenDispatcher:
-    """This process' end over `comm`, an end of a group, such as rm.comm.shm(…).connect(mesh).ep, that is the dispatcher's from now on;
-    None for one rank. Buffers are made here, for rows of up to `hidden` elements of `dtype`, `max_rows` of them on any rank.
+    """The dispatcher of this process over `comm`, such as rm.comm.shm(…).connect(mesh).ep, which it owns from now on; None for one rank.
+    Allocates buffers for `max_rows` rows of `hidden` elements of `dtype` on each rank.
 
     ConfigError: ranks that do not divide num_experts, a backend that this build lacks or that does not fit, "disabled" on several."""
     return TokenDispatcher(_core.Dispatcher(comm, *_settings(num_experts, top_k, hidden, max_rows, dtype, backend)))
@@ -135,7 +135,7 @@ def token_dispatchers(
     backend: str = "alltoall",
     timeout: float = 60.0,
 ) -> list[TokenDispatcher]:
-    """The ends of ranks that are threads of this process; as token_dispatcher. timeout: seconds that a call waits for the others."""
+    """As token_dispatcher, for ranks that are threads of this process. timeout: seconds that a call waits for the other ranks."""
     integer("num_ranks", num_ranks, 1, MAX_RANKS)
     if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not 0 < timeout <= MAX_TIMEOUT_S:
         raise ConfigError(f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}")
@@ -144,7 +144,7 @@ def token_dispatchers(
 
 
 def _settings(num_experts: int, top_k: int, hidden: int, max_rows: int, dtype: torch.dtype, backend: str) -> tuple[int, int, int, int, str]:
-    """As _core wants them; what it does not check itself is whether they are numbers that it can count with."""
+    """The arguments of _core.Dispatcher."""
     sizes = {"num_experts": num_experts, "top_k": top_k, "max_rows": max_rows, "hidden": hidden}
     experts, k, rows, width = (integer(name, value, 1, 2**31 - 1) for name, value in sizes.items())
     if not isinstance(dtype, torch.dtype):
@@ -155,7 +155,7 @@ def _settings(num_experts: int, top_k: int, hidden: int, max_rows: int, dtype: t
 # ---------------------------------------------------------------------------------------------- moves
 @contextmanager
 def _all_or_none(core: _core.Dispatcher) -> Iterator[None]:
-    """The other ranks do not wait for one that has failed."""
+    """Aborts the group if this rank fails, so that the others do not wait for it."""
     try:
         yield
     except BaseException:
@@ -188,8 +188,7 @@ Move = Callable[[str, _core.DispatchPlan, NDArray[np.uint8], NDArray[np.uint8]],
 
 
 def _move(move: Move, call: str, plan: _core.DispatchPlan, rows: Tensor, num_out: int) -> Tensor:
-    """All ranks move rows of one kind in the same call: the bytes alone do not tell 8 bfloat16 from 4 float32. What comes is where the
-    rows are."""
+    """Moves rows, and checks that all ranks move rows of the same width and dtype in the same call. The result is on the rows' device."""
     out = torch.empty(num_out, rows.shape[1], dtype=rows.dtype)
     what = f"{call} of rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
     move(what, plan, _bytes(rows.detach().cpu().contiguous()), _bytes(out))
@@ -243,7 +242,7 @@ class _Combine(torch.autograd.Function):
 
 # ---------------------------------------------------------------------------------------------- sums
 def _places(plan: _core.DispatchPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(numbers of the rows that are no padding, the places of their choices [such rows, top_k])."""
+    """(indices of the rows that are not padding, indices of their choices [such rows, top_k])."""
     place = torch.from_numpy(plan.place)
     real = torch.nonzero(place[:, 0] >= 0)[:, 0]
     return real.to(device), place[real].long().to(device)
