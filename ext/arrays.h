@@ -1,6 +1,6 @@
-// arrays.h: NumPy arrays as raw pointers. An argument is checked for dtype, dims, shape, C order, alignment and writability
-// and refused with a typed error when one is wrong; nothing here casts or copies. bf16 travels as uint16 words, because
-// ml_dtypes' arrays have a dtype number of their own (pass `a.view(numpy.uint16)`).
+// arrays.h: NumPy arrays as raw pointers. Dtype, dims, shape, C order, alignment and writability are checked, with a typed error for
+// each; nothing is cast or copied. bfloat16 arrays are uint16 arrays of its words, since ml_dtypes' dtype number varies (pass
+// `a.view(numpy.uint16)`).
 #pragma once
 
 #include "core.h"
@@ -16,8 +16,7 @@
 // also where the others are on a device.
 enum { RM_ARRAY_IN = 0, RM_ARRAY_WRITE = 1, RM_ARRAY_OPTIONAL = 2, RM_ARRAY_PACKED = 4, RM_ARRAY_OF_HOST = 8 };
 
-// One argument as an op wants it. shape[i] = −1 takes any size, and the size found is written back, so that a later argument
-// can be held to it.
+// What is expected of an argument. shape[i] = −1 accepts any size; the actual size is written back, for the check of a later argument.
 typedef struct rm_array_want {
   const char *name;             // for the message
   int type;                     // NPY_FLOAT32, NPY_UINT16, NPY_INT32, …
@@ -26,7 +25,7 @@ typedef struct rm_array_want {
   int64_t shape[4];
 } rm_array_want;
 
-// An array of numpy.ma, or of another class with a mask, which nothing here looks at: what it hides would be read.
+// An array of numpy.ma, or of another class with a mask: masked elements would be read.
 int rm_array_is_masked(PyObject *object);
 
 // The data pointer: view, valid while `object` is alive and unchanged. 0, or −1 with the exception set: DTypeError,

@@ -1,6 +1,6 @@
-// core.h: what the files of the extension share. Only this folder includes Python.h. It converts arguments, releases the GIL, calls the C
-// engine and turns an rm_error into an exception: no maths, no policy, and no C global that holds a PyObject (exception classes and types
-// are in the module's state).
+// core.h: included by all files of the extension. Only this folder includes Python.h. It converts arguments, releases the GIL, calls C
+// and turns an rm_error into an exception. It has no arithmetic, no policy, and no C global that holds a PyObject: exception classes and
+// types are in the module's state.
 //
 // Include this before any system header, as Python.h asks. setup.py passes Py_LIMITED_API (one binary for CPython ≥ 3.11).
 #pragma once
@@ -31,7 +31,7 @@ typedef struct rm_module_state {
   PyObject *error_base;         // owned rollmesh.errors.Error
   PyObject *deadline_error;     // owned rollmesh.errors.DeadlineError, which has no rm_code
   PyObject *types[RM_N_TYPES];  // owned
-  unsigned long interrupted;    // thread whose call a Ctrl-C has cut short, until that call is over; 0: none
+  unsigned long interrupted;    // thread whose call is ending because of a Ctrl-C; 0: none
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module);  // view, never NULL for a module that has been executed
@@ -77,7 +77,7 @@ void rm_object_free(PyObject *object); // the end of a tp_dealloc
 // KeyboardInterrupt.
 PyObject *rm_raise(PyObject *module, rm_error *err);
 PyObject *rm_none(PyObject *module, rm_code code, rm_error *err); // None, or rm_raise
-// An error that the extension itself finds. Takes PyErr_Format's formats. Returns NULL.
+// Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);
 
 // ------------------------------------------------------------------------------------------------ tuples of integers

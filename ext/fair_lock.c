@@ -1,9 +1,9 @@
 // fair_lock.c: _core.Turn, a fair lock (threads get it in the order of arrival), and _core.Holding, its context manager.
 //
-// It is in C because CPython handles signals when a Python function begins: a Ctrl-C at the first instruction of a Python __exit__ would
-// leave the turn taken. Between the block and a C __exit__ no signal is handled, nor between a C __enter__ and the block, except from
-// CPython 3.14 on, where the end of the Holding passes the turn on. threading.Lock is in C too, but not fair: a thread that steps the
-// engine in a loop would take it again before a waiting one wakes up.
+// In C, since CPython handles signals when a Python function begins: a Ctrl-C at the first instruction of a Python __exit__ would leave the
+// lock held. No signal is handled between the block and a C __exit__, nor between a C __enter__ and the block, except from CPython 3.14
+// on, where the Holding's dealloc releases the lock. threading.Lock is not fair: a thread that steps the engine in a loop would take it
+// again before a waiting thread wakes up.
 //
 // All of it holds the GIL except the wait itself. (A free-threaded CPython enables the GIL when this module is imported, since the module
 // does not declare that it can do without.)
@@ -11,25 +11,25 @@
 
 #include "clock.h"
 
-// A caller in the queue; owned by its thread. On the heap: a daemon thread that the interpreter ends while it waits never comes back.
+// A caller in the queue; owned by its thread. On the heap, since a daemon thread may be ended by the interpreter while it waits.
 typedef struct waiter {
-  struct waiter *next;       // view: who came later
+  struct waiter *next; // view: who came later
   unsigned long thread;
-  PyThread_type_lock gate;   // owned; closed until the turn is this one's
+  PyThread_type_lock gate; // owned; closed until the turn is this one's
 } waiter;
 
 typedef struct turn_object {
   PyObject_HEAD
-  unsigned long owner;       // thread; 0: nobody's
-  waiter *first;             // view: the queue, oldest first
+  unsigned long owner; // thread; 0: nobody's
+  waiter *first; // view: the queue, oldest first
 } turn_object;
 
 typedef struct holding_object {
   PyObject_HEAD
-  turn_object *turn;         // owned
-  PyObject *check;           // owned callable, or NULL
-  double deadline;           // on time.monotonic()'s clock; infinity: none
-  int has_turn;              // from __enter__ to __exit__
+  turn_object *turn; // owned
+  PyObject *check; // owned callable, or NULL
+  double deadline; // on time.monotonic()'s clock; infinity: none
+  int has_turn; // from __enter__ to __exit__
 } holding_object;
 
 static waiter **last_of(turn_object *turn) {
@@ -57,7 +57,7 @@ static double seconds_until(double deadline) { return deadline - rm_now(); }
 
 // Waits at the gate until the turn is this thread's, the deadline or an exception of a signal handler. 1: it is; 0: too late; −1.
 static int wait_at(turn_object *turn, const waiter *mine, double deadline) {
-  static const double LONGEST_SECONDS = 3600;  // of one wait: PyThread's longest depends on the platform
+  static const double LONGEST_SECONDS = 3600; // of one wait: PyThread's longest depends on the platform
   while (turn->owner != mine->thread) {
     const double left = seconds_until(deadline), wait = left < LONGEST_SECONDS ? left : LONGEST_SECONDS;
     PyLockStatus status;
@@ -82,7 +82,7 @@ static int wait_in_queue(PyObject *module, turn_object *turn, unsigned long thre
   PyThread_acquire_lock(mine->gate, 0);
   *last_of(turn) = mine;
   const int came = wait_at(turn, mine, deadline);
-  if (came < 0 && turn->owner == thread) pass_on(turn);  // it came while a signal was handled
+  if (came < 0 && turn->owner == thread) pass_on(turn); // it came while a signal was handled
   for (waiter **link = &turn->first; *link; link = &(*link)->next) {
     if (*link != mine) continue;
     *link = mine->next;
@@ -124,7 +124,7 @@ static PyObject *holding_exit(PyObject *object, PyObject *error) {
 
 RM_TRAVERSE(holding_traverse, holding_object, (PyObject *)self->turn, self->check)
 
-static int holding_clear(PyObject *object) {   // not the turn, which dealloc passes on
+static int holding_clear(PyObject *object) { // not the turn, which dealloc passes on
   Py_CLEAR(((holding_object *)object)->check);
   return 0;
 }

@@ -1,4 +1,4 @@
-// hardware.c: what this machine has: instruction sets of the CPU, CUDA devices, NCCL.
+// hardware.c: this machine's instruction sets, CUDA devices and NCCL.
 #include "core.h"
 
 #include "comm/nccl/library.h"

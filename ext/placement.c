@@ -1,5 +1,5 @@
-// placement.c: which part of each tensor a rank has, as numbers (rollmesh.model.placement names them), and which copies bring a
-// trainer's pieces there (rollmesh.weights.resharding).
+// placement.c: which shard of each tensor a rank has, as numbers that rollmesh.model.placement names, and which copies move a trainer's
+// pieces there (rollmesh.weights.resharding).
 #include "arrays.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-// spec.h: a model's description on its way from Python to C.
+// spec.h: converts a model spec from Python to C.
 #pragma once
 
 #include "core.h"

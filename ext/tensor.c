@@ -87,8 +87,8 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
   return -1;
 }
 
-// The memory that an array is a view of: the last of its bases that owns some. as_strided puts a plain object with a `base`
-// in between. Without a known owner the span stays unknown.
+// The memory that an array is a view of: that of the last base that owns some. as_strided puts a plain object with a `base` in between.
+// Without a known owner the span stays unknown.
 static int numpy_span(PyArrayObject *array, rm_tensor *out) {
   PyObject *at = Py_NewRef((PyObject *)array);
   for (int depth = 0; depth < 64; depth++) {
@@ -184,7 +184,7 @@ static int attr_reads(PyObject *object, const char *attr, const char *want, int 
   return is;
 }
 
-// Why this kind of torch tensor has no plain memory to read; NULL when it may have, or with *failed and an exception.
+// Why a torch tensor of this kind cannot be read from memory; NULL: it can, or *failed and an exception is set.
 static const char *torch_objection(PyObject *object, int *failed) {
   PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
   if (!type) *failed = 1;
@@ -207,7 +207,7 @@ static const char *torch_objection(PyObject *object, int *failed) {
   return NULL;
 }
 
-// The storage behind a torch tensor. One that was resized to nothing (as sharded trainers do) must not be read at all.
+// The storage behind a torch tensor. One that was resized to 0 bytes (as FSDP does) must not be read.
 static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
   int failed = 0;
   PyObject *method = optional_attr(object, "untyped_storage", &failed);
@@ -241,10 +241,10 @@ static int refuse(PyObject *module, PyObject *name, const char *what) {
   return -1;
 }
 
-// Where a producer says that its tensor is: a CUDA device's number, or HOST.
+// The device that a producer names: a CUDA device's number, or HOST.
 enum { HOST = -1 };
 
-// −1 with an exception: it is where nothing here can read.
+// −1 with an exception: a device that nothing here can read.
 static int check_device(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int *ordinal) {
   PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
@@ -263,8 +263,7 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name, cons
   return -1;
 }
 
-// Asks for a versioned capsule; a producer that has not heard of versions gives the old kind.
-// With a stream the data is there when that comes to what is enqueued on it from now on.
+// Asks for a versioned capsule; an old producer gives the unversioned kind. With a stream, work enqueued on it from now on sees the data.
 static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name, const void *stream) {
   PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL, *capsule = NULL;
   const unsigned long long handle = (uintptr_t)stream;
@@ -353,7 +352,7 @@ static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_
   return take_strides(module, name, t, out);
 }
 
-// A tensor that records gradients refuses DLPack; its values are wanted, so they are asked of a detached view.
+// A tensor that records gradients refuses DLPack: take a detached view.
 static PyObject *detached(PyObject *object) {
   int failed = 0;
   const int records = attr_is_true(object, "requires_grad", &failed);
@@ -369,7 +368,7 @@ void rm_tensor_release(PyObject *owner) {
   PyErr_Restore(type, value, trace);
 }
 
-// The capsule; of a tensor on a GPU while the device that is to read it is current.
+// The capsule. For a tensor on a GPU the reader's device is current meanwhile.
 static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int ordinal) {
   if (ordinal == HOST) return ask_capsule(module, object, name, NULL);
   const rm_device *device = reader->take(reader->self, name, ordinal);
@@ -381,7 +380,7 @@ static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name, 
   return capsule;
 }
 
-// The tensor that gave the capsule, in *plain, is the caller's too.
+// *plain: owned by the caller; the tensor that gave the capsule.
 static int take_capsule(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out,
                         PyObject **plain) {
   int failed = 0, ordinal = HOST;

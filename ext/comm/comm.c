@@ -1,6 +1,6 @@
-// comm.c: groups of ranks in other processes. `_core.attach` joins a shared-memory region and gives this rank's ends;
-// `_core.Comm(exchange, …)` is a group whose bytes a Python function moves (torch.distributed). What Python itself sends (a
-// handshake, outputs of other replicas) goes by Comm.all_gather.
+// comm.c: groups of ranks in other processes. `_core.attach` joins a shared-memory region and returns this rank's endpoint of each group;
+// `_core.Comm(exchange, …)` is a group whose bytes a Python function moves (torch.distributed). Python's own messages (a handshake,
+// outputs of other replicas) use Comm.all_gather.
 #include "comm_object.h"
 
 #include <string.h>
@@ -76,8 +76,8 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
   return 0;
 }
 
-// The code whose class the pending exception is of; anything else is a lost rank: the group cannot go on. A Ctrl-C is kept for rm_raise:
-// raised before the call is over it would be lost, or would cut short what this rank still does for the others to hear of it.
+// The code of the pending exception's class; any other class is a lost rank. A Ctrl-C is kept for rm_raise: raised earlier it could be
+// lost, or keep this rank from telling the others.
 static rm_code code_of_exception(comm_object *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT, RM_E_MESH_MISMATCH, RM_E_MEMORY};
   rm_module_state *state = rm_state(rm_module_of((PyObject *)c));
@@ -116,7 +116,7 @@ static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64
   return code;
 }
 
-// Calls exchange.abort(), where it has one; else the others find out at their deadline.
+// Calls exchange.abort(), if it has one; else the others notice at their deadline.
 static void call_abort(void *self, rm_code why) {
   const comm_object *c = self;
   PyObject *type, *value, *trace, *method, *done = NULL;
@@ -132,7 +132,7 @@ static void call_abort(void *self, rm_code why) {
   PyGILState_Release(gil);
 }
 
-// Calls exchange.look(), where it has one; not more often than every 100 ms, since each call waits for the GIL.
+// Calls exchange.look(), if it has one, at most every 100 ms, since each call waits for the GIL.
 static rm_code call_look(void *self, rm_error *err) {
   static const double EVERY_SECONDS = 0.1;
   comm_object *c = self;
@@ -246,7 +246,7 @@ out:
   return result;
 }
 
-// The root's buffer into everyone's, of the same size. A rank without a buffer tells the others, who would wait for it.
+// A rank without a buffer aborts the group, or the others would wait for it.
 static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
   PyObject *object;
   Py_buffer view;

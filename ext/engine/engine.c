@@ -1,5 +1,5 @@
-// engine.c: _core.Engine's life, requests and steps. A method converts its arguments, enters, releases the GIL where the
-// engine computes, and turns a failing rm_code into its exception. Policy (defaults, queues, stop strings) is Python's.
+// engine.c: creation, requests and steps of _core.Engine. A method converts its arguments, enters, releases the GIL if the engine
+// computes, and turns a failing rm_code into an exception. Policy (defaults, queues, stop strings) is in Python.
 #include "engine_object.h"
 
 #include <unistd.h>
@@ -95,7 +95,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   return NULL;
 }
 
-// In a forked child the engine's threads do not exist and its pages are the parent's copies: they are left alone.
+// In a forked child the engine's threads do not exist, so nothing is freed.
 static void destroy(rm_engine_object *self) {
   rm_ranks *engine = self->engine;
   rm_spec *spec = self->spec;
@@ -259,8 +259,8 @@ static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignor
   return PyLong_FromLongLong(n);
 }
 
-// Finished ids go from the engine into the set without a byte code between, so that a Ctrl-C cannot lose one; and each leaves
-// the engine when it is in the set, so that an allocation that fails cannot either.
+// Moves finished ids from the engine into the set without a byte code in between, so that a Ctrl-C cannot lose one. Each leaves the
+// engine after it is in the set, so that a failed allocation cannot lose one either.
 static int take_finished(rm_engine_object *self) {
   uint64_t next;
   while ((next = rm_ranks_next_finished(self->engine))) {

@@ -1,5 +1,5 @@
-// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays. A step of n requests is arrays of n numbers in and out,
-// so that the Python layer has no work for each request.
+// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays: a step of n requests has arrays of n numbers as arguments and
+// results, so that Python has no work for each request.
 #include "engine_object.h"
 
 #include "base/memory.h"

@@ -1,4 +1,4 @@
-// options.c: what an engine is made of, read from the attributes of a rollmesh.runtime.engine_options.EngineOptions.
+// options.c: an engine's options, from the attributes of a rollmesh.runtime.engine_options.EngineOptions.
 #include "engine_object.h"
 
 #include <string.h>

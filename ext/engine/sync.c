@@ -1,5 +1,4 @@
-// sync.c: weights in. A tensor is held (DLPack's capsule or the array) while the engine reads it without the GIL, and
-// let go afterwards whatever happened.
+// sync.c: weight syncs. A tensor (DLPack's capsule or the array) is held while the engine reads it without the GIL.
 #include "engine_object.h"
 
 #include "attributes.h"
@@ -7,7 +6,7 @@
 #include "tensor.h"
 #include "weights/resharding.h"
 
-// The UTF-8 of a key; *held is an owned object that keeps it. Lone surrogates pass, so that the engine can refuse the name.
+// A key as UTF-8; *held owns the bytes. Lone surrogates pass, so that the engine can refuse the name.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
   if (!PyUnicode_Check(name)) {
     rm_raise_code(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R", (PyObject *)Py_TYPE(name));
@@ -145,7 +144,7 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   return with_tensor(self, name, tensor, rm_ranks_sync_push);
 }
 
-// What entries view, in the order of the entries; both owned.
+// What an entry views; both owned.
 typedef struct held_pair {
   PyObject *key, *owner;
 } held_pair;

@@ -1,5 +1,4 @@
-// views.c: what the engine knows, copied out. The engine's views die with the next step; the arrays made here are
-// the caller's.
+// views.c: results, copied into new arrays: the engine's own views are valid only until the next step.
 #include "engine_object.h"
 
 #include "attributes.h"

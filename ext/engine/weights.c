@@ -1,5 +1,5 @@
-// weights.c: the serving weights as the ops of rollmesh.ops take them, for a model that another runner drives op by op. The arrays are
-// read-only views of the packed layouts of params.h. They keep the engine, and are valid until its next commit, sleep or close.
+// weights.c: the serving weights as arguments of rollmesh.ops, for a model that another runner computes op by op. The arrays are read-only
+// views of the packed layouts of params.h. They keep the engine alive, and are valid until its next commit, sleep or close.
 #include "engine_object.h"
 
 typedef struct serving {
@@ -9,7 +9,7 @@ typedef struct serving {
   int type;                     // of the weights
 } serving;
 
-// Puts a view of the n elements (or [rows][cols]) at an offset into the dict; nothing where the model has no such matrix.
+// Puts a view of n elements (or [rows][cols]) at an offset into the dict; does nothing if the model has no such matrix.
 static int put_view(const serving *s, PyObject *dict, const char *name, size_t offset, int type, int n_dims, int64_t rows, int64_t cols) {
   if (offset == SIZE_MAX) return 0;
   npy_intp dims[2] = {(npy_intp)rows, (npy_intp)cols};

@@ -1,5 +1,5 @@
-// gpu_array.c: see gpu_array.h. An array of a queue is an allocation of its own. It is freed through the driver, which waits for all
-// work of the device, also a consumer's; a pool would let a new array overwrite what another library's stream still reads.
+// gpu_array.c: see gpu_array.h. Each array of a queue is an allocation of its own. Freeing it waits for all work of the device, also that
+// of other libraries; a pool would let a new array overwrite memory that another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -44,7 +44,7 @@ static int64_t size_of(PyObject *module, PyObject *size) {
   return -1;
 }
 
-// Without memory yet. A tuple of sizes, of which all are held to what a product may be.
+// An array without memory. All sizes are checked, and their product.
 static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
@@ -101,7 +101,7 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   return (PyObject *)array;
 }
 
-// Zeros; where `from` is given its bytes, waited for.
+// Allocates zeros, or copies `from` and waits for the copy.
 static PyObject *fill_new(PyObject *module, array_object *self, const void *from) {
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
@@ -148,7 +148,7 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
 }
 
 // ------------------------------------------------------------------------------------------------ other libraries' arrays
-// In C order, aligned, in memory that the driver says is this device's: a kernel that reads elsewhere would end the device for everybody.
+// Checks C order, alignment, and that the driver says the memory is this device's: a kernel that reads elsewhere ends the CUDA context.
 static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
   int64_t step = 1;
   const rm_device *device = &array->queue->device;
@@ -210,7 +210,7 @@ static const char *type_name(int type) {
   return rm_elements[i].name;
 }
 
-// Where an array of no element lies: an op takes NULL for one that is not there. Nobody looks at it.
+// The address of empty arrays, which is never read: to an op NULL means that an array is absent.
 static char no_element;
 
 int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *object, rm_array_want *want, void **data, size_t *bytes) {
@@ -251,7 +251,7 @@ typedef struct dl_managed { // DLPack before versions
   void (*deleter)(struct dl_managed *);
 } dl_managed;
 
-// What a capsule has: the structures of either version, and the array that they describe.
+// The contents of a capsule: the structures of both versions, and the array that they describe.
 typedef struct capsule_held {
   dl_versioned versioned;
   dl_managed old;
@@ -298,8 +298,8 @@ static PyObject *capsule_of(array_object *self, int versioned) {
   return capsule;
 }
 
-// `stream` waits for the ops enqueued so far. As DLPack has it: None is the default stream, −1 asks for nothing. What is lent was written
-// before.
+// Makes `stream` wait for the ops enqueued so far; DLPack: None is the default stream, −1 means no wait. Lent memory is complete
+// already.
 static int hand_over(array_object *self, PyObject *stream) {
   const long long handle = stream == Py_None ? 1 : PyLong_AsLongLong(stream);
   rm_error err = RM_ERROR_INIT;
@@ -343,7 +343,7 @@ static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
 }
 
 // ------------------------------------------------------------------------------------------------ DeviceArray
-// Bytes of its memory, from `low` bytes after element 0 on, waited for.
+// Copies bytes to the host, from `low` bytes after element 0 on, and waits for the copy.
 static int read_bytes(const array_object *self, void *to, int64_t low, size_t bytes) {
   PyObject *module = rm_module_of((PyObject *)self);
   rm_error err = RM_ERROR_INIT;
@@ -362,7 +362,7 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
   return code ? -1 : 0;
 }
 
-// A C-contiguous array is read into the result. A strided one is read from its first byte in memory to its last, and then rearranged.
+// A C-contiguous array is read into the result. A strided one is read as a whole range of memory, and then rearranged.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
   const int type = rm_elements[self->dtype].type;
@@ -421,7 +421,7 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
 
 RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->queue, self->gpus, self->owner)
 
-// The array gives out no memory from now on. Its owner stays, for consumers of __dlpack__ who may still read.
+// The array exports no memory from now on. Its owner stays, for consumers of __dlpack__ that still read.
 static void drop(array_object *self) {
   self->data = NULL;
   self->is_dropped = 1;
@@ -478,8 +478,7 @@ static PyObject *array_device(PyObject *self, void *ignored) {
   return PyUnicode_FromString(device_name((array_object *)self));
 }
 
-// Nothing is copied, and waited for, unasked: not for NumPy, which without __array__ makes an array of one object of it, nor for the truth
-// of its one element.
+// Nothing is copied to the host implicitly. Without __array__ NumPy would make an object array of it.
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
   return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of the host, got %s on %s; .numpy() copies it",

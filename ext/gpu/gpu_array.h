@@ -1,8 +1,8 @@
 // gpu_array.h: _core.Queue and _core.DeviceArray.
 //
-// `Queue(library, ordinal)` is a CUDA device opened for ops: its stream, workspace and paired buffers. A DeviceArray is one of: an array in
-// the queue's memory; a view of another library's tensor (a DLPack producer); a read-only view of memory that another process lends or
-// another rank sent (Gpus.array). It is a DLPack producer itself.
+// `Queue(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and paired buffers. A DeviceArray is an array of the
+// queue, a view of another library's tensor (a DLPack producer), or a read-only view of memory that another process lends or another
+// rank sent (Gpus.array). It is a DLPack producer itself.
 //
 // A Queue lives as long as its arrays. Between rm_queue_enter and rm_queue_leave its mutex is held and its device is current; waiting for
 // the mutex releases the GIL. The mutex is recursive, since an array may be freed while another is checked.
@@ -48,6 +48,6 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 int rm_is_device_array(PyObject *module, PyObject *object);
 // As rm_array_data, of a DeviceArray of `queue`'s device; another array gives UnsupportedTensorError, which names both places. *bytes
-// (NULL: not wanted) is their number.
+// (may be NULL) is their number.
 int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *object, rm_array_want *want, void **data, size_t *bytes);
 int rm_device_array_type(PyObject *array); // NPY_UINT16 of bfloat16, NPY_FLOAT32, …

@@ -1,7 +1,6 @@
-// gpu_group.c: see gpu_group.h. Each block is a new allocation that is never written again once it was given out, since a consumer's stream
-// may still read it after the consumer has released it (torch.from_dlpack reports no end). So blocks are not pooled. Freeing waits for the
-// device, and would wait for a broadcast that never ends; a released block is therefore put aside and freed after the next wait, without
-// the GIL.
+// gpu_group.c: see gpu_group.h. Each block is a new allocation and never written again, since a consumer's stream may still read it after
+// the consumer has released it (torch.from_dlpack does not tell). Freeing waits for the device, hence for a broadcast that may never end;
+// so a released block is only put on a list, which is freed after the next wait, without the GIL.
 #include "gpu_group.h"
 
 #include <string.h>
@@ -115,7 +114,7 @@ static PyObject *group_block(PyObject *object, PyObject *args) {
 
 RM_TRAVERSE(block_traverse, block_object, (PyObject *)self->group)
 
-// May be any thread's doing, and while another is in a call: so the memory is only put aside. After close nothing travels.
+// Any thread may run this while another is in a call, so the memory is only put on the list. After close it is freed at once.
 static void block_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
   block_object *self = (block_object *)object;
@@ -137,8 +136,8 @@ static int check_inside(block_object *self, long long offset, size_t bytes) {
   return -1;
 }
 
-// CUDA may hold a copy from the host's memory back until what stands before it is done, and a broadcast that is never done would hold it
-// for good: so that is waited for here, with the group's deadline.
+// CUDA may delay a copy from host memory until earlier work is done, and a broadcast may never be done. So this waits for earlier work
+// first, with the group's deadline.
 static PyObject *block_put(PyObject *object, PyObject *args) {
   block_object *self = (block_object *)object;
   const rm_device *device = self->group->device;
@@ -294,9 +293,9 @@ PyObject *rm_gpu_group_new(PyObject *gpus, PyObject *args) {
 // ------------------------------------------------------------------------------------------------ the types
 static PyMethodDef block_methods[] = {
     {"put", block_put, METH_VARARGS,
-     PyDoc_STR("(offset, bytes of the host): waits for what is enqueued, then enqueued; they stay until the group was waited for.")},
+     PyDoc_STR("(offset, host bytes): waits for earlier work, then enqueues a copy; the bytes have to stay until wait().")},
     {"copy", block_copy, METH_VARARGS,
-     PyDoc_STR("(offset, ordinal, address, bytes of an element, shape, strides): a GPU's tensor in C order, enqueued.")},
+     PyDoc_STR("(offset, ordinal, address, bytes of an element, shape, strides): enqueues a copy of a GPU tensor, in C order.")},
     {0},
 };
 
@@ -306,10 +305,10 @@ static PyGetSetDef block_members[] = {
 };
 
 static PyMethodDef group_methods[] = {
-    {"block", group_block, METH_VARARGS, PyDoc_STR("(bytes): a GpuBlock, of which nothing is known.")},
-    {"broadcast", group_broadcast, METH_VARARGS, PyDoc_STR("(block, bytes, root): root's into everyone's, enqueued.")},
-    {"wait", group_wait, METH_NOARGS, PyDoc_STR("Until all that is enqueued is done.")},
-    {"abort", group_abort, METH_NOARGS, PyDoc_STR("The group is dead: the others learn it where they wait.")},
+    {"block", group_block, METH_VARARGS, PyDoc_STR("(bytes): a GpuBlock, uninitialized.")},
+    {"broadcast", group_broadcast, METH_VARARGS, PyDoc_STR("(block, bytes, root): enqueues a broadcast of root's block.")},
+    {"wait", group_wait, METH_NOARGS, PyDoc_STR("Waits for all enqueued work.")},
+    {"abort", group_abort, METH_NOARGS, PyDoc_STR("Ends the group; the other ranks get RankLostError where they wait.")},
     {"close", group_close, METH_NOARGS, PyDoc_STR("Leaves the group. Idempotent.")},
     {0},
 };
@@ -328,7 +327,7 @@ static PyType_Slot group_slots[] = {
     {Py_tp_dealloc, group_dealloc},
     {Py_tp_traverse, group_traverse},
     {Py_tp_methods, group_methods},
-    {Py_tp_doc, "One rank's end of a group of GPUs, by NCCL. One thread at a time uses it."},
+    {Py_tp_doc, "One rank of a group of GPUs over NCCL. One thread at a time."},
     {0, NULL},
 };
 PyType_Spec rm_gpu_group_spec = RM_TYPE("GpuGroup", group_object, RM_GC | RM_MADE_HERE, group_slots);

@@ -1,5 +1,5 @@
-// gpu_group.h: blocks of a GPU's memory that go from one rank of a group to all others by NCCL: weights on their way from a trainer's
-// GPUs to generators'. What is in a block, and who sends when, is decided in Python (rollmesh.weights.transport.carriers).
+// gpu_group.h: buffers of GPU memory that NCCL broadcasts from one rank of a group to all others: weights on their way from a trainer's
+// GPUs to the generators'. Python decides what is in a buffer, and which rank sends it (rollmesh.weights.transport.carriers).
 #pragma once
 
 #include "core.h"

@@ -1,4 +1,4 @@
-// loans.c: see loans.h. Which process may open what, and for how long, is decided in Python (rollmesh.weights.transport.loans).
+// loans.c: see loans.h. Python decides which process opens what, and for how long (rollmesh.weights.transport.loans).
 #include "loans.h"
 
 #include <string.h>
@@ -74,7 +74,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   return rm_none(rm_module_of(object), RM_UNLOCKED(rm_ready_queues_wait(&self->readers, ordinal, &err)), &err);
 }
 
-// What opens memory waits for the driver, and what closes it for the device: so without the GIL. Why one has failed is the thread's own.
+// Opening memory waits for the driver, closing it for the device: both run without the GIL.
 static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
   int ordinal;

@@ -1,5 +1,5 @@
-// loans.h: tensors of GPUs between processes. `_core.Gpus` says where a trainer's tensor lies and what lets another process open that
-// memory; there it opens it, and makes a DeviceArray over it.
+// loans.h: GPU tensors between processes, by CUDA IPC. In the trainer `_core.Gpus` gives a tensor's address and the handle of its
+// allocation; in another process it opens the handle and makes a DeviceArray over that memory.
 #pragma once
 
 #include "core.h"

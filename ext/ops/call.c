@@ -53,7 +53,7 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   return c->failed ? 0 : (float)value;
 }
 
-// a · b; 0 after a fault.
+// a · b; 0 after an error.
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
   int64_t out = 0;
   if (c->failed) return 0;
@@ -144,7 +144,7 @@ const void *rm_op_seen(rm_op_call *c, const void *view) {
   return paired ? paired->host + ((const char *)view - paired->on_device) : view;   // else it is of the host
 }
 
-// Indices go into a paired buffer, where the host checks them; the view is the device's half.
+// Indices are copied into a paired buffer, where the host checks them; the view is of its device half.
 static void *device_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
   const rm_device *device = &c->self->queue->device;
   void *data = NULL;
@@ -231,7 +231,7 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 }
 
 // ------------------------------------------------------------------------------------------------ running
-// A copy of indices to the host that nobody waited for may still be under way: the next call's paired buffers wait for it.
+// A copy of indices to the host may still be running: the next call's paired buffers wait for it.
 static int end(rm_op_call *c) {
   if (c->is_fetching) c->self->queue->device.record_event(c->self->queue->device.self, 0);
   close_call(c);
@@ -239,7 +239,7 @@ static int end(rm_op_call *c) {
   return -1;
 }
 
-// On a device: what an earlier op has done to it is told here at the latest.
+// On a device: reports a failure of an earlier op.
 static int begin_on_device(rm_op_call *c, const rm_limits *limits) {
   rm_queue_object *queue = c->self->queue;
   const rm_device *device = &queue->device;

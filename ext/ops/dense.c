@@ -48,7 +48,7 @@ RM_KERNELS_METHOD(rms_norm) {
   RUN(rms_norm, ((rm_limits){.max_rows = a.rows, .max_k = a.n}), &a);
 }
 
-// The groups share out all m rows: a row of none would be left as it was.
+// Every row belongs to a group: one of no group would not be written.
 static void check_groups(rm_op_call *c, const rm_gemm_args *a) {
   const int32_t *bounds = rm_op_seen(c, a->group_rows);
   if (!bounds) return;
@@ -90,7 +90,7 @@ RM_KERNELS_METHOD(gemm) {
   RUN(gemm, limits, &a);
 }
 
-// The call is over only when the host has what was found.
+// Waits until the host has the digest and the index.
 static PyObject *packed_on_device(rm_op_call *c, rm_pack_found *found) {
   const rm_paired *paired = &c->self->queue->paired[0];
   rm_error err = RM_ERROR_INIT;

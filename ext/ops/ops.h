@@ -1,14 +1,14 @@
-// ops.h: what the files of _core.Kernels share. `Kernels(isa, threads)` has one op table, a thread team and a workspace that grows
-// (kernels.c); its methods are the ops of kernels.h (dense.c, attention.c, moe.c, logits.c). The caller allocates the outputs. All that the
-// kernels trust is checked here (call.c): dtypes, sizes, ranges of indices. rollmesh.ops adds names and defaults.
+// ops.h: _core.Kernels. `Kernels(isa, threads)` has an op table, a thread team and a workspace that grows (kernels.c); its methods are the
+// ops of kernels.h (dense.c, attention.c, moe.c, logits.c). The caller allocates outputs. Everything that kernels rely on is checked here
+// (call.c): dtypes, sizes, ranges of indices. rollmesh.ops adds names and defaults.
 //
-// A method is one rm_op_call: views of its arguments, checks, begin, the op, finish. The first error sets the exception, later checks are
-// skipped, and begin ends the call. Checks hold the GIL; the op runs without it, under the object's mutex. Indices are copied before they
-// are checked, since another thread may write to the array and an output may overlap it.
+// A method makes one rm_op_call: views of its arguments, checks, begin, the op, finish. The first error sets the exception; later checks
+// do nothing, and begin ends the call. Checks hold the GIL; the op runs without it, under the object's mutex. Indices are copied before
+// they are checked, since another thread may write to the array, or an output may overlap it.
 //
-// `Kernels(family, 1, queue, stream)` has the table of a CUDA device over DeviceArrays, on the queue's stream. With a caller's stream the
-// op waits for that stream, and the stream's later work waits for the op; without one (0) the call returns when the op is done. Indices
-// are copied to pinned memory, checked there, and read from a device copy of that; a call waits only for indices that are on the device.
+// `Kernels(family, 1, queue, stream)` has the op table of a CUDA device, over DeviceArrays, on the queue's stream. With a caller's stream
+// the op waits for that stream, and later work of that stream waits for the op. Without one (0) the call returns when the op is done.
+// Indices are copied to pinned memory and checked there; the op reads a device copy of that.
 #pragma once
 
 #include "arrays.h"
@@ -32,7 +32,7 @@ typedef struct rm_kernels_object {
   pid_t owner; // a forked child may have inherited the mutex locked, by a thread that it does not have
 } rm_kernels_object;
 
-// Of every size: then sums of sizes and rounding up are exact in int64_t, and products are checked.
+// The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
 enum { RM_OP_MAX_INDICES = 4 }; // index arrays of one op
 
@@ -56,14 +56,14 @@ void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, in
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected); // or one that is no array
 int rm_op_numpy_type(rm_dtype dtype);
-// Where the host sees what a view of indices points to; NULL of NULL, or after a fault.
+// Host memory with the contents of a view of indices; NULL for NULL, or after an error.
 const void *rm_op_seen(rm_op_call *c, const void *view);
-// On a device: a paired buffer of so many bytes; its host half, to be filled before begin. NULL: a fault.
+// On a device: the host half of a paired buffer of so many bytes, to be filled before begin. NULL: an error.
 void *rm_op_paired(rm_op_call *c, size_t bytes);
 const void *rm_op_there(const rm_op_call *c, const void *here); // the device's half
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *expected, long long limit);
-// A number that is an argument: an integer in [low, high], a size in [least, RM_OP_MAX_SIZE] (ShapeError; −1 after a fault), a finite
+// A number that is an argument: an integer in [low, high], a size in [least, RM_OP_MAX_SIZE] (ShapeError; −1 after an error), a finite
 // float32 of at least `low` (ConfigError).
 int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high);
 int64_t rm_op_size_of(rm_op_call *c, PyObject *object, const char *name, int64_t least);
@@ -74,10 +74,10 @@ void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low, int64_t high); // a[i] in [low, high)
 void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n, int64_t low, int64_t high);
-int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after a fault
+int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n, int64_t k); // rm_packed_elems, checked
 
-// 0: the ctx may be used, and finish must follow. −1: an exception is set, and the call has ended.
+// 0: ctx is valid, and finish has to follow. −1: an exception is set, and the call has ended.
 int rm_op_begin(rm_op_call *c, rm_limits limits);
 PyObject *rm_op_finish(rm_op_call *c); // None; on a device NULL where it has failed
 void rm_op_fail(rm_op_call *c, rm_error *err);
