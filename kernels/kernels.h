@@ -40,7 +40,7 @@ enum {
 };
 
 // ------------------------------------------------------------------------------------------------ layouts
-// Sizes are the same for every family. The positions of elements below hold for all families but cuda_mma's bf16 (kernels/cuda/packing.cuh).
+// Sizes are the same for every family. The indices of elements below hold for all families but cuda_mma's bf16 (kernels/cuda/packing.cuh).
 //
 // Packed weights of y = x·Wᵀ, W being [n][k]: tiles of 16 columns × 32 k, zero padded; tile (nb, kb) at index nb·(K/32) + kb.
 //   bf16: tile[16 k-pairs][16 n][2]   (the layout of an AMX tile load; one 32-bit lane per column for FMA)

@@ -1,5 +1,5 @@
-// products.h: y = x·Wᵀ by the vendor's library (cuBLASLt) instead of an op of the table. The order of its sums is unspecified and may depend
-// on the number of rows, so it does not keep the contract of docs/numerics.md. W is plain rows, as in a checkpoint.
+// products.h: y = x·Wᵀ by the vendor's library (cuBLASLt) instead of an op of the table. The order of its sums is unspecified and may
+// depend on the number of rows, so it does not keep the contract of docs/numerics.md. W is plain rows, as in a checkpoint.
 //
 // Opened by rm_device.products, used by the thread that uses the device, closed before the device. All shapes are given at open, where an
 // algorithm is chosen for each: a call only enqueues, so a graph can capture it. A failing call kills the device (device.h).

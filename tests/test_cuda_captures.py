@@ -1,7 +1,7 @@
-"""What captures and threads of a process do to one another (kernels/cuda/device.cu): a wait of another thread that spoils a recording,
+"""What captures and threads of a process do to one another (kernels/cuda/device.cu): a wait of another thread that invalidates a capture,
 another thread's capture, the thread's own mode. On the simulated device, and on a GPU where there is one.
 
-Bound: equality; a recording that is spoilt has done nothing, and ends nothing."""
+Bound: equality; an invalidated capture has done nothing, and ends nothing."""
 
 from __future__ import annotations
 

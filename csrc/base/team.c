@@ -1,6 +1,6 @@
-// team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so starting a run must take a microsecond: it is one
-// store to `epoch`, which the workers poll. They spin for some microseconds, since the next op usually follows at once, and then sleep on
-// it as a futex. With more threads than cores they do not spin.
+// team.c: the thread team. A forward pass calls rm_team_run some hundred times a token, so starting a run must take a microsecond: it is
+// one store to `epoch`, which the workers poll. They spin for some microseconds, since the next op usually follows at once, and then sleep
+// on it as a futex. With more threads than cores they do not spin.
 //
 // Work stealing was rejected: ops split evenly over rows, columns or heads.
 #define _GNU_SOURCE

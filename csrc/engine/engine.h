@@ -91,10 +91,10 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
 void rm_engine_sync_abort(rm_engine *engine);
 
 // Sleep by part; no effect on a part that is asleep (awake) already. Weights: unsynced after wake; not while a sync is open. KV: running
-// requests are preempted and recomputed after wake; a sync may run meanwhile. With RM_SLEEP_OFFLOAD the weights are offloaded to host memory
-// and serve again after wake; on the CPU they stay in place. Without it, weights that were offloaded before are discarded. A failed call
-// changes nothing. Where several engines sleep or wake together, offload_weights is called on all first, and free_offloaded after the last
-// is awake: in between sleep and wake need no host memory and cannot fail, so they can be undone.
+// requests are preempted and recomputed after wake; a sync may run meanwhile. With RM_SLEEP_OFFLOAD the weights are offloaded to host
+// memory and serve again after wake; on the CPU they stay in place. Without it, weights that were offloaded before are discarded. A failed
+// call changes nothing. Where several engines sleep or wake together, offload_weights is called on all first, and free_offloaded after the
+// last is awake: in between sleep and wake need no host memory and cannot fail, so they can be undone.
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_OFFLOAD = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);

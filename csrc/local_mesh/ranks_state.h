@@ -1,5 +1,5 @@
-// ranks_state.h: the struct of the ranks of a process, for the files of this folder. Calls that take time or communicate run on all ranks in
-// parallel (rm_ranks_run); the others run on one engine after the other.
+// ranks_state.h: the struct of the ranks of a process, for the files of this folder. Calls that take time or communicate run on all ranks
+// in parallel (rm_ranks_run); the others run on one engine after the other.
 #pragma once
 
 #include "device/ready_queues.h"

@@ -25,8 +25,8 @@ static rm_code push_member(rm_member *member, void *arg) {
   return rm_engine_sync_push_all(member->engine, it->entries, it->n, &member->err);
 }
 
-// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the only member's own queue, reads are enqueued
-// after it; otherwise this waits until the tensors are complete.
+// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the only member's own queue, reads are
+// enqueued after it; otherwise this waits until the tensors are complete.
 static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
   uint64_t assigned = 0;

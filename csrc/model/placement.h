@@ -3,8 +3,8 @@
 // o_proj and down_proj, whole blocks of 128 of the vocabulary.
 //
 // Units are distributed as evenly as possible; with more ranks than units some ranks hold none. A KV head is held by every rank that has a
-// query head of its group, so several ranks may hold it, also with fewer KV heads than ranks. Norms, the router and its bias are replicated.
-// Pure functions.
+// query head of its group, so several ranks may hold it, also with fewer KV heads than ranks. Norms, the router and its bias are
+// replicated. Pure functions.
 #pragma once
 
 #include "mesh/mesh.h"

@@ -1,5 +1,5 @@
-// plan.h: one step's batch. The scheduler fills it, rm_lockstep_agree decides how it runs, rm_forward (step/runner.h) computes it, rm_commit
-// reads the results. All arrays are in host memory, allocated once for the largest step.
+// plan.h: one step's batch. The scheduler fills it, rm_lockstep_agree decides how it runs, rm_forward (step/runner.h) computes it,
+// rm_commit reads the results. All arrays are in host memory, allocated once for the largest step.
 #pragma once
 
 #include "scheduler/sequence.h"

@@ -2,7 +2,7 @@
 //
 // Priority is the order of arrival. Active sequences are visited oldest first and allocate the pages they need; if there are none, the
 // newest is preempted. Then waiting sequences are admitted, oldest first, while there are table rows, batch rows and pages for all of their
-// known tokens. The oldest can always continue (add has checked that it fits alone). A preempted sequence is recomputed, with the same bits.
+// known tokens. The oldest can always continue (add has checked that it fits alone). A preempted one is recomputed, with the same bits.
 //
 // The prompt of n samples is computed by the first sample that becomes active, the leader. In the step that computes the prompt's last row,
 // siblings draw from that row too, as far as there are table rows, and share the leader's pages. The last, partly filled page is copied on

@@ -5,8 +5,8 @@
 // The batch is padded to a captured size. Padding rows write no KV and their results are ignored; rows do not depend on each other, so
 // padding changes no bit.
 //
-// A graph contains addresses: of the KV cache, which moves only by sleeping, and of the weights, whose two allocations serve alternately. So
-// there are two sets of graphs, and a sync keeps both. A size is captured at its second use with those weights: the first run lets
+// A graph contains addresses: of the KV cache, which moves only by sleeping, and of the weights, whose two allocations serve alternately.
+// So there are two sets of graphs, and a sync keeps both. A size is captured at its second use with those weights: the first run lets
 // libraries load lazily. A capture that another thread invalidates by synchronizing the device is repeated at the next step.
 //
 // Ranks capture and replay together, since graphs contain exchanges. Ranks of a tp group have the same batches. Across replicas the

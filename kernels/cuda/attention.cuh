@@ -1,4 +1,4 @@
-// attention.cuh: what the two kernels that make attention's states share: attention_decode.cu's and attention_mma.cu's.
+// attention.cuh: shared by the two kernels that compute attention's states, in attention_decode.cu and attention_mma.cu.
 #pragma once
 
 #include "device.cuh"

@@ -1,5 +1,5 @@
-// attention_mma.cuh: what the two kernels of the family cuda_mma's attention in bf16 share: attention_mma.cu's, for rows by themselves,
-// and attention_mma_tiles.cu's, for rows that stand together.
+// attention_mma.cuh: shared by the two bf16 attention kernels of the family cuda_mma: attention_mma.cu (single rows) and
+// attention_mma_tiles.cu (tiles of consecutive rows of a sequence).
 #pragma once
 
 #include "attention.cuh"

@@ -1,6 +1,6 @@
-// cublaslt.h: the functions of NVIDIA's cuBLASLt that products.cu calls, out of a library that is loaded when the first generator asks
-// for it: rollmesh is built without it. Declarations are written here after cublasLt.h of 13.10 and hold since 12.0; tests/native/standin/
-// cublaslt_header.c holds them against the header itself. Descriptors are made by the library, so their sizes are its own business.
+// cublaslt.h: the cuBLASLt functions that products.cu calls. The library is loaded when a generator first uses it; rollmesh is built
+// without it. The declarations follow cublasLt.h of 13.10 and hold since 12.0; tests/native/standin/cublaslt_header.c compares them with
+// the header. The library creates the descriptors, so their sizes do not matter here.
 #pragma once
 
 #include <stddef.h>
@@ -31,7 +31,7 @@ typedef struct rm_lt_candidate {                  // cublasLtMatmulHeuristicResu
   int reserved[4];
 } rm_lt_candidate;
 
-// Streams are void: a device's.
+// Streams are rm_device.stream.
 typedef struct rm_lt {
   size_t (*get_version)(void);
   const char *(*status_string)(int status);

@@ -1,9 +1,9 @@
-// device.cu: an rm_device over the CUDA runtime, and the doors of rm_cuda.h that ask it.
+// device.cu: an rm_device over the CUDA runtime, and functions of rm_cuda.h.
 //
-// One stream of its own, which waits for no other (cudaStreamNonBlocking), and the device's primary context, which it shares with
-// every other runtime of the process. A failed call kills the device unless it only lacked memory: what a call could not enqueue is
-// missing from the queue, and CUDA itself gives up a context after a kernel's fault. Launches report to the thread's last error; each
-// call that returns a status looks there first.
+// It has its own stream (cudaStreamNonBlocking) and uses the device's primary context, which it shares with every other runtime of the
+// process. A failed call kills the device unless it only lacked memory: work that could not be enqueued is missing from the queue, and
+// after a kernel's fault the context is unusable anyway. Launches report to the thread's last error, which each call with a status checks
+// first.
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -31,19 +31,19 @@ struct cuda_device {
 
 cuda_device *of(void *self) { return static_cast<cuda_device *>(self); }
 
-// ------------------------------------------------------------------------------------------------ what went wrong
+// ------------------------------------------------------------------------------------------------ errors
 rm_device_status die(cuda_device *d, cudaError_t error, const char *call) {
-  cudaGetLastError();  // the failed call's own: it is not to be found again
+  cudaGetLastError();  // clears the failed call's error
   if (!d->dead) snprintf(d->message, sizeof d->message, "%s: %s", call, cudaGetErrorString(error));
   d->dead = true;
   return RM_DEVICE_FAULT;
 }
 
-// Another thread that waits for the whole device (torch.cuda.synchronize) ends what this one records, in whatever mode it does. What
-// is enqueued from then on goes nowhere, each call says so, and nothing but the recording is lost.
+// Another thread that synchronizes the device (torch.cuda.synchronize) invalidates this thread's capture, in any capture mode. Later calls
+// of the capture fail, and only the capture is lost.
 bool is_invalidated(const cuda_device *d, cudaError_t error) { return d->is_capturing && error == cudaErrorStreamCaptureInvalidated; }
 
-// While the thread captures a stream that is not ours nothing can be allocated, and nothing is broken.
+// While the thread captures another stream, allocations fail, without harm to this device.
 bool is_anothers_capture(const cuda_device *d, cudaError_t error) {
   cudaStreamCaptureStatus own = cudaStreamCaptureStatusNone;
   if (error != cudaErrorStreamCaptureUnsupported) return false;
@@ -59,7 +59,7 @@ rm_device_status lacks(cuda_device *d, cudaError_t error, const char *call, size
   return RM_DEVICE_NO_MEMORY;
 }
 
-// Asked before every call to the runtime, so that what ops have launched is blamed on nothing else.
+// Called before every runtime call, so that a failed launch of an op is not reported by another call.
 bool is_alive(cuda_device *d) {
   if (d->dead) return false;
   const cudaError_t error = cudaGetLastError();
@@ -74,7 +74,7 @@ rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
   return RM_DEVICE_OK;
 }
 
-// Before something goes that the queue may hold; a device that died may still be at work.
+// Called before memory or graphs that the queue may use are freed; also a dead device may still be running.
 void finish(cuda_device *d) {
   is_alive(d);
   done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
@@ -145,16 +145,16 @@ void get(void *self, void *to_host, const void *from, size_t bytes) {
     done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream), "cudaMemcpyAsync to the host");
 }
 
-// Once for each device that is read: without leave, or where the two cannot reach each other, copies go by way of the host.
+// Enables peer access once for each device that is read; without it copies go through the host.
 void reach_peer(cuda_device *d, int ordinal) {
   if (ordinal == d->ordinal || ordinal < 0 || ordinal >= MAX_PEERS || d->peers_asked >> ordinal & 1) return;
   int can = 0;
   d->peers_asked |= 1ull << ordinal;
   if (cudaDeviceCanAccessPeer(&can, d->ordinal, ordinal) == cudaSuccess && can) cudaDeviceEnablePeerAccess(ordinal, 0);
-  cudaGetLastError();  // somebody else of the process has asked before: an error there
+  cudaGetLastError();  // an error if peer access was enabled before by this process
 }
 
-// CUDA's copies with a pitch take none that goes backwards, is shorter than a run, or is longer than this.
+// CUDA's pitched copies refuse a pitch that is negative, shorter than a row, or longer than MAX_PITCH.
 bool is_pitch(size_t pitch, size_t width) { return pitch >= width && pitch <= MAX_PITCH; }
 
 void fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
@@ -207,7 +207,7 @@ rm_device_status wait_event(void *self, int number) {
 
 rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char *call) {
   if (error != cudaErrorNotReady) return done(d, error, call);
-  cudaGetLastError();  // it counts as an error there
+  cudaGetLastError();  // cudaErrorNotReady is kept as an error
   return RM_DEVICE_BUSY;
 }
 
@@ -235,8 +235,8 @@ void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
 void follow(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
 void lead(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
 
-// CUDA looks into what a handle points at, so it is not asked about one that points nowhere. Of a stream that is being captured a wait
-// would make ours part of the capture, and end both.
+// CUDA dereferences stream handles, so small numbers are refused first. Waiting for a stream that is being captured would join our stream
+// to that capture and invalidate both.
 const char *refuses(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -252,7 +252,7 @@ const char *refuses(void *self, void *stream) {
                                                     : nullptr;
 }
 
-// ------------------------------------------------------------------------------------------------ recordings
+// ------------------------------------------------------------------------------------------------ graph capture
 // Thread-local: another thread may allocate on another device, or this one, in the meantime.
 rm_device_status begin_capture(void *self) {
   cuda_device *d = of(self);
@@ -262,7 +262,7 @@ rm_device_status begin_capture(void *self) {
   return done(d, error, "cudaStreamBeginCapture");
 }
 
-// What the capture came to, which ends in any case; NULL where it is not to be used.
+// Ends the capture; *graph is NULL unless it succeeded.
 rm_device_status stop_capture(cuda_device *d, cudaGraph_t *graph) {
   is_alive(d);
   const cudaError_t error = cudaStreamEndCapture(d->stream, graph);
@@ -286,7 +286,8 @@ rm_device_status end_capture(void *self, void **out) {
   cudaError_t error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
   if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
-  if (error == cudaSuccess && (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {  // else its first launch took it
+  // Uploads now, so that the first launch allocates nothing.
+  if (error == cudaSuccess && (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {
     cudaGraphExecDestroy(made);
     return lacks(d, error, "cudaGraphUpload", 0);
   }
@@ -307,9 +308,9 @@ void destroy_graph(void *self, void *graph) {
   if (error != cudaSuccess) die(d, error, "cudaGraphExecDestroy");
 }
 
-// ------------------------------------------------------------------------------------------------ whose thread it is
-// Other runtimes of the process (torch's) see the thread's current context, so that is what it gets back. A thread that had none gets
-// none: one of ours would be taken for its choice of a device, and to make one of another would cost that device some hundred MiB.
+// ------------------------------------------------------------------------------------------------ the thread's current device
+// Other runtimes of the process (torch's) use the thread's current context, so leave restores it. A thread without a context gets none
+// back: a context of ours would look like its choice of a device, and creating one on another device would cost some hundred MiB.
 constexpr int NO_CONTEXT = -2;
 
 template <class CALL> CALL driver(const char *name) {
@@ -333,8 +334,8 @@ void go_back(int ordinal, int saved) {
   else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
 
-// While another thread captures in "global" mode, as torch.cuda.graph does, every thread that is in that mode, as all are at first, may
-// neither allocate nor ask an event, and one that tries ends the capture. A thread that works for a device is in ThreadLocal mode.
+// While another thread captures in "global" mode (torch.cuda.graph), a thread in that mode, which is the default, may not allocate or query
+// events; a call that does invalidates the capture. So a thread that has entered a device is in ThreadLocal mode.
 cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
   if (cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess) return mode;
   cudaGetLastError();
@@ -346,13 +347,13 @@ struct thread_local_mode {
   ~thread_local_mode() { exchange(saved); }
 };
 
-// What the thread had, in a number: device and mode.
+// The thread's device and capture mode, as one number.
 constexpr int MODES = 4;
 
 int enter(void *self) {
   cuda_device *d = of(self);
   const int saved = current();
-  cudaGetLastError();  // what others left in the thread is not ours; an error that lasts comes again
+  cudaGetLastError();  // clears errors of other runtimes; a sticky error is reported again
   if (cudaSetDevice(d->ordinal) != cudaSuccess) is_alive(d);
   return saved * MODES + exchange(cudaStreamCaptureModeThreadLocal);
 }
@@ -360,7 +361,7 @@ int enter(void *self) {
 void leave(void *self, int saved) {
   cuda_device *d = of(self);
   const int mode = saved & (MODES - 1);
-  is_alive(d);  // what was launched last is this device's, whoever asks this thread next
+  is_alive(d);  // so that an error of the last launch is kept here
   exchange(static_cast<cudaStreamCaptureMode>(mode));
   go_back(d->ordinal, (saved - mode) / MODES);
 }
@@ -378,7 +379,7 @@ void close_device(void *self) {
   delete d;
 }
 
-const rm_listed_kernel *listed;  // NULL before the first enters itself
+const rm_listed_kernel *listed;  // NULL before the first is listed
 
 // NULL, or the call that failed.
 const char *make(cuda_device *d, cudaError_t *error) {
@@ -401,7 +402,7 @@ int architecture(int ordinal) {
   return 10 * major + minor;
 }
 
-// Why `call` failed, to whoever wanted device d.
+// Writes to `why` why `call` failed.
 rm_device_opened explain(char *why, size_t room, const cuda_device *d, const char *call, cudaError_t error) {
   if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) {
     snprintf(why, room, "%s: %s: %s", d->name, call, cudaGetErrorString(error));
@@ -412,7 +413,7 @@ rm_device_opened explain(char *why, size_t room, const cuda_device *d, const cha
   return RM_DEVICE_NOT_FOUND;
 }
 
-// The table with the card's own names.
+// The table with the names of the device's architecture.
 void take_kernels(cuda_device *d, const rm_kernels *kernels) {
   const int sm = architecture(d->ordinal);
   snprintf(d->isa, sizeof d->isa, "cuda_sm%d", sm);
@@ -470,7 +471,7 @@ void rm_cuda_kill(void *self, const char *why) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (!is_alive(d)) return;
   if (d->is_capturing && cudaStreamIsCapturing(d->stream, &capture) == cudaSuccess && capture == cudaStreamCaptureStatusInvalidated)
-    return;  // why it failed, in somebody else's words
+    return;  // the failure is a consequence of the invalidated capture
   snprintf(d->message, sizeof d->message, "%s", why);
   d->dead = true;
 }
@@ -485,7 +486,7 @@ RM_EXPORT int rm_cuda_devices(void) {
   const cudaError_t error = cudaGetDeviceCount(&n);
   if (error == cudaSuccess) return n;
   cudaGetLastError();
-  // "Insufficient" is also what CUDA says where there is none; its version is 0 then.
+  // CUDA also returns "insufficient driver" when there is none; its version is 0 then.
   return error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 ? -2 : -1;
 }
 

@@ -1,26 +1,26 @@
-// device.cuh: what the .cu files share: the scalar arithmetic of the contract for device code, a few steps of warps and blocks, and
-// the two words in which CUDA's syntax is not C++. tests/simt/simt.h defines those words for a CPU (RM_SIMT), so that every kernel
-// here also runs without a GPU.
+// device.cuh: shared by the .cu files: the scalar arithmetic of the contract for device code, helpers for warps and blocks, and macros for
+// the two constructs in which CUDA's syntax is not C++. tests/simt/simt.h defines the macros for a CPU (RM_SIMT), so that every kernel also
+// runs without a GPU.
 //
 // Flags that the bits depend on: -fmad=false (nothing is contracted; a fused operation is written fmaf), -ftz=true (denormals are
 // zeros), -prec-div=true -prec-sqrt=true (IEEE quotients and roots).
 #pragma once
 
 #ifdef RM_SIMT
-#include <simt.h>  // tests/simt, by -I
+#include <simt.h> // tests/simt, by -I
 #else
 #include <cuda_runtime.h>
 #define RM_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
-#define RM_SHARED(name) extern __shared__ __align__(16) float name[]  // dynamic shared memory
+#define RM_SHARED(name) extern __shared__ __align__(16) float name[] // dynamic shared memory
 #endif
 
 #include "cpu/scalar.h"
 #include "device.h"
 
-// Every kernel that RM_LAUNCH names, listed while the library is loaded; rm_cuda_open loads them all. CUDA would load each at its first
-// launch, and for that wait until the device is idle, with a lock that another thread's launches need: a deadlock where a kernel that
-// runs waits for another rank's, as NCCL's do on one GPU.
+// Lists every kernel that RM_LAUNCH names when the library is loaded; rm_cuda_open loads them all. Otherwise CUDA loads a kernel at its
+// first launch and waits until the device is idle, holding a lock that other threads' launches need: a deadlock if a running kernel waits
+// for another rank's kernel, as NCCL's do on one GPU.
 struct rm_listed_kernel {
   const void *kernel;
   const rm_listed_kernel *next;
@@ -29,7 +29,7 @@ struct rm_listed_kernel {
 template <auto *KERNEL> inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
 #define RM_LAUNCH(kernel, ...) (static_cast<void>(&rm_list_entry<kernel>), RM_ENQUEUE(kernel, __VA_ARGS__))
 
-#define RM_EXPORT extern "C" __attribute__((visibility("default")))  // a door of rm_cuda.h
+#define RM_EXPORT extern "C" __attribute__((visibility("default"))) // a function of rm_cuda.h
 
 void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a);
@@ -50,13 +50,13 @@ void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a);
 void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
-// The family cuda_mma, where it differs: bf16 on tensor cores, or in their packing (packing.cuh); float32 goes to the above.
+// Ops of the family cuda_mma that differ: bf16 on tensor cores, or in their packing (packing.cuh); float32 uses the ops above.
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a);
 void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
 void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
-void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);  // by tiles of that shape (gemm_mma.cuh)
-bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);  // false: too many rows, nothing was done
-bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);   // false: k is too long
+void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of); // by tiles of that shape (gemm_mma.cuh)
+bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu); // false: too many rows, nothing was done
+bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu); // false: k is too long
 void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
 void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a);
 void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a);
@@ -66,8 +66,8 @@ void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
 // `rows` runs of `width` bytes, any pitch; from NULL: zeros.
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows);
 
-// device.cu, for whatever else enqueues: whether `self` of a device lives; and its end, with the reason that its message will say
-// (but for what could not be enqueued to a recording that was spoilt).
+// device.cu: whether a device (its `self`) is alive; and killing it with the reason for its message (no effect if enqueuing failed because
+// the capture was invalidated).
 bool rm_cuda_lives(void *self);
 void rm_cuda_kill(void *self, const char *why);
 // products.cu: rm_device.products.
@@ -81,8 +81,8 @@ size_t rm_cuda_sample_workspace(const rm_limits *limits);
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_router_workspace(const rm_limits *limits);
 
-// What a launch of `kernel` needs of the current device, where it is more than what a kernel may have without asking; sm_86 and sm_89
-// have 99 KB for a block, others more. A device forgets nothing, but there may be others: so it is asked before each launch.
+// Raises a kernel's limit of dynamic shared memory on the current device beyond the default; sm_86 and sm_89 have 99 KB for a block, others
+// more. Called before each launch, since the current device may differ.
 template <class KERNEL> void rm_allow_shared(KERNEL *kernel, size_t bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
@@ -92,8 +92,8 @@ constexpr unsigned RM_ALL_LANES = 0xffffffffu;
 
 inline unsigned rm_blocks(int64_t n, int64_t each) { return static_cast<unsigned>((n + each - 1) / each); }
 
-// Blocks in y for the rows of a gemm, `each` at a time; a block goes on to the rows a grid's height further. With groups twice what
-// an even share of the rows needs: one that has more takes turns, and few blocks are launched for nothing.
+// Blocks in y for the rows of a gemm, `each` at a time; a block continues with the rows a grid's height further. With groups: twice the
+// blocks of an even share of the rows; a group with more rows loops.
 inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
   const int64_t rows = a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
   return static_cast<unsigned>(rm_min64((rows + each - 1) / each, 65535));
@@ -203,7 +203,7 @@ template <int THREADS, class F> __device__ inline uint64_t rm_over_block(uint64_
   __syncthreads();
   value = by_warp[0];
   for (int w = 1; w < THREADS / RM_WARP; w++) value = both(value, by_warp[w]);
-  __syncthreads();  // before by_warp is used again
+  __syncthreads(); // before by_warp is used again
   return value;
 }
 

@@ -1,4 +1,4 @@
-// lm_head.cuh: what the two kernels that make logits share: lm_head.cu's and lm_head_mma.cu's.
+// lm_head.cuh: shared by the two kernels that compute logits, in lm_head.cu and lm_head_mma.cu.
 #pragma once
 
 #include "device.cuh"
