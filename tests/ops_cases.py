@@ -125,20 +125,6 @@ def qkv_case(
     }
 
 
-class Guarded:
-    """An output array with a pattern before and after it, off any alignment; `check` sees a write outside."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any):
-        self.size = int(np.prod(shape))
-        self.room = np.zeros(self.size + 75, dtype)
-        self.room.view(np.uint8)[:] = 0xA5
-        self.array = self.room[37 : 37 + self.size].reshape(shape)
-
-    def check(self) -> None:
-        assert (self.room[:37].view(np.uint8) == 0xA5).all(), "written before the output"
-        assert (self.room[37 + self.size :].view(np.uint8) == 0xA5).all(), "written behind the output"
-
-
 def bits(x: Array) -> Array:
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[x.itemsize])
 

@@ -28,7 +28,6 @@ from rollmesh.errors import Error
 from rollmesh.runtime.devices import LIBRARY_SWITCH
 from rollmesh.weights.transport import carriers, stream, tensors
 
-SMALL = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_gib": 0.002, "threads": 1}
 PROMPTS = [[3, 1, 2, 9], [4] * 40]
 State = dict[str, np.ndarray]
 
@@ -172,7 +171,7 @@ class Rank:
     def make(self, config: helpers.Config, device: str, **options: Any) -> None:
         if self.generator is not None:
             self.generator.close()
-        self.generator = rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**SMALL, **options})
+        self.generator = rm.Generator(rm.ModelSpec.from_hf(config), device=device, **{**helpers.SMALL, **options})
 
     def receive(self, *, cast: bool = True, src: int = 0, kinds: bool = False, **options: Any) -> list[Any]:
         """[digest, version, logits]; with kinds the types of what came before these."""

@@ -72,9 +72,7 @@ def test_a_group_without_a_driver_is_an_error(native: Build) -> None:
     assert lines[1] == "a name: no error"
     assert len(lines) == 4
     for line in lines[2:]:
-        assert re.match(
-            r'rank \d: (DeviceError: making a group: NCCL says "unhandled cuda error|RankLostError: rank \d has aborted)', line
-        )
+        assert re.match(r'rank \d: (DeviceError: making a group: NCCL says "unhandled cuda error|RankLostError: rank \d has aborted)', line)
     assert any("DeviceError" in line for line in lines[2:])
 
 
