@@ -1,4 +1,4 @@
-// list.h: intrusive doubly linked lists with a sentinel. A thing stands in at most one list; its rm_link is its first
+// list.h: intrusive doubly linked lists with a sentinel. An element is in at most one list; its rm_link is its first
 // member, so a link is cast to it. Every operation is a few stores: nothing on the step path searches or allocates.
 #pragma once
 

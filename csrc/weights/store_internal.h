@@ -35,7 +35,7 @@ struct rm_store {
   rm_target target; // of the tensor at hand
   rm_units units; // of the push at hand, not yet made
   rm_sync_report report;
-  int64_t n_entries; // pushes, whatever became of them
+  int64_t n_entries; // pushed tensors, successful or not
   double began;
 };
 

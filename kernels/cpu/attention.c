@@ -3,35 +3,34 @@
 // A page of K is a packed matrix and a page of V a k block, so both products are dots.h's. On a rank of a mesh the first and the
 // last kv head may have fewer query heads than the others, and their units fewer queries.
 //
-// A block is computed for all queries of a unit; those for whom none of its positions is live get P = 0 and alpha = 1, which
-// leaves their state as it was. Threads take units from a counter: contexts differ in length, and who computes a unit does not
-// matter to its bits.
+// A block is computed for all queries of a unit; queries without a live position in it get P = 0 and alpha = 1, which does not change their
+// state. Threads take units from a counter, since contexts differ in length; which thread computes a unit changes no bit.
 #include <stdatomic.h>
 
 #include "dots.h"
 #include "variant.h"
 
-enum { UNIT_QUERIES = 24 };       // query heads of a unit, unless one row has more
+enum { UNIT_QUERIES = 24 }; // query heads of a unit, unless one row has more
 
 typedef struct attention_job {
   const rm_attention_args *a;
-  int32_t *runs;                // [n_runs + 1] first row of each run
-  int64_t n_runs, group;        // group: query heads of a kv head in the whole model
+  int32_t *runs; // [n_runs + 1] first row of each run
+  int64_t n_runs, group; // group: query heads of a kv head in the whole model
   float *workspace;
-  int64_t stride;               // floats of one thread
-  _Atomic int64_t next;         // unit
+  int64_t stride; // floats of one thread
+  _Atomic int64_t next; // unit
 } attention_job;
 
 // The state of one unit, carved from a thread's workspace; q runs over rows × query heads.
 typedef struct unit {
   const rm_attention_args *a;
-  int64_t n_q, kv_head, width_k, width_v;  // head_dim padded to 32 and to 16
+  int64_t n_q, kv_head, width_k, width_v; // head_dim padded to 32 and to 16
   const int32_t *pages;
-  float *queries;               // a panel, [width_k / 32][n_q][32]
-  float *p;                     // [n_q][32] scores, then probabilities: a panel of one block
-  float *acc, *merged;          // [width_v / 16][n_q][16] of the segment, of the segments before
+  float *queries; // a panel, [width_k / 32][n_q][32]
+  float *p; // [n_q][32] scores, then probabilities: a panel of one block
+  float *acc, *merged; // [width_v / 16][n_q][16] of the segment, of the segments before
   float *m, *l, *m_all, *l_all; // [n_q]
-  int64_t *first, *last;        // [n_q] live positions
+  int64_t *first, *last; // [n_q] live positions
 } unit;
 
 // The most query heads that a kv head may have here.
@@ -121,7 +120,7 @@ VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   return at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_v);
 }
 
-// Pages lie anywhere, so the processor cannot guess where the next block is: each step fetches it while it computes.
+// Pages are not contiguous, so the hardware prefetcher cannot find the next block: each step prefetches it.
 VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
   const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
@@ -129,7 +128,7 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
   memset(u->p, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->p);
   for (int half = 0; half < 2; half++) {
     const int64_t t = t0 + half * RM_LANES, t_next = t + RM_ATTN_BLOCK;
-    if (!any_live(u, t, t + RM_LANES)) continue;  // its page may not exist
+    if (!any_live(u, t, t + RM_LANES)) continue; // its page may not exist
     const void *keys = keys_at(T, u, t);
     const int more = any_live(u, t_next, t_next + RM_LANES);
     const int64_t ahead = more ? (const char *)keys_at(T, u, t_next) - (const char *)keys : 0;
@@ -137,7 +136,7 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
     values.half[half] = values_at(T, u, t);
     if (more) next[half] = values_at(T, u, t_next);
   }
-  if (!values.half[0]) values.half[0] = values.half[1];  // any finite numbers: their P is 0
+  if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers: their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
   for (int64_t q = 0; q < u->n_q; q++) softmax_step(T, u, q, t0);
   for (int half = 0; half < 2; half++)
@@ -172,7 +171,7 @@ static void begin_segment(unit *u) {
 
 VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1, int64_t kv_head) {
   const rm_attention_args *a = job->a;
-  const int64_t head = rm_max64(0, kv_head * job->group - a->head0);  // its first query head here
+  const int64_t head = rm_max64(0, kv_head * job->group - a->head0); // its first query head here
   const int64_t per = rm_min64((kv_head + 1) * job->group - a->head0, a->n_heads) - head;
   unit u = carve(a, memory, (row1 - row0) * per);
   u.kv_head = kv_head;
@@ -230,7 +229,7 @@ static int64_t find_runs(attention_job *job) {
   return positions * a->n_heads * a->head_dim / 8;
 }
 
-static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }  // an int32 takes the room of a float
+static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); } // an int32 takes the room of a float
 
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
   attention_job job = {.a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
@@ -241,7 +240,7 @@ void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
 }
 
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
-  if (l->n_kv_heads == 0) return 0;  // limits of a caller who has no heads
+  if (l->n_kv_heads == 0) return 0; // limits of a caller who has no heads
   const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
   return (size_t)(runs_floats(l->max_rows) + l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) * sizeof(float);
 }

@@ -119,14 +119,14 @@ _Static_assert(RM_VEC_ROWS == 4 || (int)RM_VEC_ROWS == (int)MOST_ROWS, "WITH_ROW
     ROWS_CASE(8, call) \
   }
 
-// How many of the `left` rows the next register block takes: full ones, and no lonely row at the end.
+// Rows of the next register block, of `left` rows: full blocks, without a block of one row at the end.
 VEC int rows_at_once(int64_t left) {
   if (left <= RM_VEC_ROWS) return (int)left;
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
 // acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on;
-// what stands `ahead` bytes behind w is fetched into the cache meanwhile (0: nothing).
+// memory `ahead` bytes behind w is prefetched meanwhile (0: none).
 VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda,
                       int64_t ahead) {
   const int64_t next = rows * RM_K_BLOCK;
@@ -136,7 +136,7 @@ VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *
     float *to = acc + r * lda;
     WITH_ROWS(n, rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, ahead));
     r += n;
-    ahead = 0;  // the first register block has seen to it
+    ahead = 0;  // prefetched by the first register block
   }
 }
 

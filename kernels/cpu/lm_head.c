@@ -1,7 +1,7 @@
-// lm_head.c: logits in float32 and what is needed of them, (max, sum) and a target's logprob, in one pass over the head's
-// weights. A thread takes whole blocks of 128 vocabulary entries, eight tiles; it turns the logits of each row of a block into a
-// pair while they are in its cache, so that logits which nobody asked for are never written. The pairs of a row are then
-// merged in ascending order, sixteen rows side by side; a rank of a mesh leaves that to merge_pairs, which has all ranks' pairs.
+// lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the head's weights. A thread takes whole blocks
+// of 128 vocabulary entries, eight tiles, and reduces each row's logits of a block to a pair while they are in its cache, so that logits
+// are written only on request. The pairs of a row are then merged in ascending order, sixteen rows at a time; on a mesh merge_pairs does
+// that with the pairs of all ranks.
 #include "panel.h"
 #include "variant.h"
 

@@ -1,12 +1,11 @@
 // sample.c: token choice of docs/numerics.md §7, top-logprobs and ranks. A thread takes whole rows.
 //
-// Without top_k and top_p a row costs two looks at its logits: the largest, then one pass that adds up integer weights,
-// remembering the sum of every 1024 so that only the piece in which the draw falls is looked at again.
+// Without top_k and top_p a row takes two passes over its logits: the maximum, then the sum of integer weights, with a partial sum for
+// every 1024 tokens, so that only the part that contains the draw is read again.
 //
-// With them, few of 150,000 tokens matter. The first look leaves the largest logit of every 64; the cut over these alone, a
-// radix selection, is a bound below the true cut, since the prefix that reaches k tokens (or the weight that top_p needs) can
-// only begin higher when more tokens join. What stands above the bound is collected and cut exactly. Where the bound does not
-// exist (a flat distribution) everything is collected; the result is the same.
+// With them, few of 150,000 tokens matter. The first pass keeps the maximum of every 64 logits. A radix selection over these maxima gives a
+// lower bound of the true threshold, since more tokens can only raise it. Tokens above the bound are collected and selected exactly. If the
+// maxima do not reach the bound (a flat distribution), all tokens are collected, with the same result.
 //
 // A banned token is a NaN in a copy of the logits: a NaN is never the largest, has weight 0 and the lowest key.
 #include "philox.h"
@@ -14,30 +13,30 @@
 
 enum { PIECE = 1024 };
 
-static const float NO_WEIGHT = -28.0f;  // exp of this is below 2^-40
+static const float NO_WEIGHT = -28.0f; // exp of this is below 2^-40
 
 typedef struct sample_job {
   const rm_sample_args *a;
   char *workspace;
-  int64_t stride;               // bytes of one thread
+  int64_t stride; // bytes of one thread
 } sample_job;
 
-typedef struct token_list {     // ascending ids
+typedef struct token_list { // ascending ids
   int32_t *ids;
   uint32_t *keys;
   uint64_t *weights;
   int64_t n;
 } token_list;
 
-typedef struct row_view {       // one row's work; arrays are carved from the thread's workspace
+typedef struct row_view { // one row's work; arrays are carved from the thread's workspace
   const rm_sample_params *params;
-  const float *logits;          // [vocab], banned ones NaN
+  const float *logits; // [vocab], banned ones NaN
   int64_t vocab;
   float max;
-  float *maxima;                // [pieces][16] largest of each lane of a piece
-  uint64_t *sums;               // [pieces] of weights
-  token_list list;              // room for [vocab↑1024]
-  float *copy;                  // [vocab↑1024]
+  float *maxima; // [pieces][16] largest of each lane of a piece
+  uint64_t *sums; // [pieces] of weights
+  token_list list; // room for [vocab↑1024]
+  float *copy; // [vocab↑1024]
 } row_view;
 
 static int64_t thread_bytes(int64_t vocab) {
@@ -86,7 +85,7 @@ static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *
     const int64_t lanes = rm_min64(RM_LANES, n - i);
     const vf x = vf_add(vf_load_n(v->logits + from + i, lanes), vf_zero());
     const vf d = vf_div(vf_sub(x, max), temperature);
-    if (!vi_any(vf_gt(d, vf_set1(NO_WEIGHT)))) {  // so it is for most of a vocabulary
+    if (!vi_any(vf_gt(d, vf_set1(NO_WEIGHT)))) { // so it is for most of a vocabulary
       memset(out + i, 0, RM_LANES * sizeof *out);
       continue;
     }
@@ -141,7 +140,7 @@ static int32_t draw_from_all(row_view *v, float *under) {
 }
 
 // ------------------------------------------------------------------------------------------------ with them
-typedef struct cut {            // tokens of a higher key stay, and `ties` of this key, lowest ids first
+typedef struct cut { // tokens of a higher key stay, and `ties` of this key, lowest ids first
   uint32_t key;
   int64_t ties;
 } cut;
@@ -151,7 +150,7 @@ typedef struct cut {            // tokens of a higher key stay, and `ties` of th
 static cut select_prefix(const token_list *list, uint64_t need, int by_weight) {
   static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
   uint32_t prefix = 0;
-  uint64_t above = 0;           // measure of the keys known to be higher
+  uint64_t above = 0; // measure of the keys known to be higher
   for (int round = 0; round < 3; round++) {
     const int shift = shifts[round];
     const uint32_t digits = (1u << widths[round]) - 1, known = round == 0 ? 0 : ~0u << (shift + widths[round]);
@@ -185,7 +184,7 @@ static void apply(token_list *list, cut c) {
 // A logit that the last token of the prefix is not below, from the maxima alone; −∞ where they do not reach `need`.
 static float lower_bound(row_view *v, uint64_t need, int by_weight) {
   const int64_t n = rm_round_up(v->vocab, PIECE) / PIECE * RM_LANES;
-  token_list *maxima = &v->list;  // its room is free until tokens are collected
+  token_list *maxima = &v->list; // its room is free until tokens are collected
   uint64_t measure = 0;
   maxima->n = n;
   for (int64_t i = 0; i < n; i++) {
@@ -312,11 +311,11 @@ void RM_FN(sample)(const rm_ctx *ctx, const rm_sample_args *a) {
 size_t RM_FN(sample_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * thread_bytes(l->vocab)); }
 
 // ------------------------------------------------------------------------------------------------ top logprobs
-typedef struct top_list {       // the best so far, best first
+typedef struct top_list { // the best so far, best first
   int32_t *ids;
   const float *logits;
   int64_t k, n;
-  uint32_t worst;               // key of the last one when the list is full
+  uint32_t worst; // key of the last one when the list is full
 } top_list;
 
 static void offer(top_list *top, int64_t id) {
@@ -332,7 +331,7 @@ static void top_row(const rm_top_logprobs_args *a, int64_t r) {
   top_list top = {.ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k};
   int64_t v = 0;
   for (; v < a->vocab && (top.n < top.k || top.worst == 0); v++) offer(&top, v);
-  for (; v + RM_LANES <= a->vocab; v += RM_LANES) {  // few of the rest are better than the worst of the list
+  for (; v + RM_LANES <= a->vocab; v += RM_LANES) { // few of the rest are better than the worst of the list
     const vf worst = vf_set1(top.logits[top.ids[top.k - 1]]);
     for (uint32_t better = vi_lanes(vf_gt(vf_load(top.logits + v), worst)); better; better &= better - 1)
       offer(&top, v + __builtin_ctz(better));

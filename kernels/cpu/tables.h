@@ -1,12 +1,11 @@
-// tables.h: the CPU's tables, one per variant that the build made, the op that the fast ones share, and what select_isa.c asks of a variant
-// before it is trusted.
+// tables.h: the CPU's tables, one per variant of the build, the op that the fast variants share, and the checks of select_isa.c.
 #pragma once
 
 #include "kernels.h"
 
 extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16, rm_table_amx;
 
-void rm_cpu_pack(const rm_ctx *, rm_pack_args *); // pack.c: memory is its limit, so the fast variants share one
+void rm_cpu_pack(const rm_ctx *, rm_pack_args *); // pack.c: limited by memory, so all fast variants share it
 
 // verify.c. The name of the first op whose bits differ from ref's on a fixed set of small inputs, or NULL. Milliseconds; not for two
 // threads at once.
