@@ -439,7 +439,7 @@ def test_sizes_of_allocations(monkeypatch: pytest.MonkeyPatch, size: int, fits: 
     """They may be mapped more coarsely than they were made."""
     gpus = Gpus()
     monkeypatch.setattr(loans, "gpus", lambda: gpus)
-    with nullcontext() if fits else pytest.raises(rm.FormatError, match=r"an allocation of 100 bytes .* says has 101"):
+    with nullcontext() if fits else pytest.raises(rm.FormatError, match=r"expected an allocation of 101 bytes .*, got 100"):
         loans.Borrowed(manifest.Loan(1, "1-a", (manifest.Allocation("", b"", size),) * 3, {})).close()
     assert gpus.open == ([] if fits else [1, 2])
 
@@ -592,16 +592,16 @@ def test_a_good_description() -> None:
 @pytest.mark.parametrize(
     "value, message",
     [
-        (None, "that is not one"),
-        ({}, "that is not one"),
-        (changed("allocations", 0, 1, "xyz"), "that is not one"),
-        (changed("tensors", 0, []), "that is not one"),
+        (None, "expected a manifest of lent weights"),
+        ({}, "expected a manifest of lent weights"),
+        (changed("allocations", 0, 1, "xyz"), "expected a manifest of lent weights"),
+        (changed("tensors", 0, []), "expected a manifest of lent weights"),
         (changed("tensors", 0, 5, 77), r"a: bytes \[77, 101\) of an allocation of 100"),
         (changed("tensors", 0, 5, -4), r"a: bytes \[-4, 20\)"),
         (changed("tensors", 2, 5, 15), r"c: bytes \[-1, 19\)"),
         (changed("tensors", 0, 3, [2**59, 1]), r"a: bytes \["),
-        (changed("tensors", 0, 3, [2**60, 1]), "not all integers below"),
-        (changed("tensors", 0, 2, [2, True]), "not all integers below"),
+        (changed("tensors", 0, 3, [2**60, 1]), "expected integers below"),
+        (changed("tensors", 0, 2, [2, True]), "expected integers below"),
         (changed("tensors", 0, 2, [0, 3]), "expected at most 4 sizes >= 1"),
         (changed("tensors", 0, 3, [1]), "expected at most 4 sizes >= 1"),
         (changed("tensors", 0, 4, 1), "a: expected one of 1 allocations, got number 1"),
@@ -609,7 +609,7 @@ def test_a_good_description() -> None:
         (changed("number", 0), r"the number of a loan: expected an integer in \[1, 2\^63\), got 0"),
         (changed("number", True), "the number of a loan: .*, got True"),
         (changed("number", 2**63), "the number of a loan: .*, got 9223372036854775808"),
-        ([], "that is not one"),
+        ([], "expected a manifest of lent weights"),
     ],
 )
 def test_damaged_descriptions(value: Any, message: str) -> None:
@@ -634,5 +634,5 @@ def test_a_reader_without_a_version_is_refused_by_name(make: Callable[..., rm.Ge
         with pytest.raises(rm.StateError, match="refresh"):
             generator.sync_weights(reader, cast=True)
     for address in (5, None, b"/x:y", "a\0:b"):
-        with pytest.raises(rm.Error, match="address of a SharedWriter"):
+        with pytest.raises(rm.Error, match="address: expected a SharedWriter's"):
             sources.SharedReader(address)
