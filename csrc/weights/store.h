@@ -23,15 +23,15 @@ int rm_store_is_open(const rm_store *store); // a sync is open
 const rm_params *rm_store_params(const rm_store *store);
 
 // Sleep and wake of the weights. Either discard: the allocations are freed and the store is unsynced. Or, in order:
-//   keep      copies the serving block to host memory (nothing to copy on the CPU, whose blocks stay as they are)
-//   rest      gives the device's blocks back
-//   restore   serves the same version from a new block with a new number
-//   forget    frees the copy
-// The copy stays until forget, so rest and restore can each be undone without new memory of the host. An unsynced store keeps nothing.
-// No sync may be open.
+//   offload          copies the serving weights to host memory (nothing to copy on the CPU, whose memory stays as it is)
+//   release_blocks   frees the device's memory
+//   restore          serves the same version from new device memory, with a new block number
+//   free_offloaded   frees the copy
+// The copy stays until free_offloaded, so release_blocks and restore can each be undone without new host memory. An unsynced store
+// offloads nothing. No sync may be open.
 void rm_store_discard(rm_store *store); // aborts an open sync; frees the copy too
-size_t rm_store_offload_bytes(const rm_store *store); // host memory that keep would take
+size_t rm_store_offload_bytes(const rm_store *store); // host memory that offload would take
 rm_code rm_store_offload(rm_store *store, rm_error *err); // on failure nothing has changed, also of restore
-void rm_store_release_blocks(rm_store *store); // after keep
+void rm_store_release_blocks(rm_store *store); // after offload
 rm_code rm_store_restore(rm_store *store, rm_error *err);
-void rm_store_free_offloaded(rm_store *store); // no effect while the weights are at rest
+void rm_store_free_offloaded(rm_store *store); // no effect between release_blocks and restore

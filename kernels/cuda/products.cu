@@ -82,12 +82,13 @@ const char *load(rm_lt *api, const char *path) {
   };
   for (const auto &one : wanted) {
     void *found = dlsym(library, one.name);
-    if (!found) return refuse("%s has no %s, wanted cuBLASLt 12.0 or later", path, one.name);
+    if (!found) return refuse("expected cuBLASLt 12.0 or later, got %s without %s", path, one.name);
     memcpy(one.function, &found, sizeof found);
   }
   const size_t version = api->get_version();
   if (version >= RM_LT_LEAST) return nullptr;
-  return refuse("%s is cuBLASLt %zu.%zu.%zu, wanted 12.0 or later", path, version / 10000, version / 100 % 100, version % 100);
+  return refuse("expected cuBLASLt 12.0 or later, got %s of version %zu.%zu.%zu", path, version / 10000, version / 100 % 100,
+                version % 100);
 }
 
 // ------------------------------------------------------------------------------------------------ shapes
@@ -271,10 +272,10 @@ void close_products(void *self) {
 const char *rm_cuda_products(const rm_device *device, const rm_products_options *options, rm_products *out) {
   *out = rm_products{};
   if (options->n < 0 || options->n > RM_MAX_PRODUCTS || options->max_rows < 1 || options->max_rows > int64_t{1} << (CLASSES - 2))
-    return refuse("%d products of up to %lld rows, wanted up to %d of 1 … 2^%d", options->n, static_cast<long long>(options->max_rows),
-                  RM_MAX_PRODUCTS, CLASSES - 2);
+    return refuse("expected up to %d products of 1 … 2^%d rows, got %d of %lld", RM_MAX_PRODUCTS, CLASSES - 2, options->n,
+                  static_cast<long long>(options->max_rows));
   const size_t room = rm_products_workspace(options->list, options->n, 1);
-  if (options->workspace_bytes < room) return refuse("a workspace of %zu bytes, wanted %zu", options->workspace_bytes, room);
+  if (options->workspace_bytes < room) return refuse("expected a workspace of %zu bytes, got %zu", room, options->workspace_bytes);
   products *p = new (std::nothrow) products();
   if (!p) return "no memory";
   const uintptr_t at = reinterpret_cast<uintptr_t>(options->workspace);
