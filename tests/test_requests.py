@@ -461,6 +461,19 @@ def test_references_are_balanced(gen: rm.Generator) -> None:
     assert {key: sys.getrefcount(value) for key, value in state.items()} == counts
 
 
+def test_a_failed_sync_leaves_the_callers_frames(gen: rm.Generator) -> None:
+    """For debuggers: the locals of an iterator that raises are still in the traceback."""
+
+    def entries() -> Iterator[tuple[str, Any]]:
+        here = next(iter(OTHER_STATE.items()))
+        yield here
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        gen.sync_weights(entries())
+    assert caught.traceback[-1].locals["here"][0] in OTHER_STATE
+
+
 def test_weights_may_go_away_after_the_push(gen: rm.Generator) -> None:
     """The engine keeps copies: what the trainer does to its tensors later does not matter."""
     state = {name: value.copy() for name, value in STATE.items()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -80,7 +80,7 @@ class Weights:
             self._abort()
             engine.leave(error, voting)
             fault = None
-            traceback.clear_frames(error.__traceback__)  # each has the error: these cycles would keep the caller's tensors
+            _clear_own_frames(error)
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
@@ -133,7 +133,7 @@ class Weights:
         except BaseException as error:
             self._engine.leave(error)
             fault = None
-            traceback.clear_frames(error.__traceback__)  # as in sync
+            _clear_own_frames(error)
             raise
         sync.names.add(name)
 
@@ -320,6 +320,15 @@ def _fault_of(call: Callable[..., None], *args: Any) -> Exception | None:
     except Exception as error:  # noqa: BLE001
         return error
     return None
+
+
+def _clear_own_frames(error: BaseException) -> None:
+    """Clears the locals of this package's frames in an error's traceback: one of them is the error, and the cycle would keep the caller's
+    tensors. The caller's own frames stay as they are, for debuggers."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("rollmesh."):
+            with suppress(RuntimeError):  # it is still running
+                frame.clear()
 
 
 class Sync:
