@@ -31,7 +31,7 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name, co
 typedef struct rm_dlpack {
   const struct dl_tensor *tensor;  // view, of the capsule that owner has
   int on_device, ordinal;       // a CUDA device's number
-  int read_only;                // the producer says so; one from before versions cannot
+  int read_only;                // the producer says so; one from before DLPack 1.0 cannot
   PyObject *owner;              // owned
 } rm_dlpack;
 int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, rm_dlpack *out);

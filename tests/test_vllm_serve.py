@@ -258,7 +258,8 @@ def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def refused_without_weights(server: Server) -> None:
     """Each in its own way says what is missing, and that it may be asked again."""
-    wanted = {"message": "NotSyncedError: a request before any weights were synced", "type": "ServiceUnavailableError", "code": 503}
+    message = "NotSyncedError: expected synced weights, got none: call sync_weights first"
+    wanted = {"message": message, "type": "ServiceUnavailableError", "code": 503}
     talk = {"model": server.model, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 3}
     said = [
         server.complete(SIMPLE),

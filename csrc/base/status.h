@@ -30,7 +30,7 @@ typedef enum rm_code {
   RM_E_COLLECTIVE_TIMEOUT,
   RM_E_RANK_LOST,
   RM_E_SYNC_ABORTED,   // another rank, or the sender, gave up a sync
-  RM_E_AUTH,           // shared memory that is not the one meant
+  RM_E_AUTH,           // shared memory of another run: its nonce differs
   RM_E_DEVICE,         // a GPU failed: what it computed is lost, and so is its context
   RM_N_CODE
 } rm_code;

@@ -181,9 +181,9 @@ static rm_code lose(rm_engine *engine, rm_code code, rm_error *err) {
 
 static rm_code check_ready(rm_engine *engine, rm_error *err) {
   if (engine->asleep)
-    return rm_fail(err, RM_E_STATE, "cannot step while %s asleep; wake up first",
+    return rm_fail(err, RM_E_STATE, "cannot step while %s asleep; call wake() first",
                    engine->asleep & RM_PART_WEIGHTS ? "the weights are" : "the KV cache is");
-  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "cannot step before weights are synced");
+  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "expected synced weights, got none: call sync_weights first");
   if (engine->lost.code) return rm_fail(err, engine->lost.code, "%s", rm_error_message(&engine->lost));
   engine->scheduler.version = rm_store_version(engine->store);
   return RM_OK;
@@ -273,8 +273,9 @@ rm_scheduler *rm_engine_scheduler(rm_engine *engine) { return &engine->scheduler
 
 // ---------------------------------------------------------------------------------------------- requests
 static rm_code check_weights(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "cannot add a request while the weights are asleep; wake up first");
-  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "a request before any weights were synced");
+  if (engine->asleep & RM_PART_WEIGHTS)
+    return rm_fail(err, RM_E_STATE, "cannot add a request while the weights are asleep; call wake() first");
+  if (!rm_store_weights(engine->store)) return rm_fail(err, RM_E_NOT_SYNCED, "expected synced weights, got none: call sync_weights first");
   return RM_OK;
 }
 

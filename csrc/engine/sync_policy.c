@@ -4,9 +4,9 @@
 
 // ---------------------------------------------------------------------------------------------- sync
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "a sync while the weights are asleep; wake them first");
+  if (engine->asleep & RM_PART_WEIGHTS) return rm_fail(err, RM_E_STATE, "cannot sync while the weights are asleep; call wake() first");
   if (options->in_place && engine->scheduler.n_live)
-    return rm_fail(err, RM_E_STATE, "an in-place sync while %lld requests are unfinished; finish or abort them first",
+    return rm_fail(err, RM_E_STATE, "cannot sync in place while %lld requests are unfinished; finish or abort them first",
                    (long long)engine->scheduler.n_live);
   const rm_entered saved = rm_enter(engine);
   const rm_code code = rm_sync_begin(engine->store, options, err);

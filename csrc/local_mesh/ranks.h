@@ -21,7 +21,7 @@ typedef struct rm_endpoints {
 } rm_endpoints;
 
 typedef struct rm_ranks_options {
-  rm_engine_options engine; // of each rank, but for `rank` and `memory`; n_threads is divided among the ranks
+  rm_engine_options engine; // of each rank, except `rank` and `memory`; n_threads is divided among the ranks
   rm_mesh mesh;
   rm_dispatcher dispatcher;
   int sequence_parallel;
@@ -61,10 +61,10 @@ rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t
 // The report: bytes read by all ranks together, times of the slowest.
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_ranks_sync_abort(rm_ranks *ranks);
-// All ranks or none. Offloaded copies stay after wake, until forgotten or the next sync: other processes may have failed to wake.
+// All ranks or none. Offloaded copies stay after wake, until rm_ranks_free_offloaded or the next sync: other processes may have failed to wake.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
-size_t rm_ranks_offload_bytes(const rm_ranks *ranks); // of the host, that keep_weights would take
+size_t rm_ranks_offload_bytes(const rm_ranks *ranks); // host memory that rm_ranks_offload_weights takes
 rm_code rm_ranks_offload_weights(rm_ranks *ranks, rm_error *err);
 void rm_ranks_free_offloaded(rm_ranks *ranks);
 

@@ -37,7 +37,7 @@ struct rm_ranks {
   int64_t page_size;
   int has_external_scheduler; // it chooses the replica
   // ranks_requests.c; owned
-  int64_t *assigned; // [dp] tokens assigned of each replica so far
+  int64_t *assigned; // [dp] tokens assigned to each replica so far
   rm_prefix *prefixes; // [PREFIX_SLOTS]
   uint64_t next_id;
 };

@@ -29,14 +29,14 @@ static rm_code push_member(rm_member *member, void *arg) {
 // enqueued after it; otherwise this waits until the tensors are complete.
 static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n, rm_error *err) {
   const rm_device *only = ranks->n == 1 ? &ranks->members[0].device : NULL;
-  uint64_t assigned = 0;
+  uint64_t waited_for = 0; // a bit for each device
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code; i++) {
     const rm_tensor *tensor = &entries[i].tensor;
     if (!tensor->on_device || !ranks->ready_queues.library || (only && tensor->ordinal == only->ordinal)) continue;
-    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && assigned >> tensor->ordinal & 1) continue;
+    if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && waited_for >> tensor->ordinal & 1) continue;
     code = rm_ready_queues_wait(&ranks->ready_queues, tensor->ordinal, err);
-    if (!code) assigned |= (uint64_t)1 << tensor->ordinal;
+    if (!code) waited_for |= (uint64_t)1 << tensor->ordinal;
   }
   return code;
 }
@@ -62,7 +62,7 @@ static rm_code commit_member(rm_member *member, void *arg) {
 }
 
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err) {
-  // What would refuse on the ranks of one replica alone is assigned first: it leaves the sync open, and must on all.
+  // Checked before any rank commits: the replica with unfinished requests would refuse alone, and the others would have committed.
   if (inflight == RM_INFLIGHT_REFUSE && rm_ranks_unfinished(ranks) && rm_store_is_open(rm_engine_store(ranks->members[0].engine)))
     return rm_fail(err, RM_E_STATE, "%lld requests are unfinished; finish them, or choose restart, abort or keep",
                    (long long)rm_ranks_unfinished(ranks));

@@ -174,12 +174,12 @@ static int matches(const char *pattern, const char *name, int32_t numbers[2]) {
 static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0, rm_error *err) {
   if (target->n_pieces == target->capacity) {
     const int64_t capacity = target->capacity ? 2 * target->capacity : 4;
-    rm_piece *grown = rm_realloc(target->pieces, (size_t)capacity, sizeof *grown);
+    rm_param_rows *grown = rm_realloc(target->pieces, (size_t)capacity, sizeof *grown);
     if (!grown) return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor", (long long)capacity);
     target->pieces = grown;
     target->capacity = capacity;
   }
-  target->pieces[target->n_pieces++] = (rm_piece){param, outer, row0};
+  target->pieces[target->n_pieces++] = (rm_param_rows){param, outer, row0};
   return RM_OK;
 }
 

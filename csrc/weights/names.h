@@ -6,13 +6,13 @@
 
 // The rows of a tensor that are one parameter: element (r, c) of the parameter is element (outer, row0 + r, c) of the tensor, viewed as
 // [outer][rows][cols]. In a 1-D tensor row0 is the first element.
-typedef struct rm_piece {
+typedef struct rm_param_rows {
   int64_t param;                // index in params->list
   int64_t outer, row0;
-} rm_piece;
+} rm_param_rows;
 
 typedef struct rm_target {
-  rm_piece *pieces;             // owned; rm_target_clear
+  rm_param_rows *pieces;             // owned; rm_target_clear
   int64_t n_pieces, capacity;
   int64_t shape[4];             // the shape that the tensor must have
   int n_dims;

@@ -141,7 +141,7 @@ static rm_code load(rm_staging *staging, rm_pack_args *args, size_t bytes, const
 }
 
 // Copies the unit's source from another GPU. Rows (or columns) that are contiguous go as one pitched copy. A source without contiguous
-// rows or columns, or one that is nearly dense, is copied as the whole byte range that it spans, strides offloaded.
+// rows or columns, or one that is nearly dense, is copied as the whole byte range that it spans, with its strides.
 static rm_code fetch(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
   const rm_device *device = staging->device;
   const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype), down = (args->rows - 1) * args->row_stride;

@@ -27,7 +27,7 @@ void rm_staging_free(rm_staging *staging); // the device must be idle
 typedef struct rm_unit {
   rm_pack_args args; // inputs, and results after the copy, with indices relative to args.index0
   const rm_entry *entry; // view
-  rm_piece piece;
+  rm_param_rows piece;
   int64_t twin; // the tied parameter to compare with; −1: write
   int counted; // this rank counts it in the mesh's digest
   int ordinal; // CUDA device whose memory holds args.src; −1: the host

@@ -206,7 +206,7 @@ static rm_code add_expert(const rm_params *params, const rm_target *target, cons
   rm_part runs[MAX_RUNS];
   int n_runs = 0;
   for (; *piece < target->n_pieces && target->pieces[*piece].outer == outer && n_runs < MAX_RUNS; ++*piece) {
-    const rm_piece *at = &target->pieces[*piece];
+    const rm_param_rows *at = &target->pieces[*piece];
     const rm_param *param = &params->list[at->param];
     const rm_range rows =
         rm_placement_rows(params->spec, placement, param->kind, param->expert, param->n_dims == 1 ? param->cols : param->rows);

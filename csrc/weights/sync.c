@@ -145,7 +145,7 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
 }
 
 // Rows [first, first + n) of a parameter; of a vector the elements.
-static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor, rm_range run) {
+static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece, const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
   const int n = tensor->n_dims;
   const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2], col_stride = tensor->strides[n - 1];
@@ -169,13 +169,13 @@ static rm_pack_args pack_args(const rm_store *store, const rm_piece *piece, cons
 }
 
 // The index of a piece's element in the sender's tensor.
-static rm_dims_text show_index(const rm_store *store, const rm_piece *piece, const rm_tensor *tensor, int64_t element) {
+static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece, const rm_tensor *tensor, int64_t element) {
   const int64_t cols = store->params->list[piece->param].cols, row = element / cols, col = element % cols;
   const int64_t at1[1] = {piece->row0 + col}, at2[2] = {piece->row0 + row, col}, at3[3] = {piece->outer, piece->row0 + row, col};
   return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
 }
 
-static rm_code add_run(rm_store *store, const rm_piece *piece, const rm_entry *entry, rm_range run, int64_t twin, int counted,
+static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry, rm_range run, int64_t twin, int counted,
                        rm_error *err) {
   if (!run.n) return RM_OK;
   rm_unit unit = {.args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
@@ -185,7 +185,7 @@ static rm_code add_run(rm_store *store, const rm_piece *piece, const rm_entry *e
 }
 
 // This rank's shard of one parameter: the rows that another rank counts, then those that it counts itself.
-static rm_code add_piece(rm_store *store, const rm_piece *piece, const rm_entry *entry, rm_error *err) {
+static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_entry *entry, rm_error *err) {
   const rm_params *params = store->params;
   const rm_param *param = &params->list[piece->param];
   const rm_range counted = rm_placement_counted(params->spec, &params->placement, param->kind, param->expert,

@@ -1,13 +1,10 @@
 // pack.c: copies a trainer's tensor into a parameter. One pass converts, changes the layout, sums the digest and finds non-finite values,
 // since each pass over 16 GB costs seconds and memory bandwidth is the limit of all four.
 //
-// Everything is done on 32-bit words, a word being one float or two neighbouring bf16 of a row. Then both packed layouts are
-// the same thing: squares of 16 rows × 16 words turned into 16 × 16 (bf16: one a tile; float32: two). A square goes from 16 cache
-// lines to 16 in registers, four words of all rows at a time: a register holds four words of row r and of row r + 4, so that
-// turning needs no step across the halves, and a line is complete before it is streamed out. Rows are read where they lie when
-// they lie as they are stored; what has to be converted, picked from columns or padded is laid down in a small buffer first, and
-// so are tiles shared with another parameter (k after q in qkv), which are written lane by lane. A tied lm_head is compared
-// instead of written.
+// It works on 32-bit words, one float or two neighbouring bf16 of a row, so both packed layouts are the same: tiles of 16 rows × 16 words,
+// transposed (bf16: one a tile; float32: two). The transpose is done in registers, four words of all rows at a time, and writes whole cache
+// lines. Rows that have to be converted, gathered from columns or padded go through a small buffer first, as do tiles shared with another
+// parameter (k after q in qkv), which are written lane by lane. A tied lm_head is compared instead of written.
 //
 // pack_bits.h has the digest. One variant, compiled with -mavx2, serves every fast table: in cache it is twice as fast as memory
 // brings the bytes, so wider registers would have nothing to do.

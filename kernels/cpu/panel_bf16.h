@@ -3,7 +3,7 @@
 // the words of rows and weights are permuted inside each block of 32: activations when the panel is filled, weights in registers
 // as they come from memory (a shift and a blend for each vector), or once for all rows in the L1 cache when rows are many.
 //
-// A packed layout of its own, permuted when weights are packed, would save those four instructions per two vectors. It lost:
+// A packed layout of its own, permuted when weights are packed, would save those four instructions per two vectors. It was rejected:
 // with one row they hide behind memory, with many they are paid once, and one layout serves every instruction set, the KV cache
 // and the weight digest. float32 goes by FMA.
 #pragma once

@@ -1,4 +1,4 @@
-// gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the door to both of its gemms. A block of 8 warps makes a tile of
+// gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the entry point of both of its gemms. A block of 8 warps makes a tile of
 // up to 128 × 192, 32 k a stage; W's tiles and x come by asynchronous copies, up to three stages ahead. W's tiles lie in shared memory as
 // they do in memory, so a fragment of A is one load of 16 bytes a lane; x is swizzled for ldmatrix, which gives B for 16 tokens.
 //
@@ -6,8 +6,8 @@
 // two sets of them: the price of the fixed split over k, which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs a warp they are 192
 // of a thread's 255, and 1293 products a clock pass through shared memory, about what this instruction can do on sm_90; 64 × 32 had
 // 1024. The fragments that are multiplied next come while others are multiplied, also over the end of a stage, so its barrier stands
-// before the last 16 k. Which tile is one of the launch's (rm_choose_tile): each output has the same sums in all of them. wgmma lost
-// until a GPU has shown that its bits are mma.sync's.
+// before the last 16 k. Which tile is one of the launch's (rm_choose_tile): each output has the same sums in all of them. wgmma
+// is not used: that its bits are mma.sync's is not verified.
 #include "gemm_mma.cuh"
 
 namespace {
@@ -32,7 +32,7 @@ constexpr unsigned X_THERE = 1 << 4;  // one word for what several would hold: t
 struct source {
   const char *w, *x;   // where the next stage's begin
   unsigned there;      // bits: of W's rows, from X_THERE on of x's, those that there are
-  int blocks;          // stages in which its rows of x have something
+  int blocks;          // stages that have valid k
 };
 
 template <class T> __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows, const rm_tokens &x) {
@@ -47,8 +47,8 @@ template <class T> __device__ source source_of(const rm_gemm_args &a, const uint
   return s;
 }
 
-// WIDE: rows of x may be read 16 bytes at a time, to their ends. For rows that are not there nothing is copied: what they meet in the
-// stage is nobody's output. Behind k there are zeros.
+// WIDE: rows of x may be read 16 bytes at a time, to their ends. Rows past the end are not copied; their results are
+// discarded. Past k the stage is filled with zeros.
 template <class T, bool WIDE>
 __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps, const rm_tokens &x, int block) {
   const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);

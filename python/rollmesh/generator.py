@@ -326,7 +326,7 @@ class Generator:
 
         Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError, DTypeError, LayoutError,
         UnsupportedTensorError, NonFiniteError, LimitError, VersionError, CapacityError, IncompleteSyncError, StateError, DeadlineError.
-        For a mapping the message lists all offenders. Exceptions of the source pass through.
+        For a mapping the message lists the offenders of one class and counts those of the others. Exceptions of the source pass through.
         If ranks are processes and one fails, the others raise SyncAbortedError with its reason; MeshMismatchError if they were given
         different weights. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the mesh.
         """

@@ -112,7 +112,7 @@ def _mesh() -> list[tuple[str, str]]:
         ("lost ranks", _process_ends()),
         ("torch", _torch_groups()),
         ("nccl", "between GPUs: see below"),
-        ("deepep", "not part of this version of rollmesh"),
+        ("deepep", "not supported"),
     ]
 
 
@@ -243,7 +243,7 @@ def _vllm() -> list[tuple[str, str]]:
     version, asked = vllm.installed_version(), os.environ.get("VLLM_PLUGINS")
     if version is None:
         return [
-            ("vllm", f"missing: only needed to run inside vLLM's engine (pip install 'rollmesh[vllm]', which is vllm {vllm.TRIED[-1]})")
+            ("vllm", f"missing: only needed to run inside vLLM's engine (pip install '.[vllm]' in rollmesh's checkout: {vllm.TRIED[-1]})")
         ]
     fits = "which rollmesh was tried with" if version in vllm.TRIED else f"expected {' or '.join(vllm.TRIED)}: no other was tried"
     named = "unset" if asked is None else f"VLLM_PLUGINS={plain(asked)}"

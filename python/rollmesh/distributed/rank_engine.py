@@ -20,7 +20,7 @@ from rollmesh.runtime.engine_views import Finish, Ids, RequestView, SampleView, 
 
 # Errors that one rank may raise while the others do not.
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)
-PUSHES = "a set of weights that is pushed"
+PUSHES = "begin_sync"
 
 
 class RankEngine:

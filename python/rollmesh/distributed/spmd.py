@@ -100,7 +100,7 @@ class SpmdEngine(RankEngine):
         """MeshMismatchError unless all ranks have the same spec and options; it lists the ranks and what differs."""
         text = {name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist()) for name, value in facts.items()}
         digest = {name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value for name, value in text.items()}
-        check_alike(self.meet("its making", digest))
+        check_alike(self.meet("initialization", digest))
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the lockstep group."""

@@ -75,15 +75,15 @@ class TextCodec:
 class StopWatcher:
     """Finds the first of `stops` in the text of one sample, token by token.
 
-    A token is not a piece of text of its own: the text of tokens [a, c) is decoded together and what [a, b) alone would have
-    given is cut off its front, where a … b is the run before the new tokens. Text that ends in U+FFFD is held back, because
-    the character may still be completed.
+    Incremental detokenization: new text is decode(tokens[prefix_offset:]) without its beginning, decode(tokens[prefix_offset:
+    read_offset]).
+    Text that ends in U+FFFD is held back, because the character may still be completed.
     """
 
     def __init__(self, codec: TextCodec, stops: Sequence[str], min_tokens: int):
         self.codec, self.stops, self.min_tokens = codec, stops, min_tokens
         self._tokens: list[int] = []
-        self._context = self._taken = 0  # a, b
+        self._prefix_offset = self._read_offset = 0
         self.text = ""
         self.found: str | None = None  # the stop string; nothing is pushed after it
 
@@ -93,17 +93,17 @@ class StopWatcher:
 
     def push(self, token: int) -> str | None:
         """Takes the next token, or on an exception none. Returns the stop string that it completed; `text` then ends before it."""
-        known = self.codec.decode(self._tokens[self._context : self._taken])
-        text = self.codec.decode([*self._tokens[self._context :], token])
+        known = self.codec.decode(self._tokens[self._prefix_offset : self._read_offset])
+        text = self.codec.decode([*self._tokens[self._prefix_offset :], token])
         count = len(self._tokens) + 1
-        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and count - self._taken <= MAX_HELD_BACK):
+        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and count - self._read_offset <= MAX_HELD_BACK):
             self._tokens.append(token)
             return None
         fresh = text[len(known) :]
         text, found = self.text + fresh, None
         if count > self.min_tokens:
             text, found = self._cut(text, len(fresh))
-        self.text, self.found, self._context, self._taken = text, found, self._taken, count
+        self.text, self.found, self._prefix_offset, self._read_offset = text, found, self._read_offset, count
         self._tokens.append(token)  # a Ctrl-C comes before both lines or after both
         return found
 

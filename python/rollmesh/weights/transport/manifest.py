@@ -208,7 +208,7 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
     low, high = tensor.offset + sum(min(r, 0) for r in reach), tensor.offset + sum(max(r, 0) for r in reach) + each
     size = allocations[tensor.allocation].bytes
     if low < 0 or high > size:
-        raise FormatError(f"{tensor.name}: bytes [{low}, {high}) of an allocation of {size}")
+        raise FormatError(f"{tensor.name}: expected bytes inside an allocation of {size}, got [{low}, {high})")
 
 
 def view(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
