@@ -468,7 +468,7 @@ def test_in_flight_in_place_needs_an_idle_engine() -> None:
         gen.submit([prompt(20)], Params(max_tokens=30, seed=1))
         gen.poll()
         for policy in ("restart", "abort", "keep"):
-            with pytest.raises(rm.StateError, match="in-place"):
+            with pytest.raises(rm.StateError, match="sync in place"):
                 sync(gen, DENSE, 2, mode="inplace", inflight=policy)
         sync(gen, DENSE, 2, mode="inplace")  # waits
         output = gen.poll(1)[0]

@@ -258,6 +258,33 @@ def test_sizes_no_array_can_have(size: int) -> None:
             call()
 
 
+def test_numbers_are_numbers() -> None:
+    """What is refused is named; what is no refusal (a Ctrl-C, no memory) comes through; a flag goes by its truth value."""
+    x, weight = np.ones((2, 32), np.float32), np.ones(32, np.float32)
+    for eps, said in ((b"1", "b'1'"), (np.True_, "True"), (True, "True"), ("1", "'1'"), (-1.0, "-1.0"), (10**400, "an integer beyond it")):
+        with pytest.raises(errors.ConfigError, match=f"^eps: expected a finite float32 >= 0, got .*{said}"):
+            ops.rms_norm(x, weight, eps=eps)
+    tables, caches = (ints(0), ints(0), np.zeros((1, 1), np.int32)), ops.kv_cache(1, 1, 16, 32)
+    for size, said in ((2**63, "one of more than 64 bits"), ("16", "'16'"), (16.0, "16.0"), (None, "None"), (0, "0")):
+        with pytest.raises(errors.ShapeError, match=rf"^page_size: expected an integer in \[1, \d+\], got {said}"):
+            ops.attention(words(1, 1, 32), *caches, *tables, page_size=size, scale=1.0)
+
+    class Interrupted:
+        def __float__(self) -> float:
+            raise KeyboardInterrupt
+
+        def __index__(self) -> int:
+            raise MemoryError
+
+    with pytest.raises(KeyboardInterrupt):
+        ops.rms_norm(x, weight, eps=Interrupted())
+    with pytest.raises(MemoryError):
+        ops.attention(words(1, 1, 32), *caches, *tables, page_size=Interrupted(), scale=1.0)
+    w = ops.pack(np.arange(8 * 32, dtype=np.float32).reshape(8, 32) / 256, dtype="float32")
+    for flag in (1, np.True_, "yes"):
+        assert (ops.router(x, w, 8, 2, renormalize=flag).gates.sum(1) == 1).all()
+
+
 def test_inputs_of_other_dims() -> None:
     for x in (words(32), words(1, 1, 32), words()):
         for call in (ops.gemm, ops.gemm_swiglu, ops.lm_head):

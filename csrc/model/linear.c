@@ -35,7 +35,7 @@ rm_gemm_args rm_qkv_product(const rm_model *model, const rm_layer_params *layer,
                         .y_dtype = model->options.dtype};
 }
 
-rm_gemm_args rm_back_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
+rm_gemm_args rm_output_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m) {
   const char *whole = model->shard.comm ? model->attended : model->qkv;
   rm_gemm_args args = linear(model, RM_CUT_HIDDEN, model->x, whole, m, model->spec->n_heads * model->spec->head_dim);
   args.w = weights + layer->o;
@@ -80,7 +80,7 @@ static int name_all(const rm_model *model, rm_product list[RM_MAX_PRODUCTS]) {
   while (dense < model->spec->n_layers && model->spec->layers[dense].is_moe) dense++;
   const rm_layer_params *any = &model->params->layers[0], *layer = dense < model->spec->n_layers ? &model->params->layers[dense] : NULL;
   const char *nowhere = (const char *)RM_FIELD_ALIGN;   // only shapes are read, and whether a bias is NULL
-  const rm_gemm_args qkv = rm_qkv_product(model, any, nowhere, 1), back = rm_back_product(model, any, nowhere, 1);
+  const rm_gemm_args qkv = rm_qkv_product(model, any, nowhere, 1), back = rm_output_product(model, any, nowhere, 1);
   name(list, &n, &qkv, 0);
   name(list, &n, &back, 0);
   if (!layer) return n;

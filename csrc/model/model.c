@@ -362,7 +362,7 @@ static rm_code attention_block(rm_model *model, int64_t index, const char *weigh
   void *k = k_cache(model, kv, n_pages, index), *v = v_cache(model, kv, n_pages, index);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
-  const rm_gemm_args qkv = rm_qkv_product(model, layer, weights, rows), back = rm_back_product(model, layer, weights, rows);
+  const rm_gemm_args qkv = rm_qkv_product(model, layer, weights, rows), back = rm_output_product(model, layer, weights, rows);
   rm_multiply(model, &qkv);
   write_kv(model, layer, weights, k, v, batch);
   attend(model, index, k, v, batch);

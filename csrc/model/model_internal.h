@@ -63,7 +63,7 @@ static inline int32_t *rm_indices_put(const rm_model *model, const int32_t *at, 
 
 // linear.c: arguments of a layer's dense products, for this rank's columns. y of `back` (o_proj) and `down` is x, whole rows; m: rows.
 rm_gemm_args rm_qkv_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
-rm_gemm_args rm_back_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_output_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 rm_gemm_args rm_gate_up_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 rm_gemm_args rm_down_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 void rm_multiply(rm_model *model, const rm_gemm_args *args);

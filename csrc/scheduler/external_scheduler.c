@@ -180,7 +180,7 @@ static rm_external_result result_of(const rm_sequence *seq) {
     result.token = seq->ids[seq->group->n_prompt + last];
     result.logprob = seq->logprobs[last];
     result.sampling_logprob = seq->sampling_logprobs[last];
-    result.rank = seq->group->want_ranks ? seq->ranks[last] : 0;
+    result.rank = seq->group->want_token_ranks ? seq->ranks[last] : 0;
   }
   return result;
 }

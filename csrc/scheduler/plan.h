@@ -33,7 +33,7 @@ typedef struct rm_plan {
   int64_t n_external;
   // filled by rm_lockstep_agree (step/lockstep.c)
   int64_t most_rows; // the largest n_rows of the lockstep group's ranks
-  int is_captured, with_ranks; // the step runs as a captured graph (step/graph_replay.h), with ranks of its tokens
+  int is_captured, with_token_ranks; // the step runs as a captured graph (step/graph_replay.h), with ranks of its tokens
   // results: views of the runner's buffer, valid until the next step
   int16_t *routed; // [n_rows][routed_per_token]
   uint8_t *row_flags; // [n_rows]

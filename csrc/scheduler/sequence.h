@@ -66,7 +66,7 @@ struct rm_sequence_group {
   int64_t min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k, top_logprobs, prompt_top;
-  int want_prompt_logprobs, score_sampling, want_ranks, host_draws;
+  int want_prompt_logprobs, score_sampling, want_token_ranks, host_draws;
   float *logits_out;
   int wants_logits;             // they are computed, whether or not this rank returns them
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence

@@ -78,7 +78,7 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
   seq->ids[group->n_prompt + at] = token;
   seq->logprobs[at] = drawn->logprob;
   seq->sampling_logprobs[at] = drawn->sampling_logprob;
-  if (group->want_ranks) seq->ranks[at] = drawn->rank;
+  if (group->want_token_ranks) seq->ranks[at] = drawn->rank;
   seq->versions[at] = scheduler->version;
   seq->no_contract[at] = seq->stale != 0;
   scheduler->generated_tokens++;

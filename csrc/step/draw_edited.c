@@ -51,6 +51,6 @@ rm_code rm_draw_edited(rm_runner *runner, const rm_sequence *seq, const rm_exter
   if (result->token < 0) return RM_OK;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = result->token};
   code = run_sample(runner, draw->raw, draw->stats, model, result, &result->logprob, &unused, err);
-  if (!code && seq->group->want_ranks) result->rank = rank_of(draw->raw, runner->options.spec->vocab_size, result->token);
+  if (!code && seq->group->want_token_ranks) result->rank = rank_of(draw->raw, runner->options.spec->vocab_size, result->token);
   return code;
 }

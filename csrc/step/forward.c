@@ -184,7 +184,7 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
   }
   for (int64_t i = 0; i < plan->n_out; i++) plan->row_flags[plan->out_rows[i]] |= plan->out_flags[i];
   for (int64_t d = 0; d < plan->n_draws; d++)
-    if (!plan->draws[d].seq->group->want_ranks) plan->ranks[d] = 0;
+    if (!plan->draws[d].seq->group->want_token_ranks) plan->ranks[d] = 0;
   rm_record_outs(plan);
   return share_flags(runner, err);
 }

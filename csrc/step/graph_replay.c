@@ -32,15 +32,15 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_banned);
 }
 
-int rm_graphs_serve(const rm_runner *runner, int *with_ranks) {
+int rm_graphs_serve(const rm_runner *runner, int *with_token_ranks) {
   const rm_plan *plan = runner->plan;
   const rm_graphs *graphs = &runner->graphs;
-  *with_ranks = 0;
+  *with_token_ranks = 0;
   if (!graphs->n_sizes || plan->n_rows > graphs->sizes[graphs->n_sizes - 1]) return 0;
   if (plan->n_out != plan->n_rows || plan->n_draws != plan->n_rows) return 0;
   for (int64_t i = 0; i < plan->n_rows; i++) {
     if (!only_draws(plan, i)) return 0;
-    *with_ranks |= plan->draws[i].seq->group->want_ranks != 0;
+    *with_token_ranks |= plan->draws[i].seq->group->want_token_ranks != 0;
   }
   return 1;
 }
@@ -68,7 +68,7 @@ void rm_graphs_clear(rm_runner *runner) {
 }
 
 // The graph for the serving weights. Weights at a new address replace the set that was not used last.
-static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_ranks) {
+static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_token_ranks) {
   rm_graphs *graphs = &runner->graphs;
   const uint64_t weights = rm_store_block(runner->store);
   int set = 0;
@@ -79,7 +79,7 @@ static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_ranks) {
     graphs->sets[set].weights = weights;
   }
   graphs->last = set;
-  return &graphs->sets[set].graphs[index][with_ranks];
+  return &graphs->sets[set].graphs[index][with_token_ranks];
 }
 
 // Result of a capture, from best to worst. INVALIDATED is repeated at the next step; for REFUSED there was no memory.
@@ -140,7 +140,7 @@ static rm_code capture(rm_runner *runner, rm_graph *graph, rm_enqueue_step enque
 }
 
 rm_code rm_graphs_run(rm_runner *runner, rm_enqueue_step enqueue, rm_error *err) {
-  rm_graph *graph = graph_of(runner, size_index(&runner->graphs, runner->plan->n_rows), runner->plan->with_ranks);
+  rm_graph *graph = graph_of(runner, size_index(&runner->graphs, runner->plan->n_rows), runner->plan->with_token_ranks);
   const int may_capture = graph->was_run && !graph->captured && !graph->is_refused;
   rm_code code = may_capture ? capture(runner, graph, enqueue, err) : RM_OK;
   if (!code && graph->captured) replay(runner, graph);

@@ -44,8 +44,8 @@ typedef struct rm_graphs {
 
 // Chooses the sizes, up to 512 rows. None if the device cannot capture, with enforce_eager, or if exchanges wait for the host (staged.h).
 void rm_graphs_plan(rm_runner *runner);
-// Whether this rank's plan can run as a graph; a plan without rows can. *with_ranks: some draw needs its rank.
-int rm_graphs_serve(const rm_runner *runner, int *with_ranks);
+// Whether this rank's plan can run as a graph; a plan without rows can. *with_token_ranks: some draw needs its rank.
+int rm_graphs_serve(const rm_runner *runner, int *with_token_ranks);
 int64_t rm_graphs_size(const rm_runner *runner, int64_t rows); // the captured size that `rows` are padded to
 // Runs the padded step: calls `enqueue`, captures it, or replays its graph.
 typedef rm_code (*rm_enqueue_step)(rm_runner *runner, rm_error *err);

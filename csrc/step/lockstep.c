@@ -3,7 +3,7 @@
 // lockstep group a rank decides alone.
 #include "step/runner.h"
 
-enum { CAPTURED = 1, WITH_RANKS = 2, RESET = 4 };
+enum { CAPTURED = 1, WITH_TOKEN_RANKS = 2, RESET = 4 };
 
 typedef struct rank_status {
   int32_t rows;
@@ -16,13 +16,13 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
   rank_status all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
   int flags = 0; // of all ranks, or-ed
-  plan->is_captured = rm_graphs_serve(runner, &plan->with_ranks);
+  plan->is_captured = rm_graphs_serve(runner, &plan->with_token_ranks);
   plan->most_rows = plan->n_rows;
   if (!rm_rank_spans_dp(rank)) return RM_OK;
   const rank_status own = {
       .rows = (int32_t)plan->n_rows,
       .progress = (int16_t)*progress,
-      .flags = (int16_t)(plan->is_captured * CAPTURED + plan->with_ranks * WITH_RANKS + runner->graphs.was_reset * RESET),
+      .flags = (int16_t)(plan->is_captured * CAPTURED + plan->with_token_ranks * WITH_TOKEN_RANKS + runner->graphs.was_reset * RESET),
   };
   for (int r = 0; r < rm_comm_size(rank->ep); r++) bytes[r] = sizeof own;
   const rm_code code = rm_comm_all_gather(rank->ep, &own, all, bytes, err);
@@ -33,7 +33,7 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
     plan->is_captured &= (all[r].flags & CAPTURED) != 0;
     flags |= all[r].flags;
   }
-  plan->with_ranks = (flags & WITH_RANKS) != 0;
+  plan->with_token_ranks = (flags & WITH_TOKEN_RANKS) != 0;
   if (flags & RESET) rm_graphs_clear(runner); // a rank that slept has no graphs: all ranks capture again
   runner->graphs.was_reset = 0;
   return RM_OK;

@@ -87,7 +87,7 @@ void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
 static inline void *rm_on_device(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Sets the plan's most_rows, is_captured and with_ranks. In a lockstep group (lockstep.c) the ranks agree on them, and *progress becomes
+// Sets the plan's most_rows, is_captured and with_token_ranks. In a lockstep group (lockstep.c) the ranks agree on them, and *progress becomes
 // the maximum over the group.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
 rm_code rm_forward(rm_runner *runner, rm_error *err);

@@ -16,14 +16,14 @@ static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int
 
 static int needs_logits(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
-  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top || group->want_ranks;
+  return out->draws || group->wants_logits || group->score_sampling || group->prompt_top || group->want_token_ranks;
 }
 
 // Whether one rank of a tp group can do the row's work for all: it is only drawn from. Other records of logits are made on every rank.
 static int one_rank_does(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
   if (group->top_logprobs || group->wants_logits || group->score_sampling || group->host_draws) return 0;
-  return out->target < 0 || !(group->prompt_top || group->want_ranks);
+  return out->target < 0 || !(group->prompt_top || group->want_token_ranks);
 }
 
 static rm_chunk chunk_at(const rm_runner *runner, int64_t first) {
@@ -180,7 +180,7 @@ static rm_code run_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row,
   const int64_t most = rm_min64(runner->max_draws, rm_max64(room / 2, 1));
   rm_code code = RM_OK;
   if (k) code = top_logprobs(runner, row, n, k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k, err);
-  if (!code && group->want_ranks) code = rank_prompt(runner, chunk, row, n, err);
+  if (!code && group->want_token_ranks) code = rank_prompt(runner, chunk, row, n, err);
   for (int64_t i = 0; i < n && !code && group->score_sampling; i += most)
     code = score_sampling(runner, chunk, row + i, rm_min64(n - i, most), err);
   return code;
@@ -255,10 +255,10 @@ static rm_code run_draws(rm_runner *runner, const rm_chunk *chunk, int64_t d, in
   const int64_t first = plan->draws[d].out - chunk->first, n = end - d, ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
   int32_t *tokens = rm_on_device(runner, b->tokens + d);
-  int wanted = plan->is_captured && plan->with_ranks;
+  int wanted = plan->is_captured && plan->with_token_ranks;
   const rm_code code = params_of(runner, d, end, given, &params, err);
   if (code) return code;
-  for (int64_t i = d; i < end; i++) wanted |= plan->draws[i].seq->group->want_ranks;
+  for (int64_t i = d; i < end; i++) wanted |= plan->draws[i].seq->group->want_token_ranks;
   run_sample(runner, chunk, first, n, ld_logits, params, tokens, rm_on_device(runner, b->logprobs + d),
              rm_on_device(runner, b->sampling_logprobs + d));
   if (wanted) run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));

@@ -38,13 +38,13 @@ static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b
   return RM_OK;
 }
 
-static rm_code hear(rm_comm *world, ballot *b, const void *mine, void *all, size_t each, rm_error *err) {
+static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *all, size_t each, rm_error *err) {
   for (int r = 0; r < b->size; r++) b->bytes[r] = each;
   return rm_comm_all_gather(world, mine, all, b->bytes, err);
 }
 
 // RM_OK if all ranks can commit the same version.
-static rm_code count(const ballot *b, int me, rm_error *err) {
+static rm_code tally(const ballot *b, int me, rm_error *err) {
   for (int r = 0; r < b->size; r++)
     if (b->votes[r].code)
       return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %lld: %s: %s", r, (long long)b->votes[r].version,
@@ -89,9 +89,9 @@ static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepar
   vote mine = {.version = rm_sync_version(store), .n_params = n, .code = prepared};
   rm_error other = RM_ERROR_INIT;
   if (prepared) snprintf(mine.message, sizeof mine.message, "%s", rm_error_message(err));
-  rm_code code = hear(world, b, &mine, b->votes, sizeof mine, &other);
-  if (!code) code = count(b, me, &other);
-  if (!code) code = hear(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums, &other);
+  rm_code code = gather_votes(world, b, &mine, b->votes, sizeof mine, &other);
+  if (!code) code = tally(b, me, &other);
+  if (!code) code = gather_votes(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums, &other);
   if (!code) code = compare(b, rm_store_params(store), &other);
   if (code) {
     rm_sync_abort(store);

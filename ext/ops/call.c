@@ -22,16 +22,25 @@ void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
   if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at most", RM_OP_MAX_SIZE);
 }
 
+// Clears the error of a number that is none. Any other (a Ctrl-C, no memory) stays, and is the caller's.
+static int is_refusal(void) {
+  if (!PyErr_Occurred()) return 1;
+  if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_OverflowError))
+    PyErr_Clear();
+  return !PyErr_Occurred();
+}
+
 int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high) {
   int overflow = 0;
   if (c->failed) return -1;
   PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
   const long long value = number ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
-  PyErr_Clear();
   c->failed = !number || overflow || value < low || value > high;
-  if (c->failed)
-    rm_raise_code(c->module, RM_E_SHAPE, "%s: expected an integer in [%lld, %lld], got %R", name, (long long)low, (long long)high,
-                  number && !overflow ? number : (PyObject *)Py_TYPE(object));   // one of many digits is not printed
+  if (c->failed && is_refusal())
+    rm_raise_code(c->module, RM_E_SHAPE,
+                  overflow ? "%s: expected an integer in [%lld, %lld], got one of more than 64 bits"
+                           : "%s: expected an integer in [%lld, %lld], got %.60R",
+                  name, (long long)low, (long long)high, object);
   Py_XDECREF(number);
   return c->failed ? -1 : value;
 }
@@ -42,13 +51,16 @@ int64_t rm_op_size_of(rm_op_call *c, PyObject *object, const char *name, int64_t
 
 float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   if (c->failed) return 0;
-  PyObject *number = PyBool_Check(object) || PyArray_Check(object) || PyUnicode_Check(object) ? NULL : PyNumber_Float(object);
+  const int is_number = PyType_GetSlot(Py_TYPE(object), Py_nb_float) || PyType_GetSlot(Py_TYPE(object), Py_nb_index);   // text is none
+  const int is_bool = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
+  PyObject *number = is_number && !is_bool && !PyArray_Check(object) ? PyNumber_Float(object) : NULL;
   const double value = number ? PyFloat_AsDouble(number) : NAN;
-  PyErr_Clear();
   c->failed = !(value >= (double)low && value <= (double)FLT_MAX);
-  if (c->failed)
-    rm_raise_code(c->module, RM_E_CONFIG, "%s: expected a finite float32%s, got %R", name, low == 0 ? " >= 0" : "",
-                  number ? number : (PyObject *)Py_TYPE(object));
+  if (c->failed && is_refusal())
+    rm_raise_code(c->module, RM_E_CONFIG,
+                  number || is_bool || !PyLong_Check(object) ? "%s: expected a finite float32%s, got %.60R"
+                                                             : "%s: expected a finite float32%s, got an integer beyond it",
+                  name, low == 0 ? " >= 0" : "", object);
   Py_XDECREF(number);
   return c->failed ? 0 : (float)value;
 }

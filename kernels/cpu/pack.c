@@ -15,18 +15,18 @@
 #include "tables.h"
 
 enum {
-  SQUARE = 16,                     // rows, and words, of a square
+  SQUARE = 16, // rows, and words, of a square
   SQUARE_BYTES = SQUARE * SQUARE * 4,
-  LINE = SQUARE * 4,               // bytes of a row of a square: one cache line
-  CROWD = 4096,                    // rows a multiple of this apart are in one set of the first cache
-  RUN = 512,                       // bytes of each stored row that are worked on at a time
-  SERIAL_ELEMENTS = 1 << 16,       // below this waking threads costs more than it saves
+  LINE = SQUARE * 4, // bytes of a row of a square: one cache line
+  CROWD = 4096, // rows a multiple of this apart are in one set of the first cache
+  RUN = 512, // bytes of each stored row that are worked on at a time
+  SERIAL_ELEMENTS = 1 << 16, // below this waking threads costs more than it saves
   MAX_PARTS = 256,
 };
 
 #define INLINE static inline __attribute__((always_inline))
 
-typedef struct part {              // what one thread found
+typedef struct part { // what one thread found
   uint64_t digest;
   int64_t nonfinite, diff;
   char pad[40];
@@ -36,7 +36,7 @@ typedef struct part {              // what one thread found
 // n elements from `src`, `step` bytes apart.
 static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
   uint16_t *out = to;
-  if (from == RM_SRC_F32 && step == 4) {           // the loop that gcc vectorises
+  if (from == RM_SRC_F32 && step == 4) { // the loop that gcc vectorises
     for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(load32(src + i * 4));
     return;
   }
@@ -116,9 +116,9 @@ static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64
 
 // ------------------------------------------------------------------------------------------------ digest and finiteness
 typedef struct sums {
-  __m256i even, odd;               // of the digest, four 64-bit sums each
-  __m256i largest;                 // of the 16 bits with the exponent, without the sign; those of a float32's low half are 0
-  __m256i unsigned_high;           // the mask for it
+  __m256i even, odd; // of the digest, four 64-bit sums each
+  __m256i largest; // of the 16 bits with the exponent, without the sign; those of a float32's low half are 0
+  __m256i unsigned_high; // the mask for it
 } sums;
 
 INLINE sums sums_begin(rm_dtype dtype) {
@@ -219,9 +219,9 @@ static void plain_rows(const rm_pack_args *args, part *found, int64_t begin, int
 typedef struct rows16 {
   const char *at;
   int64_t pitch;
-  const char *ahead;               // what is wanted a run later, fetched meanwhile
-  __m256i seeds;                   // of the next four words of rows 0 and 4
-  __m256i row, four_rows, back;    // to the next row; four rows on; from row 16 to row 0, four words on
+  const char *ahead; // what is wanted a run later, fetched meanwhile
+  __m256i seeds; // of the next four words of rows 0 and 4
+  __m256i row, four_rows, back; // to the next row; four rows on; from row 16 to row 0, four words on
 } rows16;
 
 static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64_t word, int64_t row_words) {
@@ -252,7 +252,7 @@ INLINE void copy_lines(char *lines, const rows16 *rows) {
 }
 
 // out[word][row] ← row[word] of the next 16 words, and their sums; out is a multiple of 32. With COMPARE not zero where out differs.
-INLINE int turn_square(emit how, char *out, rows16 *rows, sums *total) {
+INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
   _Alignas(64) char lines[SQUARE_BYTES];
   sums s = *total;
   __m256i seeds = rows->seeds, differ = _mm256_setzero_si256();
@@ -317,7 +317,7 @@ typedef struct packed_run {
   int64_t tile_row, row;
   int lane0, lanes;
   int64_t col, n;
-  const char *ahead;               // in the source, where the run after this one begins
+  const char *ahead; // in the source, where the run after this one begins
 } packed_run;
 
 static int64_t packed_tile_row(const rm_pack_args *args, int64_t tile) {
@@ -338,8 +338,8 @@ static void compare_run(const rm_pack_args *args, part *found, const packed_run 
   for (int64_t i = 0; i < squares; i++, dst += SQUARE_BYTES) {
     rows16 again = *rows;
     sums ignored = *total;
-    if (whole && !turn_square(COMPARE, (char *)dst, rows, total)) continue;
-    turn_square(KEEP, (char *)square, &again, whole ? &ignored : total);
+    if (whole && !transpose_tile(COMPARE, (char *)dst, rows, total)) continue;
+    transpose_tile(KEEP, (char *)square, &again, whole ? &ignored : total);
     *rows = again;
     const int64_t at = compare_lanes(dst, square, run->lane0, run->lanes, args->dst_dtype);
     if (at >= 0) note_diff(found, first + at / RM_K_BLOCK * args->cols + i * SQUARE * words + at % RM_K_BLOCK);
@@ -350,11 +350,11 @@ static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *r
   _Alignas(64) uint32_t square[SQUARE * SQUARE];
   char *dst = packed_dst(args, run);
   if (run->lanes == SQUARE && (uintptr_t)dst % 32 == 0) {
-    for (int64_t i = 0; i < squares; i++) turn_square(STREAM, dst + i * SQUARE_BYTES, rows, total);
+    for (int64_t i = 0; i < squares; i++) transpose_tile(STREAM, dst + i * SQUARE_BYTES, rows, total);
     return;
   }
   for (int64_t i = 0; i < squares; i++) {
-    turn_square(KEEP, (char *)square, rows, total);
+    transpose_tile(KEEP, (char *)square, rows, total);
     emit_lanes(dst + i * SQUARE_BYTES, square, run->lane0, run->lanes);
   }
 }
@@ -434,7 +434,7 @@ static void pack_task(void *arg, int thread, int n_threads) {
   const int64_t begin = low + n * thread / n_threads, end = low + n * (thread + 1) / n_threads;
   if (plain) plain_rows(args, found, begin, end);
   else packed_tiles(args, found, begin, end);
-  _mm_sfence();                    // streamed stores are ordered before the thread says it is done
+  _mm_sfence(); // streamed stores are ordered before the thread says it is done
 }
 
 static int64_t lowest(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : rm_min64(a, b); }

@@ -62,7 +62,7 @@ static void join_aborter(rm_nccl_endpoint *end) {
   end->has_aborter = 0;
 }
 
-static rm_code fall(rm_nccl_endpoint *end, rm_code code, int how) {
+static rm_code fail_and_abort(rm_nccl_endpoint *end, rm_code code, int how) {
   rm_nccl_abort_comm(end);
   if (how & RM_NCCL_TELLS) rm_comm_abort(end->host, code);
   return code;
@@ -96,9 +96,9 @@ rm_code rm_nccl_result(rm_nccl_endpoint *end, const char *what, int result, int 
   detail[strcspn(detail, "\r\n")] = 0;
   const rm_code code = code_of(result, how);
   const rm_code named = code == RM_E_RANK_LOST && how & RM_NCCL_TELLS ? ask_the_host(end, NAMING_SECONDS, err) : RM_OK;
-  if (named) return fall(end, named, how);
+  if (named) return fail_and_abort(end, named, how);
   rm_fail(err, code, "%s: NCCL says \"%s\"%s%s", what, end->api.error_string(result), *detail ? ": " : "", detail);
-  return fall(end, code, how);
+  return fail_and_abort(end, code, how);
 }
 
 // NCCL's asynchronous state; 0 when the communicator was aborted.
@@ -111,7 +111,7 @@ static int ask(rm_nccl_endpoint *end, int *state) {
   return lives;
 }
 
-static rm_code gone(rm_nccl_endpoint *end, rm_error *err) {
+static rm_code aborted_error(rm_nccl_endpoint *end, rm_error *err) {
   const rm_code code = rm_comm_check(end->host, err);
   return code ? code : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted", end->rank);
 }
@@ -120,17 +120,17 @@ rm_code rm_nccl_wait_ready(rm_nccl_endpoint *end, const char *what, double secon
   const double start = rm_now();
   double looked = start;
   for (int state;;) {
-    if (!ask(end, &state)) return gone(end, err);
+    if (!ask(end, &state)) return aborted_error(end, err);
     if (state != RM_NCCL_IN_PROGRESS) return rm_nccl_result(end, what, state, how, err);
     const double now = rm_now();
     if (now - start > seconds) {
       rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "%s: NCCL was not done on rank %d within %.3g s; a rank that it waits for did not arrive", what,
               end->rank, seconds);
-      return fall(end, RM_E_COLLECTIVE_TIMEOUT, how);
+      return fail_and_abort(end, RM_E_COLLECTIVE_TIMEOUT, how);
     }
     if (now - looked > LOOK_SECONDS) {
       const rm_code code = rm_comm_check(end->host, err);
-      if (code) return fall(end, code, how);
+      if (code) return fail_and_abort(end, code, how);
       looked = now;
     }
     if (now - start < AWAKE_SECONDS) sched_yield();
@@ -186,7 +186,7 @@ static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, siz
   if (most <= end->capacity) return RM_OK;
   rm_fail(err, RM_E_CAPACITY, "%s: expected at most %zu bytes of strided blocks in one exchange, got %zu that rank %d %s",
           rm_comm_op_name(op), end->capacity, most, end->rank, sent == most ? "sends" : "receives");
-  return fall(end, RM_E_CAPACITY, RM_NCCL_TELLS);
+  return fail_and_abort(end, RM_E_CAPACITY, RM_NCCL_TELLS);
 }
 
 static void pack_all(rm_nccl_endpoint *end, const call *c) {
@@ -227,7 +227,7 @@ static rm_code issue(rm_nccl_endpoint *end, const call *c, const char *what, dou
     if (!result || result == RM_NCCL_IN_PROGRESS) result = ended;
   }
   pthread_mutex_unlock(&end->lock);
-  if (!lives) return gone(end, err);
+  if (!lives) return aborted_error(end, err);
   const rm_code code = rm_nccl_result(end, what, result, RM_NCCL_TELLS, err);
   return code ? code : rm_nccl_wait_ready(end, what, timeout, RM_NCCL_TELLS, err);
 }
@@ -297,14 +297,14 @@ rm_code rm_nccl_check(void *self, rm_error *err) {
   int state;
   const rm_code code = rm_comm_check(end->host, err);
   if (code) return code;
-  if (!ask(end, &state)) return gone(end, err);
+  if (!ask(end, &state)) return aborted_error(end, err);
   return rm_nccl_result(end, "enqueued work", state, RM_NCCL_TELLS, err);
 }
 
 // ------------------------------------------------------------------------------------------------ destruction
 // Leaves together with the other ranks: a barrier on the host, then NCCL's finalize. Without the barrier a rank whose queue is not empty
 // would find the others gone. After an error here (another rank is late, or has ended) the caller aborts the communicator instead.
-static rm_code part(rm_nccl_endpoint *end, rm_error *err) {
+static rm_code finalize(rm_nccl_endpoint *end, rm_error *err) {
   rm_code code = meet(end, end->timeout < LEAVING_SECONDS ? end->timeout : LEAVING_SECONDS, err);
   if (code) return code;
   pthread_mutex_lock(&end->lock);
@@ -314,12 +314,12 @@ static rm_code part(rm_nccl_endpoint *end, rm_error *err) {
   return code ? code : rm_nccl_wait_ready(end, "leaving", end->timeout, 0, err);
 }
 
-static void put_down(rm_nccl_endpoint *end) {
+static void destroy_comm(rm_nccl_endpoint *end) {
   rm_error ignored = RM_ERROR_INIT;
   pthread_mutex_lock(&end->lock);
   const int lives = end->comm != NULL;
   pthread_mutex_unlock(&end->lock);
-  const rm_code code = lives ? part(end, &ignored) : RM_OK;
+  const rm_code code = lives ? finalize(end, &ignored) : RM_OK;
   rm_error_clear(&ignored);
   if (code) rm_nccl_abort_comm(end);
   pthread_mutex_lock(&end->lock);
@@ -331,7 +331,7 @@ static void put_down(rm_nccl_endpoint *end) {
 // Not called in a forked child, where NCCL and the device cannot be used.
 void rm_nccl_leave(void *self) {
   rm_nccl_endpoint *end = self;
-  put_down(end);
+  destroy_comm(end);
   join_aborter(end);
   if (end->out) end->device->unmap(end->device->self, end->out, end->capacity);
   if (end->in) end->device->unmap(end->device->self, end->in, end->capacity);

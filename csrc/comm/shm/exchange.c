@@ -100,7 +100,7 @@ static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const r
   fill(end, call->op, out, mine->round, send);
   rm_copy(&end->slots[end->me]->headers[end->turn & 1], mine,
           offsetof(rm_region_header, bytes) + (size_t)end->size * sizeof mine->bytes[0]);
-  return rm_region_meet(end, call, err);
+  return rm_region_barrier(end, call, err);
 }
 
 // One round. `at`: where this rank's block begins in each stream, set in the first round.

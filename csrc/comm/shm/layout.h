@@ -124,7 +124,7 @@ void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
 void rm_region_futex_wake(_Atomic uint32_t *word);
 // Arrives at the round `turn`, which publishes what this rank has written, and waits until all have arrived. Fails when the group is dead;
 // ends the group at the deadline and when a member is lost.
-rm_code rm_region_meet(rm_region_endpoint *end, const rm_region_call *call, rm_error *err);
+rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, rm_error *err);
 
 // The transport's check: ends the group when a member has left it or its process has ended.
 rm_code rm_region_check(void *self, rm_error *err);

@@ -68,7 +68,7 @@ static absent look(const rm_region_endpoint *end) {
   return found;
 }
 
-static uint64_t look_for_the_dead(const rm_region_endpoint *end) {
+static uint64_t find_dead_ranks(const rm_region_endpoint *end) {
   uint64_t identities[RM_REGION_RANKS], dead = 0;
   int handles[RM_REGION_RANKS];
   if (end->region->file < 0) return 0; // threads of this process
@@ -83,9 +83,9 @@ static uint64_t look_for_the_dead(const rm_region_endpoint *end) {
 }
 
 // Checks an incomplete round. Returns the cause of an error (1 + rank), or 0.
-static uint32_t judge(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
+static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
   const absent found = look(end);
-  const uint64_t dead = with_processes ? look_for_the_dead(end) : 0;
+  const uint64_t dead = with_processes ? find_dead_ranks(end) : 0;
   const char *op = rm_comm_op_name(call->op);
   const unsigned long long n = call->sequence;
   const int me = end->members[end->me];
@@ -111,8 +111,8 @@ static int is_over(const rm_region_endpoint *end, uint32_t barrier) { return all
 static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes, double now) {
   _Atomic uint32_t *barrier = &end->group->barrier;
   const int me = end->members[end->me];
-  const int had_verdict = atomic_load(&end->region->map->ranks[me].cause) != 0;
-  const uint32_t cause = judge(end, call, with_processes, now);
+  const int had_error = atomic_load(&end->region->map->ranks[me].cause) != 0;
+  const uint32_t cause = diagnose(end, call, with_processes, now);
   uint32_t seen = atomic_load(barrier);
   if (!cause) return;
   while (!is_over(end, seen))
@@ -120,7 +120,7 @@ static void check(rm_region_endpoint *end, const rm_region_call *call, int with_
       rm_region_futex_wake(barrier);
       return;
     }
-  if (!had_verdict) rm_region_clear_error(end->region, me);
+  if (!had_error) rm_region_clear_error(end->region, me);
 }
 
 rm_code rm_region_check(void *self, rm_error *err) {
@@ -129,7 +129,7 @@ rm_code rm_region_check(void *self, rm_error *err) {
   char who[4 * RM_REGION_RANKS + 8];
   uint32_t cause = 0;
   if (!(atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE)) {
-    const uint64_t left = look(end).left, dead = left ? 0 : look_for_the_dead(end);
+    const uint64_t left = look(end).left, dead = left ? 0 : find_dead_ranks(end);
     if (left)
       cause =
           rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group", rm_region_names(left, who, sizeof who));
@@ -169,7 +169,7 @@ static uint32_t spin(rm_region_endpoint *end, uint32_t barrier) {
   return barrier;
 }
 
-rm_code rm_region_meet(rm_region_endpoint *end, const rm_region_call *call, rm_error *err) {
+rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, rm_error *err) {
   uint32_t barrier = arrive(end);
   if (!is_over(end, barrier)) barrier = spin(end, barrier);
   if (!is_over(end, barrier)) {

@@ -295,7 +295,7 @@ def router(
     op, x, w, bias = op_over(isa, threads, x=x, w=w, bias=bias)
     x, top_k = matrix_of("x", x), size_of("top_k", top_k)
     routing = Routing(op.new((x.shape[0], top_k), np.int32), op.new((x.shape[0], top_k), np.float32))
-    op.core.router(*routing, x, w, bias, num_experts, renormalize)
+    op.core.router(*routing, x, w, bias, num_experts, bool(renormalize))
     return routing
 
 

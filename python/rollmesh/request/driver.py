@@ -37,11 +37,11 @@ class Driver:
         requests: Requests,
         codec: TextCodec | None,
         turn: Turn,
-        close_set: Callable[[], None],
+        commit_open_sync: Callable[[], None],
     ):
-        """close_set: commits an open sync that is not used as a context manager, as the next step does."""
+        """commit_open_sync: commits an open sync that is not used as a context manager, as the next step does."""
         self._engine, self._requests, self._codec = engine, requests, codec
-        self._turn, self._close_set = turn, close_set
+        self._turn, self._close_set = turn, commit_open_sync
         self._submitted: set[int] = set()  # ids for poll
         self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
 

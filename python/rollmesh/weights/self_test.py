@@ -62,10 +62,10 @@ def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDA
 
 def generate_for_test(generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int) -> list[RequestOutput]:
     """Generates the tokens of a self-test. Ranks without a scorer call this too."""
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)  # checks the seed
     if prompts is None:
         length = min(8, max(1, generator.max_model_len - max_tokens))
         prompts = list(np.random.default_rng(seed).integers(0, generator.spec.vocab_size, (8, length)).astype(np.int32))
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
     return generator.generate(prompts, params, use_tqdm=False)
 
 
