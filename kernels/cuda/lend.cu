@@ -1,6 +1,6 @@
 // lend.cu: a device's memory for another process: the handle that CUDA gives of an allocation, and what one opens. Memory that was
 // not allocated whole (cuMemCreate: torch's expandable segments; cudaMallocAsync) has no such handle, and CUDA says so as an invalid
-// argument. Passing file descriptors of it was rejected: they need a socket, and the trainer's allocator to have asked for them beforehand.
+// argument. Passing file descriptors of it was rejected: they need a socket, and the trainer's allocator must have asked for them before.
 #include "rm_cuda.h"
 
 #include <cstdio>
