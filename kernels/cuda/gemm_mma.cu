@@ -1,6 +1,7 @@
-// gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the entry point of both of its gemms. A block of 8 warps computes a tile
-// of up to 128 × 192, 32 k a stage; W's tiles and x come by asynchronous copies, up to three stages ahead. W's tiles lie in shared memory as
-// they do in memory, so a fragment of A is one load of 16 bytes a lane; x is swizzled for ldmatrix, which gives B for 16 tokens.
+// gemm_mma.cu: the bf16 gemm of the family cuda_mma for many rows, and the entry point of both of its gemms. A block of 8 warps computes
+// a tile of up to 128 × 192, 32 k a stage; W's tiles and x come by asynchronous copies, up to three stages ahead. W's tiles lie in shared
+// memory as they do in memory, so a fragment of A is one load of 16 bytes a lane; x is swizzled for ldmatrix, which gives B for 16
+// tokens.
 //
 // What limits it is shared memory's 128 bytes a clock, then registers. The sums of a segment and those of all segments before it are
 // two sets of them: the price of the fixed split over k, which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs a warp they are 192
