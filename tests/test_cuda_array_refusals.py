@@ -53,7 +53,7 @@ def test_a_family_belongs_to_its_arrays(rng: np.random.Generator) -> None:
     for threads in (2, 0, None):
         with pytest.raises(errors.ConfigError, match="threads"):
             ops.gemm(*there, 17, threads=threads)  # type: ignore[arg-type]
-    with pytest.raises(errors.ConfigError, match="isa="):
+    with pytest.raises(errors.ConfigError, match="isa: expected a CUDA family"):
         _core.Kernels("cuda_fast", 1, there[0].queue)
     with pytest.raises(errors.ConfigError, match="expected a Queue or None as queue, got 3"):
         _core.Kernels("cuda_fma", 1, 3)  # type: ignore[arg-type]

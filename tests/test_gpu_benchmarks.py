@@ -82,7 +82,7 @@ def test_the_simulated_device_is_not_measured(simt_library: Path) -> None:
 def test_settings_reach_the_generator(simt_library: Path) -> None:
     done = gpu(simt_library, "--smoke", "prefill", "--set", "threads=0")
     assert done.returncode == 1
-    assert "ConfigError: threads = 0" in done.stderr
+    assert "ConfigError: threads: expected an integer in [1, 256], got 0" in done.stderr
     for wrong in ("thread=1", "isa='cuda_fma'"):
         done = gpu(simt_library, "--smoke", "prefill", "--set", wrong)
         assert done.returncode == 2

@@ -66,6 +66,6 @@ thread.join()
 def test_combine_wants_distinct_experts() -> None:
     y, gates = np.array([[1e8], [-1e8], [1]], np.float32), np.ones((1, 3), np.float32)
     place = np.array([[0, 1, 2]], np.int32)
-    with pytest.raises(errors.RequestError, match="row 0 of ids has expert 1 twice"):
+    with pytest.raises(errors.RequestError, match="ids: expected distinct experts in a row, got 1 twice in row 0"):
         ops.combine(y, place, np.array([[1, 2, 1]], np.int32), gates, 4)
     assert ops.combine(y, place, np.array([[1, 2, 3]], np.int32), gates, 4).shape == (1, 1)

@@ -29,7 +29,7 @@ rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernel
   for (size_t i = 0; !code && i < sizeof tables / sizeof *tables && !*out; i++)
     if (!family || strcmp(tables[i]()->family, family) == 0) *out = tables[i]();
   if (code || *out) return code;
-  return rm_fail(err, RM_E_CONFIG, "expected isa to be a CUDA family, %s or %s, got \"%.40s\"", tables[0]()->family, tables[1]()->family,
+  return rm_fail(err, RM_E_CONFIG, "isa: expected a CUDA family, %s or %s, got \"%.40s\"", tables[0]()->family, tables[1]()->family,
                  family);
 }
 
