@@ -235,12 +235,12 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("generate", MOE, "a", "--random", "--tp", "3"), "ConfigError: tp=3 does not divide num_attention_heads="),
         (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),
         (("generate", MOE, "a", "--random", "--tp", "0"), "ConfigError: mesh tp: expected an integer in [1, 65536], got 0"),
-        (("generate", MOE, "a", "--random", "--max-model-len", "0"), "ConfigError: max_model_len: expected"),
-        (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len: expected"),
+        (("generate", MOE, "a", "--random", "--max-model-len", "0"), "ConfigError: max_model_len: expected … got 0"),
+        (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len: expected … got 0"),
         (("plan", MOE, "--device", "banana"), "ConfigError: device: expected 'cpu', 'cuda' or 'cuda:N', got 'banana'"),
         (("plan", MOE, "--device", ""), "ConfigError: device: expected 'cpu', 'cuda' or 'cuda:N', got ''"),
-        (("bench", MOE, "--isa", "cuda_mma"), "ConfigError: isa: expected one of ref"),
-        (("generate", MOE, "a", "--random", "--isa", "x" * 100_000), "ConfigError: isa: expected one of"),
+        (("bench", MOE, "--isa", "cuda_mma"), "ConfigError: isa: expected one of ref … got 'cuda_mma'"),
+        (("generate", MOE, "a", "--random", "--isa", "x" * 100_000), "ConfigError: isa: expected one of … got 'xxx"),
         (("plan", MOE, "--tp", "0"), "ConfigError: tp: expected an integer in [1, 65536], got 0"),
         (("plan", MOE, "--kv-cache-gib", "inf"), "ConfigError: --kv-cache-gib inf"),
         (("plan", MOE, "--kv-cache-gib", "1e308"), "ConfigError: --kv-cache-gib 1e+308"),
@@ -248,8 +248,8 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
         (("plan", "x" * 300), "File name too long"),
         (("plan", "/proc/self/mem"), "ConfigError: /proc/self/mem: "),
         (("generate", MOE, "a", "--random", "--tp", "9" * 4000), "ConfigError: mesh tp: expected an integer in [1, 65536], got 999"),
-        (("generate", MOE, "a", "--random", "--device", "x" * 100_000), "ConfigError: device: expected"),
-        (("generate", MOE, "a", "--random", "--ep-backend", "x" * 100_000), "ConfigError: ep_backend: expected one of"),
+        (("generate", MOE, "a", "--random", "--device", "x" * 100_000), "ConfigError: device: expected … got 'xxx"),
+        (("generate", MOE, "a", "--random", "--ep-backend", "x" * 100_000), "ConfigError: ep_backend: expected one of … got 'xxx"),
         (("generate", MOE, "x" * 100_000, "--ids", "--random"), "ConfigError: --ids: expected token ids such as 5,17,3, got 'xxx"),
         (("grpo", MOE, "--set", "train.lr=" + "x" * 100_000), "ConfigError: [train] lr: expected a number, got 'xxx"),
         (("grpo", MOE, "--set", "x" * 100_000), "expected KEY=VALUE"),
@@ -273,7 +273,7 @@ def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str
 
     assert main([str(a) for a in args]) == 2
     text = capsys.readouterr().err
-    assert message in text
+    assert re.search(".*".join(map(re.escape, message.split(" … "))), text), text
     assert "Traceback" not in text
     assert text.count("\n") == 1
     assert len(text) < 800

@@ -266,7 +266,7 @@ def test_arguments_of_a_sleep_that_one_rank_refuses(ranks: Ask) -> None:
     for rank, (told, *served) in enumerate(results(ranks("rests", (2, 1, 1), victim=1, sleep=[["cache"], []], wake=[[[]], []]))):
         for (kind, text, moment, asleep), parts in zip(told, ([], BOTH), strict=True):
             assert (kind, asleep) == ("ConfigError" if rank else "SyncAbortedError", parts), text
-            assert "expected 'weights', 'kv' or both" in text
+            assert re.search(r"expected 'weights', 'kv' or both, got \S+$", text), text
             moments.append(moment)
         assert served == [True, True]
     assert max(moments) - min(moments) < 10, "known at the deadline of 30 s only"

@@ -317,6 +317,7 @@ def test_ranks_that_mean_different_senders(ranks: Ranks, commands: tuple[Any, ..
 def test_a_sender_that_is_no_rank(ranks: Ranks, src: Any) -> None:
     told = ranks(("send", DENSE, 1, {}), ("take", 1, {"src": src}), ("take", 1, {}))
     assert told[1].startswith("ConfigError: src: expected a rank of the group, one of ")
+    assert told[1].endswith(f", got {src!r}")
     assert all(answer.startswith("SyncAbortedError: rank 1: ConfigError: src: expected a rank") for answer in told[::2])
 
 
@@ -350,7 +351,8 @@ def test_a_device_where_there_is_none_to_choose(ranks: Ranks) -> None:
         ranks.make(DENSE)
         ranks.stream(DENSE, 1, {})
         for rank, answer in enumerate(ranks(*[("take", 1, {"device": f"cuda:{7 - rank}"}) for rank in range(3)])):
-            assert answer.startswith(f"ConfigError: device: expected None or 'cuda:{rank}' of this comm's first stream")
+            expected = f"ConfigError: device: expected None or 'cuda:{rank}' of this comm's first stream"
+            assert answer.startswith(f"{expected}, got 'cuda:{7 - rank}'")
     else:
         told = ranks(*[("take", 1, {"device": "cuda"})] * 3)
         assert all(answer.startswith("ConfigError: device: expected None or 'cpu', got 'cuda'") for answer in told)
