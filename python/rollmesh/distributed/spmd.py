@@ -139,7 +139,7 @@ class SpmdEngine(RankEngine):
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
         number = self._engine.add(prompt, stop_token_ids, request, logits)
         self._ids.append(number)
-        self._note(repr(request).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits")
+        self._note(repr(asdict(request)).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits")
         self._announced = False
         if logits is not None:
             self._logits[number] = logits

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -99,8 +99,9 @@ class Weights:
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle; another open one is dropped."""
         options = sync.options
-        # Ranks may differ in the version: the two-phase commit compares it.
-        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
+        # Ranks may differ in the version: the two-phase commit compares it. asdict: a dataclass's own repr, once cut short by a Ctrl-C,
+        # takes a later object at the same address for one that contains itself, and shows nothing of it.
+        told = self._open_together(PUSHES, repr(asdict(replace(options, version=None))), options)
         try:
             self._engine.compare("a set of weights", told)
             if options.mode == "inplace":
