@@ -36,7 +36,7 @@ BUILT = ROOT / "build" / "cuda"  # of tests/cuda_build.py
 @dataclass
 class Limits:
     """Rates in 1e9 per second: bytes read; bytes copied (counted once) on the device, from and to pinned host memory; operations of a
-    bf16 product of 8192³ by torch, which is cuBLAS. None: not measured, and `missing` says why."""
+    bf16 matmul of 8192³ by torch, which is cuBLAS. None: not measured, and `missing` says why."""
 
     read_gb_s: float | None
     copy_gb_s: float

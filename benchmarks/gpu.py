@@ -7,9 +7,9 @@
     prefill    one prompt that no cache knows, to its first token: operations over time, as a share of cuBLAS' rate
     sync       a state dict of the device, beside a copy on the device; one of the host, beside a copy of pinned memory
     start      a process from its start to its first token, stage by stage
-    products   the dense products of a layer by cuBLASLt, where it is here: whether a pinned algorithm gives a row the same bits in calls of
-               1 … 1024 rows, and its time beside the family cuda_mma's (gpu_products.py)
-    ops        every op of an 8B and a 30B-A3B model one by one (tests/simt/bench_mma.cu), and torch's matmul beside the large products
+    gemm       the dense gemms of a layer by cuBLASLt, where it is here: whether a pinned algorithm gives a row the same bits in calls of
+               1 … 1024 rows, and its time beside the family cuda_mma's (gpu_gemm.py)
+    ops        every op of an 8B and a 30B-A3B model one by one (tests/simt/bench_mma.cu), and torch's matmul beside the large gemms
 
 Without names all of them, in that order. Limits are measured in the same run; a copy on the device is measured again beside every round
 of decode and sync, and the best of a point's rounds counts: other work can only slow one down. A point that has used up its
@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 import rollmesh as rm
-from benchmarks import gpu_products
+from benchmarks import gpu_gemm
 from benchmarks.card import BUILT, Card, DeviceWeights, Limits, host_weights, open_card, said, torch_gemm
 from benchmarks.machine import ROOT
 from benchmarks.options import real, whole
@@ -47,7 +47,7 @@ from rollmesh.runtime import cublas
 
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
-PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "products", "ops")
+PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "gemm", "ops")
 OWN = ("spec", "device", "isa", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_gib")  # a part's own
 RESULTS = Path(__file__).with_name("results")
 
@@ -175,7 +175,7 @@ def decode(run: Run) -> None:
 def bits(run: Run) -> None:
     """Bound: none may differ. Company is of every length up to four pages, so that it also changes what stands in a step's chunks."""
     if run.options.set.get("fast"):
-        raise SystemExit("benchmarks.gpu: bits with fast=True, which promises none: `products` says what cuBLASLt keeps")
+        raise SystemExit("benchmarks.gpu: bits with fast=True, which promises none: `gemm` says what cuBLASLt keeps")
     for shape, family in pairs(run.options):
         rng, most, length = np.random.default_rng(5), max(run.options.company), 6 * PAGE
         prompts = [rng.integers(0, shape.vocab, int(rng.integers(1, 4 * PAGE)), dtype=np.int32) for _ in range(most)]
@@ -287,33 +287,33 @@ def first(card: Card, options: argparse.Namespace) -> None:
     print(json.dumps(stages | {"made": made}))
 
 
-# ---------------------------------------------------------------------------------------------- products
-def products(run: Run) -> None:
+# ---------------------------------------------------------------------------------------------- gemm
+def gemm(run: Run) -> None:
     """Families do not matter: theirs is the peer."""
     try:
-        print(f"  products cuBLASLt {cublas.find()}", flush=True)
+        print(f"  gemm     cuBLASLt {cublas.find()}", flush=True)
     except rm.ConfigError as error:
-        print(f"  products not measured: {error}")
+        print(f"  gemm     not measured: {error}")
         return
     for shape in dict.fromkeys(shape for shape, _ in pairs(run.options)):
         begin = time.perf_counter()
-        found = gpu_products.findings(run.card, shape, run.options.product_rows, run.options.product_timed)
+        found = gpu_gemm.findings(run.card, shape, run.options.gemm_rows, run.options.gemm_timed)
         peers = {one.name: one.seconds for one in found if not one.tried}
         for one in found:
             wide = 2 if one.shape.swiglu else 1
             what = f"{shape.name} {one.name} n={wide * one.shape.n} k={one.shape.k}"
             if one.tried:
                 verdict = f"{one.differing} of {one.tried} numbers of rows differ"
-                run.add(Row("products", f"{what}: {verdict}", one.choice, time.perf_counter() - begin, None, "", None))
+                run.add(Row("gemm", f"{what}: {verdict}", one.choice, time.perf_counter() - begin, None, "", None))
             for rows, seconds in one.seconds.items():
                 flops = 2e-9 * rows * wide * one.shape.n * one.shape.k
                 limit = flops / peers[one.name][rows] if one.tried else None
-                run.add(Row("products", f"{what} rows={rows}", one.choice, seconds, flops / seconds, "GFLOP/s", limit))
+                run.add(Row("gemm", f"{what} rows={rows}", one.choice, seconds, flops / seconds, "GFLOP/s", limit))
 
 
 # ---------------------------------------------------------------------------------------------- ops
 OP = re.compile(r"(?P<what>.+?)\s+(?P<us>[\d.]+) us\s+(?P<gb>\d+) GB/s\s+[\d.]+ % of reading\s+(?P<tflop>[\d.]+) TFLOP/s")
-PRODUCT = re.compile(r"8B (?P<name>\w+) rows=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) ")
+GEMM = re.compile(r"8B (?P<name>\w+) rows=(?P<m>\d+) n=(?P<n>\d+) k=(?P<k>\d+) ")
 
 
 def ops(run: Run) -> None:
@@ -328,12 +328,12 @@ def ops(run: Run) -> None:
                 print(line)
                 continue
             what, seconds, tflop = found["what"], float(found["us"]) * 1e-6, float(found["tflop"])
-            product = PRODUCT.match(what + " ")
-            if product is None or int(product["m"]) < 64:
+            gemm_op = GEMM.match(what + " ")
+            if gemm_op is None or int(gemm_op["m"]) < 64:
                 run.add(Row("ops", what, family, seconds, float(found["gb"]), "GB/s", run.limits.memory_gb_s))
                 continue
-            wide = 2 if product["name"] == "gate_up" else 1
-            peer = torch_gemm(int(product["m"]), wide * int(product["n"]), int(product["k"]))
+            wide = 2 if gemm_op["name"] == "gate_up" else 1
+            peer = torch_gemm(int(gemm_op["m"]), wide * int(gemm_op["n"]), int(gemm_op["k"]))
             theirs = None if peer is None else 1e3 * tflop * seconds / peer
             run.add(Row("ops", what, family, seconds, 1e3 * tflop, "GFLOP/s", theirs))
 
@@ -397,8 +397,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(1), default=64, help="of one measurement of decode")
     parser.add_argument("--company", type=numbers(1), default=[1, 2, 7, 64, 1024], help="sequences of the points of bits")
     parser.add_argument("--prefill", type=numbers(1), default=[512, 4096], help="tokens of the points of prefill")
-    parser.add_argument("--product-rows", type=numbers(1), default=list(range(1, 1025)), help="of the calls of products that are compared")
-    parser.add_argument("--product-timed", type=numbers(1), default=[1, 16, 64, 256, 1024], help="of those that are timed")
+    parser.add_argument("--gemm-rows", type=numbers(1), default=list(range(1, 1025)), help="of the calls of gemms that are compared")
+    parser.add_argument("--gemm-timed", type=numbers(1), default=[1, 16, 64, 256, 1024], help="of those that are timed")
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--budget", type=real(0, 1e6), default=4.0, help="seconds after which a point is not repeated")
     parser.add_argument("--bytes", type=whole(1 << 10), default=1 << 30, help="of one copy that bandwidth is measured with")
@@ -418,7 +418,7 @@ def parsed() -> argparse.Namespace:
     if options.smoke:
         options.sequences, options.context, options.steps, options.rounds = [1, 2], PAGE, 3, 1
         options.prefill, options.bytes, options.company = [20], 1 << 16, [1, 3]
-        options.product_rows, options.product_timed = list(range(1, 8)), [1, 7]
+        options.gemm_rows, options.gemm_timed = list(range(1, 8)), [1, 7]
     return options
 
 
@@ -439,7 +439,7 @@ def main() -> None:
         run = Run(card, limits, options)
         for part in options.parts or PARTS:
             if part != "limits":
-                calls = (decode, bits, prefill, sync, start, products, ops)
+                calls = (decode, bits, prefill, sync, start, gemm, ops)
                 dict(zip(PARTS[1:], calls, strict=True))[part](run)
             if path:
                 run.save(path)

@@ -137,7 +137,7 @@ def parts() -> list[Part]:
         Part("racecheck-fma", 240, sanitized("racecheck", OPS, "fma"), "programs"),
         Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b --set enforce_eager=True"), "programs"),
-        Part("products", 200, with_cublas(figures("products", "products --shapes dense-8b")), "build"),
+        Part("gemm", 200, with_cublas(figures("gemm", "gemm --shapes dense-8b")), "build"),
         Part("test-fast", 240, with_cublas(pytest("tests/test_cuda_fast.py")), "build"),
         Part("decode-fast", 150, with_cublas(figures("decode-fast", f"decode prefill {fast} --shapes dense-8b")), "programs"),
         Part("test-nccl", 120, shared_gpu(pytest("tests/test_nccl.py")), "build"),

@@ -5,7 +5,7 @@
 // read: all threads sweep one buffer far larger than the last cache, by several access patterns (one stream, one with software
 // prefetch, four), because which one is fastest differs between memory controllers; the best is the limit. copy: memcpy from
 // one half to the other, bytes counted once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that
-// never leave the registers: the roof of every float32 matrix product. Each rate is the best of several runs, since other work
+// never leave the registers: the roof of every float32 matmul. Each rate is the best of several runs, since other work
 // on the machine can only slow one down. Compiled by benchmarks/machine.py with plain gcc: the wider parts carry their target.
 #define _GNU_SOURCE
 #include <immintrin.h>

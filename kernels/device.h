@@ -9,7 +9,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "products.h"
+#include "vendor_gemm.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -76,9 +76,9 @@ typedef struct rm_device {
   void (*leave)(void *self, int saved);
   const char *(*message)(void *self);     // CUDA's message for the last error status; valid until the next call
   void (*close)(void *self);              // after all memory was freed
-  // Opens the vendor's library of matrix products (products.h) for this device, which must outlive it. Returns NULL, or the reason for
+  // Opens the vendor's gemm library (vendor_gemm.h) for this device, which must outlive it. Returns NULL, or the reason for
   // failure, valid until the thread's next call. NULL where a device has no such library.
-  const char *(*products)(const struct rm_device *device, const rm_products_options *options, rm_products *out);
+  const char *(*open_vendor_gemm)(const struct rm_device *device, const rm_vendor_gemm_options *options, rm_vendor_gemm *out);
 } rm_device;
 
 // Result of opening a device (rm_cuda.h).

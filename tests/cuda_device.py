@@ -89,7 +89,7 @@ class Table(Structure):
         ("leave", CFUNCTYPE(None, c_void_p, c_int)),
         ("message", CFUNCTYPE(c_char_p, c_void_p)),
         ("close", CFUNCTYPE(None, c_void_p)),
-        ("products", c_void_p),  # products.py
+        ("open_vendor_gemm", c_void_p),  # vendor_gemm.py
     )
 
 

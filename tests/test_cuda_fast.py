@@ -1,8 +1,8 @@
-"""rm.Generator(fast=True): dense products by cuBLASLt, here on the simulated device of tests/simt and the stand-in for the library of
+"""rm.Generator(fast=True): dense gemms by cuBLASLt, here on the simulated device of tests/simt and the stand-in for the library of
 tests/native/standin, which has an algorithm whose sums depend on the rows and one whose do not; on a GPU with cuBLASLt itself.
 
-Oracle: NumPy in float64 for a product; for a model its float32 generator on the CPU, from which the bf16 one's distance is the measure of
-what rounding does. Bounds: of a product k·ε of float32 and what the stand-in cuts off (2⁻¹⁰) of Σ|x·w|, then bf16's rounding; of
+Oracle: NumPy in float64 for a gemm; for a model its float32 generator on the CPU, from which the bf16 one's distance is the measure of
+what rounding does. Bounds: of a gemm k·ε of float32 and what the stand-in cuts off (2⁻¹⁰) of Σ|x·w|, then bf16's rounding; of
 logprobs a few times that distance (`close`); equality for all that is no sum.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 import cuda_device
 import helpers
 import numpy as np
-import products
 import pytest
+import vendor_gemm
 from native_build import ROOT, cublas_standin
 from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, told
 
@@ -35,7 +35,7 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_products
+from benchmarks import gpu_gemm
 from benchmarks.card import Card
 
 Make = Callable[..., rm.Generator]
@@ -112,11 +112,11 @@ def f64(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-# ------------------------------------------------------------------------------------------------ products
+# ------------------------------------------------------------------------------------------------ gemms
 class Operands:
     """x [most][k], W and a bias on the device, and the same as float64."""
 
-    def __init__(self, device: cuda_device.Device, shape: products.Shape, most: int):
+    def __init__(self, device: cuda_device.Device, shape: vendor_gemm.Shape, most: int):
         rng = np.random.default_rng([shape.n, shape.k])
         rows = shape.n * (2 if shape.swiglu else 1)
         words = [bf16(rng.standard_normal(size, np.float32)) for size in ((most, shape.k), (rows, shape.k), (rows,))]
@@ -131,19 +131,19 @@ class Operands:
         self.device.write(block, array.tobytes())
         return block
 
-    def multiplied(self, opened: products.Products, m: int, shape: products.Shape | None = None) -> np.ndarray:
+    def multiplied(self, opened: vendor_gemm.VendorGemm, m: int, shape: vendor_gemm.Shape | None = None) -> np.ndarray:
         shape = shape or self.shape
         opened.multiply(shape, self.y, self.x, self.w, m, self.bias if shape.has_bias else 0)
         return np.frombuffer(self.device.read(self.y, m * shape.n * 2), np.uint16).reshape(m, shape.n)
 
 
-@pytest.mark.parametrize("choice", [products.FREE, products.PINNED])
-@pytest.mark.parametrize("shape", [products.Shape(*size) for size in ((48, 40), (8, 8, True), (96, 64, True), (31, 16))])
-def test_a_product_is_one(device: cuda_device.Device, where: dict[str, str], shape: products.Shape, choice: int) -> None:
+@pytest.mark.parametrize("choice", [vendor_gemm.FREE, vendor_gemm.PINNED])
+@pytest.mark.parametrize("shape", [vendor_gemm.Shape(*size) for size in ((48, 40), (8, 8, True), (96, 64, True), (31, 16))])
+def test_a_gemm_is_one(device: cuda_device.Device, where: dict[str, str], shape: vendor_gemm.Shape, choice: int) -> None:
     most = 33
     if shape.n % 8 and LIBRARY_SWITCH not in where:
         pytest.skip("cuBLASLt itself may have no algorithm for rows that are not aligned")
-    with products.opened(device, where[cublas.LIBRARY_SWITCH], [shape], most, choice) as opened:
+    with vendor_gemm.opened(device, where[cublas.LIBRARY_SWITCH], [shape], most, choice) as opened:
         assert opened.version == cublas.find().version[0] * 10000 + cublas.find().version[1] * 100 + cublas.find().version[2]
         operands = Operands(device, shape, most)
         for m in (1, 2, 3, 15, 16, 17, 32, 33):
@@ -155,11 +155,11 @@ def test_a_product_is_one(device: cuda_device.Device, where: dict[str, str], sha
 def test_gate_and_up_become_one(
     device: cuda_device.Device, where: dict[str, str], standin: None, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
-    """Of as many rows at once as there is room for. Their product alone is the oracle's input, by the algorithm that knows no rows."""
+    """Of as many rows at once as there is room for. Their gemm alone is the oracle's input, by the algorithm that knows no rows."""
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", "whole")
-    shape, both, most = products.Shape(131, 32, swiglu=True), products.Shape(262, 32), 33
+    shape, both, most = vendor_gemm.Shape(131, 32, swiglu=True), vendor_gemm.Shape(262, 32), 33
     room = 4 * shape.n * rows_at_once
-    with products.opened(device, where[cublas.LIBRARY_SWITCH], [shape, both], most, room=room) as opened:
+    with vendor_gemm.opened(device, where[cublas.LIBRARY_SWITCH], [shape, both], most, room=room) as opened:
         operands = Operands(device, shape, most)
         for m in (1, 16, 33):
             sums = f64(operands.multiplied(opened, m, both))
@@ -175,10 +175,10 @@ def test_the_check_tells_an_algorithm_that_depends_on_the_rows(
     device: cuda_device.Device, library: Path, standin: None, monkeypatch: pytest.MonkeyPatch, first: str, choice: str, differs: bool
 ) -> None:
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", first)
-    monkeypatch.setattr(gpu_products, "CHOICES", {choice: gpu_products.CHOICES[choice]})
-    monkeypatch.setattr(gpu_products, "TIMES", 1)
-    shape = gpu_products.Shape("tiny", hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, vocab=64, intermediate=64)
-    found = gpu_products.findings(Card(cuda_device.Library(library), device), shape, [1, 2, 3, 4, 9, 20], [1, 20])
+    monkeypatch.setattr(gpu_gemm, "CHOICES", {choice: gpu_gemm.CHOICES[choice]})
+    monkeypatch.setattr(gpu_gemm, "TIMES", 1)
+    shape = gpu_gemm.Shape("tiny", hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, vocab=64, intermediate=64)
+    found = gpu_gemm.findings(Card(cuda_device.Library(library), device), shape, [1, 2, 3, 4, 9, 20], [1, 20])
     asked = [one for one in found if one.tried]
     assert [one.name for one in asked] == ["qkv", "o", "gate_up", "down"]
     for one in asked:  # of SPLIT's calls those of 4 columns and more are alike
@@ -188,20 +188,20 @@ def test_the_check_tells_an_algorithm_that_depends_on_the_rows(
 
 
 @pytest.mark.parametrize("settings, choice, says", [
-    ({"STANDIN_CUBLAS_VERSION": "110805"}, products.FREE, r"^.*expected cuBLASLt 12\.0 or later, got \S+ of version 11\.8\.5$"),
-    ({"STANDIN_CUBLAS_CREATE": "3"}, products.FREE, r"^cublasLtCreate: a failure$"),
-    ({"STANDIN_CUBLAS_NONE": "4"}, products.FREE, r"^cuBLASLt has no algorithm for rows=4 n=16 k=8: not supported$"),
-    ({"STANDIN_CUBLAS_NONE": "20"}, products.PINNED, r"^cuBLASLt has no algorithm for rows=20 n=16 k=8"),
-    ({"STANDIN_CUBLAS_OLD": "1"}, products.INVARIANT, r"^this cuBLASLt knows nothing of batch invariance$"),
+    ({"STANDIN_CUBLAS_VERSION": "110805"}, vendor_gemm.FREE, r"^.*expected cuBLASLt 12\.0 or later, got \S+ of version 11\.8\.5$"),
+    ({"STANDIN_CUBLAS_CREATE": "3"}, vendor_gemm.FREE, r"^cublasLtCreate: a failure$"),
+    ({"STANDIN_CUBLAS_NONE": "4"}, vendor_gemm.FREE, r"^cuBLASLt has no algorithm for rows=4 n=16 k=8: not supported$"),
+    ({"STANDIN_CUBLAS_NONE": "20"}, vendor_gemm.PINNED, r"^cuBLASLt has no algorithm for rows=20 n=16 k=8"),
+    ({"STANDIN_CUBLAS_OLD": "1"}, vendor_gemm.INVARIANT, r"^this cuBLASLt knows nothing of batch invariance$"),
 ])  # fmt: skip
 def test_why_a_library_cannot_be_opened(
     device: cuda_device.Device, where: dict[str, str], standin: None, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str],
     choice: int, says: str,
 ) -> None:  # fmt: skip
-    path, shapes = where[cublas.LIBRARY_SWITCH], [products.Shape(16, 8)]
+    path, shapes = where[cublas.LIBRARY_SWITCH], [vendor_gemm.Shape(16, 8)]
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(products.Refused, match=says), products.opened(device, path, shapes, 20, choice):
+    with pytest.raises(vendor_gemm.Refused, match=says), vendor_gemm.opened(device, path, shapes, 20, choice):
         pass
 
 
@@ -210,35 +210,35 @@ def test_one_algorithm_is_pinned_by_the_most_rows(
 ) -> None:
     """Of other numbers of rows nobody asks for one."""
     monkeypatch.setenv("STANDIN_CUBLAS_NONE", "4")
-    shape = products.Shape(16, 8)
-    with products.opened(device, where[cublas.LIBRARY_SWITCH], [shape], 20, products.PINNED) as opened:
+    shape = vendor_gemm.Shape(16, 8)
+    with vendor_gemm.opened(device, where[cublas.LIBRARY_SWITCH], [shape], 20, vendor_gemm.PINNED) as opened:
         operands = Operands(device, shape, 20)
         assert np.any(operands.multiplied(opened, 4))
         assert device.wait() == cuda_device.OK
 
 
 def test_what_the_door_refuses(device: cuda_device.Device, where: dict[str, str], tmp_path: Path) -> None:
-    path, shape = where[cublas.LIBRARY_SWITCH], products.Shape(16, 8, swiglu=True)
+    path, shape = where[cublas.LIBRARY_SWITCH], vendor_gemm.Shape(16, 8, swiglu=True)
     nothing = tmp_path / "libcublasLt.so.13"
     nothing.write_text("not a library")
     for library, shapes, most, room, says in (
         (str(nothing), [shape], 4, None, "no cuBLASLt can be loaded: .*invalid ELF header|file too short"),
         (ctypes.util.find_library("c") or "", [shape], 4, None, "^expected cuBLASLt 12.0 or later, got .* without cublasLtGetVersion"),
-        (path, [shape] * 9, 4, None, r"^expected up to 8 products of 1 … 2\^30 rows, got 9 of 4$"),
+        (path, [shape] * 9, 4, None, r"^expected up to 8 shapes of 1 … 2\^30 rows, got 9 of 4$"),
         (path, [shape], 0, 64, r"rows, got 1 of 0$"),
         (path, [shape], 4, 63, r"^expected a workspace of \d+ bytes, got \d+$"),
     ):
-        with pytest.raises(products.Refused, match=says), products.opened(device, library, shapes, most, room=room):
+        with pytest.raises(vendor_gemm.Refused, match=says), vendor_gemm.opened(device, library, shapes, most, room=room):
             pass
 
 
 def test_a_shape_that_was_not_named_ends_the_device(device: cuda_device.Device, where: dict[str, str], standin: None) -> None:
-    shape = products.Shape(16, 8)
-    with products.opened(device, where[cublas.LIBRARY_SWITCH], [shape], 4) as opened:
+    shape = vendor_gemm.Shape(16, 8)
+    with vendor_gemm.opened(device, where[cublas.LIBRARY_SWITCH], [shape], 4) as opened:
         operands = Operands(device, shape, 8)
         opened.multiply(shape, operands.y, operands.x, operands.w, 5)
         assert device.wait() == cuda_device.FAULT
-        assert device.message() == "a product of a shape that was not named"
+        assert device.message() == "a gemm of a shape that was not given at open"
 
 
 def header() -> Path:
@@ -272,7 +272,7 @@ def distance(one: list[np.ndarray], other: list[np.ndarray]) -> np.ndarray:
 
 
 def close(make: Make, config: helpers.Config, scores: list[np.ndarray]) -> None:
-    """Both bf16 generators round the same products and activations as often, each as far from float32 as that takes it: a mean of 154
+    """Both bf16 generators round the same gemms and activations as often, each as far from float32 as that takes it: a mean of 154
     logprobs at most twice the other's, with the stand-in's cuts 3 times; the worst, which an expert chosen otherwise may be, 6
     times. A matrix at a wrong place is as far as other weights are."""
     exact = make(config, "cpu", dtype="float32").score(SEQUENCES)
@@ -334,9 +334,7 @@ def test_company_changes_bits_only_where_the_library_lets_it(
 
 
 @pytest.mark.parametrize("name, per_forward", [("dense", 8), ("bias", 8), ("moe", 4), ("mixed", 6)])
-def test_all_dense_products_are_the_librarys(
-    make: Make, standin: None, monkeypatch: pytest.MonkeyPatch, name: str, per_forward: int
-) -> None:
+def test_all_dense_gemms_are_the_librarys(make: Make, standin: None, monkeypatch: pytest.MonkeyPatch, name: str, per_forward: int) -> None:
     """The last call of the first forward fails, and is one; of as many and one more the second forward's first."""
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{per_forward}:13")
     with pytest.raises(rm.DeviceError, match="cublasLtMatmul: a failure"):
@@ -392,7 +390,7 @@ def test_syncs_that_fail_leave_the_old_weights_and_others_serve(make: Make, mode
 def test_its_workspace_is_counted(make: Make) -> None:
     fast, slow = make(), make(fast=False, isa="cuda_mma")
     more = fast.metrics()["workspace_bytes"] - slow.metrics()["workspace_bytes"]
-    assert products.LIBRARY_BYTES + 4 * 96 * 32 <= more < products.LIBRARY_BYTES + 4 * 96 * 32 + 4096
+    assert vendor_gemm.LIBRARY_BYTES + 4 * 96 * 32 <= more < vendor_gemm.LIBRARY_BYTES + 4 * 96 * 32 + 4096
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
@@ -518,8 +516,8 @@ except rm.MeshMismatchError as error:
         assert text == f'the ranks of this mesh were not made alike: rank 1 has cublas_version = {theirs}, rank 0 "13.10.0"\n', said
 
 
-def test_the_benchmark_of_products_writes_what_it_finds(standin: None, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke", "products", "--out", str(tmp_path / "found.json")]
+def test_the_benchmark_of_gemms_writes_what_it_finds(standin: None, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke", "gemm", "--out", str(tmp_path / "found.json")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -539,4 +537,4 @@ def test_a_benchmark_of_bits_says_that_there_are_none() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert done.stderr == "benchmarks.gpu: bits with fast=True, which promises none: `products` says what cuBLASLt keeps\n"
+    assert done.stderr == "benchmarks.gpu: bits with fast=True, which promises none: `gemm` says what cuBLASLt keeps\n"

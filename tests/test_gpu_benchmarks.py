@@ -21,7 +21,7 @@ from native_build import ROOT, standin
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_first, shapes
-from benchmarks.gpu import OP, PRODUCT
+from benchmarks.gpu import GEMM, OP
 from benchmarks.gpu_first import Part, State
 
 
@@ -98,10 +98,10 @@ def test_a_line_of_bench_mma_is_read() -> None:
     found = OP.match(line)
     assert found
     assert found.groupdict() == {"what": what, "us": "1234.5", "gb": "98", "tflop": "456.7"}
-    product = PRODUCT.match(found["what"] + " ")
-    assert product
-    assert product.groupdict() == {"name": "gate_up", "m": "4096", "n": "12288", "k": "4096"}
-    assert PRODUCT.match("30B-A3B down rows=8 n=2048 k=768 groups=128 ") is None
+    gemm = GEMM.match(found["what"] + " ")
+    assert gemm
+    assert gemm.groupdict() == {"name": "gate_up", "m": "4096", "n": "12288", "k": "4096"}
+    assert GEMM.match("30B-A3B down rows=8 n=2048 k=768 groups=128 ") is None
 
 
 # ------------------------------------------------------------------------------------------------ benchmarks.gpu_first
@@ -216,7 +216,7 @@ def test_the_plan_names_what_there_is() -> None:
             assert not word.startswith("tests/") or (ROOT / word).is_file()
     assert set(gpu_first.OPS) == set(test_cuda.OPS)
     assert set(gpu_first.MMA_OPS) == {*test_cuda.MMA_OPS, "mma_company", "mma_tiles"}
-    behind = ("racecheck", "synccheck", "decode-eager", "products", "test-fast", "decode-fast", "test-nccl", "test-torch", "test-slots")
+    behind = ("racecheck", "synccheck", "decode-eager", "gemm", "test-fast", "decode-fast", "test-nccl", "test-torch", "test-slots")
     behind += ("stream", "test-kernels")
     half_an_hour = [part for part in plan if not part.name.startswith(behind)]
     assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60  # limits are twice and more what a part should take

@@ -38,7 +38,7 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
     return rm_fail(err, RM_E_CONFIG, "dtype=%d is neither bf16 nor float32", options->dtype);
   if (options->nccl_library && (!options->device || options->device->on_host))
     return rm_fail(err, RM_E_CONFIG, "NCCL: expected an engine on a GPU, got one on the CPU");
-  if (options->cublas_library && (!options->device || !options->device->products))
+  if (options->cublas_library && (!options->device || !options->device->open_vendor_gemm))
     return rm_fail(err, RM_E_CONFIG, "fast=True (cuBLASLt): expected an engine on a GPU, got one on the CPU");
   if (options->cublas_library && options->dtype != RM_BF16) return rm_fail(err, RM_E_CONFIG, "fast=True: expected bfloat16, got float32");
   if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))

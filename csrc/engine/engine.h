@@ -40,7 +40,7 @@ typedef struct rm_engine_options {
   rm_rank rank;                 // position on a mesh, whose comms are views; zeros: one rank
   // paths and names: views during create
   const char *nccl_library;     // of a libnccl.so.2, for exchanges between GPUs; NULL: staged through the host
-  const char *cublas_library;   // of a libcublasLt.so.13, for bf16 matrix products on a GPU, whose sums may depend on the batch
+  const char *cublas_library;   // of a libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may depend on the batch
                                 // (model/linear.c); NULL: the op table's
   const char *nccl_gpu;         // identifies this rank's GPU, equal on ranks that share it; NULL: its ordinal
 } rm_engine_options;

@@ -2,7 +2,7 @@
 // a step are computed together. Only attention knows sequences, and every op computes a row independently of the others, so batching
 // changes no bit.
 //
-// A matrix product writes this rank's columns of a whole matrix; shard.h then completes the rows. No partial sums are exchanged, so ranks
+// A matmul writes this rank's columns of a whole matrix; shard.h then completes the rows. No partial sums are exchanged, so ranks
 // compute the bits of one rank.
 //
 // Buffers: `residual` is the residual stream, `x` the input of a block and then its output. With sequence parallelism residual has this
@@ -58,7 +58,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->attended, parallel ? rows : 0, wide},
       {&model->home, parallel ? looked_up : 0, (size_t)spec->hidden_size * elem},
       {workspace, workspace_bytes, 1},
-      {&model->products_workspace, rm_products_bytes(model), 1},
+      {&model->vendor_gemm_workspace, rm_model_gemm_workspace(model), 1},
   };
   size_t n_fields = FIELDS;
   if (parallel) n_fields += rm_head_fields(model, fields + n_fields);
@@ -129,7 +129,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
       (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, options->max_rows, options->static_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) || (code = create_indices(model, err))) return code;
-  if (model->params->plain && (code = rm_open_products(model, err))) return code;
+  if (model->params->plain && (code = rm_open_vendor_gemm(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace, .workspace_bytes = workspace_bytes, .n_threads = rm_team_threads(team)};
   model->ctx.stream = model->device->stream;
   model->ctx.run = rm_team_run;
@@ -156,7 +156,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
 
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
-  if (model->products.self) model->products.close(model->products.self);
+  if (model->vendor_gemm.self) model->vendor_gemm.close(model->vendor_gemm.self);
   rm_paired_destroy(&model->indices);
   rm_device_unmap(model->device, model->block, model->block_bytes);
   rm_moe_destroy(&model->moe);
@@ -362,7 +362,7 @@ static rm_code attention_block(rm_model *model, int64_t index, const char *weigh
   void *k = k_cache(model, kv, n_pages, index), *v = v_cache(model, kv, n_pages, index);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
-  const rm_gemm_args qkv = rm_qkv_product(model, layer, weights, rows), back = rm_output_product(model, layer, weights, rows);
+  const rm_gemm_args qkv = rm_qkv_gemm(model, layer, weights, rows), back = rm_o_proj_gemm(model, layer, weights, rows);
   rm_multiply(model, &qkv);
   write_kv(model, layer, weights, k, v, batch);
   attend(model, index, k, v, batch);
@@ -372,7 +372,7 @@ static rm_code attention_block(rm_model *model, int64_t index, const char *weigh
 }
 
 static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const char *weights, int64_t rows, rm_error *err) {
-  const rm_gemm_args in = rm_gate_up_product(model, layer, weights, rows), down = rm_down_product(model, layer, weights, rows);
+  const rm_gemm_args in = rm_gate_up_gemm(model, layer, weights, rows), down = rm_down_gemm(model, layer, weights, rows);
   rm_code code = complete_rows(model, rows, err);
   if (code) return code;
   rm_multiply_swiglu(model, &in);

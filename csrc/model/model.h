@@ -21,7 +21,7 @@ typedef struct rm_model_options {
   int64_t page_size;
   int64_t static_rows;          // max rows of a forward whose exchanges have fixed sizes (rm_model_is_static); 0: none
   const rm_rank *rank;          // view, with the comms for device memory; until destroy
-  const char *cublas_library;   // for matrix products of plain params; NULL: params are packed. View during create
+  const char *cublas_library;   // for matmuls of plain params; NULL: params are packed. View during create
 } rm_model_options;
 
 // Views, valid until the forward returns, and on a device until it was waited for. Arrays are host addresses in `paired`, whose owner has

@@ -24,8 +24,8 @@ struct rm_model {
   char *out_residual; // T [max_rows][hidden] residual of the batch's out_rows
   char *inner; // T [max_rows][intermediate], of dense layers
   rm_moe moe; // of MoE layers
-  rm_products products; // owned; open where params are plain
-  char *products_workspace;
+  rm_vendor_gemm vendor_gemm; // owned; open where params are plain
+  char *vendor_gemm_workspace;
   // where tp > 1
   char *attended; // T [max_rows][heads·head_dim]
   char *home; // T [max_rows][hidden] home rows of a block's output; also gathered embeddings, [tp][rows][hidden] in a step of fixed sizes
@@ -61,15 +61,15 @@ static inline int32_t *rm_indices_put(const rm_model *model, const int32_t *at, 
   return rm_paired_on_device(&model->indices, at);
 }
 
-// linear.c: arguments of a layer's dense products, for this rank's columns. y of `back` (o_proj) and `down` is x, whole rows; m: rows.
-rm_gemm_args rm_qkv_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
-rm_gemm_args rm_output_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
-rm_gemm_args rm_gate_up_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
-rm_gemm_args rm_down_product(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+// linear.c: arguments of a layer's dense gemms, for this rank's columns. y of `back` (o_proj) and `down` is x, whole rows; m: rows.
+rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
+rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 void rm_multiply(rm_model *model, const rm_gemm_args *args);
 void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args);
-size_t rm_products_bytes(const rm_model *model); // of products_workspace, before it is allocated
-rm_code rm_open_products(rm_model *model, rm_error *err); // after all buffers were allocated
+size_t rm_model_gemm_workspace(const rm_model *model); // of vendor_gemm_workspace, before it is allocated
+rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err); // after all buffers were allocated
 
 enum { RM_HEAD_FIELDS = 3 };
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]);

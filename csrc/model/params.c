@@ -33,7 +33,7 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
 
 static size_t take_packed(layout *l, int64_t rows, int64_t cols) { return take(l, rm_packed_elems(rows, cols), l->params->dtype); }
 
-// For the matrix of a dense product, plain or packed.
+// For the matrix of a dense gemm, plain or packed.
 static size_t take_dense(layout *l, int64_t rows, int64_t cols) {
   return l->params->plain ? take(l, rows * cols, l->params->dtype) : take_packed(l, rows, cols);
 }

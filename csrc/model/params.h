@@ -36,7 +36,7 @@ typedef struct rm_params {
   const rm_spec *spec;          // view
   rm_placement placement;       // what this rank holds
   rm_dtype dtype;
-  int plain;                    // qkv, o, gate_up and down are plain rows, gate before up, for a vendor's library (products.h)
+  int plain;                    // qkv, o, gate_up and down are plain rows, gate before up, for a vendor's library (vendor_gemm.h)
   int64_t n;
   rm_param *list;               // [n], ordered by layer, kind, expert
   rm_layer_params *layers;      // [n_layers]

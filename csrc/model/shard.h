@@ -1,4 +1,4 @@
-// shard.h: exchanges of activations within a tensor parallel group. A matrix product computes a rank's columns of all rows, and the next op
+// shard.h: exchanges of activations within a tensor parallel group. A matmul computes a rank's columns of all rows, and the next op
 // reads whole rows. Conversions of a [rows][width] activation:
 //
 //   rm_shard_gather_part      every rank's compact columns → whole rows on every rank
@@ -6,7 +6,7 @@
 //   rm_shard_columns_to_rows  every rank's columns → whole rows, on each rank its home rows only
 //   rm_shard_gather_rows      home rows → all rows on every rank, in place
 //
-// With sequence parallelism a rank keeps its home rows between the matrix products: ⌈n / tp⌉ of n rows, so the last ranks may have fewer
+// With sequence parallelism a rank keeps its home rows between the matmuls: ⌈n / tp⌉ of n rows, so the last ranks may have fewer
 // or none. On one rank these functions have no effect.
 #pragma once
 

@@ -1,4 +1,4 @@
-// dense.c: rows, norms, matrix products, and the packing of weights. See ops.h.
+// dense.c: rows, norms, matmuls, and the packing of weights. See ops.h.
 #include "dlpack.h"
 #include "ops.h"
 

@@ -457,7 +457,7 @@ const rm_device CALLS = {
     .leave = leave,
     .message = message,
     .close = close_device,
-    .products = rm_cuda_products,
+    .open_vendor_gemm = rm_cuda_open_vendor_gemm,
 };
 
 }  // namespace

@@ -70,8 +70,8 @@ void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, siz
 // the capture was invalidated).
 bool rm_cuda_lives(void *self);
 void rm_cuda_kill(void *self, const char *why);
-// products.cu: rm_device.products.
-const char *rm_cuda_products(const rm_device *device, const rm_products_options *options, rm_products *out);
+// vendor_gemm.cu: rm_device.open_vendor_gemm.
+const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options, rm_vendor_gemm *out);
 
 // Bytes of ctx->workspace, of the ops that use it.
 size_t rm_cuda_attention_workspace(const rm_limits *limits);

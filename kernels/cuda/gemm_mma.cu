@@ -5,10 +5,10 @@
 //
 // What limits it is shared memory's 128 bytes a clock, then registers. The sums of a segment and those of all segments before it are
 // two sets of them: the price of the fixed split over k, which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs a warp they are 192
-// of a thread's 255, and 1293 products a clock pass through shared memory, about what this instruction can do on sm_90; 64 × 32 had
-// 1024. The fragments that are multiplied next come while others are multiplied, also over the end of a stage, so its barrier stands
-// before the last 16 k. Which tile is one of the launch's (rm_choose_tile): each output has the same sums in all of them. wgmma
-// is not used: that its bits are mma.sync's is not verified.
+// of a thread's 255, and shared memory can feed 1293 FMAs a clock: 128·192·16 of them by rm_tile_bytes = 38,912; 64 × 32 gives 1024. The
+// fragments that are multiplied next are loaded while others are multiplied, also over the end of a stage, so its barrier stands before
+// the last 16 k. rm_choose_tile chooses the launch's tile: each output has the same sums in all of them. wgmma is not used: that its bits
+// are mma.sync's is not verified.
 #include "gemm_mma.cuh"
 
 namespace {

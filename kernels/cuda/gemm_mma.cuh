@@ -14,8 +14,8 @@ typedef struct rm_tile_shape {
 constexpr int RM_N_TILES = 4;
 constexpr rm_tile_shape RM_TILES[RM_N_TILES] = {{128, 192, 2, 4}, {192, 128, 4, 2}, {128, 128, 2, 4}, {128, 64, 4, 2}};
 
-// Bytes that pass through shared memory for 16 k of a block: its warps' fragments, and what is copied there. 128 of them take a clock,
-// in which tensor cores make 1024 products (sm_80) to about 1300 (sm_90 by this instruction), so this is a block's time.
+// Bytes that pass through shared memory for 16 k of a block: its warps' fragments, and what is copied there. Shared memory moves 128 of
+// them a clock; this is taken for a block's time, since tensor cores are about as fast (sm_80: 1024 FMAs a clock) or faster.
 RM_INLINE int rm_tile_bytes(rm_tile_shape t) {
   return (RM_TILE_WARPS * (t.rows / t.warps_of_rows + t.cols / t.warps_of_cols) + t.rows + t.cols) * RM_MMA_K * 2;
 }

@@ -88,7 +88,7 @@ class Generator:
     threads                 None: one for each core that this process may use
     enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps as CUDA graphs. For debugging
     seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the number of requests before it
-    fast                    with device="cuda" and bfloat16: dense matrix products by NVIDIA's cuBLASLt. Their sums may depend on the
+    fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt. Their sums may depend on the
                             batch, so samples have no contract, metrics()["invariant"] is False, and score() equals generate() only
                             up to rounding. Experts, router and lm_head stay rollmesh's kernels (cuda_mma if isa=None)
     isa                     CPU: an instruction set ("ref", "avx2", …), None: the fastest. GPU: "cuda_fma" (default) has the bits of
@@ -466,4 +466,3 @@ class Generator:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-

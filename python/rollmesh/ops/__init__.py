@@ -5,7 +5,7 @@ All ops of the numeric contract (docs/numerics.md), for every instruction set of
 ml_dtypes.bfloat16 arrays, which are viewed as words; bfloat16 results are uint16 arrays. Arrays have to be C-contiguous. Sizes, dtypes and
 ranges of indices are checked (ShapeError, DTypeError, LayoutError, RequestError, ConfigError, UnsupportedTensorError); nothing is cast.
 
-`pack` (`pack_gate_up` for SwiGLU) brings the weights of a matrix product into the kernels' layout.
+`pack` (`pack_gate_up` for SwiGLU) brings the weights of a gemm into the kernels' layout.
 
 Arrays may be on a CUDA device: torch's or CuPy's tensors, any DLPack producer, and DeviceArrays, which the ops return there. Nothing is
 copied to the host but indices. All arrays of a call are on one device; indices may be NumPy arrays. `isa="cuda_fma"`, the default, gives

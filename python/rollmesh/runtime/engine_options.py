@@ -35,5 +35,5 @@ class EngineOptions:
     cuda_family: str | None = None
     nccl_library: str | None = None  # comm.Nccl, as the next
     nccl_gpu: str | None = None
-    cublas_library: str | None = None  # cublas.py, as the next; not None: dense products are its
+    cublas_library: str | None = None  # cublas.py, as the next; not None: dense gemms are its
     cublas_version: str | None = None  # for the other ranks

@@ -1,4 +1,4 @@
-// cublaslt.c: a stand-in for libcublasLt.so.13, for streams of standin/stream.h: the functions that kernels/cuda/products.cu loads, as
+// cublaslt.c: a stand-in for libcublasLt.so.13, for streams of standin/stream.h: the functions that kernels/cuda/vendor_gemm.cu loads, as
 // cublasLt.h documents them, for D = Aᵀ·B of bf16 with float32 sums, with or without a bias. Work is put into the stream and done there.
 //
 // It has two algorithms. WHOLE adds along k in one chain. SPLIT cuts k into as many parts as there are columns of B, up to 4, and adds the
@@ -69,13 +69,13 @@ typedef struct candidate {
   int reserved[4];
 } candidate;
 
-typedef struct product {        // what the stream does
+typedef struct matmul {        // what the stream does
   int64_t n, m, k, lda, ldb, ldd;
   int kind;
   const uint16_t *a, *b, *bias;
   uint16_t *d;
   char *workspace;
-} product;
+} matmul;
 
 static atomic_int alive;        // descriptors and layouts
 
@@ -218,7 +218,7 @@ EXPORT int cublasLtMatmulAlgoCheck(context *c, desc *op, layout *a, layout *b, l
   return SUCCESS;
 }
 
-// ------------------------------------------------------------------------------------------------ products
+// ------------------------------------------------------------------------------------------------ matmuls
 static float f32_of(uint16_t bits) {
   const uint32_t word = (uint32_t)bits << 16;
   float value;
@@ -233,7 +233,7 @@ static uint16_t bf16_of(float value) {
   return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
-static float sum_of(const product *p, int64_t row, int64_t col, int64_t first, int64_t last) {
+static float sum_of(const matmul *p, int64_t row, int64_t col, int64_t first, int64_t last) {
   float sum = 0.0f;
   for (int64_t k = first; k < last; k++) sum += f32_of(p->a[row * p->lda + k]) * f32_of(p->b[col * p->ldb + k]);
   return sum;
@@ -248,7 +248,7 @@ static float coarse(float value) {
 }
 
 static int work(void *data) {
-  product p;
+  matmul p;
   memcpy(&p, data, sizeof p);
   const int64_t parts = p.kind == WHOLE ? 1 : p.m < MAX_PARTS ? p.m : MAX_PARTS;
   if (p.kind == SPLIT) memset(p.workspace, 0x55, 64);   // it is the algorithm's
@@ -278,18 +278,18 @@ EXPORT int cublasLtMatmul(context *c, desc *op, const float *alpha, const void *
   if (op->epilogue == 4) must_be_aligned(op->bias, 16);
   if (++c->calls == c->fail_at) return c->fail_status;
   if (!bl->cols) return INVALID;
-  const product p = {.n = (int64_t)dl->rows,
-                     .m = (int64_t)dl->cols,
-                     .k = (int64_t)al->rows,
-                     .lda = al->ld,
-                     .ldb = bl->ld,
-                     .ldd = dl->ld,
-                     .kind = chosen->kind,
-                     .a = (const uint16_t *)stream->host(stream, a),
-                     .b = (const uint16_t *)stream->host(stream, b),
-                     .bias = op->epilogue == 4 ? (const uint16_t *)stream->host(stream, op->bias) : NULL,
-                     .d = (uint16_t *)stream->host(stream, d),
-                     .workspace = stream->host(stream, workspace)};
+  const matmul p = {.n = (int64_t)dl->rows,
+                    .m = (int64_t)dl->cols,
+                    .k = (int64_t)al->rows,
+                    .lda = al->ld,
+                    .ldb = bl->ld,
+                    .ldd = dl->ld,
+                    .kind = chosen->kind,
+                    .a = (const uint16_t *)stream->host(stream, a),
+                    .b = (const uint16_t *)stream->host(stream, b),
+                    .bias = op->epilogue == 4 ? (const uint16_t *)stream->host(stream, op->bias) : NULL,
+                    .d = (uint16_t *)stream->host(stream, d),
+                    .workspace = stream->host(stream, workspace)};
   stream->enqueue(stream, work, &p, sizeof p);
   return SUCCESS;
 }

@@ -1,8 +1,8 @@
-// products.cu: products.h by NVIDIA's cuBLASLt. Its matrices lie in columns, so what it is asked for is yᵀ = W·xᵀ: W's rows are the
+// vendor_gemm.cu: vendor_gemm.h by NVIDIA's cuBLASLt. Its matrices lie in columns, so what it is asked for is yᵀ = W·xᵀ: W's rows are the
 // columns of the transposed A, x's the columns of B, and only the columns of B and D change from call to call. The sums are float32's
-// and rounded once, behind the bias. Gate and up are one product into the workspace, behind which a kernel of ours stands, since no
+// and rounded once, behind the bias. Gate and up are one matmul into the workspace, behind which a kernel of ours stands, since no
 // epilogue of the library multiplies two columns. cuBLAS' own interface lost: it chooses an algorithm at every call, by the rows.
-#include "products.h"
+#include "vendor_gemm.h"
 
 #include <dlfcn.h>
 
@@ -19,26 +19,26 @@ namespace {
 constexpr int CANDIDATES = 8, CLASSES = 32, THREADS = 128, MAX_GRID_Y = 65535;
 constexpr uint32_t ALIGNED = 16;  // every operand is, to 64 bytes (base/fields.h, model/placement.h)
 
-struct product {
-  rm_product shape;
+struct matmul {
+  rm_gemm_shape shape;
   rm_lt_desc *desc;
   rm_lt_layout *w, *x, *y;
   rm_lt_algorithm algorithms[CLASSES];  // by class_of
 };
 
-struct products {
+struct vendor_gemm {
   rm_lt api;
   rm_lt_context *context;
   const rm_device *device;
   char *workspace;    // the library's; behind it gate and up …
   size_t both_bytes;  // … in so many
   int64_t max_rows;
-  rm_products_choice choice;
+  rm_vendor_gemm_choice choice;
   int n;
-  product list[RM_MAX_PRODUCTS];
+  matmul list[RM_MAX_GEMM_SHAPES];
 };
 
-products *of(void *self) { return static_cast<products *>(self); }
+vendor_gemm *of(void *self) { return static_cast<vendor_gemm *>(self); }
 
 thread_local char why[320];
 
@@ -51,7 +51,7 @@ const char *refuse(const char *format, ...) {
   return why;
 }
 
-const char *said(const products *p, const char *call, int status) {
+const char *said(const vendor_gemm *p, const char *call, int status) {
   return status == RM_LT_SUCCESS ? nullptr : refuse("%s: %s", call, p->api.status_string(status));
 }
 
@@ -92,7 +92,7 @@ const char *load(rm_lt *api, const char *path) {
 }
 
 // ------------------------------------------------------------------------------------------------ shapes
-int64_t w_rows(const rm_product &shape) { return shape.swiglu ? 2 * shape.n : shape.n; }
+int64_t w_rows(const rm_gemm_shape &shape) { return shape.swiglu ? 2 * shape.n : shape.n; }
 
 // Class c has the rows from 2^(c−1) + 1 to 2^c.
 int class_of(int64_t rows) {
@@ -101,19 +101,19 @@ int class_of(int64_t rows) {
   return c;
 }
 
-const char *set_rows(const products *p, const product &of, int64_t rows) {
+const char *set_rows(const vendor_gemm *p, const matmul &of, int64_t rows) {
   const uint64_t cols = static_cast<uint64_t>(rows);
   int status = p->api.layout_set(of.x, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
   if (status == RM_LT_SUCCESS) status = p->api.layout_set(of.y, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
   return said(p, "cublasLtMatrixLayoutSetAttribute", status);
 }
 
-const char *set_bias(const products *p, const product &of, const void *bias) {
+const char *set_bias(const vendor_gemm *p, const matmul &of, const void *bias) {
   return said(p, "bias: cublasLtMatmulDescSetAttribute", p->api.desc_set(of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias));
 }
 
-const char *describe(const products *p, product *made) {
-  const rm_product &s = made->shape;
+const char *describe(const vendor_gemm *p, matmul *made) {
+  const rm_gemm_shape &s = made->shape;
   const uint64_t rows = static_cast<uint64_t>(w_rows(s)), k = static_cast<uint64_t>(s.k), most = static_cast<uint64_t>(p->max_rows);
   const int32_t transposed = RM_LT_TRANSPOSED, epilogue = RM_LT_EPILOGUE_BIAS, invariant = RM_LT_INVARIANT_16B;
   int status = p->api.desc_create(&made->desc, RM_LT_COMPUTE_F32, RM_LT_F32);
@@ -122,34 +122,34 @@ const char *describe(const products *p, product *made) {
   if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->w, RM_LT_BF16, k, rows, s.k);
   if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->x, RM_LT_BF16, k, most, s.ldx);
   if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->y, RM_LT_BF16, rows, most, s.swiglu ? w_rows(s) : s.ldy);
-  if (status != RM_LT_SUCCESS) return said(p, "describing a product", status);
-  if (p->choice == RM_PRODUCTS_INVARIANT && p->api.desc_set(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant) != RM_LT_SUCCESS)
+  if (status != RM_LT_SUCCESS) return said(p, "describing a matmul", status);
+  if (p->choice == RM_VENDOR_GEMM_INVARIANT && p->api.desc_set(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant) != RM_LT_SUCCESS)
     return refuse("this cuBLASLt knows nothing of batch invariance");
   return s.has_bias ? set_bias(p, *made, p->workspace) : nullptr;  // as aligned as a bias: by that an algorithm is chosen
 }
 
 // ------------------------------------------------------------------------------------------------ algorithms
 // Candidates for so many rows, best first; their number in *n.
-const char *ask(const products *p, const product &of, int64_t rows, rm_lt_preference *preference, rm_lt_candidate *out, int *n) {
+const char *ask(const vendor_gemm *p, const matmul &of, int64_t rows, rm_lt_preference *preference, rm_lt_candidate *out, int *n) {
   *n = 0;
   const char *wrong = set_rows(p, of, rows);
   if (wrong) return wrong;
   const int status = p->api.heuristic(p->context, of.desc, of.w, of.x, of.y, of.y, preference, CANDIDATES, out, n);
   if (status == RM_LT_SUCCESS && *n > 0) return nullptr;
-  const rm_product &s = of.shape;
+  const rm_gemm_shape &s = of.shape;
   return refuse("cuBLASLt has no algorithm for rows=%lld n=%lld k=%lld: %s", static_cast<long long>(rows),
                 static_cast<long long>(w_rows(s)), static_cast<long long>(s.k), p->api.status_string(status));
 }
 
-bool serves(const products *p, const product &of, const rm_lt_candidate &candidate, int64_t rows) {
+bool serves(const vendor_gemm *p, const matmul &of, const rm_lt_candidate &candidate, int64_t rows) {
   rm_lt_candidate checked = {};
   return candidate.status == RM_LT_SUCCESS && !set_rows(p, of, rows) &&
          p->api.check(p->context, of.desc, of.w, of.x, of.y, of.y, &candidate.algorithm, &checked) == RM_LT_SUCCESS &&
-         checked.workspace_bytes <= RM_PRODUCTS_LIBRARY_BYTES;
+         checked.workspace_bytes <= RM_VENDOR_GEMM_LIBRARY_BYTES;
 }
 
 // The first that serves the least rows of classes [first, last], and the most of each.
-const char *choose(const products *p, product *made, int first, int last, rm_lt_preference *preference) {
+const char *choose(const vendor_gemm *p, matmul *made, int first, int last, rm_lt_preference *preference) {
   rm_lt_candidate candidates[CANDIDATES];
   int n;
   const int64_t most = rm_min64(int64_t{1} << last, p->max_rows), least = first ? (int64_t{1} << (first - 1)) + 1 : 1;
@@ -167,16 +167,16 @@ const char *choose(const products *p, product *made, int first, int last, rm_lt_
                 static_cast<long long>(least));
 }
 
-const char *choose_all(const products *p, product *made, rm_lt_preference *preference) {
+const char *choose_all(const vendor_gemm *p, matmul *made, rm_lt_preference *preference) {
   const int last = class_of(p->max_rows);
-  if (p->choice != RM_PRODUCTS_FREE) return choose(p, made, 0, last, preference);
+  if (p->choice != RM_VENDOR_GEMM_FREE) return choose(p, made, 0, last, preference);
   const char *wrong = nullptr;
   for (int c = 0; c <= last && !wrong; c++) wrong = choose(p, made, c, c, preference);
   return wrong;
 }
 
-const char *prefer(const products *p, rm_lt_preference *preference) {
-  const uint64_t bytes = RM_PRODUCTS_LIBRARY_BYTES;
+const char *prefer(const vendor_gemm *p, rm_lt_preference *preference) {
+  const uint64_t bytes = RM_VENDOR_GEMM_LIBRARY_BYTES;
   int status = p->api.preference_set(preference, RM_LT_MAX_WORKSPACE, &bytes, sizeof bytes);
   const uint32_t schemes = RM_LT_SCHEME_COMPUTE;  // others round the parts, or add them as they come
   if (status == RM_LT_SUCCESS) status = p->api.preference_set(preference, RM_LT_SCHEMES, &schemes, sizeof schemes);
@@ -185,13 +185,13 @@ const char *prefer(const products *p, rm_lt_preference *preference) {
   return said(p, "cublasLtMatmulPreferenceSetAttribute", status);
 }
 
-const char *prepare(products *p, const rm_products_options *options) {
+const char *prepare(vendor_gemm *p, const rm_vendor_gemm_options *options) {
   rm_lt_preference *preference = nullptr;
   const char *wrong = said(p, "cublasLtCreate", p->api.create(&p->context));
   if (!wrong) wrong = said(p, "cublasLtMatmulPreferenceCreate", p->api.preference_create(&preference));
   if (!wrong) wrong = prefer(p, preference);
   for (int i = 0; i < options->n && !wrong; i++) {
-    product *made = &p->list[p->n++];
+    matmul *made = &p->list[p->n++];
     made->shape = options->list[i];
     wrong = describe(p, made);
     if (!wrong) wrong = choose_all(p, made, preference);
@@ -201,9 +201,9 @@ const char *prepare(products *p, const rm_products_options *options) {
 }
 
 // ------------------------------------------------------------------------------------------------ calls
-product *find(products *p, const rm_gemm_args *a, bool swiglu) {
+matmul *find(vendor_gemm *p, const rm_gemm_args *a, bool swiglu) {
   for (int i = 0; i < p->n; i++) {
-    const rm_product &s = p->list[i].shape;
+    const rm_gemm_shape &s = p->list[i].shape;
     if (s.n == a->n && s.k == a->k && s.ldx == a->ldx && s.ldy == a->ldy && !s.has_bias == !a->bias && !s.swiglu == !swiglu)
       return a->m <= p->max_rows ? &p->list[i] : nullptr;
   }
@@ -211,7 +211,7 @@ product *find(products *p, const rm_gemm_args *a, bool swiglu) {
 }
 
 // Rows [row0, row0 + m) of x into y.
-const char *multiply(products *p, product *made, const rm_gemm_args *a, int64_t row0, int64_t m, void *y) {
+const char *multiply(vendor_gemm *p, matmul *made, const rm_gemm_args *a, int64_t row0, int64_t m, void *y) {
   const float one = 1.0f, zero = 0.0f;
   const char *wrong = set_rows(p, *made, m);
   if (!wrong && a->bias) wrong = set_bias(p, *made, a->bias);
@@ -219,7 +219,7 @@ const char *multiply(products *p, product *made, const rm_gemm_args *a, int64_t 
   const uint16_t *x = static_cast<const uint16_t *>(a->x) + row0 * a->ldx;
   return said(p, "cublasLtMatmul",
               p->api.matmul(p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y, made->y, y, made->y,
-                            &made->algorithms[class_of(m)], p->workspace, RM_PRODUCTS_LIBRARY_BYTES, p->device->stream));
+                            &made->algorithms[class_of(m)], p->workspace, RM_VENDOR_GEMM_LIBRARY_BYTES, p->device->stream));
 }
 
 // both: [m][2n], gate and up of rows [row0, row0 + m) of y.
@@ -233,20 +233,20 @@ __global__ void __launch_bounds__(THREADS) swiglu_kernel(rm_gemm_args a, const u
 }
 
 void gemm(void *self, const rm_gemm_args *a) {
-  products *p = of(self);
+  vendor_gemm *p = of(self);
   if (a->m <= 0 || a->n <= 0 || !rm_cuda_lives(p->device->self)) return;
-  product *made = find(p, a, false);
-  const char *wrong = made ? multiply(p, made, a, 0, a->m, a->y) : "a product of a shape that was not named";
+  matmul *made = find(p, a, false);
+  const char *wrong = made ? multiply(p, made, a, 0, a->m, a->y) : "a gemm of a shape that was not given at open";
   if (wrong) rm_cuda_kill(p->device->self, wrong);
 }
 
 void gemm_swiglu(void *self, const rm_gemm_args *a) {
-  products *p = of(self);
+  vendor_gemm *p = of(self);
   if (a->m <= 0 || a->n <= 0 || !rm_cuda_lives(p->device->self)) return;
-  product *made = find(p, a, true);
-  const char *wrong = made ? nullptr : "a product of a shape that was not named";
-  uint16_t *both = reinterpret_cast<uint16_t *>(p->workspace + RM_PRODUCTS_LIBRARY_BYTES);
-  const int64_t each = static_cast<int64_t>(p->both_bytes / rm_products_both(a->n));
+  matmul *made = find(p, a, true);
+  const char *wrong = made ? nullptr : "a gemm of a shape that was not given at open";
+  uint16_t *both = reinterpret_cast<uint16_t *>(p->workspace + RM_VENDOR_GEMM_LIBRARY_BYTES);
+  const int64_t each = static_cast<int64_t>(p->both_bytes / rm_vendor_gemm_gate_up_bytes(a->n));
   for (int64_t row0 = 0; row0 < a->m && !wrong; row0 += each) {
     const int64_t m = rm_min64(each, a->m - row0);
     const dim3 grid(rm_blocks(a->n, THREADS), static_cast<unsigned>(rm_min64(m, MAX_GRID_Y)));
@@ -256,8 +256,8 @@ void gemm_swiglu(void *self, const rm_gemm_args *a) {
   if (wrong) rm_cuda_kill(p->device->self, wrong);
 }
 
-void close_products(void *self) {
-  products *p = of(self);
+void close_vendor_gemm(void *self) {
+  vendor_gemm *p = of(self);
   for (int i = 0; i < p->n; i++) {
     if (p->list[i].desc) p->api.desc_destroy(p->list[i].desc);
     for (rm_lt_layout *layout : {p->list[i].w, p->list[i].x, p->list[i].y})
@@ -269,25 +269,25 @@ void close_products(void *self) {
 
 }  // namespace
 
-const char *rm_cuda_products(const rm_device *device, const rm_products_options *options, rm_products *out) {
-  *out = rm_products{};
-  if (options->n < 0 || options->n > RM_MAX_PRODUCTS || options->max_rows < 1 || options->max_rows > int64_t{1} << (CLASSES - 2))
-    return refuse("expected up to %d products of 1 … 2^%d rows, got %d of %lld", RM_MAX_PRODUCTS, CLASSES - 2, options->n,
+const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options, rm_vendor_gemm *out) {
+  *out = rm_vendor_gemm{};
+  if (options->n < 0 || options->n > RM_MAX_GEMM_SHAPES || options->max_rows < 1 || options->max_rows > int64_t{1} << (CLASSES - 2))
+    return refuse("expected up to %d shapes of 1 … 2^%d rows, got %d of %lld", RM_MAX_GEMM_SHAPES, CLASSES - 2, options->n,
                   static_cast<long long>(options->max_rows));
-  const size_t room = rm_products_workspace(options->list, options->n, 1);
+  const size_t room = rm_vendor_gemm_workspace(options->list, options->n, 1);
   if (options->workspace_bytes < room) return refuse("expected a workspace of %zu bytes, got %zu", room, options->workspace_bytes);
-  products *p = new (std::nothrow) products();
+  vendor_gemm *p = new (std::nothrow) vendor_gemm();
   if (!p) return "no memory";
   const uintptr_t at = reinterpret_cast<uintptr_t>(options->workspace);
-  p->both_bytes = options->workspace_bytes - RM_PRODUCTS_LIBRARY_BYTES - 256;
+  p->both_bytes = options->workspace_bytes - RM_VENDOR_GEMM_LIBRARY_BYTES - 256;
   p->device = device, p->choice = options->choice, p->max_rows = options->max_rows;
   p->workspace = static_cast<char *>(options->workspace) + (256 - at % 256) % 256;
   const char *wrong = load(&p->api, options->library);
   if (!wrong) wrong = prepare(p, options);
   if (wrong) {
-    close_products(p);
+    close_vendor_gemm(p);
     return wrong;
   }
-  *out = {p, static_cast<int>(p->api.get_version()), gemm, gemm_swiglu, close_products};
+  *out = {p, static_cast<int>(p->api.get_version()), gemm, gemm_swiglu, close_vendor_gemm};
   return nullptr;
 }

@@ -1,4 +1,4 @@
-"""kernels/products.h for ctypes: a library of matrix products on a device of cuda_device.py, by the door that the device has to it."""
+"""kernels/vendor_gemm.h for ctypes: a vendor library on a device of cuda_device.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY_BYTES = 32 << 20
 
 
 class Shape(NamedTuple):
-    """rm_product, with ldx = k and ldy = n: with swiglu W is [2n][k], else [n][k]."""
+    """rm_gemm_shape, with ldx = k and ldy = n: with swiglu W is [2n][k], else [n][k]."""
 
     n: int
     k: int
@@ -24,14 +24,14 @@ class Shape(NamedTuple):
     swiglu: bool = False
 
 
-class Product(Structure):
+class GemmShape(Structure):
     _fields_ = (("n", c_int64), ("k", c_int64), ("ldx", c_int64), ("ldy", c_int64), ("has_bias", c_int), ("swiglu", c_int))
 
 
 class Options(Structure):
     _fields_ = (
         ("library", c_char_p),
-        ("list", POINTER(Product)),
+        ("list", POINTER(GemmShape)),
         ("n", c_int),
         ("max_rows", c_int64),
         ("choice", c_int),
@@ -104,7 +104,7 @@ CALL = CFUNCTYPE(None, c_void_p, POINTER(Gemm))
 
 
 class Opened(Structure):
-    """rm_products."""
+    """rm_vendor_gemm."""
 
     _fields_ = (("self", c_void_p), ("version", c_int), ("gemm", CALL), ("gemm_swiglu", CALL), ("close", CFUNCTYPE(None, c_void_p)))
 
@@ -113,7 +113,7 @@ OPEN = CFUNCTYPE(c_char_p, POINTER(cuda_device.Table), POINTER(Options), POINTER
 
 
 class Refused(Exception):
-    """What the door says."""
+    """Why it was not opened."""
 
 
 def arguments(shape: Shape, y: int, x: int, w: int, m: int, bias: int = 0) -> Gemm:
@@ -139,7 +139,7 @@ def table(library: cuda_device.Library, family: str) -> Kernels:
     return door().contents  # type: ignore[no-any-return]
 
 
-class Products:
+class VendorGemm:
     def __init__(self, opened: Opened) -> None:
         self.opened, self.version = opened, int(opened.version)
 
@@ -152,18 +152,18 @@ class Products:
 @contextmanager
 def opened(
     device: cuda_device.Device, library: str, shapes: Sequence[Shape], max_rows: int, choice: int = FREE, room: int | None = None
-) -> Iterator[Products]:
+) -> Iterator[VendorGemm]:
     """room: bytes of the workspace for gate and up; None: for all rows. Refused says why not."""
     room = 4 * max_rows * max((shape.n for shape in shapes if shape.swiglu), default=0) if room is None else room
     room += LIBRARY_BYTES + 256
-    listed = (Product * max(1, len(shapes)))(*[Product(s.n, s.k, s.k, s.n, s.has_bias, s.swiglu) for s in shapes])
+    listed = (GemmShape * max(1, len(shapes)))(*[GemmShape(s.n, s.k, s.k, s.n, s.has_bias, s.swiglu) for s in shapes])
     workspace, out = device.map(room), Opened()
     options = Options(library.encode(), listed, len(shapes), max_rows, choice, workspace, room)
-    why = ctypes.cast(device.table.products, OPEN)(byref(device.table), byref(options), byref(out))
+    why = ctypes.cast(device.table.open_vendor_gemm, OPEN)(byref(device.table), byref(options), byref(out))
     try:
         if why is not None:
             raise Refused(why.decode())
-        yield Products(out)
+        yield VendorGemm(out)
     finally:
         if out.self:
             out.close(out.self)
