@@ -71,17 +71,17 @@ class Card:
 
     def copy_rate(self, size: int, times: int = 5) -> float:
         """GB/s of copies of `size` bytes on the device, counted once: the best of `times`."""
-        source, to = self.device.map(size), self.device.map(size)
-        best = min(self.seconds(lambda: self.device.copy(to, size, source, size, size, 1)) for _ in range(times))
+        source, to = self.device.alloc(size), self.device.alloc(size)
+        best = min(self.seconds(lambda: self.device.copy_2d(to, size, source, size, size, 1)) for _ in range(times))
         self.device.drop(to)
         self.device.drop(source)
         return size / best * 1e-9
 
     def host_rates(self, size: int, times: int = 5) -> tuple[float, float]:
         """GB/s to the device and back, of pinned memory: the best of `times`."""
-        here, there = self.device.pin(size), self.device.map(size)
-        put = min(self.seconds(lambda: self.device.put(there, here, size)) for _ in range(times))
-        get = min(self.seconds(lambda: self.device.get(here, there, size)) for _ in range(times))
+        here, there = self.device.alloc_pinned(size), self.device.alloc(size)
+        put = min(self.seconds(lambda: self.device.copy_to_device(there, here, size)) for _ in range(times))
+        get = min(self.seconds(lambda: self.device.copy_to_host(here, there, size)) for _ in range(times))
         self.device.drop(there)
         self.device.drop(here)
         return size / put * 1e-9, size / get * 1e-9
@@ -169,13 +169,13 @@ class DeviceWeights:
                 places[name] = size
                 size += -(-2 * int(np.prod(info.shape)) // ALIGNED) * ALIGNED
         self.bytes = size
-        self.block = card.device.map(size)
+        self.block = card.device.alloc(size)
         noise = bfloat16(np.random.default_rng(seed).standard_normal(min(NOISE, size) // 2, np.float32) * np.float32(0.02))
         card.device.write(self.block, noise.tobytes())
         done = noise.nbytes
         while done < size:  # what is there, once more
             more = min(done, size - done)
-            card.device.copy(self.block + done, more, self.block, more, more, 1)
+            card.device.copy_2d(self.block + done, more, self.block, more, more, 1)
             done += more
         for name, at in places.items():
             if is_norm(name):

@@ -58,11 +58,11 @@ class Bench:
         padded = -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32  # in tiles
         self.w = self._filled(rng, padded, shape.k**-0.5)
         self.x = self._filled(rng, most * shape.k, 1.0)
-        self.y, self.whole = (card.device.map(most * shape.n * BF16_BYTES) for _ in range(2))
-        self.found, self.workspace = card.device.map(vendor_gemm.FOUND_BYTES), card.device.map(OWN_WORKSPACE)
+        self.y, self.whole = (card.device.alloc(most * shape.n * BF16_BYTES) for _ in range(2))
+        self.found, self.workspace = card.device.alloc(vendor_gemm.FOUND_BYTES), card.device.alloc(OWN_WORKSPACE)
 
     def _filled(self, rng: np.random.Generator, elements: int, scale: float) -> int:
-        block = self.device.map(elements * BF16_BYTES)
+        block = self.device.alloc(elements * BF16_BYTES)
         run = min(elements, 1 << 24)
         noise = bfloat16(rng.standard_normal(run, np.float32) * np.float32(scale)).tobytes()
         for first in range(0, elements, run):

@@ -106,7 +106,7 @@ enum { RM_ROW_KV_NONFINITE = 1, RM_ROW_LOGITS_NONFINITE = 2 };  // bits of row_f
 // "T" below is the op's dtype: uint16 words of bf16, or float32.
 
 typedef struct rm_embed_args {
-  void *out;                // T [rows][hidden]
+  void *out; // T [rows][hidden]
   const int32_t *ids;       // [rows], each in [0, vocab)
   const void *table;        // T [vocab][hidden], or packed [vocab]×[hidden] when `packed` (tied embeddings)
   int packed;

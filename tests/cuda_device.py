@@ -62,25 +62,25 @@ class Table(Structure):
         ("ordinal", c_int),
         ("kernels", POINTER(Kernels)),
         ("stream", c_void_p),
-        ("map", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
-        ("unmap", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
-        ("pin", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
-        ("unpin", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
+        ("alloc", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
+        ("free", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
+        ("alloc_pinned", CFUNCTYPE(c_int, c_void_p, c_size_t, POINTER(c_void_p))),
+        ("free_pinned", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)),
         ("available", CFUNCTYPE(c_size_t, c_void_p)),
         ("ordinal_of", CFUNCTYPE(c_int, c_void_p, c_void_p)),
-        ("put", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
-        ("get", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
-        ("fetch", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_size_t, c_size_t, c_size_t)),
-        ("copy", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t)),
-        ("zero", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
+        ("copy_to_device", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
+        ("copy_to_host", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t)),
+        ("copy_2d_from_peer", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_size_t, c_size_t, c_size_t)),
+        ("copy_2d", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t)),
+        ("zero_2d", CFUNCTYPE(None, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t)),
         ("record_event", CFUNCTYPE(None, c_void_p, c_int)),
         ("wait_event", CFUNCTYPE(c_int, c_void_p, c_int)),
         ("query_event", CFUNCTYPE(c_int, c_void_p, c_int)),
         ("wait", CFUNCTYPE(c_int, c_void_p)),
         ("poll", CFUNCTYPE(c_int, c_void_p)),
-        ("follow", CFUNCTYPE(None, c_void_p, c_void_p)),
-        ("lead", CFUNCTYPE(None, c_void_p, c_void_p)),
-        ("refuses", CFUNCTYPE(c_char_p, c_void_p, c_void_p)),
+        ("wait_stream", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("make_stream_wait", CFUNCTYPE(None, c_void_p, c_void_p)),
+        ("check_stream", CFUNCTYPE(c_char_p, c_void_p, c_void_p)),
         ("begin_capture", CFUNCTYPE(c_int, c_void_p)),
         ("end_capture", CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p))),
         ("replay", CFUNCTYPE(None, c_void_p, c_void_p)),
@@ -133,7 +133,7 @@ class Library:
 
 
 class Device:
-    """Calls by name: device.put(to, from, bytes). Addresses are ints."""
+    """Calls by name: device.copy_to_device(to, from, bytes). Addresses are ints."""
 
     def __init__(self, library: Library, ordinal: int) -> None:
         self.table = Table()
@@ -151,7 +151,7 @@ class Device:
         return str(self.table.message(self.table.self).decode())
 
     def take(self, call: str, size: int) -> int:
-        """A block of map or of pin."""
+        """A block of alloc or of alloc_pinned."""
         out = c_void_p()
         status = getattr(self.table, call)(self.table.self, size, byref(out))
         assert status == OK, (status, self.message())
@@ -166,27 +166,27 @@ class Device:
     def drop(self, block: int) -> None:
         call, at, size = next(entry for entry in self.held if entry[1] == block)
         self.held.remove((call, at, size))
-        getattr(self.table, f"un{call}")(self.table.self, at, size)
+        getattr(self.table, call.replace("alloc", "free"))(self.table.self, at, size)
 
-    def map(self, size: int) -> int:
-        return self.take("map", size)
+    def alloc(self, size: int) -> int:
+        return self.take("alloc", size)
 
-    def pin(self, size: int) -> int:
-        return self.take("pin", size)
+    def alloc_pinned(self, size: int) -> int:
+        return self.take("alloc_pinned", size)
 
     def end_capture(self) -> tuple[int, int | None]:
         out = c_void_p()
         return self.table.end_capture(self.table.self, byref(out)), out.value
 
     def write(self, to: int, data: bytes) -> None:
-        """put of ordinary memory, waited for."""
-        self.put(to, data, len(data))
+        """copy_to_device from ordinary memory, waited for."""
+        self.copy_to_device(to, data, len(data))
         assert self.wait() == OK, self.message()
 
     def read(self, at: int, size: int) -> bytes:
-        """get to ordinary memory, waited for."""
+        """copy_to_host to ordinary memory, waited for."""
         out = ctypes.create_string_buffer(size)
-        self.get(ctypes.addressof(out), at, size)
+        self.copy_to_host(ctypes.addressof(out), at, size)
         assert self.wait() == OK, self.message()
         return out.raw
 

@@ -52,7 +52,7 @@ class Trainer:
     def packed(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         """All in one allocation, as torch's allocator has small tensors."""
         with self.current():
-            block = self.device.map(sum(array.nbytes + 64 for array in arrays.values()))
+            block = self.device.alloc(sum(array.nbytes + 64 for array in arrays.values()))
         tensors, at = {}, block + 64
         for name, array in arrays.items():
             tensors[name] = self.tensor(array, block=at)
@@ -72,10 +72,10 @@ class OnGpu(dlpack.Producer):
         base = array if array.base is None else array.base
         assert isinstance(base, np.ndarray)
         with trainer.current():
-            block = trainer.device.map(max(base.nbytes, 1)) if block is None else block
-            pinned = trainer.device.pin(max(base.nbytes, 1))
+            block = trainer.device.alloc(max(base.nbytes, 1)) if block is None else block
+            pinned = trainer.device.alloc_pinned(max(base.nbytes, 1))
             ctypes.memmove(pinned, base.ctypes.data, base.nbytes)
-            trainer.device.put(block, pinned, base.nbytes)
+            trainer.device.copy_to_device(block, pinned, base.nbytes)
         data = block + array.ctypes.data - base.ctypes.data
         super().__init__(array, data=data, device=2, version=(1, 0), said_device=(2, trainer.ordinal), **fields)
         self._managed.tensor.device_id = trainer.ordinal
@@ -106,7 +106,7 @@ class Lender:
         """Writes to every tensor, as an optimizer does."""
         with self.trainer.current():
             for tensor in self.held.values():
-                self.trainer.device.zero(tensor._managed.tensor.data, 4, 4, 1)
+                self.trainer.device.zero_2d(tensor._managed.tensor.data, 4, 4, 1)
             assert self.trainer.device.wait() == cuda_device.OK
 
     def free(self) -> None:

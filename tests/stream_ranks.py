@@ -67,7 +67,7 @@ def passing(array: np.ndarray, trainer: Any) -> Any:
     class PassingOnGpu(OnGpu):
         def __del__(self) -> None:
             with self.trainer.current():
-                self.trainer.device.zero(self._managed.tensor.data, array.nbytes, array.nbytes, 1)
+                self.trainer.device.zero_2d(self._managed.tensor.data, array.nbytes, array.nbytes, 1)
                 assert self.trainer.device.wait() == 0
 
     return PassingOnGpu(trainer, array)
@@ -228,8 +228,8 @@ class Rank:
             capsule = tensor.__dlpack__(max_version=(1, 0))
             data = dlpack._Versioned.from_address(pointer(capsule, b"dltensor_versioned")).tensor.data
             with trainer.current():
-                copies[name] = trainer.device.map(tensor.nbytes), tensor.nbytes
-                trainer.device.copy(copies[name][0], 0, data, 0, tensor.nbytes, 1)
+                copies[name] = trainer.device.alloc(tensor.nbytes), tensor.nbytes
+                trainer.device.copy_2d(copies[name][0], 0, data, 0, tensor.nbytes, 1)
             del capsule, tensor
         with trainer.current():
             return {name: trainer.device.read(*copy) for name, copy in copies.items()}

@@ -33,7 +33,7 @@ def test_arrays_of_two_places(trainer: Trainer, second: Trainer, rng: np.random.
             ops.gemm(trainer.tensor(x), other, 17)
     with pytest.raises(errors.UnsupportedTensorError, match="got x on the CPU and w on cuda:0"):
         ops.gemm(x, ops.to_device(w), 17)
-    core = ops.gemm(ops.to_device(x), ops.to_device(w), 17).queue
+    core = ops.gemm(ops.to_device(x), ops.to_device(w), 17).op_device
     kernels, there = _core.Kernels("cuda_fma", 1, core), [ops.to_device(array) for array in (np.zeros((5, 17), np.float32), x)]
     for other, message in ((w, "of float32 on cuda:0, got .*ndarray"), (ops.to_device(w, "cuda:1"), "on cuda:0, got one on cuda:1")):
         with pytest.raises(errors.UnsupportedTensorError, match=message):
@@ -54,8 +54,8 @@ def test_a_family_belongs_to_its_arrays(rng: np.random.Generator) -> None:
         with pytest.raises(errors.ConfigError, match="threads"):
             ops.gemm(*there, 17, threads=threads)  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="isa: expected a CUDA family"):
-        _core.Kernels("cuda_fast", 1, there[0].queue)
-    with pytest.raises(errors.ConfigError, match="expected a Queue or None as queue, got 3"):
+        _core.Kernels("cuda_fast", 1, there[0].op_device)
+    with pytest.raises(errors.ConfigError, match="op_device: expected an OpDevice or None, got 3"):
         _core.Kernels("cuda_fma", 1, 3)  # type: ignore[arg-type]
 
 

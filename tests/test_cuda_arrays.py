@@ -193,14 +193,14 @@ def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Genera
     out = trainer.tensor(np.zeros((5, 17), np.float32))
     data = tensor._managed.tensor.data
     with trainer.current():
-        pinned = trainer.device.pin(x.nbytes)
+        pinned = trainer.device.alloc_pinned(x.nbytes)
         C.memmove(pinned, (-x).ctypes.data, x.nbytes)
-        trainer.device.put(data, pinned, x.nbytes)
+        trainer.device.copy_to_device(data, pinned, x.nbytes)
     with ops.on_stream(trainer.device.table.stream, "cuda:0"):
         ops.gemm(tensor, weights, 17, out=out)
     with trainer.current():
         assert trainer.device.poll() == cuda_device.BUSY
-        trainer.device.zero(data, x.nbytes, x.nbytes, 1)
+        trainer.device.zero_2d(data, x.nbytes, x.nbytes, 1)
     assert (read(trainer, out) == ops.gemm(-x, w, 17)).all()
     assert (read(trainer, tensor) == 0).all()
 
@@ -239,9 +239,9 @@ def test_an_array_of_ours_that_a_stream_has_written(trainer: Trainer, rng: np.ra
     mine, weights = ops.to_device(np.zeros_like(x)), ops.to_device(w)
     view = taken(mine, trainer.device.table.stream)
     with trainer.current():
-        pinned = trainer.device.pin(x.nbytes)
+        pinned = trainer.device.alloc_pinned(x.nbytes)
         C.memmove(pinned, x.ctypes.data, x.nbytes)
-        trainer.device.put(view.data, pinned, x.nbytes)
+        trainer.device.copy_to_device(view.data, pinned, x.nbytes)
     with ops.on_stream(trainer.device.table.stream, "cuda:0"):
         y = ops.gemm(mine, weights, 17)
     view.delete()

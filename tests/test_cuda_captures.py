@@ -21,15 +21,15 @@ def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pyte
     """At a put, an op, a copy, the device's own, or a get: nothing of it was done, and the next recording is whole."""
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", str(work))
     with simt.open() as device:
-        ids, table, out, host = device.map(8), device.map(32), device.map(32), device.pin(32)
+        ids, table, out, host = device.alloc(8), device.alloc(32), device.alloc(32), device.alloc_pinned(32)
         device.write(table, np.arange(8, dtype=np.float32).tobytes())
         for spoilt in (True, False):
             assert device.begin_capture() == OK
-            device.put(ids, host, 8)
+            device.copy_to_device(ids, host, 8)
             device.embed(out, ids, table, 2, 4)
-            device.copy(out, 4, table, 4, 4, 1)
-            device.copy(out, 16, table, 8, 4, 2)
-            device.get(host, out, 32)
+            device.copy_2d(out, 4, table, 4, 4, 1)
+            device.copy_2d(out, 16, table, 8, 4, 2)
+            device.copy_to_host(host, out, 32)
             status, recording = device.end_capture()
             assert (status, recording is None) == ((CAPTURE_INVALIDATED, True) if spoilt else (OK, False))
             if spoilt:
@@ -44,9 +44,9 @@ def test_a_recording_that_another_thread_spoils(simt: Library, monkeypatch: pyte
 def test_a_spoilt_recording_forgives_no_fault(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "1")
     with simt.open() as device:
-        block = device.map(4)
+        block = device.alloc(4)
         assert device.begin_capture() == OK
-        device.zero(block, 4, 4, 1)
+        device.zero_2d(block, 4, 4, 1)
         device.embed(block, block, block, (1 << 32) - 1, 1)
         assert device.end_capture() == (FAULT, None)
         assert device.message() == "a launch: invalid configuration argument"
@@ -58,7 +58,7 @@ def test_what_another_thread_captures_in_global_mode(library: Library) -> None: 
 
     def work() -> None:
         with library.open() as device:
-            block, host = device.map(64), device.pin(64)
+            block, host = device.alloc(64), device.alloc_pinned(64)
             device.record_event(0)
             asked = [device.query_event(0), device.poll()]
             waited = [device.wait_event(0), device.wait(), device.begin_capture()]
@@ -70,11 +70,11 @@ def test_what_another_thread_captures_in_global_mode(library: Library) -> None: 
             device.drop(host)
 
     with library.open() as others, ThreadPoolExecutor(1) as pool:
-        block, stream = others.map(4), ctypes.c_void_p(others.table.stream)
+        block, stream = others.alloc(4), ctypes.c_void_p(others.table.stream)
         assert driver.cuStreamBeginCapture_v2(stream, GLOBAL) == 0
         working = pool.submit(work)
         working.exception()
-        others.zero(block, 4, 4, 1)
+        others.zero_2d(block, 4, 4, 1)
         assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
         working.result()
         assert driver.cuGraphDestroy(graph) == 0

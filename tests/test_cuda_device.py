@@ -69,12 +69,12 @@ def split_names(line: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------ memory
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 4095, 4096, 4097, 100_000])
 def test_blocks_are_zeroed_and_aligned(device: Device, size: int) -> None:
-    for call in ("map", "pin"):
+    for call in ("alloc", "alloc_pinned"):
         for _ in range(2):  # the second block may lie where the first one was
             block = device.take(call, size)
-            assert call == "pin" or block % 256 == 0
-            assert (device.read(block, size) if call == "map" else seen(block, size)) == bytes(size)
-            if call == "map":
+            assert call == "alloc_pinned" or block % 256 == 0
+            assert (device.read(block, size) if call == "alloc" else seen(block, size)) == bytes(size)
+            if call == "alloc":
                 device.write(block, b"\xaa" * size)
             else:
                 ctypes.memset(block, 0xAA, size)
@@ -82,13 +82,13 @@ def test_blocks_are_zeroed_and_aligned(device: Device, size: int) -> None:
 
 
 def test_a_block_of_no_bytes_is_a_block(device: Device) -> None:
-    device.drop(device.map(0))
-    device.drop(device.pin(0))
+    device.drop(device.alloc(0))
+    device.drop(device.alloc_pinned(0))
 
 
 def test_available_follows_what_is_mapped(library: Library, device: Device) -> None:
     before = device.available()
-    block = device.map(32 << 20)
+    block = device.alloc(32 << 20)
     assert device.available() <= before - (32 << 20)
     device.drop(block)
     assert before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()  # a GPU's driver keeps what it was given back
@@ -97,14 +97,14 @@ def test_available_follows_what_is_mapped(library: Library, device: Device) -> N
 def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", "1000000")
     with library.open() as device:
-        block, too_much, out = device.map(4), 1_000_001 if library.is_simt else 1 << 50, ctypes.c_void_p()
+        block, too_much, out = device.alloc(4), 1_000_001 if library.is_simt else 1 << 50, ctypes.c_void_p()
         device.write(block, b"here")
-        assert device.table.map(device.table.self, too_much, ctypes.byref(out)) == NO_MEMORY
+        assert device.table.alloc(device.table.self, too_much, ctypes.byref(out)) == NO_MEMORY
         assert out.value is None
         assert device.message() == f"cudaMalloc of {too_much} bytes: out of memory"
         assert (device.wait(), device.poll()) == (OK, OK)
         assert device.read(block, 4) == b"here"
-        device.drop(device.map(1000))
+        device.drop(device.alloc(1000))
 
 
 # ------------------------------------------------------------------------------------------------ the queue
@@ -112,13 +112,13 @@ def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatc
 def test_put_and_get(device: Device, rng: np.random.Generator, pinned: bool) -> None:
     for size in (0, 1, 3, 4096, 70_001):
         data = rng.bytes(size)
-        block = device.map(size + 2)
-        host = device.pin(size + 1) if pinned else ctypes.addressof(keep := ctypes.create_string_buffer(size + 1))
+        block = device.alloc(size + 2)
+        host = device.alloc_pinned(size + 1) if pinned else ctypes.addressof(keep := ctypes.create_string_buffer(size + 1))
         ctypes.memmove(host, data, size)
-        device.put(block + 1, host, size)
+        device.copy_to_device(block + 1, host, size)
         assert device.wait() == OK
         ctypes.memset(host, 0x55, size + 1)
-        device.get(host, block + 1, size)
+        device.copy_to_host(host, block + 1, size)
         assert device.wait() == OK
         assert seen(host, size + 1) == data + b"\x55"
         assert device.read(block, size + 2) == b"\0" + data + b"\0"
@@ -127,17 +127,17 @@ def test_put_and_get(device: Device, rng: np.random.Generator, pinned: bool) -> 
 
 def test_the_queue_keeps_its_order(device: Device) -> None:
     """A chain in which every step undoes or moves what the step before it has done."""
-    a, b, host = device.map(64), device.map(64), device.pin(64 * 4)
+    a, b, host = device.alloc(64), device.alloc(64), device.alloc_pinned(64 * 4)
     for i, fill in enumerate((0x11, 0x22)):
         ctypes.memset(host + 64 * i, fill, 64)
-    device.put(a, host, 64)
-    device.copy(b, 16, a, 16, 16, 4)
-    device.put(a, host + 64, 64)
-    device.zero(b, 32, 8, 2)
-    device.copy(a + 1, 4, b, 4, 2, 16)
-    device.get(host + 128, a, 64)
-    device.get(host + 192, b, 64)
-    device.zero(a, 64, 64, 1)
+    device.copy_to_device(a, host, 64)
+    device.copy_2d(b, 16, a, 16, 16, 4)
+    device.copy_to_device(a, host + 64, 64)
+    device.zero_2d(b, 32, 8, 2)
+    device.copy_2d(a + 1, 4, b, 4, 2, 16)
+    device.copy_to_host(host + 128, a, 64)
+    device.copy_to_host(host + 192, b, 64)
+    device.zero_2d(a, 64, 64, 1)
     assert device.wait() == OK
     want_b = (bytes(8) + b"\x11" * 24) * 2
     want_a = bytearray(b"\x22" * 64)
@@ -157,7 +157,7 @@ def runs(rng: np.random.Generator) -> tuple[int, int, int]:
 def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
     """The whole of both blocks is compared: what lies between the runs stays."""
     size = 700_000
-    a, b = device.map(size), device.map(size)
+    a, b = device.alloc(size), device.alloc(size)
     for _ in range(40):
         width, rows, to_pitch = runs(rng)
         from_pitch = width + int(rng.choice([0, 1, 2, 4, 16, 32]))
@@ -165,7 +165,7 @@ def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
         source, want = rng.integers(1, 256, size, np.uint8), rng.integers(1, 256, size, np.uint8)
         device.write(a, source.tobytes())
         device.write(b, want.tobytes())
-        device.copy(b + to, to_pitch, a + start, from_pitch, width, rows)
+        device.copy_2d(b + to, to_pitch, a + start, from_pitch, width, rows)
         for row in range(rows):
             want[to + row * to_pitch :][:width] = source[start + row * from_pitch :][:width]
         assert device.read(b, size) == want.tobytes(), (width, rows, to_pitch, from_pitch, to, start)
@@ -175,9 +175,9 @@ def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("width, rows", [(65, 66_000), (300_001, 2)])
 def test_copies_of_more_runs_or_words_than_a_grid_has(device: Device, rng: np.random.Generator, width: int, rows: int) -> None:
     source = rng.integers(1, 256, (rows, width + 2), np.uint8)
-    a, b = device.map(source.size), device.map(source.size)
+    a, b = device.alloc(source.size), device.alloc(source.size)
     device.write(a, source.tobytes())
-    device.copy(b, width + 1, a, width + 2, width, rows)
+    device.copy_2d(b, width + 1, a, width + 2, width, rows)
     got = np.frombuffer(device.read(b, rows * (width + 1)), np.uint8).reshape(rows, width + 1)
     assert np.array_equal(got[:, :width], source[:, :width])
     assert not got[:, width].any()
@@ -185,31 +185,31 @@ def test_copies_of_more_runs_or_words_than_a_grid_has(device: Device, rng: np.ra
 
 def test_zeros_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
     size = 700_000
-    block = device.map(size)
+    block = device.alloc(size)
     for _ in range(40):
         width, rows, pitch = runs(rng)
         at = int(rng.choice([0, 1, 2, 4, 16, 33]))
         want = rng.integers(1, 256, size, np.uint8)
         device.write(block, want.tobytes())
-        device.zero(block + at, pitch, width, rows)
+        device.zero_2d(block + at, pitch, width, rows)
         for row in range(rows):
             want[at + row * pitch :][:width] = 0
         assert device.read(block, size) == want.tobytes(), (width, rows, pitch, at)
 
 
 def test_no_runs_are_nothing(device: Device) -> None:
-    block = device.map(16)
+    block = device.alloc(16)
     device.write(block, b"x" * 16)
     for width, rows in ((0, 4), (4, 0), (0, 0)):
-        device.copy(block, 4, block + 8, 4, width, rows)
-        device.zero(block, 4, width, rows)
-    device.put(block, None, 0)
-    device.get(None, block, 0)
+        device.copy_2d(block, 4, block + 8, 4, width, rows)
+        device.zero_2d(block, 4, width, rows)
+    device.copy_to_device(block, None, 0)
+    device.copy_to_host(None, block, 0)
     assert device.read(block, 16) == b"x" * 16
 
 
 def test_an_op_is_enqueued_with_its_arguments(device: Device) -> None:
-    ids, table, out = device.map(8), device.map(64), device.map(32)
+    ids, table, out = device.alloc(8), device.alloc(64), device.alloc(32)
     device.write(ids, np.array([3, 1], np.int32).tobytes())
     device.write(table, np.arange(16, dtype=np.float32).tobytes())
     device.embed(out, ids, table, 2, 4)
@@ -220,33 +220,33 @@ def test_an_op_is_enqueued_with_its_arguments(device: Device) -> None:
 def test_marks_are_reached_in_any_order(device: Device) -> None:
     for number in range(EVENTS):
         assert device.wait_event(number) == OK  # never set
-    block, host = device.map(EVENTS * 1024), device.pin(EVENTS * 1024)
-    source = device.pin(1024)
+    block, host = device.alloc(EVENTS * 1024), device.alloc_pinned(EVENTS * 1024)
+    source = device.alloc_pinned(1024)
     ctypes.memset(source, 0x77, 1024)
     for number in range(EVENTS):
-        device.put(block + 1024 * number, source, 1024)
-        device.get(host + 1024 * number, block + 1024 * number, 1024)
+        device.copy_to_device(block + 1024 * number, source, 1024)
+        device.copy_to_host(host + 1024 * number, block + 1024 * number, 1024)
         device.record_event(number)
     for number in (2, 0, 3, 1):
         assert device.wait_event(number) == OK
         assert seen(host, 1024 * (number + 1)) == b"\x77" * 1024 * (number + 1)
     ctypes.memset(host, 0, 1024)
-    device.get(host, block, 1024)
+    device.copy_to_host(host, block, 1024)
     device.record_event(0)  # a number names the place where it was set last
     assert device.wait_event(0) == OK
     assert seen(host, 1024) == b"\x77" * 1024
 
 
 def test_a_mark_can_be_asked_after(device: Device) -> None:
-    block, host, source = device.map(2048), device.pin(1024), device.pin(2048)
+    block, host, source = device.alloc(2048), device.alloc_pinned(1024), device.alloc_pinned(2048)
     for number in range(EVENTS):
         assert device.query_event(number) == OK  # never set
     assert device.wait() == OK
     ctypes.memset(source, 0x77, 1024)
-    device.put(block, source, 1024)
-    device.get(host, block, 1024)
+    device.copy_to_device(block, source, 1024)
+    device.copy_to_host(host, block, 1024)
     device.record_event(1)
-    device.put(block + 1024, source, 1024)
+    device.copy_to_device(block + 1024, source, 1024)
     device.record_event(2)
     statuses = [device.query_event(1)]
     while statuses[-1] == BUSY:
@@ -259,13 +259,13 @@ def test_a_mark_can_be_asked_after(device: Device) -> None:
 
 
 def test_poll_ends(device: Device) -> None:
-    block, host = device.map(1 << 20), device.pin(1 << 20)
+    block, host = device.alloc(1 << 20), device.alloc_pinned(1 << 20)
     assert device.wait() == OK  # for the zeros of the block
     assert device.poll() == OK
     for _ in range(20):
-        device.zero(block, 1 << 20, 1 << 20, 1)
-        device.get(host, block, 1 << 20)
-    device.copy(block, 3, block + 99_999, 3, 2, 10_000)
+        device.zero_2d(block, 1 << 20, 1 << 20, 1)
+        device.copy_to_host(host, block, 1 << 20)
+    device.copy_2d(block, 3, block + 99_999, 3, 2, 10_000)
     statuses = [device.poll()]
     while statuses[-1] == BUSY:
         statuses.append(device.poll())
@@ -273,13 +273,13 @@ def test_poll_ends(device: Device) -> None:
 
 
 def test_unmap_and_unpin_wait(device: Device) -> None:
-    block, host = device.map(5000), device.pin(5000)
+    block, host = device.alloc(5000), device.alloc_pinned(5000)
     device.write(block, b"q" * 5000)
-    device.get(host, block, 5000)
+    device.copy_to_host(host, block, 5000)
     device.drop(block)
     assert seen(host, 5000) == b"q" * 5000
-    block = device.map(5000)
-    device.put(block, host, 5000)
+    block = device.alloc(5000)
+    device.copy_to_device(block, host, 5000)
     device.drop(host)
     assert device.read(block, 5000) == b"q" * 5000
 
@@ -287,15 +287,15 @@ def test_unmap_and_unpin_wait(device: Device) -> None:
 # ------------------------------------------------------------------------------------------------ graph capture
 def test_a_recording_is_kept_and_replayed(device: Device) -> None:
     """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the addresses of then."""
-    ids, table, out, wide = device.map(8), device.map(64), device.map(32), device.map(64)
-    host_ids, host_out = device.pin(8), device.pin(64)
+    ids, table, out, wide = device.alloc(8), device.alloc(64), device.alloc(32), device.alloc(64)
+    host_ids, host_out = device.alloc_pinned(8), device.alloc_pinned(64)
     device.write(table, np.arange(16, dtype=np.float32).tobytes())
     assert device.begin_capture() == OK
-    device.put(ids, host_ids, 8)
+    device.copy_to_device(ids, host_ids, 8)
     device.embed(out, ids, table, 2, 4)
-    device.copy(wide, 32, out, 16, 16, 2)
-    device.zero(wide + 16, 32, 4, 2)
-    device.get(host_out, wide, 64)
+    device.copy_2d(wide, 32, out, 16, 16, 2)
+    device.zero_2d(wide + 16, 32, 4, 2)
+    device.copy_to_host(host_out, wide, 64)
     status, recording = device.end_capture()
     assert status == OK, device.message()
     assert device.wait() == OK
@@ -316,17 +316,17 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
 
 def test_replays_stand_in_the_queue(device: Device) -> None:
     """Replays and what is enqueued between them: done in that order, one recording several times before anything waits."""
-    block, host = device.map(16), device.pin(64)
+    block, host = device.alloc(16), device.alloc_pinned(64)
     assert device.begin_capture() == OK
-    device.copy(block + 4, 4, block, 4, 4, 1)
-    device.copy(block + 8, 4, block + 4, 4, 4, 1)
+    device.copy_2d(block + 4, 4, block, 4, 4, 1)
+    device.copy_2d(block + 8, 4, block + 4, 4, 4, 1)
     status, recording = device.end_capture()
     assert status == OK
     for i, word in enumerate((b"aaaa", b"bbbb")):
         ctypes.memmove(host + 4 * i, word, 4)
-        device.put(block, host + 4 * i, 4)
+        device.copy_to_device(block, host + 4 * i, 4)
         device.replay(recording)
-        device.get(host + 32 + 16 * i, block, 16)
+        device.copy_to_host(host + 32 + 16 * i, block, 16)
     assert device.wait() == OK
     assert seen(host + 32, 32) == b"aaaa" * 3 + bytes(4) + b"bbbb" * 3 + bytes(4)
     device.destroy_graph(recording)
@@ -349,11 +349,11 @@ with Library(Path({library.path!r})).open() as device:
 
 def test_an_op_that_was_never_launched_is_captured(library: Library) -> None:
     """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor break it."""
-    body = """ids, table, out = device.map(4), device.map(8), device.map(8)
+    body = """ids, table, out = device.alloc(4), device.alloc(8), device.alloc(8)
 device.write(table, b"the bits")
 assert device.begin_capture() == OK, device.message()
 device.embed(out, ids, table, 1, 2)
-device.copy(out + 1, 4, out, 4, 1, 2)
+device.copy_2d(out + 1, 4, out, 4, 1, 2)
 status, recording = device.end_capture()
 assert status == OK, device.message()
 device.replay(recording)
@@ -363,12 +363,12 @@ device.destroy_graph(recording)"""
 
 
 def test_two_recordings_and_an_empty_one(device: Device) -> None:
-    block, made = device.map(16), []
+    block, made = device.alloc(16), []
     device.write(block, b"0123456789abcdef")
     for calls in ([], [(block + 8, block)], [(block, block + 12)]):
         assert device.begin_capture() == OK
         for to, start in calls:
-            device.copy(to, 4, start, 4, 4, 1)
+            device.copy_2d(to, 4, start, 4, 4, 1)
         status, recording = device.end_capture()
         assert status == OK
         made.append(recording)
@@ -379,13 +379,13 @@ def test_two_recordings_and_an_empty_one(device: Device) -> None:
         device.destroy_graph(recording)
 
 
-@pytest.mark.parametrize("call", ["wait", "poll", "map", "pin"])
+@pytest.mark.parametrize("call", ["wait", "poll", "alloc", "alloc_pinned"])
 def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
     with library.open() as device:
-        block = device.map(16)
+        block = device.alloc(16)
         assert device.begin_capture() == OK
-        device.zero(block, 16, 16, 1)
-        if call in ("map", "pin"):
+        device.zero_2d(block, 16, 16, 1)
+        if call in ("alloc", "alloc_pinned"):
             out = ctypes.c_void_p()
             assert getattr(device.table, call)(device.table.self, 16, ctypes.byref(out)) == FAULT
         else:
@@ -399,25 +399,25 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
     """The second launch fails some time after its call; what was done before it stands, what comes after it is dropped."""
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
     with simt.open() as device:
-        block, host = device.map(64), device.pin(64)
+        block, host = device.alloc(64), device.alloc_pinned(64)
         device.write(block, b"x" * 64)
-        device.zero(block, 8, 4, 8)
-        device.get(host, block, 64)
+        device.zero_2d(block, 8, 4, 8)
+        device.copy_to_host(host, block, 64)
         device.record_event(0)
-        device.zero(block + 4, 8, 4, 8)  # this one
-        device.get(host, block, 64)
+        device.zero_2d(block + 4, 8, 4, 8)  # this one
+        device.copy_to_host(host, block, 64)
         device.record_event(1)
         assert device.wait_event(0) == OK
         assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
         assert device.wait_event(1) == FAULT
         first = device.message()
         assert first == "cudaEventSynchronize: an illegal memory access was encountered"
-        device.zero(block, 64, 64, 1)
-        device.get(host, block, 64)
+        device.zero_2d(block, 64, 64, 1)
+        device.copy_to_host(host, block, 64)
         device.replay(None)
         out = ctypes.c_void_p()
-        assert device.table.map(device.table.self, 4, ctypes.byref(out)) == FAULT
-        assert device.table.pin(device.table.self, 4, ctypes.byref(out)) == FAULT
+        assert device.table.alloc(device.table.self, 4, ctypes.byref(out)) == FAULT
+        assert device.table.alloc_pinned(device.table.self, 4, ctypes.byref(out)) == FAULT
         marks = (device.wait_event(0), device.query_event(0), device.wait_event(3))
         for status in (device.wait(), device.poll(), *marks, device.begin_capture(), device.end_capture()[0]):
             assert status == FAULT
@@ -426,18 +426,18 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
     monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
     with simt.open() as device:  # a context lives from a stream to the last
-        device.drop(device.map(4))
+        device.drop(device.alloc(4))
 
 
 def test_a_kernels_fault_is_named_and_final_on_a_gpu(library: Library) -> None:
     """CUDA gives up the context: the process may end, and nothing of it hangs. The stand-in ends the program, as another test says."""
     if library.is_simt:
         pytest.skip("on a GPU only")
-    body = """block = device.map(64)
+    body = """block = device.alloc(64)
 device.write(block, b"x" * 64)
 device.embed(8, block, block, 1, 1)
 print(device.wait() == FAULT, device.message())
-device.zero(block, 64, 64, 1)
+device.zero_2d(block, 64, 64, 1)
 print(device.wait() == FAULT, device.poll() == FAULT, device.available())"""
     first, second = alone(library, body).splitlines()
     assert re.fullmatch(r"True cudaStreamSynchronize: .*(illegal memory access|illegal address).*", first), first
@@ -447,7 +447,7 @@ print(device.wait() == FAULT, device.poll() == FAULT, device.available())"""
 def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
     """A grid of more than 2^31 − 1 rows: refused by the call itself, which has no status to say so."""
     assert device.wait() == OK
-    device.embed(device.map(4), device.map(4), device.map(4), (1 << 32) - 1, 1)
+    device.embed(device.alloc(4), device.alloc(4), device.alloc(4), (1 << 32) - 1, 1)
     assert device.poll() == FAULT
     assert device.message() == "a launch: invalid configuration argument"
 
@@ -455,7 +455,7 @@ def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
 def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
     """Also where the thread leaves it before any status was asked for."""
     with library.open() as device, library.open() as broken:
-        block = broken.map(4)
+        block = broken.alloc(4)
         saved = broken.enter()
         broken.embed(block, block, block, (1 << 32) - 1, 1)
         broken.leave(saved)
@@ -469,15 +469,15 @@ def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:
     at = ctypes.addressof(there)
     for wrong in ("put", "get", "copy", "fetch", "fetch of its own", "zero", "beyond"):
         with simt.open() as device:
-            block = device.map(64)
+            block = device.alloc(64)
             calls = {
-                "put": lambda d=device, b=block: d.put(at, b, 8),
-                "get": lambda d=device, b=block: d.get(b, at, 8),
-                "copy": lambda d=device, b=block: d.copy(b, 8, at, 8, 8, 1),
-                "fetch": lambda d=device, b=block: d.fetch(b, 8, at, 1, 8, 8, 1),
-                "fetch of its own": lambda d=device, b=block: d.fetch(b, 8, b + 8, 1, 8, 8, 1),
-                "zero": lambda d=device, b=block: d.zero(at, 8, 8, 1),
-                "beyond": lambda d=device, b=block: d.put(b + 60, at, 8),
+                "put": lambda d=device, b=block: d.copy_to_device(at, b, 8),
+                "get": lambda d=device, b=block: d.copy_to_host(b, at, 8),
+                "copy": lambda d=device, b=block: d.copy_2d(b, 8, at, 8, 8, 1),
+                "fetch": lambda d=device, b=block: d.copy_2d_from_peer(b, 8, at, 1, 8, 8, 1),
+                "fetch of its own": lambda d=device, b=block: d.copy_2d_from_peer(b, 8, b + 8, 1, 8, 8, 1),
+                "zero": lambda d=device, b=block: d.zero_2d(at, 8, 8, 1),
+                "beyond": lambda d=device, b=block: d.copy_to_device(b + 60, at, 8),
             }
             calls[wrong]()
             assert device.wait() == FAULT, wrong
@@ -490,14 +490,14 @@ def test_fetch_brings_what_another_device_has(library: Library, rng: np.random.G
         pytest.skip("one GPU here")
     data = rng.bytes(70_001)
     with library.open(1) as other:
-        there = other.map(len(data))
+        there = other.alloc(len(data))
         other.write(there, data)
         with library.open(0) as device:
-            here, host = device.map(len(data)), device.pin(len(data))
-            device.fetch(here + 1, 0, there, 1, 0, len(data) - 1, 1)
-            device.fetch(here, 0, there + 5, 1, 0, 1, 1)
-            device.fetch(here, 0, there, 1, 0, 0, 1)
-            device.get(host, here, len(data))  # behind them in the queue
+            here, host = device.alloc(len(data)), device.alloc_pinned(len(data))
+            device.copy_2d_from_peer(here + 1, 0, there, 1, 0, len(data) - 1, 1)
+            device.copy_2d_from_peer(here, 0, there + 5, 1, 0, 1, 1)
+            device.copy_2d_from_peer(here, 0, there, 1, 0, 0, 1)
+            device.copy_to_host(host, here, len(data))  # behind them in the queue
             assert device.wait() == OK, device.message()
             assert seen(host, len(data)) == data[5:6] + data[:-1]
 
@@ -507,15 +507,15 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
         pytest.skip("one GPU here")
     data = np.frombuffer(rng.bytes(64 * 100), np.uint8).reshape(64, 100)
     with library.open(1) as other:
-        there = other.map(data.size)
+        there = other.alloc(data.size)
         other.write(there, data.tobytes())
         shapes = [(13, 100, 13, 64), (20, 100, 13, 64), (40, 40, 40, 7), (50, 200, 50, 32), (16, 16, 1, 9)]
         for to_pitch, from_pitch, width, rows in [*shapes, (13, -100, 13, 60), (8, 0, 8, 5), (9, 4, 9, 5)]:
             first = 3 - min((rows - 1) * from_pitch, 0)
             with library.open(0) as device:  # each asks for leave to read the other anew
-                here, host = device.map(to_pitch * rows), device.pin(to_pitch * rows)
-                device.fetch(here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows)
-                device.get(host, here, to_pitch * rows)
+                here, host = device.alloc(to_pitch * rows), device.alloc_pinned(to_pitch * rows)
+                device.copy_2d_from_peer(here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows)
+                device.copy_to_host(host, here, to_pitch * rows)
                 assert device.wait() == OK, device.message()
                 found = np.frombuffer(seen(host, to_pitch * rows), np.uint8).reshape(rows, to_pitch)
                 wanted = np.lib.stride_tricks.as_strided(data.reshape(-1)[first:], (rows, width), (from_pitch, 1))
@@ -525,27 +525,27 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
 
 def test_place_is_the_device_that_has_the_memory(library: Library) -> None:
     with library.open(0) as device:
-        block, host, plain = device.map(100), device.pin(100), ctypes.create_string_buffer(8)
+        block, host, plain = device.alloc(100), device.alloc_pinned(100), ctypes.create_string_buffer(8)
         assert [device.ordinal_of(block), device.ordinal_of(block + 99)] == [0, 0]
         assert [device.ordinal_of(host), device.ordinal_of(ctypes.addressof(plain)), device.ordinal_of(8192)] == [-1, -1, -1]
         if library.devices() > 1:
             with library.open(1) as other:
-                assert [device.ordinal_of(other.map(100)), other.ordinal_of(block)] == [1, 0]
+                assert [device.ordinal_of(other.alloc(100)), other.ordinal_of(block)] == [1, 0]
 
 
 # ------------------------------------------------------------------------------------------------ the shim's strictness
 def test_nothing_is_done_before_something_waits(simt: Library) -> None:
     """Reads before the wait see the old bytes, and a buffer that is written again too early sends the new ones."""
     with simt.open() as device:
-        block, host, back = device.map(16), device.pin(16), device.pin(16)
+        block, host, back = device.alloc(16), device.alloc_pinned(16), device.alloc_pinned(16)
         ctypes.memmove(host, b"first", 5)
-        device.put(block, host, 5)
-        device.copy(block + 8, 4, block, 4, 2, 1)
-        device.get(back, block, 16)
+        device.copy_to_device(block, host, 5)
+        device.copy_2d(block + 8, 4, block, 4, 2, 1)
+        device.copy_to_host(back, block, 16)
         device.record_event(0)
         assert seen(back, 16) == bytes(16)
         ctypes.memmove(host, b"later", 5)
-        device.get(back, block, 0)
+        device.copy_to_host(back, block, 0)
         assert device.poll() == BUSY
         assert device.wait_event(0) == OK
         assert seen(back, 16) == b"later" + bytes(3) + b"la" + bytes(6)
@@ -559,9 +559,9 @@ from cuda_device import Library
 library = Library(Path({path!r}))
 def body():
     with library.open(1) as other:
-        elsewhere = other.map(100)
+        elsewhere = other.alloc(100)
         with library.open(0) as device:
-            block, host = device.map(100), device.pin(100)
+            block, host = device.alloc(100), device.alloc_pinned(100)
             device.wait()
             {body}
             device.wait()
@@ -581,13 +581,13 @@ else: body()
         ("ctypes.string_at(host + 300, 1)", "the host touched pinned memory, byte 300 of a block of 100"),
         ("device.embed(block + 256, block, block, 1, 1)", "access outside"),
         ("device.embed(block, block, elsewhere, 1, 1)", "access outside"),
-        ("device.fetch(block, 8, elsewhere, 1, 8, 8, 1); device.embed(block, block, elsewhere, 1, 1)", "access outside"),
-        ("device.fetch(block, 100, elsewhere, 1, 100, 100, 1)", "unseen"),
+        ("device.copy_2d_from_peer(block, 8, elsewhere, 1, 8, 8, 1); device.embed(block, block, elsewhere, 1, 1)", "access outside"),
+        ("device.copy_2d_from_peer(block, 100, elsewhere, 1, 100, 100, 1)", "unseen"),
         ("device.embed(block, 8, block, 1, 1)", "access outside"),
         ("device.embed(block + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
         ("device.embed(block - 4, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
         ("device.embed(host + 100, block, block, 1, 1)", "bytes beside a block of 100 bytes were written"),
-        ("device.get(host, block, 100)", "unseen"),
+        ("device.copy_to_host(host, block, 100)", "unseen"),
     ],
 )
 def test_the_shim_ends_a_program_that_touches_what_it_must_not(simt_library: Path, body: str, message: str, threaded: bool) -> None:
@@ -682,20 +682,20 @@ def test_devices_of_several_threads(library: Library, rng: np.random.Generator) 
 
     def work(ordinal: int, data: bytes) -> None:
         with library.open(ordinal) as device:
-            ids, table, out, host = device.map(4), device.map(len(data)), device.map(len(data)), device.pin(len(data))
+            ids, table, out, host = device.alloc(4), device.alloc(len(data)), device.alloc(len(data)), device.alloc_pinned(len(data))
             for turn in range(8):
-                device.put(table, data, len(data))
+                device.copy_to_device(table, data, len(data))
                 if turn % 2:
                     device.begin_capture()
                 device.embed(out, ids, table, 1, len(data) // 4)
-                device.get(host, out, len(data))
+                device.copy_to_host(host, out, len(data))
                 if turn % 2:
                     recording = device.end_capture()[1]
                     device.replay(recording)
                     device.destroy_graph(recording)
                 if device.wait() != OK or seen(host, len(data)) != data:
                     failures.append(f"cuda:{ordinal} turn {turn}: {device.message()}")
-                device.zero(out, 16, 8, len(data) // 16)
+                device.zero_2d(out, 16, 8, len(data) // 16)
                 ctypes.memset(host, 0, len(data))
 
     threads = [Thread(target=work, args=(ordinal, rng.bytes(4000 + 400 * i))) for i, ordinal in enumerate(ordinals)]

@@ -296,7 +296,7 @@ class OnDevice(dlpack.Producer):
     """An array in the device's memory, as torch would give it: it makes the reader's stream wait."""
 
     def __init__(self, device: cuda_device.Device, array: np.ndarray, **fields: Any) -> None:
-        block = device.map(max(array.nbytes, 1))
+        block = device.alloc(max(array.nbytes, 1))
         device.write(block, array.tobytes())
         super().__init__(np.ascontiguousarray(array), data=block, device=2, version=(1, 0), **fields)
         self.streams: list[int] = []

@@ -124,10 +124,10 @@ class Operands:
         self.x, self.w, self.bias = (self.there(array) for array in words)
         x, w, bias = (f64(array) for array in words)
         self.exact, self.scale = x @ w.T + (bias if shape.has_bias else 0.0), np.abs(x) @ np.abs(w).T + np.abs(bias)
-        self.y = device.map(most * rows * 2)
+        self.y = device.alloc(most * rows * 2)
 
     def there(self, array: np.ndarray) -> int:
-        block = self.device.map(array.nbytes)
+        block = self.device.alloc(array.nbytes)
         self.device.write(block, array.tobytes())
         return block
 

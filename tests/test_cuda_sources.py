@@ -191,7 +191,7 @@ def test_a_gpu_that_fails_while_its_tensors_are_read(
         monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "1")
         failing = cuda_device.Device(cuda_device.Library(Path(trainer.loaded._name)), 1)
         monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
-        block = failing.map(64)
+        block = failing.alloc(64)
         failing.embed(block, block, block, 1, 1)
         assert failing.wait() == cuda_device.FAULT
     with pytest.raises(rm.DeviceError, match=r"cuda:1: .*illegal"):

@@ -75,7 +75,7 @@ def test_a_sum_on_torchs_stream(trainer: Trainer, dtype: str, rng: np.random.Gen
     made: Any = arrays.combine(there, place, ids, its_gates, 8)
     with trainer.current():
         assert trainer.device.poll() == cuda_device.BUSY
-        trainer.device.zero(there._managed.tensor.data, choices.nbytes, choices.nbytes, 1)
+        trainer.device.zero_2d(there._managed.tensor.data, choices.nbytes, choices.nbytes, 1)
     assert made.dtype == getattr(torch, dtype)
     assert (made.array.numpy() == ops.combine(choices, place, ids, gates, 8)).all()
 

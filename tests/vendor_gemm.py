@@ -157,7 +157,7 @@ def opened(
     room = 4 * max_rows * max((shape.n for shape in shapes if shape.swiglu), default=0) if room is None else room
     room += LIBRARY_BYTES + 256
     listed = (GemmShape * max(1, len(shapes)))(*[GemmShape(s.n, s.k, s.k, s.n, s.has_bias, s.swiglu) for s in shapes])
-    workspace, out = device.map(room), Opened()
+    workspace, out = device.alloc(room), Opened()
     options = Options(library.encode(), listed, len(shapes), max_rows, choice, workspace, room)
     why = ctypes.cast(device.table.open_vendor_gemm, OPEN)(byref(device.table), byref(options), byref(out))
     try:

@@ -7,14 +7,14 @@
 
 static inline void rm_device_pack(const rm_device *device, const rm_block *block, char *run) {
   if (rm_block_bytes(block) == 0) return;
-  device->copy(device->self, run, block->row_bytes, block->base, block->rows > 1 ? block->ld : block->row_bytes, block->row_bytes,
-               (size_t)block->rows);
+  device->copy_2d(device->self, run, block->row_bytes, block->base, block->rows > 1 ? block->ld : block->row_bytes, block->row_bytes,
+                  (size_t)block->rows);
 }
 
 static inline void rm_device_unpack(const rm_device *device, const char *run, const rm_block *block) {
   if (rm_block_bytes(block) == 0) return;
-  device->copy(device->self, block->base, block->rows > 1 ? block->ld : block->row_bytes, run, block->row_bytes, block->row_bytes,
-               (size_t)block->rows);
+  device->copy_2d(device->self, block->base, block->rows > 1 ? block->ld : block->row_bytes, run, block->row_bytes, block->row_bytes,
+                  (size_t)block->rows);
 }
 
 // Whether rm_device_own needs a run of the block's bytes: where both ends have rows, of different lengths.
@@ -29,7 +29,7 @@ static inline void rm_device_own(const rm_device *device, const rm_block *from, 
   if (rm_block_is_flat(to)) rm_device_pack(device, from, to->base);
   else if (rm_block_is_flat(from)) rm_device_unpack(device, from->base, to);
   else if (from->row_bytes == to->row_bytes)
-    device->copy(device->self, to->base, to->ld, from->base, from->ld, to->row_bytes, (size_t)to->rows);
+    device->copy_2d(device->self, to->base, to->ld, from->base, from->ld, to->row_bytes, (size_t)to->rows);
   else {
     rm_device_pack(device, from, run);
     rm_device_unpack(device, run, to);

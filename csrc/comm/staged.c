@@ -42,7 +42,7 @@ static rm_code check_room(const staged *s, rm_comm_op op, size_t sent, size_t re
                  s->capacity, most, s->rank, sent == most ? "sends" : "receives");
 }
 
-static rm_code fetch(staged *s, const rm_block send[], size_t sent, rm_error *err) {
+static rm_code copy_to_host(staged *s, const rm_block send[], size_t sent, rm_error *err) {
   for (int r = 0; r < s->size && sent > 0; r++) {
     const size_t at = (size_t)((char *)s->send[r].base - s->out.here);
     if (r == s->rank || s->send[r].rows == 0) continue;
@@ -50,13 +50,13 @@ static rm_code fetch(staged *s, const rm_block send[], size_t sent, rm_error *er
     for (int i = 0; i < r && !is_there; i++) is_there = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
     if (!is_there) rm_device_pack(s->device, &send[r], s->out.there + at);
   }
-  if (sent > 0) s->device->get(s->device->self, s->out.here, s->out.there, sent);
-  // Also waits for the last exchange's put from s->in.here.
+  if (sent > 0) s->device->copy_to_host(s->device->self, s->out.here, s->out.there, sent);
+  // Also waits for the last exchange's copy from s->in.here.
   return rm_device_wait(s->device, err);
 }
 
-static void deliver(staged *s, const rm_block recv[], size_t received) {
-  if (received > 0) s->device->put(s->device->self, s->in.there, s->in.here, received);
+static void copy_to_device(staged *s, const rm_block recv[], size_t received) {
+  if (received > 0) s->device->copy_to_device(s->device->self, s->in.there, s->in.here, received);
   for (int r = 0; r < s->size; r++)
     if (r != s->rank) rm_device_unpack(s->device, s->in.there + ((char *)s->recv[r].base - s->in.here), &recv[r]);
 }
@@ -70,7 +70,7 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   const rm_block *from = &send[s->rank], *to = &recv[s->rank];
   const size_t own = rm_device_own_needs_run(from, to) ? rm_block_bytes(to) : 0;
   rm_code code = check_room(s, op, sent > own ? sent : own, received, err);
-  if (!code) code = fetch(s, send, sent, err);
+  if (!code) code = copy_to_host(s, send, sent, err);
   if (code) {
     rm_comm_abort(s->host, code);   // other ranks wait in the call that this rank will not join
     return code;
@@ -78,7 +78,7 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   rm_comm_set_epoch(s->host, epoch);
   rm_comm_set_timeout(s->host, timeout);
   if ((code = rm_comm_exchange(s->host, op, s->send, s->recv, err))) return code;
-  deliver(s, recv, received);
+  copy_to_device(s, recv, received);
   rm_device_own(s->device, from, to, s->out.there);
   return RM_OK;
 }
@@ -89,8 +89,8 @@ static rm_code look(void *self, rm_error *err) { return rm_comm_check(((staged *
 
 // ------------------------------------------------------------------------------------------------ making
 static void free_run(const rm_device *device, run *r, size_t bytes) {
-  if (r->there) device->unmap(device->self, r->there, bytes);
-  if (r->here) device->unpin(device->self, r->here, bytes);
+  if (r->there) device->free(device->self, r->there, bytes);
+  if (r->here) device->free_pinned(device->self, r->here, bytes);
   *r = (run){0};
 }
 
@@ -105,10 +105,10 @@ static void destroy(void *self) { rm_free(self); }
 
 static rm_code make_run(const rm_device *device, run *r, size_t bytes, rm_error *err) {
   void *there = NULL, *here = NULL;
-  const rm_code code = rm_device_map(device, bytes, "a buffer for exchanges", &there, err);
+  const rm_code code = rm_device_alloc(device, bytes, "a buffer for exchanges", &there, err);
   if (code) return code;
   r->there = there;
-  const rm_device_status status = device->pin(device->self, bytes, &here);
+  const rm_device_status status = device->alloc_pinned(device->self, bytes, &here);
   if (status == RM_DEVICE_OK) return r->here = here, RM_OK;
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   return rm_fail(err, RM_E_MEMORY, "no host memory for a buffer for exchanges of %zu bytes", bytes);

@@ -7,13 +7,13 @@
 #include "base/memory.h"
 
 // ---------------------------------------------------------------------------------------------- the CPU
-static rm_device_status cpu_map(void *self, size_t bytes, void **out) {
+static rm_device_status cpu_alloc(void *self, size_t bytes, void **out) {
   (void)self;
   *out = rm_map(bytes);
   return *out ? RM_DEVICE_OK : RM_DEVICE_NO_MEMORY;
 }
 
-static void cpu_unmap(void *self, void *block, size_t bytes) {
+static void cpu_free(void *self, void *block, size_t bytes) {
   (void)self;
   rm_unmap(block, bytes);
 }
@@ -28,22 +28,23 @@ static int cpu_ordinal_of(void *self, const void *address) {
   return -1;
 }
 
-static void cpu_move(void *self, void *to, const void *from, size_t bytes) {
+static void cpu_memcpy(void *self, void *to, const void *from, size_t bytes) {
   (void)self;
   memcpy(to, from, bytes);
 }
 
-static void cpu_copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+static void cpu_copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
   (void)self;
   for (size_t r = 0; r < rows; r++) memcpy((char *)to + r * to_pitch, (const char *)from + r * from_pitch, width);
 }
 
-static void cpu_fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
+static void cpu_copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width,
+                                  size_t rows) {
   (void)ordinal;
-  cpu_copy(self, to, to_pitch, from, from_pitch, width, rows);
+  cpu_copy_2d(self, to, to_pitch, from, from_pitch, width, rows);
 }
 
-static void cpu_zero(void *self, void *at, size_t pitch, size_t width, size_t rows) {
+static void cpu_zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
   (void)self;
   for (size_t r = 0; r < rows; r++) memset((char *)at + r * pitch, 0, width);
 }
@@ -60,12 +61,12 @@ static rm_device_status cpu_done(void *self) {
   return RM_DEVICE_OK;
 }
 
-static const char *cpu_refuses(void *self, void *stream) {
+static const char *cpu_check_stream(void *self, void *stream) {
   (void)self, (void)stream;
   return NULL;
 }
 
-static void cpu_order(void *self, void *stream) { (void)self, (void)stream; }
+static void cpu_wait_stream(void *self, void *stream) { (void)self, (void)stream; }
 
 static int cpu_enter(void *self) {
   (void)self;
@@ -87,25 +88,25 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .on_host = 1,
       .ordinal = -1,
       .kernels = kernels,
-      .map = cpu_map,
-      .unmap = cpu_unmap,
-      .pin = cpu_map,
-      .unpin = cpu_unmap,
+      .alloc = cpu_alloc,
+      .free = cpu_free,
+      .alloc_pinned = cpu_alloc,
+      .free_pinned = cpu_free,
       .available = cpu_available,
       .ordinal_of = cpu_ordinal_of,
-      .put = cpu_move,
-      .get = cpu_move,
-      .fetch = cpu_fetch,
-      .copy = cpu_copy,
-      .zero = cpu_zero,
+      .copy_to_device = cpu_memcpy,
+      .copy_to_host = cpu_memcpy,
+      .copy_2d_from_peer = cpu_copy_2d_from_peer,
+      .copy_2d = cpu_copy_2d,
+      .zero_2d = cpu_zero_2d,
       .record_event = cpu_record_event,
       .wait_event = cpu_wait_event,
       .query_event = cpu_wait_event,
       .wait = cpu_done,
       .poll = cpu_done,
-      .follow = cpu_order,
-      .lead = cpu_order,
-      .refuses = cpu_refuses,
+      .wait_stream = cpu_wait_stream,
+      .make_stream_wait = cpu_wait_stream,
+      .check_stream = cpu_check_stream,
       .enter = cpu_enter,
       .leave = cpu_leave,
       .message = cpu_message,
@@ -121,9 +122,9 @@ rm_code rm_device_check(const rm_device *device, rm_device_status status, rm_err
 
 rm_code rm_device_wait(const rm_device *device, rm_error *err) { return rm_device_check(device, device->wait(device->self), err); }
 
-rm_code rm_device_map(const rm_device *device, size_t bytes, const char *what, void **out, rm_error *err) {
+rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what, void **out, rm_error *err) {
   *out = NULL;
-  const rm_device_status status = bytes ? device->map(device->self, bytes, out) : RM_DEVICE_NO_MEMORY;
+  const rm_device_status status = bytes ? device->alloc(device->self, bytes, out) : RM_DEVICE_NO_MEMORY;
   if (status == RM_DEVICE_OK) return RM_OK;
   if (device->on_host || !bytes) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
@@ -133,29 +134,29 @@ rm_code rm_device_map(const rm_device *device, size_t bytes, const char *what, v
                  rm_say_bytes((double)device->available(device->self)).text, why);
 }
 
-void rm_device_unmap(const rm_device *device, void *block, size_t bytes) {
-  if (block) device->unmap(device->self, block, bytes);
+void rm_device_free(const rm_device *device, void *block, size_t bytes) {
+  if (block) device->free(device->self, block, bytes);
 }
 
-// ---------------------------------------------------------------------------------------------- paired buffers
-rm_code rm_paired_create(const rm_device *device, size_t bytes, const char *what, rm_paired *out, rm_error *err) {
+// ---------------------------------------------------------------------------------------------- mirrored buffers
+rm_code rm_mirrored_create(const rm_device *device, size_t bytes, const char *what, rm_mirrored_buffer *out, rm_error *err) {
   void *there = NULL, *here = NULL;
-  *out = (rm_paired){0};
-  const rm_code code = rm_device_map(device, bytes, what, &there, err);
+  *out = (rm_mirrored_buffer){0};
+  const rm_code code = rm_device_alloc(device, bytes, what, &there, err);
   if (code) return code;
   if (device->on_host) here = there;
-  else if (device->pin(device->self, bytes, &here) != RM_DEVICE_OK) {
-    device->unmap(device->self, there, bytes);
+  else if (device->alloc_pinned(device->self, bytes, &here) != RM_DEVICE_OK) {
+    device->free(device->self, there, bytes);
     return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what, device->message(device->self));
   }
-  *out = (rm_paired){device, here, there, bytes};
+  *out = (rm_mirrored_buffer){device, here, there, bytes};
   return RM_OK;
 }
 
-void rm_paired_destroy(rm_paired *paired) {
-  const rm_device *device = paired->device;
+void rm_mirrored_destroy(rm_mirrored_buffer *mirrored) {
+  const rm_device *device = mirrored->device;
   if (!device) return;
-  device->unmap(device->self, paired->on_device, paired->bytes);
-  if (!device->on_host) device->unpin(device->self, paired->host, paired->bytes);
-  *paired = (rm_paired){0};
+  device->free(device->self, mirrored->on_device, mirrored->bytes);
+  if (!device->on_host) device->free_pinned(device->self, mirrored->host, mirrored->bytes);
+  *mirrored = (rm_mirrored_buffer){0};
 }

@@ -23,7 +23,7 @@ void rm_strided_copy(const rm_device *device, int ordinal, const rm_strided *r, 
       for (int64_t k = 0; k < r->size[2]; k++, to += inner * width) {
         const char *at = from + i * r->step[0] + j * r->step[1] + k * r->step[2];
         const size_t pitch = inner > 1 ? (size_t)r->step[3] : width;
-        if (ordinal == device->ordinal) device->copy(device->self, to, width, at, pitch, width, inner);
-        else device->fetch(device->self, to, width, at, ordinal, pitch, width, inner);
+        if (ordinal == device->ordinal) device->copy_2d(device->self, to, width, at, pitch, width, inner);
+        else device->copy_2d_from_peer(device->self, to, width, at, ordinal, pitch, width, inner);
       }
 }

@@ -56,7 +56,7 @@ static rm_code create_cache(rm_engine *engine, rm_error *err) {
   engine->runner.n_pages = n_pages;
   engine->kv_bytes = (size_t)n_pages * rm_model_page_bytes(engine->model);
   if ((code = rm_scheduler_open_pages(&engine->scheduler, n_pages, err))) return code;
-  return rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->runner.kv, err);
+  return rm_device_alloc(engine->device, engine->kv_bytes, "the KV cache", &engine->runner.kv, err);
 }
 
 static rm_code create_scheduler(rm_engine *engine, rm_error *err) {
@@ -158,7 +158,7 @@ void rm_engine_destroy(rm_engine *engine) {
   if (!engine) return;
   const rm_entered saved = rm_enter(engine);
   rm_runner_destroy(&engine->runner);
-  rm_device_unmap(engine->device, engine->runner.kv, engine->kv_bytes);
+  rm_device_free(engine->device, engine->runner.kv, engine->kv_bytes);
   rm_scheduler_destroy(&engine->scheduler);
   rm_store_destroy(engine->store);
   rm_model_destroy(engine->model);

@@ -51,7 +51,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   if (parts & RM_PART_WEIGHTS) sleep_weights(engine, keep);
   if (parts & RM_PART_KV) {
     rm_kv_renew(engine->scheduler.cache);
-    rm_device_unmap(engine->device, engine->runner.kv, engine->kv_bytes);
+    rm_device_free(engine->device, engine->runner.kv, engine->kv_bytes);
     engine->runner.kv = NULL;
   }
   rm_leave(engine, saved);
@@ -65,7 +65,7 @@ rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
   parts &= engine->asleep;
   const rm_entered saved = rm_enter(engine);
   if (parts & RM_PART_WEIGHTS) code = rm_store_restore(engine->store, err);
-  if (parts & RM_PART_KV && !code) code = rm_device_map(engine->device, engine->kv_bytes, "the KV cache", &engine->runner.kv, err);
+  if (parts & RM_PART_KV && !code) code = rm_device_alloc(engine->device, engine->kv_bytes, "the KV cache", &engine->runner.kv, err);
   if (parts & RM_PART_WEIGHTS && code) rm_store_release_blocks(engine->store);   // the cache could not be allocated
   rm_leave(engine, saved);
   if (!code) engine->asleep &= ~parts;

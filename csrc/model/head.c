@@ -48,7 +48,7 @@ static rm_code compute_shard(rm_model *model, const char *weights, const rm_head
       const int64_t at = head->host_targets[i] - mine.first;
       model->local_targets[i] = head->host_targets[i] >= 0 && at >= 0 && at < mine.n ? (int32_t)at : -1;
     }
-    args.targets = rm_indices_put(model, model->local_targets, head->rows);
+    args.targets = rm_indices_copy_to_device(model, model->local_targets, head->rows);
     args.target_logits = model->target_logits + model->shard.me * head->rows;
   }
   model->kernels->lm_head(&model->ctx, &args);
@@ -81,7 +81,7 @@ static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *er
     while (head->host_targets[i] >= shard->vocab[owner].first + shard->vocab[owner].n) owner++;
     model->from_targets[i] = (int32_t)(owner * head->rows + i);
   }
-  const int32_t *from = rm_indices_put(model, model->from_targets, head->rows);
+  const int32_t *from = rm_indices_copy_to_device(model, model->from_targets, head->rows);
   const rm_gather_rows_args args = {model->own_logits, model->target_logits, from, head->rows, sizeof(float)};
   model->kernels->gather_rows(&model->ctx, &args);
   return RM_OK;

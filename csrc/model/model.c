@@ -67,7 +67,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   char what[96];
   snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)", (long long)options->max_rows,
            (long long)options->max_positions);
-  const rm_code code = rm_device_map(model->device, model->block_bytes, what, &model->block, err);
+  const rm_code code = rm_device_alloc(model->device, model->block_bytes, what, &model->block, err);
   if (!code) rm_fields_place(fields, n_fields, model->block, model->block_bytes);
   return code;
 }
@@ -91,8 +91,8 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   if (!cos) return rm_fail(err, RM_E_MEMORY, "no memory for a rope table of %lld positions", (long long)model->options.max_positions);
   float *sin = cos + n;
   make_rope_table(model, cos, sin);
-  device->put(device->self, model->cos, cos, n * sizeof *cos);
-  device->put(device->self, model->sin, sin, n * sizeof *sin);
+  device->copy_to_device(device->self, model->cos, cos, n * sizeof *cos);
+  device->copy_to_device(device->self, model->sin, sin, n * sizeof *sin);
   const rm_code code = rm_device_wait(device, err);
   rm_free(cos);
   return code;
@@ -112,7 +112,7 @@ static rm_code create_indices(rm_model *model, rm_error *err) {
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_paired_create(model->device, rm_fields_bytes(fields, n), "indices", &model->indices, err);
+  const rm_code code = rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices", &model->indices, err);
   if (!code) rm_fields_place(fields, n, model->indices.host, model->indices.bytes);
   return code;
 }
@@ -157,8 +157,8 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
 void rm_model_destroy(rm_model *model) {
   if (!model) return;
   if (model->vendor_gemm.self) model->vendor_gemm.close(model->vendor_gemm.self);
-  rm_paired_destroy(&model->indices);
-  rm_device_unmap(model->device, model->block, model->block_bytes);
+  rm_mirrored_destroy(&model->indices);
+  rm_device_free(model->device, model->block, model->block_bytes);
   rm_moe_destroy(&model->moe);
   rm_shard_destroy(&model->shard);
   rm_free(model);
@@ -205,22 +205,22 @@ static char *v_cache(const rm_model *model, void *kv, int64_t n_pages, int64_t l
 void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page) {
   const rm_device *device = model->device;
   const size_t k = k_bytes(model), v = v_bytes(model), pitch = (size_t)n_pages * (k + v), layers = (size_t)model->spec->n_layers;
-  device->zero(device->self, k_cache(model, kv, n_pages, 0) + (size_t)page * k, pitch, k, layers);
-  device->zero(device->self, v_cache(model, kv, n_pages, 0) + (size_t)page * v, pitch, v, layers);
+  device->zero_2d(device->self, k_cache(model, kv, n_pages, 0) + (size_t)page * k, pitch, k, layers);
+  device->zero_2d(device->self, v_cache(model, kv, n_pages, 0) + (size_t)page * v, pitch, v, layers);
 }
 
 void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from) {
   const rm_device *device = model->device;
   const size_t k = k_bytes(model), v = v_bytes(model), pitch = (size_t)n_pages * (k + v), layers = (size_t)model->spec->n_layers;
   char *ks = k_cache(model, kv, n_pages, 0), *vs = v_cache(model, kv, n_pages, 0);
-  device->copy(device->self, ks + (size_t)to * k, pitch, ks + (size_t)from * k, pitch, k, layers);
-  device->copy(device->self, vs + (size_t)to * v, pitch, vs + (size_t)from * v, pitch, v, layers);
+  device->copy_2d(device->self, ks + (size_t)to * k, pitch, ks + (size_t)from * k, pitch, k, layers);
+  device->copy_2d(device->self, vs + (size_t)to * v, pitch, vs + (size_t)from * v, pitch, v, layers);
 }
 
 // ---------------------------------------------------------------------------------------------- rows
 static size_t row_bytes(const rm_model *model) { return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype); }
 
-static void *there(const rm_batch *batch, const void *here) { return rm_paired_on_device(batch->paired, here); }
+static void *there(const rm_batch *batch, const void *here) { return rm_mirrored_on_device(batch->mirrored, here); }
 
 // out[i] ← x[from[i]], rows of hidden. out is not x.
 static void gather(rm_model *model, void *out, const void *x, const int32_t *from, int64_t rows) {
@@ -242,9 +242,9 @@ static void look_up(rm_model *model, const char *weights, void *out, const int32
 }
 
 // Puts n indices that rm_model_prepare has computed. No event is recorded, since this may be captured: rm_model_prepare waits for the ops.
-static const int32_t *put_indices(rm_model *model, const int32_t *at, int64_t n) {
-  rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
-  return rm_paired_on_device(&model->indices, at);
+static const int32_t *copy_indices(rm_model *model, const int32_t *at, int64_t n) {
+  rm_mirrored_copy_to_device(&model->indices, at, (size_t)n * sizeof *at);
+  return rm_mirrored_on_device(&model->indices, at);
 }
 
 // Each rank looks up the rows that host_indices.c lists; they are gathered in `home` by rank and then put in order.
@@ -255,7 +255,7 @@ static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch
     return RM_OK;
   }
   const int64_t n_mine = model->embed_counts[shard->me], n_kept = rm_kept_rows(model, batch->n_rows).n;
-  const int32_t *ids = put_indices(model, model->embed_ids, n_mine), *from = put_indices(model, model->embed_rows, n_kept);
+  const int32_t *ids = copy_indices(model, model->embed_ids, n_mine), *from = copy_indices(model, model->embed_rows, n_kept);
   look_up(model, weights, model->x, ids, shard->vocab[shard->me].n ? n_mine : 0);
   const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, model->embed_counts, row_bytes(model), err);
   if (!code) gather(model, model->residual, model->home, from, n_kept);
@@ -417,7 +417,7 @@ static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch
   }
   if (model->sequence_parallel) {
     n = model->out_counts[model->shard.me];
-    from = put_indices(model, model->own_out_rows, n);
+    from = copy_indices(model, model->own_out_rows, n);
   }
   gather(model, model->out_residual, model->residual, from, n);
   gather(model, model->residual, output_of(model), from, n);   // residual is not needed any more

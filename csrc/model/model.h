@@ -24,10 +24,10 @@ typedef struct rm_model_options {
   const char *cublas_library;   // for matmuls of plain params; NULL: params are packed. View during create
 } rm_model_options;
 
-// Views, valid until the forward returns, and on a device until it was waited for. Arrays are host addresses in `paired`, whose owner has
-// put them already; routed and row_flags are written on the device only.
+// Views, valid until the forward returns, and on a device until it was waited for. Arrays are host addresses in `mirrored`, whose owner has
+// copied them to the device; routed and row_flags are written on the device only.
 typedef struct rm_batch {
-  const rm_paired *paired;
+  const rm_mirrored_buffer *mirrored;
   int64_t n_rows, n_seqs, max_pages;
   int64_t most_rows;            // the largest n_rows of the ranks that exchange; ignored where all have the same
   const int32_t *ids;           // [n_rows]

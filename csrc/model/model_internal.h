@@ -33,7 +33,7 @@ struct rm_model {
   float *target_logits; // [tp][max_out_rows]
   float *own_logits; // [max_out_rows] of each target, from the rank that holds it
   // indices computed on the host, in `indices`
-  rm_paired indices; // owned
+  rm_mirrored_buffer indices;  // owned
   int32_t *embed_ids; // [max_rows] rows of the embedding table that this rank looks up
   int32_t *embed_rows; // [max_rows] index of each kept row in the gathered embeddings
   int32_t *own_out_rows; // [max_rows] out_rows among the kept rows, counted from the first kept row
@@ -54,11 +54,11 @@ static inline int rm_is_static(const rm_model *model, const rm_batch *batch) { r
 static inline rm_code rm_indices_begin(const rm_model *model, rm_error *err) {
   return rm_rank_wait_event(model->options.rank, model->device, RM_EVENT_INDICES, err);
 }
-// Afterwards: puts n of them and returns their device address.
-static inline int32_t *rm_indices_put(const rm_model *model, const int32_t *at, int64_t n) {
-  rm_paired_put(&model->indices, at, (size_t)n * sizeof *at);
+// Afterwards: copies n of them to the device and returns their device address.
+static inline int32_t *rm_indices_copy_to_device(const rm_model *model, const int32_t *at, int64_t n) {
+  rm_mirrored_copy_to_device(&model->indices, at, (size_t)n * sizeof *at);
   model->device->record_event(model->device->self, RM_EVENT_INDICES);
-  return rm_paired_on_device(&model->indices, at);
+  return rm_mirrored_on_device(&model->indices, at);
 }
 
 // linear.c: arguments of a layer's dense gemms, for this rank's columns. y of `back` (o_proj) and `down` is x, whole rows; m: rows.

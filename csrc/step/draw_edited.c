@@ -12,21 +12,21 @@ static rm_code run_sample(rm_runner *runner, const float *logits, const float *s
   const size_t row = (size_t)vocab * sizeof *logits, banned = (size_t)params.n_banned * sizeof *params.banned;
   const rm_code code = rm_results_reserve(results, 8, row + banned + 256, err);
   if (code) return code;
-  params.banned = rm_results_give(results, params.banned, banned);
+  params.banned = rm_results_input(results, params.banned, banned);
   const rm_sample_args args = {
-      .tokens = rm_results_take(results, &out->token, sizeof out->token),
-      .logprobs = rm_results_take(results, logprob, sizeof *logprob),
-      .sampling_logprobs = rm_results_take(results, sampling_logprob, sizeof *sampling_logprob),
-      .logits = rm_results_give(results, logits, row),
-      .stats = rm_results_give(results, stats, 2 * sizeof *stats),
-      .params = rm_results_give(results, &params, sizeof params),
-      .row_flags = rm_results_give(results, &flags, sizeof flags),
+      .tokens = rm_results_output(results, &out->token, sizeof out->token),
+      .logprobs = rm_results_output(results, logprob, sizeof *logprob),
+      .sampling_logprobs = rm_results_output(results, sampling_logprob, sizeof *sampling_logprob),
+      .logits = rm_results_input(results, logits, row),
+      .stats = rm_results_input(results, stats, 2 * sizeof *stats),
+      .params = rm_results_input(results, &params, sizeof params),
+      .row_flags = rm_results_input(results, &flags, sizeof flags),
       .rows = 1,
       .vocab = vocab,
       .ld_logits = vocab,
   };
   runner->kernels->sample(rm_model_ctx(runner->model), &args);
-  return rm_results_fetch(results, err);
+  return rm_results_copy_out(results, err);
 }
 
 static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {

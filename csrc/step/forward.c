@@ -1,5 +1,6 @@
-// forward.c: the part of a step that uses the device. One function enqueues all of it, captured or not: put inputs, model, sampler.c on the
-// out rows, get results. Then the step waits for the device, once unless a caller gets rows of logits, and results go into the records.
+// forward.c: the part of a step that uses the device. One function enqueues all of it, captured or not: copy inputs to the device, model,
+// sampler.c on the out rows, copy results to the host. Then the step waits for the device, once unless a caller gets rows of logits, and
+// results go into the records.
 #include "base/fields.h"
 #include "base/hash.h"
 #include "step/runner.h"
@@ -104,7 +105,8 @@ static void put_tables(const rm_runner *runner) {
   const int64_t n = runner->options.max_num_seqs, max_pages = runner->options.max_pages;
   for (int64_t i = 0, end; i < n && !runner->device->on_host; i = end + 1) {
     for (end = i; end < n && plan->table_changed[end]; end++) plan->table_changed[end] = 0;
-    rm_paired_put(&runner->paired, plan->block_tables + i * max_pages, (size_t)((end - i) * max_pages) * sizeof *plan->block_tables);
+    rm_mirrored_copy_to_device(&runner->mirrored, plan->block_tables + i * max_pages,
+                               (size_t)((end - i) * max_pages) * sizeof *plan->block_tables);
   }
 }
 
@@ -131,7 +133,7 @@ static rm_batch batch_of(const rm_runner *runner) {
   const rm_plan *plan = runner->plan;
   const rm_step_buffer *b = &runner->step;
   return (rm_batch){
-      .paired = &runner->paired,
+      .mirrored = &runner->mirrored,
       .n_rows = plan->n_rows,
       .most_rows = plan->most_rows,
       .n_seqs = runner->options.max_num_seqs,
@@ -152,11 +154,11 @@ static rm_code enqueue(rm_runner *runner, rm_error *err) {
   const rm_batch batch = batch_of(runner);
   const rm_step_buffer *b = &runner->step;
   const void *hidden;
-  rm_paired_put(&runner->paired, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
+  rm_mirrored_copy_to_device(&runner->mirrored, b->slots, (size_t)((char *)b->tokens - (char *)b->slots));
   rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv, runner->n_pages, &batch, &hidden, err);
   if (!code && !runner->plan->is_captured) code = rm_compare_forward(runner, err);
   if (!code) code = rm_sample_outs(runner, hidden, err);
-  rm_paired_get(&runner->paired, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
+  rm_mirrored_copy_to_host(&runner->mirrored, b->row_flags, (size_t)(b->end - (char *)b->row_flags));
   return code;
 }
 
@@ -173,7 +175,7 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
   if (!code) code = is_captured ? rm_graphs_run(runner, enqueue, err) : enqueue(runner, err);
   if (!code && is_captured) code = rm_compare_forward(runner, err);
   if (!code && is_captured) code = rm_compare_outs(runner, err);
-  if (!code) code = rm_results_fetch(&runner->results, err);
+  if (!code) code = rm_results_copy_out(&runner->results, err);
   if (!code) code = rm_share_draws(runner, err);
   plan->n_rows = n_rows, plan->n_out = n_out, plan->n_draws = n_draws;
   if (code) {

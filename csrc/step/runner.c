@@ -61,13 +61,13 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, rm
   runner->scratch_bytes = rm_fields_bytes(device, N_FIELDS(device));
   runner->host = runner->host_bytes ? rm_map(runner->host_bytes) : NULL;
   if (!runner->host) return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", runner->host_bytes, what);
-  rm_code code = rm_device_map(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
-  if (!code) code = rm_paired_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what, &runner->paired, err);
+  rm_code code = rm_device_alloc(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
+  if (!code) code = rm_mirrored_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what, &runner->mirrored, err);
   if (!code) code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
   if (code) return code;
   rm_fields_place(host, N_FIELDS(host), runner->host, runner->host_bytes);
   rm_fields_place(device, N_FIELDS(device), runner->scratch, runner->scratch_bytes);
-  rm_fields_place(both, N_FIELDS(both), runner->paired.host, runner->paired.bytes);
+  rm_fields_place(both, N_FIELDS(both), runner->mirrored.host, runner->mirrored.bytes);
   return RM_OK;
 }
 
@@ -75,14 +75,14 @@ void rm_runner_destroy(rm_runner *runner) {
   if (!runner->device) return;
   rm_graphs_clear(runner);
   rm_results_destroy(&runner->results);
-  rm_paired_destroy(&runner->paired);
+  rm_mirrored_destroy(&runner->mirrored);
   rm_unmap(runner->host, runner->host_bytes);
-  rm_device_unmap(runner->device, runner->scratch, runner->scratch_bytes);
+  rm_device_free(runner->device, runner->scratch, runner->scratch_bytes);
 }
 
 uint64_t rm_runner_workspace(const rm_runner *runner) {
-  return rm_model_workspace_bytes(runner->model) + runner->host_bytes + runner->scratch_bytes + runner->paired.bytes +
-         runner->results.paired.bytes;
+  return rm_model_workspace_bytes(runner->model) + runner->host_bytes + runner->scratch_bytes + runner->mirrored.bytes +
+         runner->results.mirrored.bytes;
 }
 
 void rm_runner_zero_page(void *runner, int32_t page) {

@@ -1,8 +1,8 @@
 // runner.h: what computes a plan on a device (vLLM's model runner). A step is three calls:
 //
 //   schedule    (scheduler.h)   which rows of which sequences: fills the plan, hands out pages
-//   rm_forward  (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c): fills the plan's results. Inputs are put, ops
-//                               enqueued or a captured graph replayed (graph_replay.c), results waited for once
+//   rm_forward  (forward.c)     model, lm_head, draws, logprobs of prompts (sampler.c): fills the plan's results. Copies inputs to the
+//                               device, enqueues ops or replays a captured graph (graph_replay.c), waits for results once
 //   rm_commit   (commit.c)      results into the records of the requests
 //
 // Of these only rm_forward touches the device and other ranks. All memory is allocated at creation.
@@ -15,8 +15,8 @@
 #include "step/results.h"
 #include "weights/sync.h"
 
-// The arrays of one step in the paired buffer, ordered by use: read by the device, read and written, written. So a step needs one put and
-// one get.
+// The arrays of one step in the mirrored buffer, ordered by use: read by the device, read and written, written. So a step needs one copy
+// to the device and one back.
 typedef struct rm_step_buffer {
   int64_t *slots;               // [n_rows]
   rm_sample_params *params;     // [n_draws]
@@ -53,11 +53,11 @@ typedef struct rm_runner {
   int64_t routed_per_token, max_out_rows, ld_logits;   // ld_logits: elements from one row of logits to the next
   int64_t max_draws;            // tokens of one call of the sample op
   // owned
-  rm_paired paired;             // the block tables and the step buffer
+  rm_mirrored_buffer mirrored;  // the block tables and the step buffer
   rm_results results;           // results that are copied to records directly
   void *host, *scratch;         // hold the arrays of the host only, and of the device only
   size_t host_bytes, scratch_bytes;
-  char *buffer;                 // in `paired`; holds the arrays of `step`, laid out for each step
+  char *buffer;                 // in `mirrored`; holds the arrays of `step`, laid out for each step
   size_t buffer_bytes;
   rm_step_buffer step;
   rm_graphs graphs;
@@ -84,11 +84,11 @@ uint64_t rm_runner_workspace(const rm_runner *runner);   // bytes mapped, the mo
 // Enqueued, so before the next forward's ops. `runner` is a void * for rm_scheduler_options.
 void rm_runner_zero_page(void *runner, int32_t page);
 void rm_runner_copy_page(void *runner, int32_t to, int32_t from);
-static inline void *rm_on_device(const rm_runner *runner, const void *here) { return rm_paired_on_device(&runner->paired, here); }
+static inline void *rm_on_device(const rm_runner *runner, const void *here) { return rm_mirrored_on_device(&runner->mirrored, here); }
 
 // ---------------------------------------------------------------------------------------------- a step
-// Sets the plan's most_rows, is_captured and with_token_ranks. In a lockstep group (lockstep.c) the ranks agree on them, and *progress becomes
-// the maximum over the group.
+// Sets the plan's most_rows, is_captured and with_token_ranks. In a lockstep group (lockstep.c) the ranks agree on them, and *progress
+// becomes the maximum over the group.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
 rm_code rm_forward(rm_runner *runner, rm_error *err);
 size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws);

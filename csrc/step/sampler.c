@@ -97,8 +97,8 @@ static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k
     const rm_code code = rm_results_reserve(results, 2, 2 * bytes, err);
     if (code) return code;
     const rm_top_logprobs_args args = {
-        .ids = rm_results_take(results, ids + done * k, bytes),
-        .logprobs = rm_results_take(results, logprobs + done * k, bytes),
+        .ids = rm_results_output(results, ids + done * k, bytes),
+        .logprobs = rm_results_output(results, logprobs + done * k, bytes),
         .logits = runner->logits + (row + done) * runner->ld_logits,
         .stats = runner->stats + 2 * (row + done),
         .rows = rows,
@@ -155,9 +155,9 @@ static rm_code score_sampling(rm_runner *runner, const rm_chunk *chunk, int64_t 
   }
   const rm_code code = rm_results_reserve(results, 2, given + taken, err);
   if (code) return code;
-  const rm_sample_params *params = rm_results_give(results, runner->params, given);
+  const rm_sample_params *params = rm_results_input(results, runner->params, given);
   run_sample(runner, chunk, row, n, runner->ld_logits, params, runner->unused_tokens, runner->unused_logprobs,
-             rm_results_take(results, out->seq->group->prompt_sampling + out->position, taken));
+             rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken));
   return RM_OK;
 }
 
@@ -167,7 +167,7 @@ static rm_code rank_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row
   const rm_code code = rm_results_reserve(&runner->results, 1, bytes, err);
   if (code) return code;
   run_ranks(runner, row, n, runner->ld_logits, rm_on_device(runner, runner->step.targets + chunk->first + row),
-            rm_results_take(&runner->results, out->seq->group->prompt_ranks + out->position, bytes));
+            rm_results_output(&runner->results, out->seq->group->prompt_ranks + out->position, bytes));
   return RM_OK;
 }
 
@@ -244,8 +244,8 @@ static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given
   memcpy(runner->params, params, (size_t)n * sizeof *params);
   for (int64_t i = 0; i < n; i++)
     if (params[i].n_banned)
-      runner->params[i].banned = rm_results_give(&runner->results, params[i].banned, (size_t)params[i].n_banned * sizeof *params->banned);
-  *out = rm_results_give(&runner->results, runner->params, (size_t)n * sizeof *params);
+      runner->params[i].banned = rm_results_input(&runner->results, params[i].banned, (size_t)params[i].n_banned * sizeof *params->banned);
+  *out = rm_results_input(&runner->results, runner->params, (size_t)n * sizeof *params);
   return RM_OK;
 }
 
@@ -355,7 +355,7 @@ static int is_handed_out(const rm_out_row *out) {
 }
 
 static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
-  runner->device->get(runner->device->self, to, from, (size_t)n * sizeof *to);
+  runner->device->copy_to_host(runner->device->self, to, from, (size_t)n * sizeof *to);
 }
 
 // Copies a row that the external scheduler draws from, and its stats, to the scheduler's memory; top logprobs go into the records.

@@ -26,7 +26,7 @@ static rm_code out(const transfer *p, rm_error *err) {
   rm_code code = RM_OK;
   for (size_t i = 0, n = n_pieces(p); i <= n && !code; i++) {
     if (i < n) {
-      device->get(device->self, half(p, i), p->there + i * p->half_bytes, piece_bytes(p, i));
+      device->copy_to_host(device->self, half(p, i), p->there + i * p->half_bytes, piece_bytes(p, i));
       device->record_event(device->self, event(i));
     }
     if (i == 0) continue;
@@ -42,7 +42,7 @@ static rm_code back(const transfer *p, rm_error *err) {
     const rm_code code = rm_device_check(device, device->wait_event(device->self, event(i)), err);   // two chunks ago, from the same half
     if (code) return code;
     rm_copy_block(half(p, i), p->host + i * p->half_bytes, piece_bytes(p, i), p->ctx);
-    device->put(device->self, p->there + i * p->half_bytes, half(p, i), piece_bytes(p, i));
+    device->copy_to_device(device->self, p->there + i * p->half_bytes, half(p, i), piece_bytes(p, i));
     device->record_event(device->self, event(i));
   }
   return rm_device_wait(device, err);
@@ -52,14 +52,14 @@ static rm_code pass(transfer *p, rm_code (*way)(const transfer *, rm_error *), r
   const rm_device *device = p->device;
   void *halves;
   p->half_bytes = (size_t)rm_min64(rm_max64((int64_t)p->bytes / 4, MIN_HALF_BYTES), MAX_HALF_BYTES);
-  const rm_device_status status = device->pin(device->self, 2 * p->half_bytes, &halves);
+  const rm_device_status status = device->alloc_pinned(device->self, 2 * p->half_bytes, &halves);
   if (status == RM_DEVICE_NO_MEMORY)
     return rm_fail(err, RM_E_MEMORY, "no host memory for a staging buffer of %zu bytes: %s", 2 * p->half_bytes,
                    device->message(device->self));
   if (status != RM_DEVICE_OK) return rm_device_check(device, status, err);
   p->halves = halves;
   const rm_code code = way(p, err);
-  device->unpin(device->self, halves, 2 * p->half_bytes);   // waits for enqueued copies
+  device->free_pinned(device->self, halves, 2 * p->half_bytes);   // waits for enqueued copies
   return code;
 }
 
@@ -81,11 +81,11 @@ rm_code rm_offload_block(const rm_device *device, const char *block, size_t byte
 rm_code rm_restore_block(const rm_device *device, const char *copy, size_t bytes, const rm_ctx *ctx, char **block, rm_error *err) {
   void *there;
   *block = NULL;
-  rm_code code = rm_device_map(device, bytes, "waking the weights", &there, err);
+  rm_code code = rm_device_alloc(device, bytes, "waking the weights", &there, err);
   if (code) return code;
   transfer p = {.device = device, .ctx = ctx, .host = (char *)(uintptr_t)copy, .there = there, .bytes = bytes};
   code = pass(&p, back, err);
-  if (code) rm_device_unmap(device, there, bytes);
+  if (code) rm_device_free(device, there, bytes);
   else *block = there;
   return code;
 }

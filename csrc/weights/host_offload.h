@@ -9,5 +9,5 @@
 // Both leave their source unchanged and return after the device is done, on failure too.
 // *copy: owned, rm_unmap. RM_E_CAPACITY: less host memory is available; RM_E_MEMORY: it could not be mapped; RM_E_DEVICE.
 rm_code rm_offload_block(const rm_device *device, const char *block, size_t bytes, const rm_ctx *ctx, char **copy, rm_error *err);
-// *block: new, owned, rm_device_unmap. RM_E_CAPACITY: the device has less free.
+// *block: new, owned, rm_device_free. RM_E_CAPACITY: the device has less free.
 rm_code rm_restore_block(const rm_device *device, const char *copy, size_t bytes, const rm_ctx *ctx, char **block, rm_error *err);

@@ -79,15 +79,16 @@ size_t rm_staging_bytes(const rm_staging *staging) {
 
 static rm_code staging_open(rm_staging *staging, rm_error *err) {
   if (staging->halves.device) return RM_OK;
-  rm_code code = rm_paired_create(staging->device, N_HALVES * staging->half_bytes, "the staging buffer", &staging->halves, err);
-  if (!code) code = rm_paired_create(staging->device, STAGED_UNITS * sizeof(rm_pack_found), "the results of packing", &staging->found, err);
+  rm_code code = rm_mirrored_create(staging->device, N_HALVES * staging->half_bytes, "the staging buffer", &staging->halves, err);
+  if (!code)
+    code = rm_mirrored_create(staging->device, STAGED_UNITS * sizeof(rm_pack_found), "the results of packing", &staging->found, err);
   if (code) rm_staging_free(staging);
   return code;
 }
 
 void rm_staging_free(rm_staging *staging) {
-  rm_paired_destroy(&staging->halves);
-  rm_paired_destroy(&staging->found);
+  rm_mirrored_destroy(&staging->halves);
+  rm_mirrored_destroy(&staging->found);
   staging->used = 0;
 }
 
@@ -125,16 +126,16 @@ static rm_code reserve(rm_staging *staging, size_t bytes, char **here, rm_error 
   return RM_OK;
 }
 
-// Copies the unit's source row by row into the staging buffer and puts it on the device.
-static rm_code load(rm_staging *staging, rm_pack_args *args, size_t bytes, const rm_ctx *ctx, rm_error *err) {
+// Copies the unit's source row by row into the staging buffer, and from there to the device.
+static rm_code stage_from_host(rm_staging *staging, rm_pack_args *args, size_t bytes, const rm_ctx *ctx, rm_error *err) {
   char *here;
   const rm_code code = reserve(staging, bytes, &here, err);
   if (code) return code;
   loading job = {args, here};
   if (ctx->n_threads > 1 && args->rows * args->cols >= SERIAL_ELEMENTS) ctx->run(ctx->team, load_rows, &job);
   else load_rows(&job, 0, 1);
-  rm_paired_put(&staging->halves, here, bytes);
-  args->src = rm_paired_on_device(&staging->halves, here);
+  rm_mirrored_copy_to_device(&staging->halves, here, bytes);
+  args->src = rm_mirrored_on_device(&staging->halves, here);
   args->row_stride = args->cols;
   args->col_stride = 1;
   return RM_OK;
@@ -142,7 +143,7 @@ static rm_code load(rm_staging *staging, rm_pack_args *args, size_t bytes, const
 
 // Copies the unit's source from another GPU. Rows (or columns) that are contiguous go as one pitched copy. A source without contiguous
 // rows or columns, or one that is nearly dense, is copied as the whole byte range that it spans, with its strides.
-static rm_code fetch(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
+static rm_code stage_from_gpu(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, size_t bytes, rm_error *err) {
   const rm_device *device = staging->device;
   const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype), down = (args->rows - 1) * args->row_stride;
   const int64_t right = (args->cols - 1) * args->col_stride, low = rm_min64(down, 0) + rm_min64(right, 0);
@@ -160,10 +161,11 @@ static rm_code fetch(rm_staging *staging, const rm_unit *unit, rm_pack_args *arg
                    (long long)(args->rows * args->cols), unit->ordinal, (long long)span);
   const rm_code code = reserve(staging, is_whole ? (size_t)span : bytes, &here, err);
   if (code) return code;
-  char *there = rm_paired_on_device(&staging->halves, here);
+  char *there = rm_mirrored_on_device(&staging->halves, here);
   args->src = is_whole ? there - low * elem : there;
   const size_t width = (size_t)(is_whole ? span : run * elem), pitch = is_whole ? width : (size_t)(*stride * elem);
-  device->fetch(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
+  device->copy_2d_from_peer(device->self, there, width, from + (is_whole ? low * elem : 0), unit->ordinal, pitch, width,
+                            is_whole ? 1 : (size_t)n);
   if (!is_whole) *stride = run;
   return RM_OK;
 }
@@ -171,7 +173,7 @@ static rm_code fetch(rm_staging *staging, const rm_unit *unit, rm_pack_args *arg
 static rm_code stage(rm_staging *staging, const rm_unit *unit, rm_pack_args *args, const rm_ctx *ctx, rm_error *err) {
   const size_t bytes = (size_t)(args->rows * args->cols) * rm_src_bytes(args->src_dtype);
   if (bytes > staging->half_bytes) return rm_fail(err, RM_E_LIMIT, "rows of %lld elements are too long", (long long)args->cols);
-  return unit->ordinal < 0 ? load(staging, args, bytes, ctx, err) : fetch(staging, unit, args, bytes, err);
+  return unit->ordinal < 0 ? stage_from_host(staging, args, bytes, ctx, err) : stage_from_gpu(staging, unit, args, bytes, err);
 }
 
 // Copies units [first, first + n) on the device and gets their results.
@@ -182,11 +184,11 @@ static rm_code make_on_device(const rm_units *units, int64_t first, int64_t n, r
   for (int64_t i = 0; i < n && !code; i++) {
     const rm_unit *unit = &units->list[first + i];
     rm_pack_args args = unit->args;
-    args.found = rm_paired_on_device(&staging->found, found + i);
+    args.found = rm_mirrored_on_device(&staging->found, found + i);
     if (unit->ordinal != device->ordinal) code = stage(staging, unit, &args, ctx, err);
     if (!code) device->kernels->pack(ctx, &args);
   }
-  rm_paired_get(&staging->found, found, (size_t)n * sizeof *found);
+  rm_mirrored_copy_to_host(&staging->found, found, (size_t)n * sizeof *found);
   const rm_code waited = rm_device_wait(device, code ? NULL : err);
   staging->used = 0;
   for (int64_t i = 0; i < n && !code && !waited; i++) {

@@ -15,8 +15,8 @@
 typedef struct rm_staging {
   const rm_device *device; // view
   size_t half_bytes; // max bytes of one unit's source
-  rm_paired halves; // owned, as the next; created at first use
-  rm_paired found; // rm_pack_found of each unit
+  rm_mirrored_buffer halves; // owned, as the next; created at first use
+  rm_mirrored_buffer found; // rm_pack_found of each unit
   int half; // the half being filled
   size_t used; // bytes of it in use
 } rm_staging;

@@ -44,7 +44,7 @@ no_memory:
 }
 
 void rm_store_drop_block(rm_store *store, rm_version_state *state) {
-  rm_device_unmap(store->device, state->block, store->params->bytes);
+  rm_device_free(store->device, state->block, store->params->bytes);
   state->block = NULL;
 }
 

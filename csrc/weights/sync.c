@@ -45,7 +45,7 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
                    store->serving.block ? "a second copy" : "one copy", rm_say_bytes((double)bytes).text,
                    rm_say_bytes((double)available).text, store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
-  const rm_code code = rm_device_map(store->device, bytes, "the weights", &block, err);
+  const rm_code code = rm_device_alloc(store->device, bytes, "the weights", &block, err);
   store->staged.block = block;
   if (!code) store->staged.number = ++store->n_blocks;
   return code;

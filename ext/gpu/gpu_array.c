@@ -1,5 +1,5 @@
-// gpu_array.c: see gpu_array.h. Each array of a queue is an allocation of its own. Freeing it waits for all work of the device, also that
-// of other libraries; a pool would let a new array overwrite memory that another library's stream still reads.
+// gpu_array.c: see gpu_array.h. Each array of an OpDevice is an allocation of its own. Freeing it waits for all work of the device, also
+// that of other libraries; a pool would let a new array overwrite memory that another library's stream still reads.
 #include "gpu_array.h"
 
 #include <stdio.h>
@@ -17,9 +17,9 @@ enum { MAX_DIMS = 4 };
 
 typedef struct array_object {
   PyObject_HEAD
-  rm_queue_object *queue; // owned; NULL: an array of `gpus`
-  PyObject *gpus; // owned _core.Gpus; NULL: an array of `queue`, which is C-contiguous
-  PyObject *owner; // owned: what keeps `data`. NULL: the array itself, of a queue; somebody else, of gpus
+  rm_op_device *op_device; // owned; NULL: an array of `gpus`
+  PyObject *gpus; // owned _core.Gpus; NULL: an array of `op_device`, which is C-contiguous
+  PyObject *owner; // owned: what keeps `data`. NULL: the array itself, of an OpDevice; somebody else, of gpus
   void *data; // NULL: no element, or dropped
   size_t bytes;
   int ordinal, dtype, n_dims, read_only, is_dropped;
@@ -45,12 +45,12 @@ static int64_t size_of(PyObject *module, PyObject *size) {
 }
 
 // An array without memory. All sizes are checked, and their product.
-static array_object *new_array(PyObject *module, rm_queue_object *queue, int dtype, PyObject *shape) {
+static array_object *new_array(PyObject *module, rm_op_device *op_device, int dtype, PyObject *shape) {
   const Py_ssize_t n = PyTuple_Size(shape);
   if (n > MAX_DIMS) return (array_object *)rm_raise_code(module, RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
   array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
   if (!self) return NULL;
-  self->queue = (rm_queue_object *)Py_NewRef((PyObject *)queue);
+  self->op_device = (rm_op_device *)Py_NewRef((PyObject *)op_device);
   self->dtype = dtype, self->n_dims = (int)n;
   int64_t bytes = rm_elements[dtype].bits / 8;
   for (int i = 0; i < self->n_dims; i++) {
@@ -63,7 +63,7 @@ static array_object *new_array(PyObject *module, rm_queue_object *queue, int dty
     return NULL;
   }
   self->bytes = (size_t)bytes;
-  self->ordinal = queue->device.ordinal;
+  self->ordinal = op_device->device.ordinal;
   int64_t step = 1;
   for (int i = self->n_dims - 1; i >= 0; i--) {
     self->strides[i] = step;
@@ -107,30 +107,30 @@ static PyObject *fill_new(PyObject *module, array_object *self, const void *from
   rm_code code = RM_OK;
   int saved;
   if (!self || !self->bytes) return (PyObject *)self;
-  if (rm_queue_enter(module, self->queue, &saved)) {
+  if (rm_op_device_enter(module, self->op_device, &saved)) {
     Py_DECREF(self);
     return NULL;
   }
-  const rm_device *device = &self->queue->device;
+  const rm_device *device = &self->op_device->device;
   Py_BEGIN_ALLOW_THREADS
-    code = rm_device_map(device, self->bytes, "an array", &self->data, &err);
+    code = rm_device_alloc(device, self->bytes, "an array", &self->data, &err);
     if (!code && from) {
-      device->put(device->self, self->data, from, self->bytes);
+      device->copy_to_device(device->self, self->data, from, self->bytes);
       code = rm_device_wait(device, &err);
     }
-    rm_queue_leave(self->queue, saved);
+    rm_op_device_leave(self->op_device, saved);
   Py_END_ALLOW_THREADS
   if (!code) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(module, &err);
 }
 
-PyObject *rm_device_array_zeros(PyObject *module, rm_queue_object *queue, const char *name, PyObject *shape) {
+PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name, PyObject *shape) {
   const int dtype = dtype_named(module, name);
-  return dtype < 0 ? NULL : fill_new(module, new_array(module, queue, dtype, shape), NULL);
+  return dtype < 0 ? NULL : fill_new(module, new_array(module, op_device, dtype, shape), NULL);
 }
 
-PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObject *object) {
+PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *object) {
   int dtype = 0;
   const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
   while (dtype < RM_N_ELEMENTS && !(type >= 0 && PyArray_EquivTypenums(type, rm_elements[dtype].type))) dtype++;
@@ -142,7 +142,7 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
   if (rm_array_data(module, object, &want, &data)) return NULL;
   PyObject *shape = PyObject_GetAttrString(object, "shape");
   if (!shape) return NULL;
-  array_object *array = new_array(module, queue, dtype, shape);
+  array_object *array = new_array(module, op_device, dtype, shape);
   Py_DECREF(shape);
   return fill_new(module, array, data);
 }
@@ -151,7 +151,7 @@ PyObject *rm_device_array_copy(PyObject *module, rm_queue_object *queue, PyObjec
 // Checks C order, alignment, and that the driver says the memory is this device's: a kernel that reads elsewhere ends the CUDA context.
 static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
   int64_t step = 1;
-  const rm_device *device = &array->queue->device;
+  const rm_device *device = &array->op_device->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
     if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
       rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a C-contiguous array, got other strides; copy it first", name);
@@ -174,7 +174,7 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   return 0;
 }
 
-PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObject *name, const rm_dlpack *taken) {
+PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name, const rm_dlpack *taken) {
   const dl_tensor *t = taken->tensor;
   const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT && t->dtype.bits == 16; // bfloat16, as in a NumPy array
   const int dtype = is_words ? RM_SRC_BF16 : rm_element_of(module, name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
@@ -182,7 +182,7 @@ PyObject *rm_device_array_over(PyObject *module, rm_queue_object *queue, PyObjec
   if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
     return rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name, (int)MAX_DIMS, t->n_dims);
   PyObject *shape = rm_tuple_of(t->shape, t->n_dims);
-  array_object *array = shape ? new_array(module, queue, dtype, shape) : NULL;
+  array_object *array = shape ? new_array(module, op_device, dtype, shape) : NULL;
   Py_XDECREF(shape);
   if (!array) return NULL;
   array->owner = Py_NewRef(taken->owner);
@@ -197,7 +197,7 @@ int rm_is_device_array(PyObject *module, PyObject *object) { return rm_is(module
 
 static const char *device_name(const array_object *array) {
   static _Thread_local char name[16];
-  if (array->queue) return array->queue->device.name;
+  if (array->op_device) return array->op_device->device.name;
   snprintf(name, sizeof name, "cuda:%d", array->ordinal);
   return name;
 }
@@ -213,15 +213,15 @@ static const char *type_name(int type) {
 // The address of empty arrays, which is never read: to an op NULL means that an array is absent.
 static char no_element;
 
-int rm_device_array_data(PyObject *module, rm_queue_object *queue, PyObject *object, rm_array_want *want, void **data, size_t *bytes) {
+int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object, rm_array_want *want, void **data, size_t *bytes) {
   const array_object *array = (array_object *)object;
-  const char *where = queue->device.name;
+  const char *where = op_device->device.name;
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
   if (!rm_is_device_array(module, object)) {
     rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R", want->name, type_name(want->type), where,
                   (PyObject *)Py_TYPE(object));
-  } else if (array->queue != queue) {
+  } else if (array->op_device != op_device) {
     rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s", want->name, where, device_name(array));
   } else if (rm_elements[array->dtype].type != want->type) {
     rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name, type_name(want->type), rm_elements[array->dtype].name);
@@ -307,14 +307,14 @@ static int hand_over(array_object *self, PyObject *stream) {
   if (PyErr_Occurred()) return -1;
   if (handle == 0 || handle < -1)
     return PyErr_Format(PyExc_ValueError, "stream: expected a handle, 1, 2, -1 or None, got %lld", handle), -1;
-  if (handle == -1 || !self->queue) return 0;
-  const rm_device *device = &self->queue->device;
-  if (rm_queue_check_stream(rm_module_of((PyObject *)self), self->queue, (void *)(uintptr_t)handle)) return -1;
-  if (rm_queue_enter(rm_module_of((PyObject *)self), self->queue, &saved)) return -1;
-  device->lead(device->self, (void *)(uintptr_t)handle);
+  if (handle == -1 || !self->op_device) return 0;
+  const rm_device *device = &self->op_device->device;
+  if (rm_op_device_check_stream(rm_module_of((PyObject *)self), self->op_device, (void *)(uintptr_t)handle)) return -1;
+  if (rm_op_device_enter(rm_module_of((PyObject *)self), self->op_device, &saved)) return -1;
+  device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
   const rm_device_status status = device->poll(device->self);
   const rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
-  rm_queue_leave(self->queue, saved);
+  rm_op_device_leave(self->op_device, saved);
   if (code) rm_raise(rm_module_of((PyObject *)self), &err);
   return code ? -1 : 0;
 }
@@ -349,13 +349,13 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   int saved = 0;
-  const rm_device *device = self->queue ? &self->queue->device : rm_gpus_device(self->gpus, self->ordinal);
-  if (!device || (self->queue && rm_queue_enter(module, self->queue, &saved))) return -1;
+  const rm_device *device = self->op_device ? &self->op_device->device : rm_gpus_device(self->gpus, self->ordinal);
+  if (!device || (self->op_device && rm_op_device_enter(module, self->op_device, &saved))) return -1;
   Py_BEGIN_ALLOW_THREADS
-    if (!self->queue) saved = device->enter(device->self);
-    device->get(device->self, to, (const char *)self->data + low, bytes);
+    if (!self->op_device) saved = device->enter(device->self);
+    device->copy_to_host(device->self, to, (const char *)self->data + low, bytes);
     code = rm_device_wait(device, &err);
-    if (self->queue) rm_queue_leave(self->queue, saved);
+    if (self->op_device) rm_op_device_leave(self->op_device, saved);
     else device->leave(device->self, saved);
   Py_END_ALLOW_THREADS
   if (code) rm_raise(module, &err);
@@ -401,10 +401,11 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   array_object *self = (array_object *)object;
   PyObject *place, *shape, *module = rm_module_of(object);
   if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
-  if (!self->queue) return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected an array of an op, got one that another process lends");
+  if (!self->op_device)
+    return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "expected an array of an op, got one that another process lends");
   if (!PyTuple_Check(shape)) return rm_raise_code(module, RM_E_SHAPE, "shape: expected a tuple of sizes, got %R", shape);
   const long long first = size_of(module, place);
-  array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->queue, self->dtype, shape);
+  array_object *part = PyErr_Occurred() ? NULL : new_array(module, self->op_device, self->dtype, shape);
   if (!part) return NULL;
   const size_t each = rm_elements[self->dtype].bits / 8;
   if (first < 0 || (size_t)first > self->bytes / each || part->bytes > self->bytes - (size_t)first * each) {
@@ -419,7 +420,7 @@ static PyObject *array_part(PyObject *object, PyObject *args) {
   return (PyObject *)part;
 }
 
-RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->queue, self->gpus, self->owner)
+RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->op_device, self->gpus, self->owner)
 
 // The array exports no memory from now on. Its owner stays, for consumers of __dlpack__ that still read.
 static void drop(array_object *self) {
@@ -448,17 +449,17 @@ static PyObject *array_drop(PyObject *object, PyObject *ignored) {
 static void array_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
   array_object *self = (array_object *)object;
-  rm_queue_object *queue = self->queue;
-  if (queue && self->data && !self->owner && getpid() == queue->owner) {
+  rm_op_device *op_device = self->op_device;
+  if (op_device && self->data && !self->owner && getpid() == op_device->owner) {
     Py_BEGIN_ALLOW_THREADS
-      pthread_mutex_lock(&queue->mutex);
-      const int saved = queue->device.enter(queue->device.self);
-      rm_device_unmap(&queue->device, self->data, self->bytes);
-      rm_queue_leave(queue, saved);
+      pthread_mutex_lock(&op_device->mutex);
+      const int saved = op_device->device.enter(op_device->device.self);
+      rm_device_free(&op_device->device, self->data, self->bytes);
+      rm_op_device_leave(op_device, saved);
     Py_END_ALLOW_THREADS
   }
   rm_tensor_release(self->owner);
-  Py_XDECREF((PyObject *)queue);
+  Py_XDECREF((PyObject *)op_device);
   Py_XDECREF(self->gpus);
   rm_object_free(object);
 }
@@ -520,7 +521,7 @@ static PyGetSetDef array_members[] = {
 static PyMemberDef array_fields[] = {
     {"ndim", T_INT, offsetof(array_object, n_dims), READONLY, PyDoc_STR("Number of dims.")},
     {"nbytes", T_PYSSIZET, offsetof(array_object, bytes), READONLY, PyDoc_STR("Bytes of its elements.")},
-    {"queue", T_OBJECT, offsetof(array_object, queue), READONLY, PyDoc_STR("Its Queue; None of a lent array.")},
+    {"op_device", T_OBJECT, offsetof(array_object, op_device), READONLY, PyDoc_STR("Its OpDevice; None of a lent array.")},
     {0},
 };
 

@@ -55,7 +55,7 @@ static PyObject *leave(group_object *self, int saved, rm_code code, rm_error *er
 // ------------------------------------------------------------------------------------------------ blocks
 static void drop_run(const rm_device *device, run *r) {
   const int saved = device->enter(device->self);
-  rm_device_unmap(device, r->data, r->bytes);
+  rm_device_free(device, r->data, r->bytes);
   device->leave(device->self, saved);
   rm_free(r);
 }
@@ -78,7 +78,7 @@ static rm_code take_run(group_object *self, size_t bytes, run **out, rm_error *e
   run *made = rm_alloc(1, sizeof *made);
   void *data = NULL;
   rm_code code = made ? RM_OK : rm_fail(err, RM_E_MEMORY, "no memory for a bucket of weights");
-  if (!code) code = rm_device_map(self->device, bytes, "a bucket of weights", &data, err);
+  if (!code) code = rm_device_alloc(self->device, bytes, "a bucket of weights", &data, err);
   if (code) {
     rm_free(made);
     return code;
@@ -152,7 +152,7 @@ static PyObject *block_put(PyObject *object, PyObject *args) {
     rm_code code;
     Py_BEGIN_ALLOW_THREADS
       code = rm_comm_wait(&there, 1, device, rm_comm_timeout(there), &err);
-      if (!code) device->put(device->self, self->run->data + offset, view.buf, (size_t)view.len);
+      if (!code) device->copy_to_device(device->self, self->run->data + offset, view.buf, (size_t)view.len);
     Py_END_ALLOW_THREADS
     done = leave(self->group, saved, code, &err);
   }

@@ -107,72 +107,72 @@ void rm_op_fail(rm_op_call *c, rm_error *err) {
 }
 
 static int open_call(rm_op_call *c) {
-  rm_queue_object *queue = c->self->queue;
+  rm_op_device *op_device = c->self->op_device;
   if (c->is_open) return 0;
-  if (rm_queue_enter(c->module, queue, &c->saved)) return c->failed = 1, -1;
+  if (rm_op_device_enter(c->module, op_device, &c->saved)) return c->failed = 1, -1;
   c->is_open = 1;
-  if (c->self->stream) queue->device.follow(queue->device.self, c->self->stream);
+  if (c->self->stream) op_device->device.wait_stream(op_device->device.self, c->self->stream);
   return 0;
 }
 
 static void close_call(rm_op_call *c) {
-  if (c->is_open) rm_queue_leave(c->self->queue, c->saved);
+  if (c->is_open) rm_op_device_leave(c->self->op_device, c->saved);
   c->is_open = 0;
 }
 
-void *rm_op_paired(rm_op_call *c, size_t bytes) {
+void *rm_op_mirrored(rm_op_call *c, size_t bytes) {
   rm_error err = RM_ERROR_INIT;
   if (c->failed || open_call(c)) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_queue_paired(c->self->queue, c->n_paired, bytes, &err));
+  const rm_code code = RM_UNLOCKED(rm_op_device_mirrored(c->self->op_device, c->n_mirrored, bytes, &err));
   if (code) return rm_op_fail(c, &err), NULL;
-  c->paired_bytes[c->n_paired] = bytes;
-  return c->self->queue->paired[c->n_paired++].host;
+  c->mirrored_bytes[c->n_mirrored] = bytes;
+  return c->self->op_device->mirrored[c->n_mirrored++].host;
 }
 
-static const rm_paired *paired_around(const rm_op_call *c, const void *address, int there) {
-  for (int i = 0; i < c->n_paired; i++) {
-    const rm_paired *paired = &c->self->queue->paired[i];
-    const char *begin = there ? paired->on_device : paired->host, *at = address;
-    if (at >= begin && at < begin + paired->bytes) return paired;
+static const rm_mirrored_buffer *mirrored_around(const rm_op_call *c, const void *address, int there) {
+  for (int i = 0; i < c->n_mirrored; i++) {
+    const rm_mirrored_buffer *mirrored = &c->self->op_device->mirrored[i];
+    const char *begin = there ? mirrored->on_device : mirrored->host, *at = address;
+    if (at >= begin && at < begin + mirrored->bytes) return mirrored;
   }
   return NULL;
 }
 
 const void *rm_op_there(const rm_op_call *c, const void *here) {
-  const rm_paired *paired = paired_around(c, here, 0);
-  return paired ? rm_paired_on_device(paired, here) : NULL;
+  const rm_mirrored_buffer *mirrored = mirrored_around(c, here, 0);
+  return mirrored ? rm_mirrored_on_device(mirrored, here) : NULL;
 }
 
 const void *rm_op_seen(rm_op_call *c, const void *view) {
   rm_error err = RM_ERROR_INIT;
-  if (!view || c->failed || !c->self->queue) return c->failed ? NULL : view;
-  const rm_device *device = &c->self->queue->device;
+  if (!view || c->failed || !c->self->op_device) return c->failed ? NULL : view;
+  const rm_device *device = &c->self->op_device->device;
   if (c->is_fetching) {
     const rm_code code = RM_UNLOCKED(rm_device_wait(device, &err));
     c->is_fetching = 0;
     if (code) return rm_op_fail(c, &err), NULL;
   }
-  const rm_paired *paired = paired_around(c, view, 1);
-  return paired ? paired->host + ((const char *)view - paired->on_device) : view;   // else it is of the host
+  const rm_mirrored_buffer *mirrored = mirrored_around(c, view, 1);
+  return mirrored ? mirrored->host + ((const char *)view - mirrored->on_device) : view;   // else it is of the host
 }
 
-// Indices are copied into a paired buffer, where the host checks them; the view is of its device half.
+// Indices are copied into a mirrored buffer, where the host checks them; the view is of its device half.
 static void *device_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
-  const rm_device *device = &c->self->queue->device;
+  const rm_device *device = &c->self->op_device->device;
   void *data = NULL;
   size_t bytes = 0;
   const int indices = is_indices(want->type, want->flags), of_host = indices && PyArray_Check(object);
   if (open_call(c)) return NULL;
   if (of_host) c->failed = rm_array_data(c->module, object, want, &data) != 0;
-  else c->failed = rm_device_array_data(c->module, c->self->queue, object, want, &data, &bytes) != 0;
+  else c->failed = rm_device_array_data(c->module, c->self->op_device, object, want, &data, &bytes) != 0;
   if (c->failed || !indices || object == Py_None) return data;
   if (of_host) bytes = (size_t)PyArray_NBYTES((PyArrayObject *)object);
-  void *here = rm_op_paired(c, bytes);
+  void *here = rm_op_mirrored(c, bytes);
   if (!here) return NULL;
   if (of_host) {
     if (bytes) memcpy(here, data, bytes);
   } else if (bytes) {
-    device->get(device->self, here, data, bytes);
+    device->copy_to_host(device->self, here, data, bytes);
     c->is_fetching = 1;
   }
   return (void *)(uintptr_t)rm_op_there(c, here);
@@ -194,7 +194,7 @@ void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, in
     want.shape[i] = *sizes[i];
   }
   if (c->failed) return NULL;
-  const int on_host = !c->self || !c->self->queue || (flags & RM_ARRAY_OF_HOST);
+  const int on_host = !c->self || !c->self->op_device || (flags & RM_ARRAY_OF_HOST);
   void *data = on_host ? host_view(c, object, &want) : device_view(c, object, &want);
   for (int i = 0; i < n_dims && !c->failed; i++) {
     if (n_dims > 1) rm_op_size(c, name, want.shape[i], 0);   // where another size is 0, this one takes no memory
@@ -243,9 +243,9 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 }
 
 // ------------------------------------------------------------------------------------------------ running
-// A copy of indices to the host may still be running: the next call's paired buffers wait for it.
+// A copy of indices to the host may still be running: the next call's mirrored buffers wait for it.
 static int end(rm_op_call *c) {
-  if (c->is_fetching) c->self->queue->device.record_event(c->self->queue->device.self, 0);
+  if (c->is_fetching) c->self->op_device->device.record_event(c->self->op_device->device.self, 0);
   close_call(c);
   drop_copies(c);
   return -1;
@@ -253,30 +253,31 @@ static int end(rm_op_call *c) {
 
 // On a device: reports a failure of an earlier op.
 static int begin_on_device(rm_op_call *c, const rm_limits *limits) {
-  rm_queue_object *queue = c->self->queue;
-  const rm_device *device = &queue->device;
+  rm_op_device *op_device = c->self->op_device;
+  const rm_device *device = &op_device->device;
   rm_error err = RM_ERROR_INIT;
   const size_t bytes = c->self->table->workspace_bytes(limits);
   c->thread = PyEval_SaveThread();
   const rm_device_status status = device->poll(device->self);
   rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
-  if (!code) code = rm_queue_workspace(queue, bytes, &err);
-  for (int i = 0; !code && i < c->n_paired; i++) rm_paired_put(&queue->paired[i], queue->paired[i].host, c->paired_bytes[i]);
+  if (!code) code = rm_op_device_workspace(op_device, bytes, &err);
+  for (int i = 0; !code && i < c->n_mirrored; i++)
+    rm_mirrored_copy_to_device(&op_device->mirrored[i], op_device->mirrored[i].host, c->mirrored_bytes[i]);
   if (code) {
     PyEval_RestoreThread(c->thread);
     rm_op_fail(c, &err);
     return end(c);
   }
-  c->ctx = (rm_ctx){.stream = device->stream, .workspace = queue->workspace, .workspace_bytes = bytes, .n_threads = 1};
+  c->ctx = (rm_ctx){.stream = device->stream, .workspace = op_device->workspace, .workspace_bytes = bytes, .n_threads = 1};
   return 0;
 }
 
 static PyObject *finish_on_device(rm_op_call *c) {
-  const rm_device *device = &c->self->queue->device;
+  const rm_device *device = &c->self->op_device->device;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   device->record_event(device->self, 0);
-  if (c->self->stream) device->lead(device->self, c->self->stream);
+  if (c->self->stream) device->make_stream_wait(device->self, c->self->stream);
   else code = rm_device_wait(device, &err);
   close_call(c);
   PyEval_RestoreThread(c->thread);
@@ -292,8 +293,8 @@ int rm_op_begin(rm_op_call *c, rm_limits limits) {
     c->failed = 1;
   }
   if (c->failed) return end(c);
-  limits.n_threads = self->queue ? 1 : rm_team_threads(self->team);
-  if (self->queue) return begin_on_device(c, &limits);
+  limits.n_threads = self->op_device ? 1 : rm_team_threads(self->team);
+  if (self->op_device) return begin_on_device(c, &limits);
   const size_t bytes = self->table->workspace_bytes(&limits);
   c->thread = PyEval_SaveThread();
   pthread_mutex_lock(&self->mutex);
@@ -316,7 +317,7 @@ int rm_op_begin(rm_op_call *c, rm_limits limits) {
 }
 
 PyObject *rm_op_finish(rm_op_call *c) {
-  if (c->self->queue) return finish_on_device(c);
+  if (c->self->op_device) return finish_on_device(c);
   rm_fp_leave(c->fp);
   pthread_mutex_unlock(&c->self->mutex);
   PyEval_RestoreThread(c->thread);

@@ -92,10 +92,10 @@ RM_KERNELS_METHOD(gemm) {
 
 // Waits until the host has the digest and the index.
 static PyObject *packed_on_device(rm_op_call *c, rm_pack_found *found) {
-  const rm_paired *paired = &c->self->queue->paired[0];
+  const rm_mirrored_buffer *mirrored = &c->self->op_device->mirrored[0];
   rm_error err = RM_ERROR_INIT;
-  rm_paired_get(paired, found, sizeof *found);
-  const rm_code code = rm_device_wait(paired->device, &err);
+  rm_mirrored_copy_to_host(mirrored, found, sizeof *found);
+  const rm_code code = rm_device_wait(mirrored->device, &err);
   const rm_pack_found seen = *found;
   PyObject *none = rm_op_finish(c);
   if (!none || code) {
@@ -131,7 +131,7 @@ RM_KERNELS_METHOD(pack) {
   if (!c.failed && layout != RM_PLAIN) rm_op_at_least(&c, "dst's length", elems, packed);
   a.row_stride = a.dst_cols = a.cols;
   a.col_stride = 1;
-  rm_pack_found *found = self->queue ? rm_op_paired(&c, sizeof *found) : NULL;
+  rm_pack_found *found = self->op_device ? rm_op_mirrored(&c, sizeof *found) : NULL;
   a.found = found ? (rm_pack_found *)(uintptr_t)rm_op_there(&c, found) : NULL;
   if (rm_op_begin(&c, (rm_limits){.max_rows = a.rows, .max_k = a.cols})) return NULL;
   self->table->pack(&c.ctx, &a);

@@ -5,18 +5,18 @@
 #include "device/cuda.h"
 
 static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"isa", "threads", "queue", "stream", NULL};
+  static char *names[] = {"isa", "threads", "op_device", "stream", NULL};
   const char *isa;
   int threads;
   unsigned long long stream = 0;
-  PyObject *module = PyType_GetModule(type), *queue = Py_None;
+  PyObject *module = PyType_GetModule(type), *op_device = Py_None;
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &queue, &stream)) return NULL;
-  if (queue != Py_None && !rm_is(module, queue, RM_TYPE_QUEUE))
-    return rm_raise_code(module, RM_E_CONFIG, "expected a Queue or None as queue, got %R", queue);
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &op_device, &stream)) return NULL;
+  if (op_device != Py_None && !rm_is(module, op_device, RM_TYPE_OP_DEVICE))
+    return rm_raise_code(module, RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R", op_device);
   const rm_kernels *table = NULL;
-  if (queue != Py_None && rm_cuda_kernels(((rm_queue_object *)queue)->library, isa, &table, &err)) return rm_raise(module, &err);
-  if (queue == Py_None && !(table = rm_kernels_named(isa)))
+  if (op_device != Py_None && rm_cuda_kernels(((rm_op_device *)op_device)->library, isa, &table, &err)) return rm_raise(module, &err);
+  if (op_device == Py_None && !(table = rm_kernels_named(isa)))
     return rm_raise_code(module, RM_E_CONFIG, "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
                          isa);
   rm_kernels_object *self = rm_object_new((PyObject *)type);
@@ -25,7 +25,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   self->owner = getpid();
   self->stream = (void *)(uintptr_t)stream;
   pthread_mutex_init(&self->mutex, NULL);
-  if (queue != Py_None) self->queue = (rm_queue_object *)Py_NewRef(queue);
+  if (op_device != Py_None) self->op_device = (rm_op_device *)Py_NewRef(op_device);
   else if (rm_team_create(threads, &self->team, &err)) {
     Py_DECREF(self);
     return rm_raise(module, &err);
@@ -33,7 +33,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   return (PyObject *)self;
 }
 
-RM_TRAVERSE(kernels_traverse, rm_kernels_object, (PyObject *)self->queue)
+RM_TRAVERSE(kernels_traverse, rm_kernels_object, (PyObject *)self->op_device)
 
 static void kernels_dealloc(PyObject *object) {
   PyObject_GC_UnTrack(object);
@@ -41,7 +41,7 @@ static void kernels_dealloc(PyObject *object) {
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
   if (getpid() == self->owner) pthread_mutex_destroy(&self->mutex);
-  Py_XDECREF((PyObject *)self->queue);
+  Py_XDECREF((PyObject *)self->op_device);
   rm_object_free(object);
 }
 
@@ -74,7 +74,8 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_traverse, kernels_traverse},
     {Py_tp_methods, kernels_methods},
-    {Py_tp_doc, "Kernels(isa, threads, queue = None, stream = 0): one variant of the ops over arrays; rollmesh.ops is its public face."},
+    {Py_tp_doc,
+     "Kernels(isa, threads, op_device = None, stream = 0): one variant of the ops over arrays; rollmesh.ops is its public face."},
     {0, NULL},
 };
 

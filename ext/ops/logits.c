@@ -46,7 +46,7 @@ RM_KERNELS_METHOD(merge_pairs) {
   RUN(merge_pairs, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
-// Per row parameters from their columns, which are the host's; owned, on a device in a paired buffer. NULL with an exception set.
+// Per row parameters from their columns, which are the host's; owned, on a device in a mirrored buffer. NULL with an exception set.
 static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_t rows, int64_t vocab) {
   int64_t bounds = rows + 1, n_banned = -1;
   const float *temperature = VIEW(c, o[0], "temperature", NPY_FLOAT32, RM_ARRAY_OF_HOST, &rows);
@@ -70,8 +70,8 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   }
   if (c->failed) return NULL;
   const size_t of_params = (size_t)(rows + 1) * sizeof(rm_sample_params), of_banned = (size_t)n_banned * sizeof *banned;
-  const int on_host = !c->self->queue;
-  rm_sample_params *params = on_host ? rm_alloc(of_params, 1) : rm_op_paired(c, of_params + of_banned);
+  const int on_host = !c->self->op_device;
+  rm_sample_params *params = on_host ? rm_alloc(of_params, 1) : rm_op_mirrored(c, of_params + of_banned);
   if (!params) {
     if (!c->failed) PyErr_NoMemory();
     c->failed = 1;
@@ -98,13 +98,13 @@ RM_KERNELS_METHOD(sample) {
   a.sampling_logprobs = VIEW(&c, o[2], "sampling_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
   a.ld_logits = a.vocab;
   rm_sample_params *params = sample_params(&c, o + 6, a.rows, a.vocab);
-  a.params = self->queue ? rm_op_there(&c, params) : params;
+  a.params = self->op_device ? rm_op_there(&c, params) : params;
   PyObject *result = NULL;
   if (!rm_op_begin(&c, (rm_limits){.max_rows = a.rows, .vocab = a.vocab})) {
     self->table->sample(&c.ctx, &a);
     result = rm_op_finish(&c);
   }
-  if (!self->queue) rm_free(params);
+  if (!self->op_device) rm_free(params);
   return result;
 }
 

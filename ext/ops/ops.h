@@ -6,9 +6,9 @@
 // do nothing, and begin ends the call. Checks hold the GIL; the op runs without it, under the object's mutex. Indices are copied before
 // they are checked, since another thread may write to the array, or an output may overlap it.
 //
-// `Kernels(family, 1, queue, stream)` has the op table of a CUDA device, over DeviceArrays, on the queue's stream. With a caller's stream
-// the op waits for that stream, and later work of that stream waits for the op. Without one (0) the call returns when the op is done.
-// Indices are copied to pinned memory and checked there; the op reads a device copy of that.
+// `Kernels(family, 1, op_device, stream)` has the op table of a CUDA device, over DeviceArrays, on the OpDevice's stream. With a caller's
+// stream the op waits for that stream, and later work of that stream waits for the op. Without one (0) the call returns when the op is
+// done. Indices are copied to pinned memory and checked there; the op reads a device copy of that.
 #pragma once
 
 #include "arrays.h"
@@ -23,9 +23,9 @@
 typedef struct rm_kernels_object {
   PyObject_HEAD
   const rm_kernels *table; // view
-  rm_queue_object *queue; // owned; NULL: the CPU
+  rm_op_device *op_device;  // owned; NULL: the CPU
   void *stream; // the caller's, which ops are ordered with; NULL: none
-  rm_team *team; // owned, as is the workspace; on a device both are the queue's
+  rm_team *team;            // owned, as is the workspace; on a device both are the OpDevice's
   void *workspace;
   size_t workspace_bytes;
   pthread_mutex_t mutex; // of team and workspace
@@ -41,9 +41,9 @@ typedef struct rm_op_call {
   PyObject *module; // view
   int failed;
   void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
-  int is_open, saved; // on a device: the queue is entered
-  int n_paired, is_fetching; // paired buffers of index arrays; whether one is on its way to the host
-  size_t paired_bytes[RM_QUEUE_PAIRED]; // bytes that go to the device before the op
+  int is_open, saved;                            // on a device: the OpDevice is entered
+  int n_mirrored, is_fetching;                   // mirrored buffers of index arrays; whether one is on its way to the host
+  size_t mirrored_bytes[RM_OP_DEVICE_MIRRORED];  // bytes that go to the device before the op
   rm_ctx ctx; // from begin on, as all below
   uint32_t fp;
   PyThreadState *thread;
@@ -58,8 +58,8 @@ void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const
 int rm_op_numpy_type(rm_dtype dtype);
 // Host memory with the contents of a view of indices; NULL for NULL, or after an error.
 const void *rm_op_seen(rm_op_call *c, const void *view);
-// On a device: the host half of a paired buffer of so many bytes, to be filled before begin. NULL: an error.
-void *rm_op_paired(rm_op_call *c, size_t bytes);
+// On a device: the host half of a mirrored buffer of so many bytes, to be filled before begin. NULL: an error.
+void *rm_op_mirrored(rm_op_call *c, size_t bytes);
 const void *rm_op_there(const rm_op_call *c, const void *here); // the device's half
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen, const char *expected, long long limit);

@@ -81,7 +81,7 @@ void finish(cuda_device *d) {
 }
 
 // ------------------------------------------------------------------------------------------------ memory
-rm_device_status map(void *self, size_t bytes, void **out) {
+rm_device_status alloc_memory(void *self, size_t bytes, void **out) {
   cuda_device *d = of(self);
   *out = nullptr;
   if (!is_alive(d)) return RM_DEVICE_FAULT;
@@ -94,14 +94,14 @@ rm_device_status map(void *self, size_t bytes, void **out) {
   return done(d, error, "cudaMemsetAsync");
 }
 
-void unmap(void *self, void *block, size_t) {
+void free_memory(void *self, void *block, size_t) {
   cuda_device *d = of(self);
   finish(d);
   const cudaError_t error = cudaFree(block);
   if (error != cudaSuccess) die(d, error, "cudaFree");
 }
 
-rm_device_status pin(void *self, size_t bytes, void **out) {
+rm_device_status alloc_pinned(void *self, size_t bytes, void **out) {
   cuda_device *d = of(self);
   *out = nullptr;
   if (!is_alive(d)) return RM_DEVICE_FAULT;
@@ -111,7 +111,7 @@ rm_device_status pin(void *self, size_t bytes, void **out) {
   return RM_DEVICE_OK;
 }
 
-void unpin(void *self, void *block, size_t) {
+void free_pinned(void *self, void *block, size_t) {
   cuda_device *d = of(self);
   finish(d);
   const cudaError_t error = cudaFreeHost(block);
@@ -133,13 +133,13 @@ int ordinal_of(void *, const void *address) {
 }
 
 // ------------------------------------------------------------------------------------------------ the queue
-void put(void *self, void *to, const void *from_host, size_t bytes) {
+void copy_to_device(void *self, void *to, const void *from_host, size_t bytes) {
   cuda_device *d = of(self);
   if (bytes && is_alive(d))
     done(d, cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d->stream), "cudaMemcpyAsync to the device");
 }
 
-void get(void *self, void *to_host, const void *from, size_t bytes) {
+void copy_to_host(void *self, void *to_host, const void *from, size_t bytes) {
   cuda_device *d = of(self);
   if (bytes && is_alive(d))
     done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream), "cudaMemcpyAsync to the host");
@@ -157,13 +157,13 @@ void reach_peer(cuda_device *d, int ordinal) {
 // CUDA's pitched copies refuse a pitch that is negative, shorter than a row, or longer than MAX_PITCH.
 bool is_pitch(size_t pitch, size_t width) { return pitch >= width && pitch <= MAX_PITCH; }
 
-void fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
+void copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, int ordinal, size_t from_pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
   if (rows > 1 && !(is_pitch(to_pitch, width) && is_pitch(from_pitch, width))) {
     for (size_t r = 0; r < rows; r++)
-      fetch(self, static_cast<char *>(to) + static_cast<ptrdiff_t>(r * to_pitch), 0,
-            static_cast<const char *>(from) + static_cast<ptrdiff_t>(r * from_pitch), ordinal, 0, width, 1);
+      copy_2d_from_peer(self, static_cast<char *>(to) + static_cast<ptrdiff_t>(r * to_pitch), 0,
+                        static_cast<const char *>(from) + static_cast<ptrdiff_t>(r * from_pitch), ordinal, 0, width, 1);
     return;
   }
   reach_peer(d, ordinal);
@@ -178,7 +178,7 @@ void fetch(void *self, void *to, size_t to_pitch, const void *from, int ordinal,
   done(d, cudaMemcpy3DPeerAsync(&run, d->stream), "cudaMemcpy3DPeerAsync");
 }
 
-void copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+void copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
   if (rows == 1 || (to_pitch == width && from_pitch == width))
@@ -186,7 +186,7 @@ void copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_p
   else rm_cuda_copy(d->stream, to, to_pitch, from, from_pitch, width, rows);
 }
 
-void zero(void *self, void *at, size_t pitch, size_t width, size_t rows) {
+void zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
   if (rows == 1 || pitch == width) done(d, cudaMemsetAsync(at, 0, width * rows, d->stream), "cudaMemsetAsync");
@@ -232,12 +232,12 @@ void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
     done(d, cudaStreamWaitEvent(later, d->order, 0), "cudaStreamWaitEvent");
 }
 
-void follow(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
-void lead(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
+void wait_stream(void *self, void *stream) { make_wait(of(self), of(self)->stream, static_cast<cudaStream_t>(stream)); }
+void make_stream_wait(void *self, void *stream) { make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream); }
 
 // CUDA dereferences stream handles, so small numbers are refused first. Waiting for a stream that is being captured would join our stream
 // to that capture and invalidate both.
-const char *refuses(void *self, void *stream) {
+const char *check_stream(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   int ordinal = of(self)->ordinal;
@@ -430,25 +430,25 @@ const rm_device CALLS = {
     .ordinal = -1,
     .kernels = nullptr,
     .stream = nullptr,
-    .map = map,
-    .unmap = unmap,
-    .pin = pin,
-    .unpin = unpin,
+    .alloc = alloc_memory,
+    .free = free_memory,
+    .alloc_pinned = alloc_pinned,
+    .free_pinned = free_pinned,
     .available = available,
     .ordinal_of = ordinal_of,
-    .put = put,
-    .get = get,
-    .fetch = fetch,
-    .copy = copy,
-    .zero = zero,
+    .copy_to_device = copy_to_device,
+    .copy_to_host = copy_to_host,
+    .copy_2d_from_peer = copy_2d_from_peer,
+    .copy_2d = copy_2d,
+    .zero_2d = zero_2d,
     .record_event = record_event,
     .wait_event = wait_event,
     .query_event = query_event,
     .wait = wait,
     .poll = poll,
-    .follow = follow,
-    .lead = lead,
-    .refuses = refuses,
+    .wait_stream = wait_stream,
+    .make_stream_wait = make_stream_wait,
+    .check_stream = check_stream,
     .begin_capture = begin_capture,
     .end_capture = end_capture,
     .replay = replay,

@@ -117,7 +117,7 @@ static void chain_on_device(const rank *self, const chain *c) {
   size_t to, from;
   chain_turn(self->w, self->rank, &to, &from);
   tiny_must(chain_calls(self->w, c, self->tried, self->rank, &err), &err);
-  if (to != from) device->copy(device->self, c->x + to * c->ld, c->ld, c->x + from * c->ld, c->ld, c->ld, 1);
+  if (to != from) device->copy_2d(device->self, c->x + to * c->ld, c->ld, c->x + from * c->ld, c->ld, c->ld, 1);
 }
 
 static void chain_on_host(const rank *self, const chain *c) {
@@ -136,10 +136,10 @@ static void run_chain(const rank *self) {
   rm_error err = RM_ERROR_INIT;
   void *there, *graph = NULL;
   char *here = malloc(bytes), *shadow = malloc(bytes);
-  if (!here || !shadow || device->map(device->self, bytes, &there)) tiny_die("no memory");
+  if (!here || !shadow || device->alloc(device->self, bytes, &there)) tiny_die("no memory");
   for (size_t i = 0; i < bytes; i++) here[i] = talk_byte(w->seed + (uint64_t)self->rank, i);
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
-  device->put(device->self, there, here, bytes);
+  device->copy_to_device(device->self, there, here, bytes);
   if (rm_comm_can_be_captured(self->tried) != w->is_nccl) tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
     if (device->begin_capture(device->self)) tiny_die("nothing can be recorded");
@@ -152,11 +152,11 @@ static void run_chain(const rank *self) {
     else if (!graph) chain_on_device(self, &on_device);
     chain_on_host(self, &on_host);
   }
-  device->get(device->self, shadow, there, bytes);
+  device->copy_to_host(device->self, shadow, there, bytes);
   tiny_must(rm_comm_wait(&self->tried, 1, device, behind ? 2 : 60, &err), &err);
   if (memcmp(shadow, here, bytes)) tiny_die("%s: a chain of exchanges brings other bytes than threads do", w->where);
   device->destroy_graph(device->self, graph);
-  device->unmap(device->self, there, bytes);
+  device->free(device->self, there, bytes);
   free(shadow);
   free(here);
   atomic_fetch_add(&n_chains, ROUNDS);

@@ -123,7 +123,7 @@ static rm_code make(rank *self, rm_error *err) {
   self->device = fake_device_open(ROOM);
   tiny_must(rm_region_comm(self->t->region, 0, members, self->t->size, self->rank, &self->host, err), err);
   void *there;
-  if (self->device->device.map(self->device, 2 * BYTES, &there)) tiny_die("no memory of a device");
+  if (self->device->device.alloc(self->device, 2 * BYTES, &there)) tiny_die("no memory of a device");
   self->there = there;
   if (is_staged(self->t)) {
     const rm_code code = rm_comm_create_staged(self->host, &self->device->device, options.capacity, &self->comm, err);
@@ -252,7 +252,7 @@ static void *run_rank(void *arg) {
   if (code && self->comm) stays_dead(self, code, t->texts[self->rank]);
   rm_comm_destroy(self->comm);
   rm_comm_destroy(self->host);
-  self->device->device.unmap(self->device, self->there, 2 * BYTES);
+  self->device->device.free(self->device, self->there, 2 * BYTES);
   fake_device_close(self->device);
   return NULL;
 }
@@ -345,7 +345,7 @@ static void run_process(trial *t, int who, uint64_t nonce, const char *name, int
   rm_comm_destroy(self.comm);
   rm_comm_destroy(self.host);
   rm_region_release(t->region);
-  self.device->device.unmap(self.device, self.there, 2 * BYTES);
+  self.device->device.free(self.device, self.there, 2 * BYTES);
   fake_device_close(self.device);
   exit(0);
 }

@@ -32,7 +32,7 @@ static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
   void *block = NULL;
   const rm_device *device = end->device;
   if (!end->capacity) return RM_OK;
-  const rm_device_status status = device->map(device->self, end->capacity, &block);
+  const rm_device_status status = device->alloc(device->self, end->capacity, &block);
   if (status == RM_DEVICE_OK) *out = block;
   if (status == RM_DEVICE_OK) return RM_OK;
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
@@ -144,14 +144,14 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
     send[r] = (rm_block){there + r, 1, word, word};
     recv[r] = (rm_block){there + n + r, 1, word, word};
   }
-  device->put(device->self, there, here, n * word);
+  device->copy_to_device(device->self, there, here, n * word);
   rm_code code = rm_nccl_exchange(end, RM_COMM_ALL_TO_ALL, 0, 0, timeout, send, recv, err);
   for (size_t r = 0; r < n; r++) {
     send[r] = (rm_block){there, 1, word, word};
     recv[r] = (rm_block){there + 2 * n + r, 1, word, word};
   }
   if (!code) code = rm_nccl_exchange(end, RM_COMM_GATHER, 0, 0, timeout, send, recv, err);
-  if (!code) device->get(device->self, here + n, there + n, 2 * n * word);
+  if (!code) device->copy_to_host(device->self, here + n, there + n, 2 * n * word);
   if (!code) code = rm_comm_wait(&comm, 1, device, timeout, err);
   rm_free(send);
   for (int r = 0; r < end->size && !code; r++)
@@ -165,7 +165,8 @@ static rm_code prove(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_er
   const size_t bytes = rm_nccl_words_bytes(end);
   void *there = NULL, *here = NULL;
   rm_code code;
-  const int has_both = device->map(device->self, bytes, &there) == RM_DEVICE_OK && device->pin(device->self, bytes, &here) == RM_DEVICE_OK;
+  const int has_both =
+      device->alloc(device->self, bytes, &there) == RM_DEVICE_OK && device->alloc_pinned(device->self, bytes, &here) == RM_DEVICE_OK;
   end->words = there;
   end->host_words = here;
   if (!has_both)

@@ -15,8 +15,8 @@ rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (moe->device->on_host) return RM_OK;
-  const rm_code code = rm_paired_create(moe->device, rm_fields_bytes(fields, n), "rows on their way to experts", &stage->paired, err);
-  if (!code) rm_fields_place(fields, n, stage->paired.host, stage->paired.bytes);
+  const rm_code code = rm_mirrored_create(moe->device, rm_fields_bytes(fields, n), "rows on their way to experts", &stage->mirrored, err);
+  if (!code) rm_fields_place(fields, n, stage->mirrored.host, stage->mirrored.bytes);
   return code;
 }
 
@@ -37,8 +37,8 @@ static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer
 static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err) {
   const rm_device *device = moe->device;
   rm_moe_stage *stage = &moe->stage;
-  if (rows) device->get(device->self, stage->x, x, (size_t)rows * rm_moe_row_bytes(moe));
-  if (rows) device->get(device->self, stage->ids, moe->ids, (size_t)(rows * moe->spec->top_k) * sizeof *stage->ids);
+  if (rows) device->copy_to_host(device->self, stage->x, x, (size_t)rows * rm_moe_row_bytes(moe));
+  if (rows) device->copy_to_host(device->self, stage->ids, moe->ids, (size_t)(rows * moe->spec->top_k) * sizeof *stage->ids);
   return rm_rank_wait(moe->rank, device, err);
 }
 
@@ -49,11 +49,11 @@ static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_para
   if (!bytes) return RM_OK;
   memcpy(stage->here, rows, bytes);
   memcpy(stage->group_rows, moe->plan->group_rows, groups * sizeof *stage->group_rows);
-  rm_paired_put(&stage->paired, stage->here, bytes);
-  rm_paired_put(&stage->paired, stage->group_rows, groups * sizeof *stage->group_rows);
-  compute(moe, ctx, layer, weights, rm_paired_on_device(&stage->paired, stage->group_rows),
-          rm_paired_on_device(&stage->paired, stage->here));
-  rm_paired_get(&stage->paired, stage->here, bytes);
+  rm_mirrored_copy_to_device(&stage->mirrored, stage->here, bytes);
+  rm_mirrored_copy_to_device(&stage->mirrored, stage->group_rows, groups * sizeof *stage->group_rows);
+  compute(moe, ctx, layer, weights, rm_mirrored_on_device(&stage->mirrored, stage->group_rows),
+          rm_mirrored_on_device(&stage->mirrored, stage->here));
+  rm_mirrored_copy_to_host(&stage->mirrored, stage->here, bytes);
   const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
   if (!code) memcpy(rows, stage->here, bytes);
   return code;
@@ -66,10 +66,10 @@ static void combine_there(rm_moe *moe, const rm_ctx *ctx, char *out, const char 
                places = (size_t)(rows * moe->spec->top_k) * sizeof *stage->place;
   memcpy(stage->choices, choices, bytes);
   memcpy(stage->place, moe->plan->place, places);
-  rm_paired_put(&stage->paired, stage->choices, bytes);
-  rm_paired_put(&stage->paired, stage->place, places);
-  rm_moe_combine(moe, ctx, out, rm_paired_on_device(&stage->paired, stage->choices), moe->ids,
-                 rm_paired_on_device(&stage->paired, stage->place), moe->spec->hidden_size, rows);
+  rm_mirrored_copy_to_device(&stage->mirrored, stage->choices, bytes);
+  rm_mirrored_copy_to_device(&stage->mirrored, stage->place, places);
+  rm_moe_combine(moe, ctx, out, rm_mirrored_on_device(&stage->mirrored, stage->choices), moe->ids,
+                 rm_mirrored_on_device(&stage->mirrored, stage->place), moe->spec->hidden_size, rows);
 }
 
 rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,

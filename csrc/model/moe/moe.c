@@ -4,7 +4,7 @@
 // ---------------------------------------------------------------------------------------------- creation
 static rm_code create_groups(rm_moe *moe, rm_error *err) {
   const size_t bytes = (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows;
-  const rm_code code = rm_paired_create(moe->device, bytes, "counts of experts", &moe->groups, err);
+  const rm_code code = rm_mirrored_create(moe->device, bytes, "counts of experts", &moe->groups, err);
   moe->group_rows = (int32_t *)moe->groups.host;
   return code;
 }
@@ -41,9 +41,9 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
 }
 
 void rm_moe_destroy(rm_moe *moe) {
-  rm_paired_destroy(&moe->stage.paired);
-  rm_paired_destroy(&moe->groups);
-  rm_paired_destroy(&moe->fixed.none);
+  rm_mirrored_destroy(&moe->stage.mirrored);
+  rm_mirrored_destroy(&moe->groups);
+  rm_mirrored_destroy(&moe->fixed.none);
   rm_dispatch_plan_destroy(moe->plan);
   rm_dispatch_destroy(moe->dispatch);
   rm_free(moe->experts);
@@ -51,7 +51,7 @@ void rm_moe_destroy(rm_moe *moe) {
 }
 
 size_t rm_moe_bytes(const rm_moe *moe) {
-  return moe->groups.bytes + moe->stage.paired.bytes + moe->fixed.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
+  return moe->groups.bytes + moe->stage.mirrored.bytes + moe->fixed.none.bytes + (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
 }
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
@@ -145,7 +145,7 @@ void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void 
 static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
-      .group_rows = rm_paired_on_device(&moe->groups, moe->group_rows),
+      .group_rows = rm_mirrored_on_device(&moe->groups, moe->group_rows),
       .place = moe->place,
       .x = x,
       .ids = moe->ids,
@@ -162,7 +162,7 @@ static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows)
 // Experts sharded over tp: gathers the columns of `inner`, then computes this rank's columns of the outputs.
 static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, int64_t m,
                            rm_error *err) {
-  const int32_t *groups = rm_paired_on_device(&moe->groups, moe->group_rows);
+  const int32_t *groups = rm_mirrored_on_device(&moe->groups, moe->group_rows);
   rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m), down = rm_moe_down(moe, layer, weights, groups, m);
   up.x = moe->sorted;
   up.y = moe->inner + (size_t)moe->here->expert_inner.first * shard->elem;
@@ -180,14 +180,14 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
                            rm_error *err) {
   const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, mine = (size_t)columns[shard->me].n * shard->elem;
-  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first, *groups = rm_paired_on_device(&moe->groups, here);
+  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first, *groups = rm_mirrored_on_device(&moe->groups, here);
   rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m), down = rm_moe_down(moe, layer, weights, groups, m);
   up.x = down.y = moe->sorted;
   up.y = moe->inner;
   down.x = moe->inner;
   moe->kernels->gemm_swiglu(ctx, &up);
   moe->kernels->gemm(ctx, &down);
-  rm_paired_get(&moe->groups, moe->group_rows, moe->groups.bytes);
+  rm_mirrored_copy_to_host(&moe->groups, moe->group_rows, moe->groups.bytes);
   const rm_code code = rm_rank_wait(moe->rank, moe->device, err);   // the host needs the sizes of the blocks
   if (code) return code;
   const int64_t first = here[0], n = here[moe->here->experts.n] - first;
@@ -221,7 +221,7 @@ static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_la
   const rm_range mine = shard->cuts[RM_CUT_HIDDEN][shard->me];
   const size_t row = (size_t)moe->spec->hidden_size * shard->elem, bytes = (size_t)mine.n * shard->elem;
   rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->ids, moe->place, mine.n, rows);
-  if (bytes) moe->device->copy(moe->device->self, x + (size_t)mine.first * shard->elem, row, moe->sorted, bytes, bytes, (size_t)rows);
+  if (bytes) moe->device->copy_2d(moe->device->self, x + (size_t)mine.first * shard->elem, row, moe->sorted, bytes, bytes, (size_t)rows);
   return RM_OK;
 }
 

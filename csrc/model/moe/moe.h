@@ -23,7 +23,7 @@
 
 // Paired buffers for the counted form on a device, since its dispatcher works in host memory. Rows are T [hidden].
 typedef struct rm_moe_stage {
-  rm_paired paired; // owned: holds the arrays below, which are host addresses
+  rm_mirrored_buffer mirrored; // owned: holds the arrays below, which are host addresses
   char *x; // [home rows] inputs
   int32_t *ids; // [home rows][top_k]
   char *here; // [rows for this rank's experts] inputs, then outputs
@@ -44,7 +44,7 @@ typedef struct rm_moe_static {
   rm_mesh mesh;
   int64_t rows; // max rows of a chunk
   int64_t most_rows; // max rows of a step that uses this form
-  rm_paired none; // owned: [home_rows][top_k] −1, the expert ids of padding rows
+  rm_mirrored_buffer none; // owned: [home_rows][top_k] −1, the expert ids of padding rows
   char *all; // [ep][pitch] rows and expert ids of all ranks; dispatched only
   int32_t *own; // [homes][pitch][each] choices among this rank's experts; replicated: homes = 1, all rows
   int32_t *from; // [homes][pitch][each] index of their outputs in `sorted`
@@ -72,7 +72,7 @@ typedef struct rm_moe {
   rm_block *send, *recv; // [ep]
   rm_moe_static fixed; // owned
   // replicated
-  rm_paired groups; // owned: holds group_rows
+  rm_mirrored_buffer groups; // owned: holds group_rows
   int32_t *group_rows; // [n_experts + 1] host address
   char *part; // T [rows·top_k][hidden columns of this rank]; where tp > 1
   rm_range *experts; // [ep] of each rank

@@ -58,10 +58,10 @@ rm_code rm_moe_static_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_ro
   if (!fixed->rows || moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
   const rm_static_sizes most = rm_static_sizes_of(moe->spec, mesh, moe->dtype, fixed->rows);
   const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
-  const rm_code code = rm_paired_create(moe->device, bytes, "ids of no rows", &fixed->none, err);
+  const rm_code code = rm_mirrored_create(moe->device, bytes, "ids of no rows", &fixed->none, err);
   if (code) return code;
   memset(fixed->none.host, 0xff, bytes);
-  rm_paired_put(&fixed->none, fixed->none.host, bytes);
+  rm_mirrored_copy_to_device(&fixed->none, fixed->none.host, bytes);
   return RM_OK;
 }
 

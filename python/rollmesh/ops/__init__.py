@@ -43,7 +43,7 @@ from rollmesh.ops.arguments import (
 from rollmesh.ops.arguments import (
     kernels as kernels,
 )
-from rollmesh.ops.devices import Op, new_in, on_stream, op_over, queue_on, release_devices, to_device
+from rollmesh.ops.devices import Op, new_in, on_stream, op_device_on, op_over, release_devices, to_device
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
 from rollmesh.runtime.messages import shown
 
@@ -193,23 +193,23 @@ def kv_cache(
     num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, *, dtype: str = "bfloat16", device: str = "cpu"
 ) -> tuple[Array, Array]:
     """(k, v) pages of one layer's cache, zeros."""
-    queue = queue_on(device)
+    op_device = op_device_on(device)
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
     of_k = (pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32)))
-    k = new_in(queue, of_k, numpy_dtype(dtype), zeros=True)
-    return k, new_in(queue, (pages, heads, positions * round_up(dim, 16)), k.dtype, zeros=True)
+    k = new_in(op_device, of_k, numpy_dtype(dtype), zeros=True)
+    return k, new_in(op_device, (pages, heads, positions * round_up(dim, 16)), k.dtype, zeros=True)
 
 
 def rope_table(
     inv_freq: NDArray[np.float32], num_positions: int, *, scale: float = 1.0, dtype: str = "bfloat16", device: str = "cpu"
 ) -> tuple[Array, Array]:
     """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype. inv_freq is a NumPy array; the CPU computes them."""
-    queue = queue_on(device)
+    op_device = op_device_on(device)
     shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
     cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
     _core.rope_table(cos, sin, inv_freq, real_of("scale", scale), numpy_dtype(dtype) is np.uint16)
-    return (cos, sin) if queue is None else (queue.put(cos), queue.put(sin))
+    return (cos, sin) if op_device is None else (op_device.to_device(cos), op_device.to_device(sin))
 
 
 def qk_rope_kv(

@@ -39,26 +39,26 @@ def _process() -> tuple[int, str]:
     return os.getpid(), os.environ.get(LIBRARY_SWITCH, "")
 
 
-def queue_at(ordinal: int) -> _core.Queue:
-    return _queue(ordinal, *_process())
+def op_device_at(ordinal: int) -> _core.OpDevice:
+    return _op_device(ordinal, *_process())
 
 
 @lru_cache(maxsize=64)
-def _queue(ordinal: int, process: int, switch: str) -> _core.Queue:
+def _op_device(ordinal: int, process: int, switch: str) -> _core.OpDevice:
     device = device_of(f"cuda:{ordinal}")
     assert device.cuda_library is not None
-    return _core.Queue(device.cuda_library, device.cuda_ordinal)
+    return _core.OpDevice(device.cuda_library, device.cuda_ordinal)
 
 
 @lru_cache(maxsize=64)
 def _device_kernels(family: str, ordinal: int, stream: int, process: int, switch: str) -> _core.Kernels:
-    return _core.Kernels(family, 1, _queue(ordinal, process, switch), stream)
+    return _core.Kernels(family, 1, _op_device(ordinal, process, switch), stream)
 
 
 def release_devices() -> None:
     """Frees the streams and workspaces of devices, once none of their arrays is left. The next op opens its device again."""
     _device_kernels.cache_clear()
-    _queue.cache_clear()
+    _op_device.cache_clear()
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def to_device(array: Array, device: str = "cuda") -> _core.DeviceArray:
     """A copy of a NumPy array on a device; uint16 words are bfloat16 there."""
     if not isinstance(array, np.ndarray):
         raise UnsupportedTensorError(f"array: expected a NumPy array, got a {type(array).__name__}")
-    return queue_at(_ordinal(device)).put(words_of(array))
+    return op_device_at(_ordinal(device)).to_device(words_of(array))
 
 
 def _ordinal(device: Any) -> int:
@@ -94,19 +94,19 @@ class Op(NamedTuple):
     """Kernels, and the device of the outputs."""
 
     core: _core.Kernels
-    queue: _core.Queue | None = None  # None: the host
+    op_device: _core.OpDevice | None = None  # None: the host
 
     def new(self, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
-        return new_in(self.queue, shape, dtype, zeros=zeros)
+        return new_in(self.op_device, shape, dtype, zeros=zeros)
 
 
-def new_in(queue: _core.Queue | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
+def new_in(op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
     """An output; on a device zeros in any case. MemoryError or CapacityError where memory is short."""
-    if queue is None:
+    if op_device is None:
         return new_array(shape, dtype, np.zeros if zeros else np.empty)
     if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
         raise ShapeError(f"expected an output that can be addressed, got shape {shown(shape)}")
-    return queue.zeros(shape, dtype_name(dtype))
+    return op_device.zeros(shape, dtype_name(dtype))
 
 
 def dtype_name(dtype: Any) -> str:
@@ -115,9 +115,9 @@ def dtype_name(dtype: Any) -> str:
     return "bfloat16" if name == "uint16" else name
 
 
-def queue_on(device: str) -> _core.Queue | None:
+def op_device_on(device: str) -> _core.OpDevice | None:
     """For what takes no array of the device; None is the CPU."""
-    return None if device == "cpu" else queue_at(_ordinal(device))
+    return None if device == "cpu" else op_device_at(_ordinal(device))
 
 
 def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
@@ -135,8 +135,8 @@ def op_over(isa: str | None, threads: int, **arrays: Any) -> tuple[Any, ...]:
         return Op(kernels(isa, threads)), *map(words_of, arrays.values())
     ordinal = places[first]
     op = _op_at(isa, threads, first, ordinal)
-    assert op.queue is not None
-    return op, *(_taken(op.queue, name, array, places.get(name), first, ordinal) for name, array in arrays.items())
+    assert op.op_device is not None
+    return op, *(_taken(op.op_device, name, array, places.get(name), first, ordinal) for name, array in arrays.items())
 
 
 def _place(array: Any) -> int:
@@ -157,16 +157,16 @@ def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
         raise ConfigError(f"isa: expected {' or '.join(CUDA_FAMILIES)}, since {first} is on cuda:{ordinal}, got {shown(isa)}")
     if integer_of(ConfigError, "threads", threads, 1, MAX_THREADS) != 1:
         raise ConfigError(f"threads: expected 1, since {first} is on cuda:{ordinal}, got {threads}")
-    queue, stream = queue_at(ordinal), _streams.get().get(ordinal, 0)
+    op_device, stream = op_device_at(ordinal), _streams.get().get(ordinal, 0)
     if stream:
-        queue.check_stream(stream)  # before anything is allocated
-    return Op(_device_kernels(family, ordinal, stream, *_process()), queue)
+        op_device.check_stream(stream)  # before anything is allocated
+    return Op(_device_kernels(family, ordinal, stream, *_process()), op_device)
 
 
-def _taken(queue: _core.Queue, name: str, array: Any, place: int | None, first: str, ordinal: int) -> Any:
+def _taken(op_device: _core.OpDevice, name: str, array: Any, place: int | None, first: str, ordinal: int) -> Any:
     if place is None or (place == HOST and name in INDICES and isinstance(array, np.ndarray)):
         return array
     if place != ordinal:
         where = "the CPU" if place == HOST else f"cuda:{place}"
         raise UnsupportedTensorError(f"expected all arrays of a call on one device, got {name} on {where} and {first} on cuda:{ordinal}")
-    return array if isinstance(array, _core.DeviceArray) and array.queue is queue else queue.take(name, array)
+    return array if isinstance(array, _core.DeviceArray) and array.op_device is op_device else op_device.take(name, array)

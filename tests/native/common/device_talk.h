@@ -41,7 +41,7 @@ static inline rm_code device_talk_move(void *self, rm_comm_op op, uint64_t seque
   const rm_device *device = &d->device->device;
   rm_block out[TALK_RANKS], in[TALK_RANKS];
   (void)sequence;
-  for (int i = 0; i < 2; i++) device->put(device->self, d->there[i], device_talk_side(d, i), d->bytes);
+  for (int i = 0; i < 2; i++) device->copy_to_device(device->self, d->there[i], device_talk_side(d, i), d->bytes);
   for (int r = 0; r < rm_comm_size(d->tried); r++) {
     out[r] = device_talk_there(d, &send[r]);
     in[r] = device_talk_there(d, &recv[r]);
@@ -49,7 +49,7 @@ static inline rm_code device_talk_move(void *self, rm_comm_op op, uint64_t seque
   rm_comm_set_epoch(d->tried, epoch);
   rm_comm_set_timeout(d->tried, timeout);
   rm_code code = rm_comm_exchange(d->tried, op, out, in, err);
-  for (int i = 0; i < 2 && !code; i++) device->get(device->self, d->shadow[i], d->there[i], d->bytes);
+  for (int i = 0; i < 2 && !code; i++) device->copy_to_host(device->self, d->shadow[i], d->there[i], d->bytes);
   if (d->is_hasty && *(volatile char *)d->shadow[1] == 1) d->n += 0;
   if (!code) code = rm_comm_wait(&d->tried, 1, device, d->patience, err);
   if (!code && d->plain) code = rm_comm_exchange(d->plain, op, send, recv, err);
@@ -73,7 +73,7 @@ static inline void device_talk_begin(device_talk *d, rm_comm *tried, rm_comm *pl
   memset(d->talk.received, TALK_GUARD, d->bytes);
   for (int i = 0; i < 2; i++) {
     void *there;
-    if (device->device.map(device, d->bytes, &there)) tiny_die("no memory of a device");
+    if (device->device.alloc(device, d->bytes, &there)) tiny_die("no memory of a device");
     d->there[i] = there;
     if (!(d->shadow[i] = malloc(d->bytes))) tiny_die("no memory");
   }
@@ -81,7 +81,7 @@ static inline void device_talk_begin(device_talk *d, rm_comm *tried, rm_comm *pl
 
 static inline void device_talk_end(device_talk *d) {
   for (int i = 0; i < 2; i++) {
-    d->device->device.unmap(d->device, d->there[i], d->bytes);
+    d->device->device.free(d->device, d->there[i], d->bytes);
     free(d->shadow[i]);
   }
   rm_comm_destroy(d->talk.comm);

@@ -2,7 +2,7 @@
 // the host may not touch (it has no pages there, so who tries ends with SIGSEGV).
 //
 //   fake_device *d = fake_device_open(64 << 20);
-//   d->device.map(d, …); d->device.copy(d, …); d->device.wait(d);
+//   d->device.alloc(d, …); d->device.copy_2d(d, …); d->device.wait(d);
 //   fake_device_close(d);                              // ends the program when a block was not given back
 //
 // Work is late by up to `late_us` microseconds, so that what is read before it was waited for is old. `fault` may be set to 1 by any
@@ -103,7 +103,7 @@ static inline void *fake_work(void *self) {
 }
 
 // ------------------------------------------------------------------------------------------------ memory
-static inline rm_device_status fake_map(void *self, size_t bytes, void **out) {
+static inline rm_device_status fake_alloc(void *self, size_t bytes, void **out) {
   fake_device *d = self;
   const size_t rounded = (bytes + 255) / 256 * 256;
   *out = NULL;
@@ -129,7 +129,7 @@ static inline rm_device_status fake_wait_until(fake_device *d, long until) {
 static inline rm_device_status fake_wait(void *self) { return fake_wait_until(self, -1); }
 
 // The room is given back when the last block is.
-static inline void fake_unmap(void *self, void *block, size_t bytes) {
+static inline void fake_free(void *self, void *block, size_t bytes) {
   fake_device *d = self;
   (void)block, (void)bytes;
   fake_wait(self);
@@ -137,7 +137,7 @@ static inline void fake_unmap(void *self, void *block, size_t bytes) {
   if (--d->blocks == 0) d->used = 0;
 }
 
-static inline rm_device_status fake_pin(void *self, size_t bytes, void **out) {
+static inline rm_device_status fake_alloc_pinned(void *self, size_t bytes, void **out) {
   fake_device *d = self;
   *out = NULL;
   if ((d->refuse_at && --d->refuse_at == 0) || !(*out = calloc(1, bytes))) return RM_DEVICE_NO_MEMORY;
@@ -145,7 +145,7 @@ static inline rm_device_status fake_pin(void *self, size_t bytes, void **out) {
   return RM_DEVICE_OK;
 }
 
-static inline void fake_unpin(void *self, void *block, size_t bytes) {
+static inline void fake_free_pinned(void *self, void *block, size_t bytes) {
   (void)bytes;
   fake_wait(self);
   ((fake_device *)self)->pins--;
@@ -171,26 +171,26 @@ static inline int fake_move_run(void *data) {
   return 1;
 }
 
-static inline void fake_put(void *self, void *to, const void *from, size_t bytes) {
+static inline void fake_copy_to_device(void *self, void *to, const void *from, size_t bytes) {
   fake_device *d = self;
   const fake_move move = {fake_host(&d->stream, to), from, bytes, bytes, bytes, 1};
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
 }
 
-static inline void fake_get(void *self, void *to, const void *from, size_t bytes) {
+static inline void fake_copy_to_host(void *self, void *to, const void *from, size_t bytes) {
   fake_device *d = self;
   const fake_move move = {to, fake_host(&d->stream, from), bytes, bytes, bytes, 1};
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
 }
 
-static inline void fake_copy(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
+static inline void fake_copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows) {
   fake_device *d = self;
   if (rows > 1 && (to_pitch < width || from_pitch < width)) tiny_die("rows of %zu bytes, %zu and %zu apart", width, to_pitch, from_pitch);
   const fake_move move = {fake_host(&d->stream, to), fake_host(&d->stream, from), to_pitch, from_pitch, width, rows};
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
 }
 
-static inline void fake_zero(void *self, void *at, size_t pitch, size_t width, size_t rows) {
+static inline void fake_zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
   fake_device *d = self;
   const fake_move move = {fake_host(&d->stream, at), NULL, pitch, 0, width, rows};
   fake_enqueue(&d->stream, fake_move_run, &move, sizeof move);
@@ -279,15 +279,15 @@ static inline fake_device *fake_device_open(size_t room) {
   d->device = (rm_device){.self = d,
                           .name = "fake:0",
                           .stream = d,
-                          .map = fake_map,
-                          .unmap = fake_unmap,
-                          .pin = fake_pin,
-                          .unpin = fake_unpin,
+                          .alloc = fake_alloc,
+                          .free = fake_free,
+                          .alloc_pinned = fake_alloc_pinned,
+                          .free_pinned = fake_free_pinned,
                           .available = fake_available,
-                          .put = fake_put,
-                          .get = fake_get,
-                          .copy = fake_copy,
-                          .zero = fake_zero,
+                          .copy_to_device = fake_copy_to_device,
+                          .copy_to_host = fake_copy_to_host,
+                          .copy_2d = fake_copy_2d,
+                          .zero_2d = fake_zero_2d,
                           .record_event = fake_record_event,
                           .wait_event = fake_wait_event,
                           .wait = fake_wait,
