@@ -237,7 +237,7 @@ def apart(rank: Rank) -> Any:
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         if rank.job["how"] in ("unheard", "handed out"):
-            generator._engine._asked = Deaf()
+            generator._engine._requests_hash = Deaf()
         prompt, how = [1, 2, 3], rank.job["how"] if rank.victim else ""
         if how == "logits" or (rank.job["how"] == "handed out" and not rank.victim):
             generator.logits([prompt])

@@ -204,7 +204,7 @@ def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
     """What the environment says when all have told (NCCL, GPU)."""
-    rm.comm.nccl(host(), stand_in).hears([{"NCCL": version, "GPU": gpu} for version, gpu in everyone])
+    rm.comm.nccl(host(), stand_in).accept_handshake([{"NCCL": version, "GPU": gpu} for version, gpu in everyone])
     return os.environ.get(nccl.SHARES_GPU_VARIABLE, "unset")
 
 

@@ -426,11 +426,11 @@ class Generator:
                 raise ConfigError(f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}")
         with self._turn.take():
             try:
-                self._weights.alike(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
+                self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
                 self._weights.reset("a part was put to sleep")
                 self._weights.sleep(mask, keep)
             except BaseException as error:
-                self._driver.leave(error)
+                self._driver.abort_unless_shared(error)
                 raise
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
@@ -440,10 +440,10 @@ class Generator:
             mask = part_mask(parts)
         with self._turn.take():
             try:
-                self._weights.alike(WAKE, part_names(mask))
+                self._weights.require_equal(WAKE, part_names(mask))
                 self._weights.wake(mask)
             except BaseException as error:
-                self._driver.leave(error)
+                self._driver.abort_unless_shared(error)
                 raise
 
     def reset_prefix_cache(self) -> None:

@@ -144,11 +144,11 @@ class Comm:
     def _connect(self, mesh: Mesh) -> Ends:
         raise NotImplementedError
 
-    def tells(self) -> dict[str, str]:
+    def handshake_values(self) -> dict[str, str]:
         """What the other ranks check before they make their engines."""
         return {"NCCL": "none"}
 
-    def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
+    def accept_handshake(self, everyone: Sequence[Mapping[str, str]]) -> None:
         """Takes what all ranks told. MeshMismatchError lists the ranks whose NCCL differs."""
         check_alike([{"NCCL": its["NCCL"]} for its in everyone])
 
@@ -401,11 +401,11 @@ class Nccl(Comm):
         assert self.group is not None
         return self.group.connect(mesh)
 
-    def tells(self) -> dict[str, str]:
+    def handshake_values(self) -> dict[str, str]:
         return {"NCCL": ".".join(map(str, self.library.version)), "GPU": str(self.gpu)}
 
-    def hears(self, everyone: Sequence[Mapping[str, str]]) -> None:
-        super().hears(everyone)
+    def accept_handshake(self, everyone: Sequence[Mapping[str, str]]) -> None:
+        super().accept_handshake(everyone)
         gpus = [its["GPU"] for its in everyone]
         if len(set(gpus)) < len(gpus):
             self._allow_sharing()

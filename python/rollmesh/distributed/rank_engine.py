@@ -43,12 +43,12 @@ class RankEngine:
         self._engine.close()
 
     # ---------------------------------------------------------------------------------------- among ranks
-    def meet(self, call: str, value: Any = None) -> list[Any]:
+    def all_gather(self, call: str, value: Any = None) -> list[Any]:
         """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given different requests."""
         del call
         return [value]
 
-    def agree(self, flag: bool) -> bool:
+    def any_in_lockstep(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the lockstep group."""
         return flag
 
@@ -56,7 +56,7 @@ class RankEngine:
         """The deadline that this rank may act on by itself."""
         return deadline
 
-    def leave(self, error: BaseException, voting: bool = False) -> None:
+    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> None:
         """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
         they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote."""
 
@@ -127,28 +127,28 @@ class RankEngine:
         return self._engine.stats()
 
     # ---------------------------------------------------------------------------------------- weights
-    def tell_of_sync(self, where: str, value: Any, error: Exception | None) -> list[Any]:
+    def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:
         """Every rank's value, once all have come to this point of a sync. error: why this rank fails; it is raised here, and
         SyncAbortedError with the reason on the other ranks."""
-        self.end_on_all(error, [])
-        return self.meet(where, value)
+        self.raise_failure(error, [])
+        return self.all_gather(where, value)
 
-    def settle_sync(self, where: str, error: Exception | None) -> None:
+    def barrier(self, where: str, error: Exception | None) -> None:
         """The same without a value."""
-        self.tell_of_sync(where, None, error)
+        self.all_gather_or_raise(where, None, error)
 
     def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
         """This rank refuses the arguments of a call that all ranks make; the others are told why. turn: takes the generator's lock."""
 
-    def compare(self, what: str, values: list[str]) -> None:
+    def require_equal(self, what: str, values: list[str]) -> None:
         """CollectiveMismatchError on all ranks unless all values are equal. The mesh stays usable."""
 
-    def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
+    def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
         """Raises this rank's own error, or SyncAbortedError with the first reason of another rank, if there is one."""
         del reasons
         if error is not None:
             raise error
 
-    def among_pushes(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
+    def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
         """Where each rank is in a sync by begin_sync ("push", "abort", "commit"), and why it fails, if it does."""
         return [(at, why)]

@@ -59,22 +59,21 @@ class SpmdEngine(RankEngine):
         comm: Comm,
         control: _core.Comm,
         lockstep: _core.Comm | None,
-        leads: bool,
-        spans: bool,
-        apart: bool = False,
+        sends_records: bool,
+        own_requests: bool = False,
     ):
-        """leads: the first rank of its replica, which sends its records. spans: experts are spread over replicas, which therefore step
-        together. apart: each replica gets requests of its own (from vLLM), which are not compared."""
+        """sends_records: this is the first rank of its replica, which sends the replica's records. own_requests: each replica gets requests
+        of its own (from vLLM), which are not compared."""
         super().__init__(engine)
         self._comm, self.control, self._lockstep = comm, control, lockstep
-        self.rank, self._leads, self._spans, self._apart = comm.rank, leads, spans, apart
-        self._asked = hashlib.sha256()  # of all requests so far
+        self.rank, self._sends_records, self._own_requests = comm.rank, sends_records, own_requests
+        self._requests_hash = hashlib.sha256()  # of all requests so far
         self._announced = True  # no request was added since the ranks last compared the hash
         self._ids: list[int] = []  # added and not released, oldest first
         self._foreign: dict[int, Record | None] = {}  # None until settled
         self._logits: dict[int, NDArray[np.float32]] = {}
         self._settled: set[int] = set()
-        self._told: BaseException | None = None  # an exception that all ranks have received
+        self._known_error: BaseException | None = None  # an exception that all ranks have received
 
     def close(self) -> None:
         self._engine.close()
@@ -84,9 +83,9 @@ class SpmdEngine(RankEngine):
         self._comm.close()
 
     # ---------------------------------------------------------------------------------------- among ranks
-    def meet(self, call: str, value: Any = None) -> list[Any]:
+    def all_gather(self, call: str, value: Any = None) -> list[Any]:
         """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given different requests."""
-        asked = self._asked.hexdigest()[:16]
+        asked = self._requests_hash.hexdigest()[:16]
         parts = self.control.all_gather(encode([call, asked, value]))
         everyone = [decode(part) if part else [PUSHES, asked, None] for part in parts]
         for rank, (its_call, its_asked, _) in enumerate(everyone):
@@ -100,9 +99,9 @@ class SpmdEngine(RankEngine):
         """MeshMismatchError unless all ranks have the same spec and options; it lists the ranks and what differs."""
         text = {name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist()) for name, value in facts.items()}
         digest = {name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value for name, value in text.items()}
-        check_alike(self.meet("initialization", digest))
+        check_alike(self.all_gather("initialization", digest))
 
-    def agree(self, flag: bool) -> bool:
+    def any_in_lockstep(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the lockstep group."""
         self._announce("a call with a timeout")
         if self._lockstep is None:
@@ -117,14 +116,14 @@ class SpmdEngine(RankEngine):
     def _announce(self, call: str) -> None:
         """Before the first step for new requests: compares them on all ranks."""
         if not self._announced:
-            self.meet(call)
+            self.all_gather(call)
             self._announced = True
 
-    def leave(self, error: BaseException, voting: bool = False) -> None:
+    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> None:
         """This rank leaves a call by an exception. Unless the other ranks raise it too, or were told of it, the mesh is aborted, since
         they would wait for this rank. voting: in the two-phase commit of a sync, where a MemoryError is a vote."""
         alike = isinstance(error, Error) and not isinstance(error, ALONE)
-        if error is not self._told and not alike and not (voting and isinstance(error, MemoryError)):
+        if error is not self._known_error and not alike and not (voting and isinstance(error, MemoryError)):
             self.give_up()
 
     def give_up(self) -> None:
@@ -139,7 +138,7 @@ class SpmdEngine(RankEngine):
     def add(self, prompt: Ids, stop_token_ids: Ids, request: Any, logits: NDArray[np.float32] | None) -> int:
         number = self._engine.add(prompt, stop_token_ids, request, logits)
         self._ids.append(number)
-        self._note(repr(asdict(request)).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits")
+        self._hash_request(repr(asdict(request)).encode(), prompt.tobytes(), stop_token_ids.tobytes(), b"" if logits is None else b"logits")
         self._announced = False
         if logits is not None:
             self._logits[number] = logits
@@ -147,10 +146,10 @@ class SpmdEngine(RankEngine):
             self._foreign[number] = None
         return number
 
-    def _note(self, *asked: bytes) -> None:
+    def _hash_request(self, *asked: bytes) -> None:
         """Adds to the hash that ranks compare at their next exchange."""
-        for part in () if self._apart else asked:
-            self._asked.update(len(part).to_bytes(8, "little") + part)
+        for part in () if self._own_requests else asked:
+            self._requests_hash.update(len(part).to_bytes(8, "little") + part)
 
     def step(self) -> tuple[int, bool]:
         """To the end: a step of this rank's own requests, or once these are finished the exchange with all ranks. While paused or asleep
@@ -180,7 +179,7 @@ class SpmdEngine(RankEngine):
     def _settle_some(self, call: str) -> int:
         waiting = self._waiting()
         if waiting:
-            self._take(self.meet(call, self._finished_here(waiting)))
+            self._store_records(self.all_gather(call, self._finished_here(waiting)))
         return len(waiting) - len(self._waiting())
 
     def _is_halted(self) -> bool:
@@ -211,13 +210,13 @@ class SpmdEngine(RankEngine):
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             fault = error
         late, records = deadline is not None and time.monotonic() >= deadline, self._finished_here(self._waiting())
-        told = {"rows": rows if self._leads else 0, "late": late, "fault": fault, "records": records}
-        everyone = self.meet(call, told)
-        self._take([its["records"] for its in everyone])
+        told = {"rows": rows if self._sends_records else 0, "late": late, "fault": fault, "records": records}
+        everyone = self.all_gather(call, told)
+        self._store_records([its["records"] for its in everyone])
         faults = [its["fault"] for its in everyone if its["fault"] is not None]
         if faults:
-            self._told = fault or faults[0]
-            raise self._told
+            self._known_error = fault or faults[0]
+            raise self._known_error
         self._refuse_asleep()
         return sum(its["rows"] for its in everyone), any(its["late"] for its in everyone)
 
@@ -226,10 +225,10 @@ class SpmdEngine(RankEngine):
 
     def _finished_here(self, numbers: Iterable[int]) -> dict[str, Record]:
         """Records of those that the replica led by this rank has finished."""
-        finished = self._engine.finished() if self._leads else set()
+        finished = self._engine.finished() if self._sends_records else set()
         return {str(number): self._record(number) for number in numbers if number in finished}
 
-    def _take(self, everyone: list[dict[str, Record]]) -> None:
+    def _store_records(self, everyone: list[dict[str, Record]]) -> None:
         """Stores the records of all ranks; from now on these requests are finished."""
         finished = self._engine.finished()
         for name, record in ((name, record) for records in everyone for name, record in records.items()):
@@ -266,7 +265,7 @@ class SpmdEngine(RankEngine):
 
     def abort(self, number: int) -> None:
         """All ranks call this; those that compute the request abort it."""
-        self._note(b"abort", str(number).encode())
+        self._hash_request(b"abort", str(number).encode())
         if number not in self._foreign:
             self._engine.abort(number)
 
@@ -311,37 +310,37 @@ class SpmdEngine(RankEngine):
         return record
 
     # ---------------------------------------------------------------------------------------- weights
-    def tell_of_sync(self, where: str, value: Any, error: Exception | None) -> list[Any]:
+    def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:
         error, self.fault = error or self.fault, None
-        everyone = self.meet(where, [value, None if error is None else reason(error)])
-        self.end_on_all(error, [why for _, why in everyone])
+        everyone = self.all_gather(where, [value, None if error is None else reason(error)])
+        self.raise_failure(error, [why for _, why in everyone])
         return [value for value, _ in everyone]
 
     def refuse(self, where: str, error: Exception, turn: Callable[[], AbstractContextManager[None]]) -> None:
         with turn():
             try:
-                self.settle_sync(where, error)
+                self.barrier(where, error)
             except BaseException as raised:
-                self.leave(raised)
+                self.abort_unless_shared(raised)
                 raise
 
-    def compare(self, what: str, values: list[str]) -> None:
+    def require_equal(self, what: str, values: list[str]) -> None:
         """CollectiveMismatchError on all ranks unless the values, which all have received, are equal. The mesh stays usable."""
         for rank, value in enumerate(values):
             if value != values[0]:
-                self._told = CollectiveMismatchError(f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}")
-                raise self._told
+                self._known_error = CollectiveMismatchError(f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}")
+                raise self._known_error
 
-    def end_on_all(self, error: Exception | None, reasons: list[str | None]) -> None:
+    def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
         """All ranks have received the same reasons: raises this rank's own error, or SyncAbortedError with the first of the others."""
         if error is not None:
-            self._told = error
+            self._known_error = error
             raise error
         for rank, why in enumerate(reasons):
             if why is not None:
                 raise SyncAbortedError(f"rank {rank}: {why}")
 
-    def among_pushes(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
+    def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
         """In a sync by begin_sync: where each rank is, and why it fails if it does. Every rank calls this once for each push ("push"), when
         it drops the sync ("abort"), and when it commits ("commit"), then as often as other ranks still push. A push that succeeded
         sends an empty message."""
@@ -364,17 +363,16 @@ def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: I
         return RankEngine(_core.Engine(values, options))
     try:
         sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}  # with None ranks exchange messages while they are made
-        everyone = [decode(part) for part in ends.control.all_gather(encode([comm.tells(), sized]))]
-        comm.hears([its for its, _ in everyone])
+        everyone = [decode(part) for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))]
+        comm.accept_handshake([its for its, _ in everyone])
         check_alike([its for _, its in everyone])
         engine = _make(values, options, comm.rank, ends, ends.control)
     except BaseException:
         ends.control.close()
         comm.close()
         raise
-    spans = mesh.dp > 1 and mesh.ep > mesh.tp
-    leads, apart = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.host_pages > 0
-    spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, leads, spans, apart)
+    sends_records, own_requests = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.host_pages > 0
+    spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, sends_records, own_requests)
     try:
         facts = {name: value for name, value in asdict(options).items() if name not in {*OF_A_RANK, *may_differ}}
         spmd.handshake({**facts, "spec": asdict(values), "contract": CONTRACT_VERSION, "family": engine.stats()["family"]})

@@ -129,7 +129,7 @@ class Driver:
             return [outputs[request] for request in sorted(outputs)]
         except BaseException as error:
             self._kept.update(outputs)
-            self.leave(error)
+            self.abort_unless_shared(error)
             raise
 
     def _poll_step(self, outputs: dict[int, RequestOutput], deadline: float | None) -> bool:
@@ -201,7 +201,7 @@ class Driver:
         try:
             with progress:
                 while open_ids:
-                    if deadline is not None and self._engine.agree(time.monotonic() >= deadline):
+                    if deadline is not None and self._engine.any_in_lockstep(time.monotonic() >= deadline):
                         self._cut_off(open_ids)
                         deadline = None
                     done = self._drive_step(open_ids)
@@ -210,7 +210,7 @@ class Driver:
                     if not done and self._engine.paused:
                         time.sleep(PAUSE_POLL_S)
         except BaseException as error:
-            self.leave(error)
+            self.abort_unless_shared(error)
             raise
         return self._engine.late(ids)
 
@@ -231,16 +231,16 @@ class Driver:
         with self._turn.take():
             self._engine.cut_off(ids - self._requests.done_of(ids))
 
-    def leave(self, error: BaseException) -> None:
+    def abort_unless_shared(self, error: BaseException) -> None:
         """Tells the mesh that a call ends on this rank by an exception."""
         if not self._turn.is_gone():
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
 
     def _forget(self, ids: Sequence[int], error: BaseException) -> None:
         """Clean-up after an exception: nothing of the call stays in the engine. What user code raised before the first step or after the
         last keeps no other rank waiting."""
         if isinstance(error, MemoryError) or not isinstance(error, Exception):
-            self.leave(error)
+            self.abort_unless_shared(error)
         if ids and not self._turn.is_gone():
             with self._turn.take():
                 self._requests.forget(ids)

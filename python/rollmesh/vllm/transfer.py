@@ -42,7 +42,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """With transport="distributed" it returns once the trainer and all workers are connected."""
         self.shutdown()
         if init_info.transport == "distributed":
-            self._group = self._updates.together("joining the trainer", self._join, init_info)
+            self._group = self._updates.on_all_ranks("joining the trainer", self._join, init_info)
         self._info = init_info
 
     def _join(self, info: InitInfo) -> Group:
@@ -71,7 +71,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if update_info.abort is not None:
             self._updates.drop(f"the trainer gave up: {update_info.abort}")
             return
-        bucket = self._updates.together("the arrival of a bucket", self._tensors, update_info)
+        bucket = self._updates.on_all_ranks("the arrival of a bucket", self._tensors, update_info)
         self._updates.stage(bucket, update_info.version, self._options())
 
     def _tensors(self, info: UpdateInfo) -> ReceivedTensors:

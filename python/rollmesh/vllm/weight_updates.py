@@ -105,16 +105,16 @@ class WeightUpdates:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """A trainer begins. Drops an update that another trainer left open; StateError if that trainer is alive and has sent a part."""
         transfer = self._configured()
-        info = self.together("the info of a trainer", transfer.parse_init_info, init_info)
-        self.alike("a trainer", info.sender)
-        self.together("a trainer's beginning", self._require_free, transfer, info.sender)
+        info = self.on_all_ranks("the info of a trainer", transfer.parse_init_info, init_info)
+        self.require_equal("a trainer", info.sender)
+        self.on_all_ranks("a trainer's beginning", self._require_free, transfer, info.sender)
         self.drop("a trainer began anew")
         transfer.init_transfer_engine(info)
 
     @_replies
     def start_weight_update(self) -> None:
         transfer = self._configured()
-        self.together("an update's beginning", self._require_free, transfer, None)
+        self.on_all_ranks("an update's beginning", self._require_free, transfer, None)
         if self._set is not None:
             self.drop("another update was started")
             self._refuse("start_weight_update within an update, which is dropped now; call finish_weight_update before the next")
@@ -134,9 +134,9 @@ class WeightUpdates:
         if not self._updating:
             self._refuse("update_weights without an open update; call start_weight_update first. An error ends an update")
         with self._dropping():
-            info = self.together("the info of a bucket", self._own, transfer, update_info)
-            self.alike("a bucket of weights", (info.sender, info.version, info.abort))
-        self.together("the sender of a bucket", transfer.require_sender, info)  # refuses a bucket; the update stays open
+            info = self.on_all_ranks("the info of a bucket", self._own, transfer, update_info)
+            self.require_equal("a bucket of weights", (info.sender, info.version, info.abort))
+        self.on_all_ranks("the sender of a bucket", transfer.require_sender, info)  # refuses a bucket; the update stays open
         with self._dropping():
             transfer.update_weights(info)
 
@@ -187,7 +187,7 @@ class WeightUpdates:
     def wake_up(self, tags: list[str] | None = None) -> None:
         parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
         if parts:  # 0 if everything is awake already
-            self.together("wake_up", self.weights.wake, parts)
+            self.on_all_ranks("wake_up", self.weights.wake, parts)
 
     @_replies
     def discard(self, tags: Iterable[str]) -> None:
@@ -204,13 +204,13 @@ class WeightUpdates:
             self._transfer.shutdown()
 
     # ---------------------------------------------------------------------------------------- for the transfer engine
-    def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
-        """As Weights.together."""
-        return self.weights.together(where, action, *args)
+    def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
+        """As Weights.on_all_ranks."""
+        return self.weights.on_all_ranks(where, action, *args)
 
-    def alike(self, what: str, value: Any) -> None:
-        """As Weights.alike, for any value."""
-        self.weights.alike(what, repr(value))
+    def require_equal(self, what: str, value: Any) -> None:
+        """As Weights.require_equal, for any value."""
+        self.weights.require_equal(what, repr(value))
 
     @property
     def device(self) -> str:
@@ -225,7 +225,7 @@ class WeightUpdates:
         if (begun := self._set.options.version) != version:
             self._refuse(f"a bucket of version {version} in an update of version {begun}")
         self._set.require_open()
-        self.together("a bucket of weights", self._push, bucket)
+        self.on_all_ranks("a bucket of weights", self._push, bucket)
 
     def _push(self, bucket: Mapping[str, Any]) -> None:
         with lent(bucket) as is_lent_still:
@@ -260,9 +260,7 @@ class WeightUpdates:
     # ---------------------------------------------------------------------------------------- inside a reply
     def _configured(self) -> Any:
         if self._transfer is None:
-            self._refuse(
-                f"no weight transfer: make the engine with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
-            )
+            self._refuse(f"no weight transfer: make the engine with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})")
         return self._transfer
 
     def _require_free(self, transfer: Any, sender: str | None) -> None:
@@ -289,7 +287,7 @@ class WeightUpdates:
         if parts & PARTS["weights"]:
             self.drop("the weights were put to sleep")
             self.weights.reset("the weights were put to sleep")
-        self.together("sleep", self.weights.sleep, parts, keep)
+        self.on_all_ranks("sleep", self.weights.sleep, parts, keep)
 
     @staticmethod
     def _refuse(why: str) -> None:

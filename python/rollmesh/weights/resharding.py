@@ -100,7 +100,7 @@ def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, 
     rank receives its shards: from all ranks with pieces, or, if no source is sharded, from the first rank with a source. An exception
     of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
-    told = ranks.meet(f"the beginning of a sync with {options}", None if own is None else [own.is_mapping, own.is_sharded])
+    told = ranks.all_gather(f"the beginning of a sync with {options}", None if own is None else [own.is_mapping, own.is_sharded])
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
         raise SyncAbortedError("expected a source on one rank at least, got none on any")
@@ -109,14 +109,14 @@ def spread(ranks: RankEngine, source: Any, options: Any) -> Iterator[tuple[str, 
             return _own(ranks, own)
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
-    resharding = Resharding(ranks, ranks.control, ranks.rank, ranks.meet, ranks.end_on_all)
+    resharding = Resharding(ranks, ranks.control, ranks.rank, ranks.all_gather, ranks.raise_failure)
     return resharding.entries(own if ranks.rank in givers else None, ahead)
 
 
 def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
     try:
         yield from source
-    except Exception as error:  # noqa: BLE001 (told to all ranks by settle_sync, then raised)
+    except Exception as error:  # noqa: BLE001 (told to all ranks by barrier, then raised)
         ranks.fault = error
 
 
@@ -128,10 +128,10 @@ class Resharding:
         engine: RankEngine,
         control: _core.Comm,
         rank: int,
-        meet: Callable[[str, Any], list[Any]],
-        end_on_all: Callable[[Exception | None, list[str | None]], None],
+        all_gather: Callable[[str, Any], list[Any]],
+        raise_failure: Callable[[Exception | None, list[str | None]], None],
     ):
-        self._engine, self._control, self._rank, self._meet, self._end_on_all = engine, control, rank, meet, end_on_all
+        self._engine, self._control, self._rank, self._all_gather, self._raise_failure = engine, control, rank, all_gather, raise_failure
         self._plans: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
         self._places: dict[tuple[Dims, str], Array] = {}  # where what is received is put together, used again by the next layer
 
@@ -139,7 +139,7 @@ class Resharding:
         """What this rank pushes: whole tensors to look at, with what it wants in them. All ranks give the same `ahead`."""
         while True:
             mine = None if source is None else source.take(ahead)
-            everyone = self._meet("a sync of pieces", None if mine is None else [_told(part) for part in mine])
+            everyone = self._all_gather("a sync of pieces", None if mine is None else [_told(part) for part in mine])
             lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
             for i in range(max(map(len, lists.values()))):
                 told = {rank: its[i] if i < len(its) else None for rank, its in lists.items()}
@@ -150,7 +150,7 @@ class Resharding:
     def _entry(self, told: Mapping[int, Told | None], mine: Part | Exception | None, world: int) -> tuple[str, Any]:
         reasons = [its[0] if its is not None and len(its) == 1 else None for its in (told.get(rank) for rank in range(world))]
         if any(reasons):
-            self._end_on_all(mine if isinstance(mine, Exception) else None, reasons)
+            self._raise_failure(mine if isinstance(mine, Exception) else None, reasons)
         name, dtype, shape = _same(told)
         try:
             wanted_shape, wanted = self._engine.sync_wanted(name)

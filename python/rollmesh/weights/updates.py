@@ -62,7 +62,7 @@ class Weights:
                 fault = _fault_of(options.begin, engine) or _fault_of(lambda: checks.append(loans.enter_context(lent(source))))
                 if fault is None and kind == "mapping" and (None not in kinds or givers[0] == engine.rank):
                     fault = _fault_of(check_mapping, engine, self.manifest, source, options)
-                engine.settle_sync("a sync before its entries", fault)
+                engine.barrier("a sync before its entries", fault)
                 if engine.has_peers:
                     listing = bool(givers) and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
                     fault = push_all(engine, spread(engine, source, options), listing, deadline)
@@ -70,7 +70,7 @@ class Weights:
                     push_mapping(engine, source, deadline)
                 else:
                     push_entries(engine, source, deadline)
-                engine.settle_sync("a sync after its entries", fault or _fault_of(checks[0]))
+                engine.barrier("a sync after its entries", fault or _fault_of(checks[0]))
                 self._await_turn_to_commit(options, timed, deadline)
                 voting = True
                 report = self._commit(options, engine.own_deadline(deadline))
@@ -78,14 +78,14 @@ class Weights:
             return report
         except BaseException as error:  # also of a loan that could not be given back
             self._abort()
-            engine.leave(error, voting)
+            engine.abort_unless_shared(error, voting)
             fault = None
             _clear_own_frames(error)
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
         """Every rank's value, once all ranks have accepted the version number; an open sync is dropped then."""
-        everyone = self._tell(where, value, _fault_of(self._check_version, options))
+        everyone = self._all_gather(where, value, _fault_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
@@ -94,7 +94,7 @@ class Weights:
         deadline."""
         if timed and self._engine.has_peers:
             self._finish_running(options, None)
-            self._engine.settle_sync("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
+            self._engine.barrier("a sync before its commit", _fault_of(check_deadline, deadline, "its commit"))
 
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle; another open one is dropped."""
@@ -103,13 +103,13 @@ class Weights:
         # takes a later object at the same address for one that contains itself, and shows nothing of it.
         told = self._open_together(PUSHES, listed(asdict(replace(options, version=None)).items()), options)
         try:
-            self._engine.compare("a set of weights", told)
+            self._engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self._engine.settle_sync(PUSHES, _fault_of(self._begun, sync))
+            self._engine.barrier(PUSHES, _fault_of(self._begun, sync))
         except BaseException as error:
             self._abort()
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
             raise
 
     def _begun(self, sync: Sync) -> None:
@@ -130,23 +130,23 @@ class Weights:
         try:
             if fault is None:
                 fault = _fault_of(self._engine.sync_push, name, tensor)
-            self._meet_among_pushes(sync, "push", fault)
+            self._all_gather_push(sync, "push", fault)
         except BaseException as error:
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
             fault = None
             _clear_own_frames(error)
             raise
         sync.names.add(name)
 
-    def _meet_among_pushes(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
+    def _all_gather_push(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
         """Exchanges with every rank where it is and why it fails, if it does; one that fails ends the sync on all, unless all ranks refuse
         the same push. Returns the places."""
-        everyone = self._engine.among_pushes(at, None if fault is None else reason(fault))
+        everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
         refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]  # no generator, as above
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
-        self._engine.end_on_all(fault, reasons)
+        self._engine.raise_failure(fault, reasons)
         return {its_at for its_at, _ in everyone}
 
     def abort(self, sync: Sync, error: BaseException | None) -> None:
@@ -155,9 +155,9 @@ class Weights:
             return
         self.reset("it was aborted", only=sync)
         if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-            self._engine.among_pushes("abort", "the sync was aborted" if error is None else reason(error))
+            self._engine.all_gather_push("abort", "the sync was aborted" if error is None else reason(error))
         else:
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
 
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
         """Commits the open sync. It is closed afterwards, also when this raises."""
@@ -167,7 +167,7 @@ class Weights:
         try:
             if self._engine.has_peers:
                 at = "commit" if deadline is None else TIMED
-                while not {"commit", TIMED}.issuperset(places := self._meet_among_pushes(sync, at)):
+                while not {"commit", TIMED}.issuperset(places := self._all_gather_push(sync, at)):
                     pass  # other ranks still push
                 self._await_turn_to_commit(sync.options, TIMED in places, deadline)
                 deadline = None  # it was checked together
@@ -175,7 +175,7 @@ class Weights:
             sync.report = self._commit(sync.options, deadline)
         except BaseException as error:
             self._abort()
-            self._engine.leave(error, voting)
+            self._engine.abort_unless_shared(error, voting)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -195,7 +195,7 @@ class Weights:
         try:
             if keep:
                 self._require_host_room()
-                self.together("sleep", self._engine.keep_weights, True)
+                self.on_all_ranks("sleep", self._engine.keep_weights, True)
             self._engine.sleep(parts | KEEP if keep else parts)
             self.refresh()
         except BaseException:
@@ -213,7 +213,7 @@ class Weights:
         if not self._engine.has_peers:
             return
         pools: dict[int, list[tuple[int, int, int]]] = {}  # a machine's memory, or a control group's limit: (rank, needed, available)
-        for rank, (needed, its_pools) in enumerate(self._tell("the room of its host", list(self._engine.host_room()))):
+        for rank, (needed, its_pools) in enumerate(self._all_gather("the room of its host", list(self._engine.host_room()))):
             for name, available in its_pools:
                 pools.setdefault(name, []).append((rank, needed, available))
         for ranks in pools.values():
@@ -229,7 +229,7 @@ class Weights:
         """Allocates the memory of `parts` again, on all ranks or none. Weights kept on the host serve again."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
-            self.together("wake", self._engine.wake, parts)
+            self.on_all_ranks("wake", self._engine.wake, parts)
         except BaseException:
             if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
                 self._engine.sleep(woken | KEEP)
@@ -240,19 +240,19 @@ class Weights:
             self._settle_kept()
             raise
 
-    def _tell(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
+    def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
         """Every rank's value. fault: why this rank fails; it is raised here, and SyncAbortedError on the other ranks."""
         try:
-            return self._engine.tell_of_sync(where, value, fault)
+            return self._engine.all_gather_or_raise(where, value, fault)
         except BaseException as error:
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
             raise
 
-    def alike(self, what: str, value: str) -> None:
+    def require_equal(self, what: str, value: str) -> None:
         """CollectiveMismatchError on all ranks unless all have the same value."""
-        self._engine.compare(what, self._tell(what, value))
+        self._engine.require_equal(what, self._all_gather(what, value))
 
-    def together(self, where: str, action: Callable[..., T], *args: Any) -> T:
+    def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank raises its error and the others
         SyncAbortedError with the rank and its reason."""
         fault: Exception | None = None
@@ -261,9 +261,9 @@ class Weights:
         except Exception as error:  # noqa: BLE001 (raised once all ranks know)
             fault = error
         except BaseException as error:
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
             raise
-        self._tell(where, None, fault)
+        self._all_gather(where, None, fault)
         return result
 
     def forget(self) -> None:

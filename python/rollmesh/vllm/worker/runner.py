@@ -108,7 +108,7 @@ class Runner:
         try:
             output = self._make_step(scheduled, grammar)
         except BaseException as error:
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
             raise
         self._remember(getattr(output, FAILED, {}))
         return output
@@ -145,7 +145,7 @@ class Runner:
         except NO_STEP:
             pass  # the other ranks cannot make it either
         except BaseException as error:
-            self._engine.leave(error)
+            self._engine.abort_unless_shared(error)
             raise
 
     def _close_set(self) -> Error | None:

@@ -93,7 +93,7 @@ class Carrier(Protocol):
     def broadcast(self, array: NDArray[Any], src: int) -> None:
         """Broadcasts a host array, in place."""
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value (short JSON), in the order of `ranks`."""
 
     def give_up(self) -> None:
@@ -181,7 +181,7 @@ class CommCarrier:
     def broadcast(self, array: NDArray[Any], src: int) -> None:
         self.control.broadcast(array, src)
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [json.loads(part) for part in self.control.all_gather(json.dumps(value).encode())]
 
     def give_up(self) -> None:
@@ -222,7 +222,7 @@ class NcclCarrier(CommCarrier):
         if self.group is not None:
             return
         comm = self._nccl
-        comm.hears(self.tell(comm.tells()))
+        comm.accept_handshake(self.all_gather(comm.handshake_values()))
         self.group = self._sender.group(self.world, self.ordinal, comm.library.path, str(comm.gpu), comm.timeout)
 
     def piece(self, name: str, tensor: Any) -> Piece:
@@ -342,7 +342,7 @@ class TorchCarrier:
             dist.broadcast(moved, src, group=self.group)
             tensor.copy_(moved)
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         import torch
         import torch.distributed as dist
 

@@ -179,7 +179,7 @@ class _Stream:
         except Error as error:
             fault = error
         with self._together():
-            told = self.carrier.tell([None if fault else self.src, sends, _why(fault)])
+            told = self.carrier.all_gather([None if fault else self.src, sends, _why(fault)])
         self._refuse(fault, [why for _, _, why in told])
         if [(self.src, rank == self.src) for rank in self.carrier.ranks] != [(src, does) for src, does, _ in told]:
             who = zip(self.carrier.ranks, told, strict=True)
@@ -230,7 +230,7 @@ class _Stream:
         with self._together():
             self._say(BUCKET, len(description), bucket.size, bucket.on_gpu)
             self.carrier.broadcast(np.frombuffer(description, np.uint8).copy(), self.src)
-            whys = self.carrier.tell(None)
+            whys = self.carrier.all_gather(None)
             if not any(whys):
                 bucket.begin(self.src)
         self._refuse(None, whys)
@@ -271,7 +271,7 @@ class _Stream:
                 description = np.zeros(described, np.uint8)
                 self.carrier.broadcast(description, self.src)
                 bucket, fault = self._room(size, bool(on_gpu))
-                whys = self.carrier.tell(_why(fault))
+                whys = self.carrier.all_gather(_why(fault))
                 if bucket is not None and not any(whys):
                     bucket.begin(self.src)
         if kind == END:
