@@ -199,6 +199,8 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "version nan": (rm.VersionError, lambda gen: gen.begin_sync(version=math.nan)),  # type: ignore[arg-type]
     "cast 1": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, cast=1)),  # type: ignore[arg-type]
     "strict None": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, strict=None)),  # type: ignore[arg-type]
+    "in place with restart": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, mode="inplace", inflight="restart")),
+    "in place with keep": (rm.ConfigError, lambda gen: gen.begin_sync(mode="inplace", inflight="keep")),
     "keep_kv text": (rm.ConfigError, lambda gen: gen.sync_weights(STATE, keep_kv="no", inflight="keep")),  # type: ignore[arg-type]
     "prefix caching text": (rm.ConfigError, lambda gen: make(enable_prefix_caching="no")),
     "prompts without dims": (rm.RequestError, lambda gen: gen.generate(np.array(5), use_tqdm=False)),

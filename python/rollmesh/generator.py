@@ -316,7 +316,7 @@ class Generator:
         strict              False: skip unknown names, keep the values of missing parameters
         mode                "staged": copy, then swap; "inplace": no second copy, but a failure half way leaves the generator unsynced
         inflight            running requests: "wait" finishes them first, "restart" runs them again from the prompt, "abort" ends them,
-                            "keep" keeps their tokens and recomputes their KV. mode="inplace" allows running requests with "wait" only
+                            "keep" keeps their tokens and recomputes their KV. mode="inplace" takes "wait" only
         keep_kv             with "keep": do not recompute KV; tokens computed from it have no contract
         allow_nonfinite     accept NaN and infinities
         allow_bias_removal  accept that a router bias of the serving version is missing (it becomes zero)

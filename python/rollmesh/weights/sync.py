@@ -63,6 +63,8 @@ class SyncOptions:
             object.__setattr__(self, name, boolean(name, getattr(self, name)))
         choice("mode", self.mode, MODES)
         choice("inflight", self.inflight, INFLIGHT)
+        if self.mode == "inplace" and self.inflight != "wait":
+            raise ConfigError(f"mode='inplace': expected inflight='wait', got {shown(self.inflight)}")
         if self.keep_kv and self.inflight != "keep":
             raise ConfigError(f"keep_kv=True: expected inflight='keep', got {shown(self.inflight)}")
         if self.version is None:
