@@ -105,11 +105,14 @@ def test_malformed_folders(folder: Path, tmp_path_factory: pytest.TempPathFactor
 
     malformed(empty)
     malformed(empty / "absent.safetensors")
+    with pytest.raises(rm.FormatError, match=r"^a{200}…: File name too long; expected a checkpoint folder or file$"):
+        sources.SafetensorsFolder("a" * 5000)
     for text in ("", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../model-0.safetensors"}}', '{"weight_map": {"a": 1}}'):
         index.write_text(text)
         malformed()
     index.write_text(good_index.replace("model-1", "model-2"))
-    malformed()
+    with pytest.raises(rm.FormatError, match=r"/model-2\.safetensors: expected a safetensors file, got none$"):
+        sources.SafetensorsFolder(folder)
     values = json.loads(good_index)
     values["weight_map"]["absent"] = "model-0.safetensors"
     index.write_text(json.dumps(values))
@@ -224,6 +227,12 @@ def test_shared_memory_from_another_process(want: str) -> None:
         assert not Path(address.rpartition(":")[0]).exists()
         with generator() as gen:
             assert gen.sync_weights(reader).digest == want
+
+
+@pytest.mark.parametrize("folder", ["/nope", "/dev/null", "a" * 5000], ids=lambda folder: folder[:9])
+def test_a_store_needs_a_folder(folder: str) -> None:
+    with pytest.raises(rm.ConfigError, match=rf"^folder: expected a folder that exists, got '{folder[:100]}"):
+        sources.SharedWriter(folder)
 
 
 def test_a_store_is_ours_and_private(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -235,13 +236,13 @@ def _as_dict(config: Any) -> dict[str, Any]:
         path = Path(config)
     except TypeError:
         raise ConfigError(f"config: expected a config object, a dict or a folder with config.json, got a {type(config).__name__}") from None
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path  # is_dir raises if the name is too long
     try:
         values = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{plain(file)}: {error.strerror}; expected a local folder with config.json, or that file") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: expected JSON: {error}") from error
+        raise FormatError(f"{plain(file)}: expected JSON: {error}") from error
     if not isinstance(values, dict):
         raise FormatError(f"{file}: expected a JSON object, got a {type(values).__name__}")
     return values

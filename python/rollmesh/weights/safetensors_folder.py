@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import FormatError, UnsupportedTensorError
+from rollmesh.runtime.messages import plain
 
 INDEX = "model.safetensors.index.json"
 
@@ -27,7 +28,10 @@ class SafetensorsFolder(Mapping[str, Any]):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
-        self._where = self._names()
+        try:
+            self._where = self._names()
+        except OSError as error:
+            raise FormatError(f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file") from error
 
     def __getitem__(self, name: str) -> Any:
         file = self._where[name]
@@ -79,6 +83,8 @@ class SafetensorsFolder(Mapping[str, Any]):
 
             try:
                 self._files[file] = safe_open(file, framework=self._framework())
+            except FileNotFoundError as error:
+                raise FormatError(f"{file}: expected a safetensors file, got none") from error
             except (SafetensorError, OSError) as error:
                 raise FormatError(f"{file}: {error}") from error
         return self._files[file]

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.errors import AuthError, DeadlineError, FormatError, NotSyncedError, RankLostError, StateError, VersionError
+from rollmesh.errors import AuthError, ConfigError, DeadlineError, FormatError, NotSyncedError, RankLostError, StateError, VersionError
 from rollmesh.runtime.arguments import deadline_of, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, Lender, ReceivedTensors
@@ -42,7 +42,9 @@ class SharedWriter:
     have mapped. The file of a killed process is removed by the next writer in the folder."""
 
     def __init__(self, folder: str | Path = FOLDER):
-        self._path = Path(folder).resolve(strict=True) / f"{PREFIX}{secrets.token_hex(16)}"
+        if not os.path.isdir(folder):
+            raise ConfigError(f"folder: expected a folder that exists, got {shown(str(folder))}")
+        self._path = Path(folder).resolve() / f"{PREFIX}{secrets.token_hex(16)}"
         self._end = weakref.finalize(self, _remove, self._path, os.getpid())
         self._nonce = secrets.token_hex(16)
         self._lender = Lender()
