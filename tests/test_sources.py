@@ -336,6 +336,7 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
         ({5: np.ones(2)}, None, "LimitError"),
         ({None: np.ones(2)}, None, "LimitError"),
         ({"x" * 1025: np.ones(2)}, None, "LimitError"),
+        *((source, None, "UnsupportedTensorError") for source in (None, 3, "path", [3], [("x",)])),
         *(({"x": np.ones(2)}, version, "VersionError") for version in (2**63, 10**30, 1.5, "7", True, -1, 0)),
     ],
     ids=str,
@@ -509,6 +510,9 @@ def test_buckets() -> None:
     for bad in (0, -1):
         with pytest.raises(rm.LimitError):
             next(sources.bucketed(entries, bad))
+    for wrong, said in ((3, "expected pairs .* got a int"), (("x",), "expected pairs"), (("x", [1.0]), "^x: expected .* got a list$")):
+        with pytest.raises(rm.UnsupportedTensorError, match=said):
+            list(sources.bucketed([wrong], 10))  # type: ignore[list-item]
 
 
 def test_descriptions_that_lie() -> None:

@@ -467,6 +467,27 @@ def test_no_tensors(served: dict[str, rm.Generator]) -> None:
         served["dense"].sync_weights(iter([(7, state[Q])]))
 
 
+def test_a_mapping_whose_items_lie(served: dict[str, rm.Generator]) -> None:
+    state = new_state(DENSE)
+    pairs = list(state.items())
+
+    class Lying(dict[str, Any]):
+        told: list[Any]
+
+        def items(self) -> Any:
+            return iter(self.told)
+
+    for told, error, said in (
+        ([*pairs, 3], rm.UnsupportedTensorError, "expected pairs"),
+        ([*pairs, (NORM,)], rm.UnsupportedTensorError, "expected pairs"),
+        ([*pairs, (NORM, state[NORM])], rm.DuplicateKeyError, NORM),
+        (pairs[:-1], rm.MissingKeyError, pairs[-1][0]),
+    ):
+        source = Lying(state)
+        source.told = told
+        refused(served["dense"], source, error, said)
+
+
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:The PyTorch API of MaskedTensors")
 def test_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> None:
     torch = pytest.importorskip("torch")

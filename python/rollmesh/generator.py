@@ -50,7 +50,8 @@ from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.turn import Turn
 from rollmesh.weights.self_test import Scorer, run_self_test
-from rollmesh.weights.sync import SyncOptions, check_source
+from rollmesh.weights.sync import SyncOptions
+from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
 

@@ -34,7 +34,7 @@ from rollmesh.weights.transport.gloo_group import Group
 from rollmesh.weights.transport.loans import Held, Lender
 from rollmesh.weights.transport.manifest import describe, fill, lay_out
 from rollmesh.weights.transport.segment import Bytes, Segment
-from rollmesh.weights.transport.tensors import as_array, bucketed
+from rollmesh.weights.transport.tensors import as_array, bucketed, pair_of
 
 BLOCK_BYTES = 128 << 20
 LENT_S = 10.0  # how long a failed send waits for workers that still read lent tensors
@@ -385,16 +385,10 @@ def _entries(source: Any) -> Iterator[tuple[str, Any]]:
     if callable(getattr(source, "state_dict", None)):
         source = source.state_dict()
     if isinstance(source, Mapping):
-        return iter(source.items())
+        source = source.items()
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
         raise UnsupportedTensorError(f"source: expected a module, a mapping or pairs (name, tensor), got a {type(source).__name__}")
-    return map(_pair, source)
-
-
-def _pair(entry: Any) -> tuple[str, Any]:
-    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
-    return entry[0], entry[1]
+    return map(pair_of, source)
 
 
 def _gather(source: Any) -> None:

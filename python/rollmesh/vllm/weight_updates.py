@@ -23,10 +23,11 @@ from typing import Any, TypeVar
 import torch
 
 from rollmesh.distributed.rank_engine import RankEngine
-from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, Error, FormatError, StateError
 from rollmesh.runtime.arguments import PARTS
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.weights.sync import SyncOptions, lent, push_mapping
+from rollmesh.weights.transport.tensors import pair_of
 from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
@@ -321,10 +322,7 @@ class WeightUpdates:
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Exception]:
     """The entries of the trainer's iterator; last the exception that ended it, if one did."""
     try:
-        for entry in pairs:
-            if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-                raise UnsupportedTensorError(f"load_weights: expected pairs (name, tensor), got a {type(entry).__name__}")
-            yield entry[0], entry[1]
+        yield from map(pair_of, pairs)
     except Exception as error:  # noqa: BLE001 (raised by the caller)
         yield error
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.distributed.rank_engine import RankEngine
-from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError, UnsupportedTensorError
+from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
-from rollmesh.weights.transport.tensors import DTYPES, bytes_of
+from rollmesh.weights.transport.tensors import DTYPES, bytes_of, pair_of
 
 Array = NDArray[Any]
 Told = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
@@ -62,9 +62,7 @@ class Source:
         parts: list[Part | Exception] = []
         try:
             for entry in islice(iter(self), count):
-                if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-                    raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
-                parts.append(part_of(*entry))
+                parts.append(part_of(*pair_of(entry)))
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             self._fault = error
             parts.append(error)

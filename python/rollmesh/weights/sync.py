@@ -25,7 +25,6 @@ from rollmesh.errors import (
     NonFiniteError,
     TiedWeightError,
     UnexpectedKeyError,
-    UnsupportedTensorError,
     VersionError,
 )
 from rollmesh.request.outputs import SyncReport
@@ -34,6 +33,7 @@ from rollmesh.runtime.engine_views import ManifestEntry, SyncValues
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.transport.loans import LentSource
+from rollmesh.weights.transport.tensors import pair_of
 
 if TYPE_CHECKING:
     from rollmesh.distributed.rank_engine import RankEngine
@@ -131,7 +131,7 @@ def check_mapping(engine: RankEngine, manifest: list[ManifestEntry], source: Map
         raise LimitError(f"source: expected at most {limit} weights for a model of {len(manifest)} parameters, got {len(source)}")
     faults: dict[type[Error], list[str]] = {}
     spelled: dict[int, str] = {}  # parameter → its name in the source
-    for name, tensor in source.items():
+    for name, tensor in map(pair_of, source.items()):
         try:
             for index in engine.sync_resolve(name):
                 if index in spelled:
@@ -173,7 +173,7 @@ def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[
     """The entries in batches of BATCH_BYTES. A mapping may make its tensors on access, and all of them need not fit into memory."""
     batch: list[tuple[str, Any]] = []
     held = 0
-    for name, tensor in source.items():
+    for name, tensor in map(pair_of, source.items()):
         check_deadline(deadline, name)
         local = local_tensor(tensor)
         size = getattr(local, "nbytes", None)
@@ -214,14 +214,6 @@ def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
     return source.lent() if isinstance(source, LentSource) else nullcontext(lambda: None)
 
 
-def check_source(source: Any) -> None:
-    """Refuses what is neither a mapping nor an iterable of (name, tensor) pairs, and a module."""
-    if callable(getattr(source, "state_dict", None)):
-        raise UnsupportedTensorError(f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()")
-    if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
-        raise UnsupportedTensorError(f"source: expected a mapping or an iterator of (name, tensor), got a {type(source).__name__}")
-
-
 def check_deadline(deadline: float | None, name: object) -> None:
     if deadline is not None and time.monotonic() > deadline:
         raise DeadlineError(f"the sync did not finish within its timeout; it had reached {short(name)}")
@@ -229,8 +221,6 @@ def check_deadline(deadline: float | None, name: object) -> None:
 
 def push_entries(engine: RankEngine, entries: Iterable[tuple[str, Any]], deadline: float | None) -> None:
     """Copies the entries of an iterator one by one."""
-    for entry in entries:
-        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise UnsupportedTensorError(f"source: expected pairs (name, tensor), got a {type(entry).__name__}")
-        check_deadline(deadline, entry[0])
-        engine.sync_push(entry[0], local_tensor(entry[1]))
+    for name, tensor in map(pair_of, entries):
+        check_deadline(deadline, name)
+        engine.sync_push(name, local_tensor(tensor))

@@ -30,7 +30,7 @@ from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Held, Lender, ReceivedTensors
 from rollmesh.weights.transport.manifest import check_new_name, describe, fill, lay_out, parse
 from rollmesh.weights.transport.segment import FOLDER, MAX_READERS, PREFIX, MappedSegment, Segment
-from rollmesh.weights.transport.tensors import as_array
+from rollmesh.weights.transport.tensors import as_array, check_source, pair_of
 
 MAX_VERSION = 2**63 - 1
 POLL_SECONDS = 0.002
@@ -76,11 +76,12 @@ class SharedWriter:
         if self._lent_to:
             raise StateError(f"version {self.version} is lent to {self._lent_to} readers; call wait_until_read() or take_back() first")
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
+        check_source(source)
         version = self._next(version)
         take = self._lender.take if lend_to else as_array
         seen: set[str] = set()
         arrays, held = [], []
-        for name, tensor in source.items() if isinstance(source, Mapping) else source:
+        for name, tensor in map(pair_of, source.items() if isinstance(source, Mapping) else source):
             check_new_name(name, seen)
             taken = take(name, tensor)
             if isinstance(taken, Held):

@@ -36,7 +36,7 @@ from rollmesh.runtime.messages import reason, shown
 from rollmesh.weights.transport.carriers import Bucket, Carrier, Piece, carrier_of
 from rollmesh.weights.transport.manifest import check_name, check_new_name, describe, parse, place
 from rollmesh.weights.transport.segment import MAX_MANIFEST
-from rollmesh.weights.transport.tensors import as_array, bucketed
+from rollmesh.weights.transport.tensors import as_array, bucketed, pair_of
 
 BUCKET, END, ABORT = 1, 2, 3
 MAX_BUCKET = 1 << 40
@@ -145,7 +145,7 @@ def _buckets(carrier: Carrier, source: Mapping[str, Any] | Iterable[tuple[str, A
 
 def _named(entries: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
-    for name, tensor in entries:
+    for name, tensor in map(pair_of, entries):
         check_new_name(name, seen)
         yield name, tensor
 

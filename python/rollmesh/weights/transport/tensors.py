@@ -17,7 +17,7 @@ from rollmesh import _core
 from rollmesh.errors import ConfigError, DTypeError, LayoutError, LimitError, UnsupportedTensorError
 from rollmesh.runtime.arguments import is_masked
 from rollmesh.runtime.dtypes import BF16
-from rollmesh.runtime.messages import shown
+from rollmesh.runtime.messages import plain, shown
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": BF16,
@@ -122,6 +122,21 @@ def checksum_of_torch(data: Any) -> str:
     return hasher.hexdigest()
 
 
+def check_source(source: Any) -> None:
+    """Refuses what is neither a mapping nor an iterable of (name, tensor) pairs, and a module."""
+    if callable(getattr(source, "state_dict", None)):
+        raise UnsupportedTensorError(f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()")
+    if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
+        raise UnsupportedTensorError(f"source: expected a mapping or an iterator of (name, tensor), got a {type(source).__name__}")
+
+
+def pair_of(entry: Any) -> tuple[Any, Any]:
+    """An entry of a source, also of a mapping's items()."""
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+        raise UnsupportedTensorError(f"weights: expected pairs (name, tensor), got a {type(entry).__name__}")
+    return entry[0], entry[1]
+
+
 def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[tuple[str, Any]]]:
     """Consecutive entries in buckets of at most bucket_bytes; a larger entry is a bucket by itself."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
@@ -130,12 +145,14 @@ def bucketed(entries: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[
         raise LimitError(f"bucket_bytes: expected a number above 0, got {bucket_bytes}")
     bucket: list[tuple[str, Any]] = []
     size = 0
-    for name, tensor in entries:
-        nbytes = int(tensor.nbytes)
+    for name, tensor in map(pair_of, entries):
+        nbytes = getattr(tensor, "nbytes", None)
+        if not isinstance(nbytes, (int, np.integer)):
+            raise UnsupportedTensorError(f"{plain(name)}: expected a tensor with nbytes, got a {type(tensor).__name__}")
         if bucket and size + nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
-        size += nbytes
+        size += int(nbytes)
     if bucket:
         yield bucket
