@@ -248,12 +248,18 @@ enum { HOST = -1 };
 static int check_device(PyObject *module, PyObject *object, PyObject *name, const rm_tensor_reader *reader, int *ordinal) {
   PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
-  const int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
+  int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
   const long type = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : 0;
   const long number = is_pair && !PyErr_Occurred() ? PyLong_AsLong(PyTuple_GetItem(device, 1)) : 0;
+  if (PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_OverflowError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
+    PyErr_Clear();
+    is_pair = 0;
+  }
+  if (!is_pair)
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
+                  name, device);
   Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
-  if (!is_pair) return refuse(module, name, "a __dlpack_device__ that returns no pair");
   *ordinal = is_cuda(type) ? (int)number : HOST;
   if (is_cuda(type) && (number < 0 || number > INT32_MAX)) return refuse(module, name, "a __dlpack_device__ that names no CUDA device");
   if (is_host(type) || (is_cuda(type) && reader)) return 0;

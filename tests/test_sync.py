@@ -160,8 +160,9 @@ def test_duplicates_and_two_spellings(served: dict[str, rm.Generator]) -> None:
     refused(served["moe"], {**state, "module._orig_mod." + Q: state[Q]}, rm.DuplicateKeyError, Q)
     stacked = np.stack([state[f"model.layers.0.mlp.experts.{e}.down_proj.weight"] for e in range(8)])
     refused(served["moe"], {**state, "model.layers.0.mlp.experts.down_proj": stacked}, rm.DuplicateKeyError)
-    with unchanged(served["moe"]), pytest.raises(rm.DuplicateKeyError):
-        served["moe"].sync_weights(iter([*state.items(), (Q, state[Q])]))
+    for name, said in ((Q, f"^{Q} has come already in this sync$"), (titan, f"^{titan}: {Q} has come already in this sync$")):
+        with unchanged(served["moe"]), pytest.raises(rm.DuplicateKeyError, match=said):
+            served["moe"].sync_weights(iter([*state.items(), (name, state[Q])]))
 
 
 @pytest.mark.parametrize("head_first", [False, True])
@@ -188,7 +189,7 @@ def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray],
     down, experts = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.experts"
     yield "moe", down, lambda x: x.T, "transposed"
     yield "moe", down, lambda x: x.reshape(-1), "[6144]"
-    yield "moe", down, lambda x: x[None], "one expert"
+    yield "moe", f"{experts}.0.down_proj.weight", lambda x: x[None], "[1, 64, 32]; this name holds one expert"
     yield "moe", down, lambda x: x[:, :1], "expected shape [64, 96], got [64, 1]"
     yield "moe", down, lambda x: x[:1], "[1, 96]"
     yield "moe", down, lambda x: x[:0], "[0, 96]"
@@ -218,6 +219,12 @@ def test_shape(served: dict[str, rm.Generator], config: str, name: str, change: 
         served[config].sync_weights(iter([(name, bad), *state.items()]))
     for word in (words, name):
         assert word in str(caught.value)
+
+
+def test_a_dense_parameter_is_no_expert(served: dict[str, rm.Generator]) -> None:
+    x = new_state(DENSE)[Q]
+    with unchanged(served["dense"]), pytest.raises(rm.ShapeError, match=r"expected shape \[64, 64\], got \[1, 64, 64\]$"):
+        served["dense"].sync_weights(iter([(Q, x[None])]))
 
 
 @pytest.mark.parametrize(
@@ -433,17 +440,12 @@ def test_exceptions_of_user_code_pass(served: dict[str, rm.Generator]) -> None:
         def __dlpack_device__(self) -> Any:
             raise Stubborn("no attribute")
 
-    class NoNumber:
-        def __dlpack_device__(self) -> Any:
-            return ("cpu", 0)
-
     for bad, error in (
         (Producer(state[Q], raises=Stubborn("no")), Stubborn),
         (Producer(state[Q], raises=KeyboardInterrupt()), KeyboardInterrupt),
         (Producer(state[Q], raises=TypeError("inside")), TypeError),
         (BadDevice(), Stubborn),
         (BadAttribute(), Stubborn),
-        (NoNumber(), TypeError),
     ):
         count = sys.getrefcount(bad)
         refused(served["dense"], {**state, Q: bad}, error)
@@ -457,6 +459,8 @@ def test_no_tensors(served: dict[str, rm.Generator]) -> None:
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
     for bad in (np.ma.masked_array(state[Q]), np.ma.masked_array(state[Q], state[Q] > 0)):  # with nothing masked too
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q, "a masked array")
+    for device in ((2**70, 0), (2, 2**70), ("cpu", 0)):
+        refused(served["dense"], {**state, Q: Producer(state[Q], said_device=device)}, rm.UnsupportedTensorError, Q, str(device))
     for source in (None, 3, "path", b"bytes", object()):
         with unchanged(served["dense"]), pytest.raises(rm.UnsupportedTensorError):
             served["dense"].sync_weights(source)

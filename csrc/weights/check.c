@@ -28,7 +28,7 @@ static const char *shape_hint(const rm_params *params, const rm_target *want, co
   if (want->n_dims == 2 && shape_is(tensor, 2, w[1], w[0], 0)) return "; it is transposed";
   if (want->n_dims == 3 && shape_is(tensor, 3, w[0], w[2], w[1])) return "; its experts are transposed";
   if (want->n_dims == 3 && tensor->n_dims == 2) return "; this name holds all experts in one tensor";
-  if (want->n_dims == 2 && tensor->n_dims == 3) return "; this name holds one expert";
+  if (want->n_dims == 2 && tensor->n_dims == 3 && first->expert >= 0) return "; this name holds one expert";
   if (fused && want->n_dims == 2 && shape_is(tensor, 2, first->rows, first->cols, 0))
     return "; this name holds a fused tensor and one part was sent";
   if (fused && want->n_dims == 3 && shape_is(tensor, 3, w[0], first->rows, first->cols))

@@ -87,6 +87,7 @@ static rm_code check_new(const rm_store *store, const char *name, rm_error *err)
     if (!(store->flags[index] & SEEN)) continue;
     char earlier[128];
     rm_param_name(&store->params->list[index], earlier, sizeof earlier);
+    if (strcmp(name, earlier) == 0) return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", name);
     return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", name, earlier);
   }
   return RM_OK;
