@@ -285,6 +285,31 @@ def test_numbers_are_numbers() -> None:
         assert (ops.router(x, w, 8, 2, renormalize=flag).gates.sum(1) == 1).all()
 
 
+def test_an_output_beside_its_input() -> None:
+    """In one array: their memory touches, and does not overlap. An empty output may lie anywhere."""
+    both = np.arange(8, dtype=np.float32).reshape(4, 2)
+    assert ops.gather_rows(both[2:], ints(1, 0), out=both[:2]).tolist() == [[6, 7], [4, 5]]
+    assert ops.gather_rows(both, ints(), out=both[1:1]).shape == (0, 2)
+
+
+def test_no_memory_to_work_in_is_said() -> None:
+    run_script("""
+        import resource
+        zero = np.zeros((1, 1), i)
+        def combine(experts):
+            return ops.combine(z(1, 32), zero, zero, np.ones((1, 1), f), experts, isa="ref")
+        combine(1)
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, -1))
+        try:
+            combine(2**31 - 1)
+        except MemoryError as error:
+            assert str(error) == "no memory for the 8.00 GiB that this op works in", error
+        else:
+            sys.exit("went through")
+        combine(1)
+    """)
+
+
 def test_inputs_of_other_dims() -> None:
     for x in (words(32), words(1, 1, 32), words()):
         for call in (ops.gemm, ops.gemm_swiglu, ops.lm_head):
@@ -327,6 +352,8 @@ WRONG: dict[str, tuple[type[errors.Error], Callable[[], object]]] = {
     "gather row -1": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(-1))),
     "gather row 2 of 2": (errors.RequestError, lambda: ops.gather_rows(words(2, 1), ints(0, 2))),
     "gather out of other width": (errors.ShapeError, lambda: ops.gather_rows(words(2, 1), ints(0), out=words(1, 2))),
+    "gather over x": (errors.LayoutError, lambda: (x := words(3, 1)) is ops.gather_rows(x[1:], ints(1, 0), out=x[:2])),
+    "gemm over x": (errors.LayoutError, lambda: (x := words(2, 32)) is ops.gemm(x, words(1024), 32, out=x)),
     "gather float64": (errors.DTypeError, lambda: ops.gather_rows(np.zeros((2, 1)), ints(0))),
     "ranks of one dim": (errors.ShapeError, lambda: ops.ranks(LOGITS[0], ints(0))),
     "ranks token -2": (errors.RequestError, lambda: ops.ranks(LOGITS, ints(-2))),

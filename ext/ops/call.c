@@ -307,7 +307,7 @@ int rm_op_begin(rm_op_call *c, rm_limits limits) {
     pthread_mutex_unlock(&self->mutex);
     PyEval_RestoreThread(c->thread);
     drop_copies(c);
-    PyErr_NoMemory();
+    rm_raise_code(c->module, RM_E_MEMORY, "no memory for the %s that this op works in", rm_say_bytes((double)bytes).text);
     return -1;
   }
   c->ctx = (rm_ctx){

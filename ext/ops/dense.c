@@ -20,6 +20,14 @@ RM_KERNELS_METHOD(embed) {
   RUN(embed, ((rm_limits){.max_rows = a.rows, .max_k = a.hidden}), &a);
 }
 
+// The op reads x while it writes `out`.
+static void apart(rm_op_call *c, const void *out, size_t out_bytes, const void *x, size_t x_bytes) {
+  const uintptr_t first = (uintptr_t)out, other = (uintptr_t)x;
+  if (c->failed || !out_bytes || !x_bytes || first >= other + x_bytes || other >= first + out_bytes) return;
+  rm_raise_code(c->module, RM_E_LAYOUT, "out: expected memory of its own, got an array that overlaps x");
+  c->failed = 1;
+}
+
 // (out, x, from)
 RM_KERNELS_METHOD(gather_rows) {
   CALL(3);
@@ -31,6 +39,7 @@ RM_KERNELS_METHOD(gather_rows) {
   a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(dtype), RM_ARRAY_WRITE, &a.rows, &width);
   rm_op_in_range(&c, "from", a.from, a.rows, 0, rows_of_x);
   a.row_bytes = c.failed ? 0 : (size_t)width * rm_dtype_bytes(dtype);
+  apart(&c, a.out, (size_t)a.rows * a.row_bytes, a.x, (size_t)rows_of_x * a.row_bytes);
   RUN(gather_rows, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
@@ -82,6 +91,7 @@ RM_KERNELS_METHOD(gemm) {
     c.failed = 1;
   }
   a.y = VIEW(&c, o[0], "y", rm_op_numpy_type(a.y_dtype), RM_ARRAY_WRITE, &a.m, &a.n);
+  apart(&c, a.y, (size_t)(a.m * a.n) * rm_dtype_bytes(a.y_dtype), a.x, (size_t)(a.m * a.k) * rm_dtype_bytes(a.dtype));
   check_groups(&c, &a);
   a.ldx = a.k;
   a.ldy = a.n;
