@@ -206,10 +206,14 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
     "prompts without dims": (rm.RequestError, lambda gen: gen.generate(np.array(5), use_tqdm=False)),
     "ids without dims": (rm.RequestError, lambda gen: gen.abort(np.array(5))),  # type: ignore[arg-type]
     "stop tokens without dims": (rm.ConfigError, lambda gen: make(eos_token_ids=np.array(5))),
+    "abort bytes": (rm.RequestError, lambda gen: gen.abort(b"x")),
+    "stop tokens bytes": (rm.RequestError, lambda gen: rm.SamplingParams(stop_token_ids=b"x")),
+    "end tokens bytearray": (rm.ConfigError, lambda gen: make(eos_token_ids=bytearray(b"x"))),
     "abort 1.5": (rm.RequestError, lambda gen: gen.abort(1.5)),  # type: ignore[arg-type]
     "abort text": (rm.RequestError, lambda gen: gen.abort("x")),  # type: ignore[arg-type]
     "sleep None": (rm.ConfigError, lambda gen: gen.sleep(None)),  # type: ignore[arg-type]
     "sleep 5": (rm.ConfigError, lambda gen: gen.sleep(5)),  # type: ignore[arg-type]
+    "sleep without dims": (rm.ConfigError, lambda gen: gen.sleep(np.array(3))),  # type: ignore[arg-type]
     "sleep nested": (rm.ConfigError, lambda gen: gen.sleep([["kv"]])),  # type: ignore[list-item]
     "poll text": (rm.ConfigError, lambda gen: gen.poll("x")),  # type: ignore[arg-type]
     "bytes": (rm.RequestError, lambda gen: gen.generate(b"abc", PARAMS, use_tqdm=False)),
@@ -340,6 +344,22 @@ def test_end_tokens_that_are_none(given: object) -> None:
         return
     with pytest.raises(rm.ConfigError, match="eos_token_ids"):
         make(eos_token_ids=given)
+
+
+SAID: dict[str, tuple[type[rm.Error], Callable[[rm.Generator], Any]]] = {
+    "mode='inplace': expected inflight='wait', got 'abort'": (rm.ConfigError, lambda gen: gen.begin_sync(mode="inplace", inflight="abort")),
+    "parts: expected 'weights', 'kv' or both, got array(3)": (rm.ConfigError, lambda gen: gen.sleep(np.array(3))),  # type: ignore[arg-type]
+    "stop_token_ids: expected a list of items, got b'x'": (rm.RequestError, lambda gen: rm.SamplingParams(stop_token_ids=b"x")),
+    "prompt 0: expected text or token ids, got bytes": (rm.RequestError, lambda gen: gen.submit([b"x"])),
+    "prompt 1: expected ids in [0, vocab_size), got -1": (rm.RequestError, lambda gen: gen.submit([PROMPT, [-1]])),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_messages_say_each_name_once(gen: rm.Generator, said: str) -> None:
+    kind, call = SAID[said]
+    with pytest.raises(kind, match=f"^{re.escape(said)}$"):
+        call(gen)
 
 
 def test_messages_name_the_bound() -> None:

@@ -203,6 +203,14 @@ def test_self_test(gen: rm.Generator) -> None:
         gen.self_test(off_by(0.25), prompts=[[1], [2], [3]], threshold=0.125)
     with pytest.raises(rm.NumericsError):
         gen.self_test(off_by(float("nan")))
+    for wrong, said in (
+        (lambda sequences: None, "^scorer: expected an iterable, got a NoneType"),
+        (lambda sequences: gen.score(sequences)[1:], "^scorer: expected logprobs of 8 sequences, got those of 7$"),
+        (lambda sequences: [*gen.score(sequences), None], "^scorer: expected at most 8 items, got more$"),
+        (lambda sequences: [None] * 8, "^scorer: expected 39 logprobs for sequence 0, got 0$"),
+    ):
+        with pytest.raises(rm.ConfigError, match=said):
+            gen.self_test(wrong)
     with make() as other:
         other.sync_weights(STATES[1])
         with pytest.raises(rm.NumericsError):

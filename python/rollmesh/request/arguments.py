@@ -12,10 +12,8 @@ import numpy as np
 from rollmesh.errors import CapacityError, ConfigError, RequestError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.arguments import MAX_ITEMS, integer, is_masked, items_of, says_more_than
+from rollmesh.runtime.arguments import BYTES, MAX_ITEMS, integer, is_masked, items_of, says_more_than
 from rollmesh.runtime.messages import shown
-
-BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no prompt
 
 
 def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) -> tuple[int, ...]:
@@ -50,11 +48,11 @@ def prompt_list(prompts: Any) -> list[Any]:
 def check_ids(prompt: Any) -> None:
     """Refuses what NumPy would misread (bytes, masked arrays) or read for too long."""
     if isinstance(prompt, BYTES):
-        raise RequestError(f"prompt: expected text or token ids, got {type(prompt).__name__}")
+        raise RequestError(f"expected text or token ids, got {type(prompt).__name__}")
     if is_masked(prompt):
-        raise RequestError("prompt: expected a plain array, got a masked one; .filled(value) makes one")
+        raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
     if says_more_than(prompt, MAX_ITEMS):
-        raise RequestError(f"prompt: expected at most {MAX_ITEMS} token ids, got more")
+        raise RequestError(f"expected at most {MAX_ITEMS} token ids, got more")
 
 
 def param_list(params: Any, count: int) -> list[SamplingParams]:

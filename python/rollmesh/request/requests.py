@@ -323,12 +323,12 @@ def token_ids(prompt: Any) -> Ids:
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"prompt: expected a sequence of token ids, got another object: {error}") from error
+        raise RequestError(f"expected a sequence of token ids, got another object: {error}") from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RequestError(f"prompt: expected integer token ids of one dim, got dtype {array.dtype} and shape {array.shape}")
+        raise RequestError(f"expected integer token ids of one dim, got dtype {array.dtype} and shape {array.shape}")
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > 2**31 - 1:
-        raise RequestError(f"prompt: expected ids in [0, vocab_size), got {low if low < 0 else high}")
+        raise RequestError(f"expected ids in [0, vocab_size), got {low if low < 0 else high}")
     return np.array(array, dtype=np.int32)

@@ -16,6 +16,7 @@ from rollmesh.runtime.messages import reason, shown
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
 MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
 MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
+BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list of ids
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 KEEP = 4
 REAL = (int, float, np.integer, np.floating)
@@ -84,7 +85,10 @@ def deadline_of(timeout: float | None) -> float | None:
 
 
 def part_mask(parts: Any) -> int:
-    names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1)) if hasattr(parts, "__iter__") else []
+    try:
+        names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1))
+    except TypeError:  # not iterable; an array without dims has __iter__ too
+        names = []
     if not 0 < len(names) <= len(PARTS) or not all(isinstance(name, str) and name in PARTS for name in names):
         raise ConfigError(f"parts: expected 'weights', 'kv' or both, got {shown(parts)}")
     mask = 0
@@ -109,6 +113,8 @@ def says_more_than(values: Any, most: int) -> bool:
 
 def items_of(error: type[Error], name: str, values: Iterable[Any], most: int = MAX_ITEMS) -> list[Any]:
     """All items; reads at most one more than allowed."""
+    if isinstance(values, BYTES):
+        raise error(f"{name}: expected a list of items, got {shown(values)}")
     try:
         walk = iter(values)
     except TypeError as wrong:  # an array without dims has __iter__ too

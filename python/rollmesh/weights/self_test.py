@@ -15,7 +15,7 @@ from rollmesh.errors import ConfigError, NumericsError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.outputs import RequestOutput, SelfTestReport
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.arguments import REAL
+from rollmesh.runtime.arguments import REAL, items_of
 from rollmesh.runtime.messages import shown
 
 Scorer = Callable[[list[NDArray[np.int32]]], Sequence[Any]] | Any
@@ -82,7 +82,9 @@ def run_self_test(
     sequences = [np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs]
     ours = [np.concatenate([_floats(output.prompt_logprobs), output.outputs[0].logprobs]) for output in outputs]
     is_module = callable(getattr(scorer, "parameters", None)) and callable(getattr(scorer, "eval", None))
-    theirs = score_with_model(scorer, sequences) if is_module else scorer(sequences)
+    theirs = items_of(ConfigError, "scorer", score_with_model(scorer, sequences) if is_module else scorer(sequences), len(ours))
+    if len(theirs) != len(ours):
+        raise ConfigError(f"scorer: expected logprobs of {len(ours)} sequences, got those of {len(theirs)}")
     diffs = [_difference(mine, _floats(yours), index) for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True))]
     largest = [float(np.max(np.abs(diff), initial=0.0)) for diff in diffs]
     sequence = int(np.argmax(largest)) if largest else 0
