@@ -141,6 +141,12 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "rollmesh", "doctor"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "rollmesh doctor: OSError: [Errno 28] No space left on device\n")
+
+
 def test_plan_of_the_full_size_config() -> None:
     """Qwen3-30B-A3B has 30,532,122,624 parameters (its safetensors index says 61,064,245,248 bytes of bfloat16)."""
     text = rollmesh("plan", ROOT / "configs/qwen3_30b_a3b.toml")
@@ -231,6 +237,7 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     [
         (("plan", "/no/such/folder.json"), "ConfigError: /no/such/folder.json: No such file"),
         (("generate", MOE, "--random"), "ConfigError: no prompts"),
+        (("generate", MOE, "--random", "--file", "/no/such"), "ConfigError: --file /no/such: No such file or directory\n"),
         (("generate", MOE, "x,y", "--ids", "--random"), "ConfigError: --ids: expected token ids such as 5,17,3, got 'x,y'"),
         (("generate", MOE, "a", "--random", "--tp", "3"), "ConfigError: tp=3 does not divide num_attention_heads="),
         (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),

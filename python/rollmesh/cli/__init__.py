@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails to flush at exit, aloud
+        _drop_output()
         return 141
     except (rm.Error, MemoryError) as error:
         print(f"rollmesh {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -50,6 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # of a path that was given, or of a disk that is full
         said = plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
         print(f"rollmesh {args.command}: {type(error).__name__}: {said}", file=sys.stderr)
+        _drop_output()
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _drop_output() -> None:
+    """Drops what standard output cannot take: the interpreter would fail to flush it at exit, aloud."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,7 +25,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.cli.weights import random_weights
 from rollmesh.request.text import load_tokenizer
-from rollmesh.runtime.messages import shown
+from rollmesh.runtime.messages import plain, shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +122,10 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict) or not row.keys() & {"prompt", "messages", "prompt_token_ids"}:
                 raise rm.ConfigError(f"line {number}: expected an object with prompt, messages or prompt_token_ids, got {line:.80}")
             rows.append(row)
-    except (OSError, ValueError, RecursionError) as e:
-        raise rm.ConfigError(f"--file {file}: {e}") from e
+    except OSError as e:
+        raise rm.ConfigError(f"--file {plain(file)}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise rm.ConfigError(f"--file {plain(file)}: {e}") from e
     return rows
 
 

@@ -91,7 +91,9 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
     """Raises rm.ConfigError with file and line where an object is malformed."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON strings may hold U+2028
-    except (OSError, UnicodeDecodeError) as e:
+    except OSError as e:
+        raise rm.ConfigError(f"{path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
         raise rm.ConfigError(f"{path}: {e}") from e
     prompts = []
     for number, line in enumerate(lines, 1):
