@@ -36,13 +36,13 @@ static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *wa
 }
 
 static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_want *want) {
-  const char *expected = NULL;
-  if (!PyArray_IS_C_CONTIGUOUS(array)) expected = "a C-contiguous";
-  else if (!PyArray_ISALIGNED(array)) expected = "an aligned";
-  else if (!PyArray_ISNOTSWAPPED(array)) expected = "a native-endian";
-  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array)) expected = "a writable";
+  const char *expected = NULL, *seen = NULL;
+  if (!PyArray_IS_C_CONTIGUOUS(array)) expected = "a C-contiguous", seen = "a strided";
+  else if (!PyArray_ISALIGNED(array)) expected = "an aligned", seen = "an unaligned";
+  else if (!PyArray_ISNOTSWAPPED(array)) expected = "a native-endian", seen = "a byte-swapped";
+  else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array)) expected = "a writable", seen = "a read-only";
   if (!expected) return 0;
-  rm_raise_code(module, RM_E_LAYOUT, "%s: expected %s array, got another; copy it first", want->name, expected);
+  rm_raise_code(module, RM_E_LAYOUT, "%s: expected %s array, got %s one; copy it first", want->name, expected, seen);
   return -1;
 }
 
@@ -78,7 +78,7 @@ int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_Check(object) || !PyArray_EquivTypenums(PyArray_TYPE(array), NPY_INT32) || PyArray_NDIM(array) != 1 ||
       !PyArray_ISCARRAY_RO(array)) {
-    rm_raise_code(module, RM_E_REQUEST, "%s: expected a C-contiguous int32 array of one dim, got another object", name);
+    rm_raise_code(module, RM_E_REQUEST, "%s: expected a C-contiguous int32 array of one dim, got %R", name, object);
     return -1;
   }
   *ids = PyArray_DATA(array);

@@ -26,10 +26,17 @@ static int read_columns(PyObject *module, PyObject *const objects[6], columns *c
   }
   c->n = n;
   c->ids = data[0], c->computed = data[1], c->rows = data[2], c->replace = data[3], c->page_counts = data[4], c->pages = data[5];
-  for (int64_t i = 0; i < n && total >= 0; i++)
-    total = c->page_counts[i] < 0 || c->page_counts[i] > c->n_pages ? -1 : total + c->page_counts[i];
+  for (int64_t i = 0; i < n; i++) {
+    if (c->page_counts[i] < 0 || c->page_counts[i] > c->n_pages) {
+      rm_raise_code(module, RM_E_SHAPE, "page_counts: expected numbers in [0, %lld], the length of pages, got %lld", (long long)c->n_pages,
+                    (long long)c->page_counts[i]);
+      return -1;
+    }
+    total += c->page_counts[i];
+  }
   if (total == c->n_pages) return 0;
-  rm_raise_code(module, RM_E_SHAPE, "page_counts: expected a sum of %lld, the length of pages, got another", (long long)c->n_pages);
+  rm_raise_code(module, RM_E_SHAPE, "page_counts: expected a sum of %lld, the length of pages, got %lld", (long long)c->n_pages,
+                (long long)total);
   return -1;
 }
 

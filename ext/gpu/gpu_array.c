@@ -154,7 +154,8 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   const rm_device *device = &array->op_device->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
     if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
-      rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a C-contiguous array, got other strides; copy it first", name);
+      rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected a C-contiguous array, got stride %lld in dim %d; copy it first", name,
+                    (long long)t->strides[i], i);
       return -1;
     }
     step *= t->shape[i];
@@ -163,11 +164,12 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   if (!array->bytes) return 0;
   if (!at || __builtin_add_overflow(at, t->byte_offset, &at) || device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
       device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected memory of %s, got another address", name, device->name);
+    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected memory of %s, got address %zu, which is not of its memory", name,
+                  device->name, (size_t)at);
     return -1;
   }
   if (at % (rm_elements[array->dtype].bits / 8)) {
-    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected an aligned array, got an odd address; copy it first", name);
+    rm_raise_code(module, RM_E_LAYOUT, "%.200U: expected an aligned array, got address %zu; copy it first", name, (size_t)at);
     return -1;
   }
   array->data = (void *)at;
@@ -230,7 +232,8 @@ int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *ob
   } else if ((want->flags & RM_ARRAY_WRITE) && array->read_only) {
     rm_raise_code(module, RM_E_LAYOUT, "%s: expected a writable array, got a read-only one; copy it first", want->name);
   } else if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s: expected memory aligned to 16 bytes, got another address; copy it first", want->name);
+    rm_raise_code(module, RM_E_LAYOUT, "%s: expected memory aligned to 16 bytes, got address %zu; copy it first", want->name,
+                  (size_t)(uintptr_t)array->data);
   }
   for (int i = 0; i < want->n_dims && !PyErr_Occurred(); i++) {
     if (want->shape[i] >= 0 && array->shape[i] != want->shape[i])

@@ -82,9 +82,7 @@ class _Request:
 class Requests:
     """All requests of one engine."""
 
-    def __init__(
-        self, engine: RankEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True
-    ):
+    def __init__(self, engine: RankEngine, codec: TextCodec | None, eos_token_ids: Sequence[int], dtype: str, is_invariant: bool = True):
         self._engine, self._codec, self._eos, self._dtype = engine, codec, frozenset(eos_token_ids), dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
@@ -323,7 +321,7 @@ def token_ids(prompt: Any) -> Ids:
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"expected a sequence of token ids, got another object: {error}") from error
+        raise RequestError(f"expected a sequence of token ids, got a {type(prompt).__name__}: {error}") from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -164,8 +164,11 @@ def _all_or_none(core: _core.Dispatcher) -> Iterator[None]:
 
 
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:
-    if not isinstance(tensor, Tensor) or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
-        raise UnsupportedTensorError(f"{name}: expected a dense tensor on the CPU or a CUDA device, got another")
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(tensor).__name__}")
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+        seen = f"a {tensor.layout} one on {tensor.device}"
+        raise UnsupportedTensorError(f"{name}: expected a dense tensor on the CPU or a CUDA device, got {seen}")
     if tensor.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dims, got {tensor.ndim}")
     if dtype is not None and tensor.dtype != dtype:
