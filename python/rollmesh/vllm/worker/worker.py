@@ -56,6 +56,16 @@ def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _of_updates(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Worker that calls this method of its WeightUpdates."""
+
+    @wraps(method)
+    def call(self: Worker, *args: Any, **options: Any) -> Any:
+        return method(self.updates, *args, **options)
+
+    return _one_answers(call)
+
+
 class _Made(NamedTuple):
     """What initialize_from_config makes."""
 
@@ -276,9 +286,23 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Why a request failed, by the id that the server gave it; None if unknown."""
         return self.made.runner.why_failed(name)
 
+    # ---------------------------------------------------------------------------------------- weight updates
     @property
     def updates(self) -> WeightUpdates:
         return self.made.updates
+
+    init_weight_transfer_engine = _of_updates(WeightUpdates.init_weight_transfer_engine)
+    start_weight_update = _of_updates(WeightUpdates.start_weight_update)
+    start_draft_weight_update = _of_updates(WeightUpdates.start_draft_weight_update)
+    update_weights = _of_updates(WeightUpdates.update_weights)
+    finish_weight_update = _of_updates(WeightUpdates.finish_weight_update)
+    shutdown_weight_transfer_engine = _of_updates(WeightUpdates.shutdown_weight_transfer_engine)
+    weight_version = _of_updates(WeightUpdates.weight_version)
+    compute_weight_checksums = _of_updates(WeightUpdates.compute_weight_checksums)
+    reset_weights = _of_updates(WeightUpdates.reset_weights)
+    sleep = _of_updates(WeightUpdates.sleep)
+    wake_up = _of_updates(WeightUpdates.wake_up)
+    discard = _of_updates(WeightUpdates.discard)
 
     def shutdown(self) -> None:
         """Frees everything. Idempotent."""
@@ -286,22 +310,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if made is not None:
             made.updates.shutdown()
             made.engine.close()
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    def call(self: Worker, *args: Any, **options: Any) -> Any:
-        return getattr(self.updates, name)(*args, **options)
-
-    call.__name__ = name
-    return _one_answers(call)
-
-
-# What vLLM calls by name, and weight_updates.py does.
-for _name in (
-    "init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update",
-    "shutdown_weight_transfer_engine", "weight_version", "compute_weight_checksums", "reset_weights", "sleep", "wake_up", "discard",
-):  # fmt: skip
-    setattr(Worker, _name, _forwarded(_name))
 
 
 def _device() -> Device:
