@@ -106,7 +106,7 @@ def kept_weights(rank: Rank) -> Any:
 
         generator.sync_weights(rank.source(), cast=True)
         first = answers(generator)
-        rank.after(0, "keep_weights", lambda: _core.memory_fail_at(1, False))
+        rank.after(0, "offload_weights", lambda: _core.memory_fail_at(1, False))
         errors["sleep"] = refused(lambda: generator.sleep(keep_weights=True))
         _core.memory_fail_at(0)
         generator.reset_prefix_cache()

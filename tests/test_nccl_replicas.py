@@ -222,7 +222,7 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
     assert [replays for _, _, replays in moved] == [3 * mesh.dp, 4 * mesh.dp]
     groups, size = (1, mesh.dp * mesh.tp) if mesh.ep > mesh.tp else (mesh.dp, mesh.tp)
     assert moved[0][:2] == [moved[1][0] + groups * size * (size - 1), moved[1][1] + 1]
-    want = step_traffic(rm.ModelSpec.from_hf(MOE), mesh, 4, recorded=True, **changes)
+    want = step_traffic(rm.ModelSpec.from_hf(MOE), mesh, 4, captured=True, **changes)
     assert moved[1][0] == 4 * sum(want)
 
 

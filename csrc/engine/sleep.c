@@ -29,26 +29,26 @@ size_t rm_engine_offload_bytes(const rm_engine *engine) {
 
 void rm_engine_free_offloaded(rm_engine *engine) { rm_store_free_offloaded(engine->store); }
 
-static void sleep_weights(rm_engine *engine, int keep) {
-  if (keep) rm_store_release_blocks(engine->store);
+static void sleep_weights(rm_engine *engine, int offload) {
+  if (offload) rm_store_release_blocks(engine->store);
   else rm_store_discard(engine->store);
 }
 
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   rm_scheduler *scheduler = &engine->scheduler;
-  const int keep = (parts & RM_SLEEP_OFFLOAD) != 0;
+  const int offload = (parts & RM_SLEEP_OFFLOAD) != 0;
   parts &= ~(unsigned)RM_SLEEP_OFFLOAD;
   rm_code code = check_parts(parts, err);
   if (code) return code;
-  if (parts & engine->asleep & RM_PART_WEIGHTS && !keep) rm_store_discard(engine->store);   // offloaded by an earlier sleep
+  if (parts & engine->asleep & RM_PART_WEIGHTS && !offload) rm_store_discard(engine->store);   // offloaded by an earlier sleep
   parts &= ~engine->asleep;
-  if (parts & RM_PART_WEIGHTS && (code = keep ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err))) return code;
+  if (parts & RM_PART_WEIGHTS && (code = offload ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err))) return code;
   if (!parts) return RM_OK;
   const rm_entered saved = rm_enter(engine);
   scheduler->options.policy->pages_lost(scheduler);   // without the weights the KV has no version
   rm_kv_reset(engine->scheduler.cache);
   rm_graphs_clear(&engine->runner);
-  if (parts & RM_PART_WEIGHTS) sleep_weights(engine, keep);
+  if (parts & RM_PART_WEIGHTS) sleep_weights(engine, offload);
   if (parts & RM_PART_KV) {
     rm_kv_renew(engine->scheduler.cache);
     rm_device_free(engine->device, engine->runner.kv, engine->kv_bytes);

@@ -85,7 +85,7 @@ void rm_ranks_sync_abort(rm_ranks *ranks) {
 static rm_code sleep_member(rm_member *member, void *arg) { return rm_engine_sleep(member->engine, *(const unsigned *)arg, &member->err); }
 static rm_code wake_member(rm_member *member, void *arg) { return rm_engine_wake(member->engine, *(const unsigned *)arg, &member->err); }
 
-static rm_code keep_member(rm_member *member, void *arg) {
+static rm_code offload_member(rm_member *member, void *arg) {
   (void)arg;
   return rm_engine_offload_weights(member->engine, &member->err);
 }
@@ -111,15 +111,15 @@ static rm_code check_host_room(const rm_ranks *ranks, rm_error *err) {
 rm_code rm_ranks_offload_weights(rm_ranks *ranks, rm_error *err) {
   rm_code code = check_host_room(ranks, err);
   if (code) return code;
-  code = rm_ranks_run(ranks, keep_member, NULL, err);
+  code = rm_ranks_run(ranks, offload_member, NULL, err);
   if (code) rm_ranks_free_offloaded(ranks);
   return code;
 }
 
 // Offloading can fail, so it comes first, on all ranks.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err) {
-  const int keep = parts & RM_SLEEP_OFFLOAD && parts & RM_PART_WEIGHTS;
-  const rm_code code = keep ? rm_ranks_offload_weights(ranks, err) : RM_OK;
+  const int offload = parts & RM_SLEEP_OFFLOAD && parts & RM_PART_WEIGHTS;
+  const rm_code code = offload ? rm_ranks_offload_weights(ranks, err) : RM_OK;
   return code ? code : rm_ranks_run(ranks, sleep_member, &parts, err);
 }
 

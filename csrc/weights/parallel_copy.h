@@ -1,8 +1,8 @@
-// parallel_copy.h: the copies of a push, from rows of tensors to rows of parameters. They are collected and then made together, in units of
+// parallel_copy.h: the copies of a push, from rows of tensors to rows of parameters. They are collected and then run together, in tasks of
 // a few hundred KiB that threads take from a shared counter: many small tensors wake the threads once, and a thread that is scheduled late
-// delays at most one unit.
+// delays at most one task.
 //
-// On a GPU the device's pack op copies the units. Host tensors go through a double-buffered staging buffer: while the device reads one
+// On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging buffer: while the device reads one
 // half, the host fills the other. Tensors of another GPU are copied into the same halves by the device. Used by the thread that owns the
 // store (sync.h).
 #pragma once
@@ -14,9 +14,9 @@
 // Double-buffered pinned host-to-device staging. Unused on the CPU.
 typedef struct rm_staging {
   const rm_device *device; // view
-  size_t half_bytes; // max bytes of one unit's source
+  size_t half_bytes; // max bytes of one task's source
   rm_mirrored_buffer halves; // owned, as the next; created at first use
-  rm_mirrored_buffer found; // rm_pack_found of each unit
+  rm_mirrored_buffer found; // rm_pack_found of each task
   int half; // the half being filled
   size_t used; // bytes of it in use
 } rm_staging;
@@ -24,24 +24,24 @@ typedef struct rm_staging {
 size_t rm_staging_bytes(const rm_staging *staging); // of device memory, once it was used
 void rm_staging_free(rm_staging *staging); // the device must be idle
 
-typedef struct rm_unit {
+typedef struct rm_copy_task {
   rm_pack_args args; // inputs, and results after the copy, with indices relative to args.index0
   const rm_entry *entry; // view
   rm_param_rows piece;
   int64_t twin; // the tied parameter to compare with; −1: write
   int counted; // this rank counts it in the mesh's digest
   int ordinal; // CUDA device whose memory holds args.src; −1: the host
-} rm_unit;
+} rm_copy_task;
 
-typedef struct rm_units {
-  rm_unit *list; // owned; in the order added, rows ascending
+typedef struct rm_copy_tasks {
+  rm_copy_task *list; // owned; in the order added, rows ascending
   int64_t n, capacity;
-} rm_units;
+} rm_copy_tasks;
 
-// Cuts `whole` into units that share no tile of the destination, and adds them.
-rm_code rm_units_add(rm_units *units, const rm_unit *whole, rm_error *err);
-// Copies all units and waits. RM_E_DEVICE, RM_E_MEMORY, RM_E_CAPACITY: on a device only; the destination is undefined then.
-rm_code rm_units_make(const rm_units *units, rm_staging *staging, const rm_ctx *ctx, rm_error *err);
-void rm_units_free(rm_units *units);
+// Cuts `whole` into tasks that share no tile of the destination, and adds them.
+rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_error *err);
+// Copies all tasks and waits. RM_E_DEVICE, RM_E_MEMORY, RM_E_CAPACITY: on a device only; the destination is undefined then.
+rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const rm_ctx *ctx, rm_error *err);
+void rm_copy_tasks_free(rm_copy_tasks *tasks);
 
 void rm_copy_block(char *to, const char *from, size_t bytes, const rm_ctx *ctx); // memcpy by all threads

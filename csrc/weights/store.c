@@ -63,7 +63,7 @@ void rm_store_destroy(rm_store *store) {
   rm_free(store->flags);
   rm_staging_free(&store->staging);
   rm_target_clear(&store->target);
-  rm_units_free(&store->units);
+  rm_copy_tasks_free(&store->tasks);
   rm_free(store);
 }
 

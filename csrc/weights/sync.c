@@ -179,10 +179,11 @@ static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece
 static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry, rm_range run, int64_t twin, int counted,
                        rm_error *err) {
   if (!run.n) return RM_OK;
-  rm_unit unit = {.args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
-  unit.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
-  unit.args.compare = twin >= 0;
-  return rm_units_add(&store->units, &unit, err);
+  rm_copy_task task = {
+      .args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
+  task.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
+  task.args.compare = twin >= 0;
+  return rm_copy_tasks_add(&store->tasks, &task, err);
 }
 
 // This rank's shard of one parameter: the rows that another rank counts, then those that it counts itself.
@@ -204,39 +205,39 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
 }
 
 // Returns the first error found in the copies; otherwise adds their digests and bytes.
-static rm_code judge_units(rm_store *store, rm_error *err) {
-  const rm_units *units = &store->units;
-  for (int64_t i = 0; i < units->n && !store->options.allow_nonfinite; i++) {
-    const rm_unit *unit = &units->list[i];
-    if (unit->args.nonfinite_index >= 0)
-      return rm_fail(err, RM_E_NONFINITE, "%.*s: element %s is not finite as %s", (int)unit->entry->length, unit->entry->name,
-                     show_index(store, &unit->piece, &unit->entry->tensor, unit->args.index0 + unit->args.nonfinite_index).text,
-                     rm_dtype_name(unit->args.dst_dtype));
+static rm_code check_tasks(rm_store *store, rm_error *err) {
+  const rm_copy_tasks *tasks = &store->tasks;
+  for (int64_t i = 0; i < tasks->n && !store->options.allow_nonfinite; i++) {
+    const rm_copy_task *task = &tasks->list[i];
+    if (task->args.nonfinite_index >= 0)
+      return rm_fail(err, RM_E_NONFINITE, "%.*s: element %s is not finite as %s", (int)task->entry->length, task->entry->name,
+                     show_index(store, &task->piece, &task->entry->tensor, task->args.index0 + task->args.nonfinite_index).text,
+                     rm_dtype_name(task->args.dst_dtype));
   }
-  for (int64_t i = 0; i < units->n; i++) {
-    const rm_unit *unit = &units->list[i];
-    if (unit->args.diff_index < 0) continue;
+  for (int64_t i = 0; i < tasks->n; i++) {
+    const rm_copy_task *task = &tasks->list[i];
+    if (task->args.diff_index < 0) continue;
     char other[128];
-    rm_param_name(&store->params->list[unit->twin], other, sizeof other);
-    return rm_fail(err, RM_E_TIED_WEIGHT, "%.*s differs from %s at element %s, and tie_word_embeddings is set", (int)unit->entry->length,
-                   unit->entry->name, other,
-                   show_index(store, &unit->piece, &unit->entry->tensor, unit->args.index0 + unit->args.diff_index).text);
+    rm_param_name(&store->params->list[task->twin], other, sizeof other);
+    return rm_fail(err, RM_E_TIED_WEIGHT, "%.*s differs from %s at element %s, and tie_word_embeddings is set", (int)task->entry->length,
+                   task->entry->name, other,
+                   show_index(store, &task->piece, &task->entry->tensor, task->args.index0 + task->args.diff_index).text);
   }
-  for (int64_t i = 0; i < units->n; i++) {
-    const rm_unit *unit = &units->list[i];
-    store->report.bytes += (uint64_t)(unit->args.rows * unit->args.cols) * rm_src_bytes(unit->args.src_dtype);
-    if (unit->counted) store->staged.sums[unit->piece.param] += unit->args.digest;
-    store->staged.sums[store->params->n + unit->piece.param] += unit->args.digest;
+  for (int64_t i = 0; i < tasks->n; i++) {
+    const rm_copy_task *task = &tasks->list[i];
+    store->report.bytes += (uint64_t)(task->args.rows * task->args.cols) * rm_src_bytes(task->args.src_dtype);
+    if (task->counted) store->staged.sums[task->piece.param] += task->args.digest;
+    store->staged.sums[store->params->n + task->piece.param] += task->args.digest;
   }
   return RM_OK;
 }
 
-static rm_code make_units(rm_store *store, rm_error *err) {
+static rm_code run_tasks(rm_store *store, rm_error *err) {
   const double start = rm_now();
-  rm_code code = rm_units_make(&store->units, &store->staging, &store->ctx, err);
-  if (!code) code = judge_units(store, err);
+  rm_code code = rm_copy_tasks_run(&store->tasks, &store->staging, &store->ctx, err);
+  if (!code) code = check_tasks(store, err);
   store->report.copy_seconds += rm_now() - start;
-  store->units.n = 0;
+  store->tasks.n = 0;
   return code;
 }
 
@@ -254,7 +255,7 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   }
   const rm_target *target = &store->target;
   for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
-  if (twins) code = make_units(store, err); // the values to compare with must be copied first
+  if (twins) code = run_tasks(store, err); // the values to compare with must be copied first
   for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;
@@ -269,9 +270,9 @@ rm_code rm_sync_push_all(rm_store *store, const rm_entry *entries, int64_t n, rm
   const uint64_t read_before = store->report.bytes;
   rm_code code = RM_OK;
   int64_t taken = 0;
-  store->units.n = 0;
+  store->tasks.n = 0;
   while (taken < n && !(code = take_entry(store, &entries[taken], err))) taken++;
-  if (!code) code = make_units(store, err);
+  if (!code) code = run_tasks(store, err);
   for (int64_t i = 0; i < taken && code; i++) rm_sync_undo_push(store, entries[i].name, entries[i].length);
   if (code) store->report.bytes = read_before;
   return code;

@@ -312,8 +312,8 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts, rm_code (
 static PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_sleep); }
 static PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) { return change_parts(self, parts, rm_ranks_wake); }
 
-static PyObject *rm_engine_py_keep_weights(rm_engine_object *self, PyObject *keep) {
-  const int value = PyObject_IsTrue(keep);
+static PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
+  const int value = PyObject_IsTrue(offload);
   if (value < 0 || rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
@@ -356,9 +356,9 @@ static PyMethodDef methods[] = {
     METHOD(pause, METH_O, "(paused): a paused engine schedules nothing."),
     METHOD(reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
     METHOD(sleep, METH_O, "(parts): frees the memory of parts: 1 weights, 2 KV; with 4 the host keeps the serving weights."),
-    METHOD(wake, METH_O, "(parts): allocates it again. Weights that the host keeps stay there until keep_weights(False)."),
-    METHOD(keep_weights, METH_O, "True: copies the serving weights to the host, before a sleep with 4. False: frees that copy."),
-    METHOD(host_room, METH_NOARGS, "(bytes that keep_weights takes of the host, [(name of a memory pool, bytes free in it), …])."),
+    METHOD(wake, METH_O, "(parts): allocates it again. Offloaded weights stay there until offload_weights(False)."),
+    METHOD(offload_weights, METH_O, "True: copies the serving weights to the host, before a sleep with 4. False: frees that copy."),
+    METHOD(host_room, METH_NOARGS, "(bytes that offload_weights takes of the host, [(name of a memory pool, bytes free in it), …])."),
     // views.c
     METHOD(request, METH_O, "(id): state and prompt records of a request, as a dict."),
     METHOD(sample, METH_VARARGS, "(id, i): tokens and records of one sample, as a dict."),

@@ -3,7 +3,7 @@
 Figures are for the whole world and one step, in which each of `rows` sequences of every replica gets one token. A gather counts once
 for each receiver. Tokens are assumed to choose experts evenly; everything else is exact and tested against the engine's own count.
 `static`: GPU steps of few rows, whose exchanges have sizes that do not depend on the routing (csrc/model/moe/static_dispatch.c).
-`recorded`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the padded batch size.
+`captured`: steps that replay a CUDA graph over NCCL (csrc/step/graph_replay.h); `rows` is then the padded batch size.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def step_traffic(
     ep_backend: str = "alltoall",
     sequence_parallel: bool = False,
     static: bool = False,
-    recorded: bool = False,
+    captured: bool = False,
 ) -> Traffic:
     """The bytes of one decode step."""
-    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static, recorded)
+    step = _Step(spec, mesh, rows, 2 if dtype == "bfloat16" else 4, ep_backend, sequence_parallel and mesh.tp > 1, static, captured)
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
 
 class _Step:
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool, static: bool, recorded: bool
+        self, spec: ModelSpec, mesh: Mesh, rows: int, elem: int, backend: str, sequence_parallel: bool, static: bool, captured: bool
     ):
         self.spec, self.mesh, self.rows, self.elem, self.backend, self.sp = spec, mesh, rows, elem, backend, sequence_parallel
-        self.static, self.recorded = static or recorded, recorded
+        self.static, self.captured = static or captured, captured
         self.travels = mesh.ep > 1 and backend in TRAVELLING
         self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
         self.num_moe, self.hidden = sum(spec.is_moe_layer), spec.hidden_size
@@ -83,7 +83,7 @@ class _Step:
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
         kept = sum(rows * len(rank.vocab) for rows, rank in zip(self.home_rows(), self.replica, strict=True))
         head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
-        compared = ACCOUNT if self.recorded else 0
+        compared = ACCOUNT if self.captured else 0
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
         return looked_up + layers + routed + last + head + (compared + 8 + self.rows) * pairs
 
@@ -93,7 +93,7 @@ class _Step:
             return 0.0
         groups, pairs = mesh.world // mesh.ep, mesh.ep * (mesh.ep - 1)
         row, rows = self.hidden * self.elem, self.rows * (mesh.dp if mesh.ep > mesh.tp else 1)  # of one group
-        together = (8 + ACCOUNT * self.recorded) * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
+        together = (8 + ACCOUNT * self.captured) * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
         if self.static:
             return groups * (self.num_moe * self.slots() + together)
         away = rows * top_k * row * (1 - 1 / mesh.ep)

@@ -23,7 +23,7 @@ from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.request.outputs import SyncReport
 from rollmesh.request.requests import Requests
-from rollmesh.runtime.arguments import KEEP, PARTS, deadline_of
+from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
 from rollmesh.runtime.messages import byte_text, listed, reason
 from rollmesh.weights.pieces import local_tensor
 from rollmesh.weights.resharding import spread
@@ -190,22 +190,22 @@ class Weights:
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
-    def sleep(self, parts: int, keep: bool) -> None:
-        """Frees the memory of `parts`; no sync is open. keep: the serving weights move to host memory. If one rank cannot, none sleeps."""
+    def sleep(self, parts: int, offload: bool) -> None:
+        """Frees the memory of `parts`; no sync is open. offload: serving weights move to host memory. If one rank cannot, none sleeps."""
         try:
-            if keep:
+            if offload:
                 self._require_host_room()
-                self.on_all_ranks("sleep", self._engine.keep_weights, True)
-            self._engine.sleep(parts | KEEP if keep else parts)
+                self.on_all_ranks("sleep", self._engine.offload_weights, True)
+            self._engine.sleep(parts | OFFLOAD if offload else parts)
             self.refresh()
         except BaseException:
-            self._settle_kept()
+            self._free_offloaded()
             raise
 
-    def _settle_kept(self) -> None:
+    def _free_offloaded(self) -> None:
         """Frees the host's copy of weights that are awake."""
         if not self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._engine.keep_weights(False)
+            self._engine.offload_weights(False)
         self.refresh()
 
     def _require_host_room(self) -> None:
@@ -226,18 +226,18 @@ class Weights:
                 )
 
     def wake(self, parts: int) -> None:
-        """Allocates the memory of `parts` again, on all ranks or none. Weights kept on the host serve again."""
+        """Allocates the memory of `parts` again, on all ranks or none. Offloaded weights serve again."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
             self.on_all_ranks("wake", self._engine.wake, parts)
         except BaseException:
             if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
-                self._engine.sleep(woken | KEEP)
+                self._engine.sleep(woken | OFFLOAD)
             raise
         try:
-            self._settle_kept()
+            self._free_offloaded()
         except BaseException:
-            self._settle_kept()
+            self._free_offloaded()
             raise
 
     def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:

@@ -98,9 +98,9 @@ def place(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[lis
     return entries, at
 
 
-def fill(block: Bytes, entries: Iterable[Entry], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
+def fill(buffer: Bytes, entries: Iterable[Entry], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:
     for entry, (_, array) in zip(entries, arrays, strict=True):
-        block[entry.offset : entry.offset + entry.bytes] = bytes_of(array)
+        buffer[entry.offset : entry.offset + entry.bytes] = bytes_of(array)
 
 
 def describe(entries: Iterable[Entry], lent: dict[str, Any] | None = None, **more: Any) -> bytes:
@@ -130,8 +130,8 @@ def _check_count(count: int) -> None:
         raise LimitError(f"{count} weights in one set; the limit is {MAX_ENTRIES}")
 
 
-def parse(text: bytes, block: int) -> Manifest:
-    """Reads what `describe` wrote for so many bytes. FormatError names the first wrong entry; DuplicateKeyError."""
+def parse(text: bytes, num_bytes: int) -> Manifest:
+    """Reads what `describe` wrote for a segment or bucket of so many bytes. FormatError names the first wrong entry; DuplicateKeyError."""
     try:
         values = json.loads(text)
         tensors, lent = values.pop("tensors"), values.pop("lent", None)
@@ -140,7 +140,7 @@ def parse(text: bytes, block: int) -> Manifest:
         raise FormatError(f"expected a manifest of weights: {error!r:.200}") from error
     _check_count(len(entries))
     for entry in entries:
-        _check_entry(entry, block)
+        _check_entry(entry, num_bytes)
     loan = None if lent is None else parse_loan(lent)
     _require_different([entry.name for entry in entries] + list(loan.tensors if loan else ()))
     return Manifest({entry.name: entry for entry in entries}, loan, values)
@@ -154,7 +154,7 @@ def _require_different(names: list[str]) -> None:
         seen.add(name)
 
 
-def _check_entry(entry: Entry, block: int) -> None:
+def _check_entry(entry: Entry, num_bytes: int) -> None:
     check_name(entry.name)
     _check_dtype(entry.name, entry.dtype)
     sizes = (*entry.shape, entry.offset, entry.bytes)
@@ -163,8 +163,8 @@ def _check_entry(entry: Entry, block: int) -> None:
     if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
         raise FormatError(f"{entry.name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape {list(entry.shape)!r:.200}")
     needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-    if entry.bytes != needed or entry.offset + entry.bytes > block or entry.offset % ALIGN:
-        where = f"{entry.bytes} bytes at {entry.offset} of {block}"
+    if entry.bytes != needed or entry.offset + entry.bytes > num_bytes or entry.offset % ALIGN:
+        where = f"{entry.bytes} bytes at {entry.offset} of {num_bytes}"
         raise FormatError(f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes {needed}")
 
 
@@ -211,9 +211,9 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
         raise FormatError(f"{tensor.name}: expected bytes inside an allocation of {size}, got [{low}, {high})")
 
 
-def view(entry: Entry, block: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
+def view(entry: Entry, buffer: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
     """The tensor as a view of the bytes. FormatError if its checksum differs."""
-    data = block[entry.offset : entry.offset + entry.bytes]
+    data = buffer[entry.offset : entry.offset + entry.bytes]
     if verify and (seen := checksum(data)) != entry.sum:
         raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")
     return data.view(DTYPES[entry.dtype]).reshape(entry.shape)

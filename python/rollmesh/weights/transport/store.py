@@ -204,12 +204,12 @@ class SharedReader(ReceivedTensors):
             version = manifest.values.get("version")
             if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
                 raise FormatError(f"{self._path}: expected a version in [0, {MAX_VERSION}], got {version!r:.80}")
-            block = segment.tensors(segment.size)
+            data = segment.tensors(segment.size)
         except BaseException:
             if segment is not before:
                 segment.close()
             raise
-        self.receive(manifest, block, segment, f"version {version}")
+        self.receive(manifest, data, segment, f"version {version}")
         self.version = version
         if before is not None and before is not segment:
             before.close()
