@@ -65,11 +65,11 @@ enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIAT
     return 0; \
   }
 
-PyObject *rm_module_of(PyObject *object); // view
-void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
+PyObject *rm_module_of(PyObject *object);                     // view
+void *rm_object_new(PyObject *type);                          // new, all zeros; NULL with MemoryError
 void *rm_object_make(PyObject *module, rm_type type);
-int rm_is(PyObject *module, PyObject *object, rm_type type); // of exactly that type
-void rm_object_free(PyObject *object); // the end of a tp_dealloc
+int rm_is(PyObject *module, PyObject *object, rm_type type);  // of exactly that type
+void rm_object_free(PyObject *object);                        // the end of a tp_dealloc
 
 // ------------------------------------------------------------------------------------------------ errors
 // Sets the exception that belongs to err->code, with its message; clears err; returns NULL, so that a function can

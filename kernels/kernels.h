@@ -106,7 +106,7 @@ enum { RM_ROW_KV_NONFINITE = 1, RM_ROW_LOGITS_NONFINITE = 2 };  // bits of row_f
 // "T" below is the op's dtype: uint16 words of bf16, or float32.
 
 typedef struct rm_embed_args {
-  void *out; // T [rows][hidden]
+  void *out;                // T [rows][hidden]
   const int32_t *ids;       // [rows], each in [0, vocab)
   const void *table;        // T [vocab][hidden], or packed [vocab]×[hidden] when `packed` (tied embeddings)
   int packed;
@@ -174,8 +174,8 @@ typedef struct rm_attention_args {
   const void *q;            // T [rows][n_heads][head_dim]
   const void *k_cache, *v_cache;
   const int32_t *positions; // [rows]
-  const int32_t *seq_of_row;  // [rows]
-  const int32_t *block_tables;  // [n_seqs][max_pages] page ids
+  const int32_t *seq_of_row;   // [rows]
+  const int32_t *block_tables;   // [n_seqs][max_pages] page ids
   int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
   int64_t group;            // query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, and head0 is 0
   int64_t head0;            // place of query head 0 among those of its kv head, in [0, group)
@@ -215,21 +215,21 @@ typedef struct rm_permute_args {
 // each = rm_max_choices outputs: the i-th is the output of the row's i-th choice among the rank's experts, or unused. Homes are the ranks
 // that rows come from.
 typedef struct rm_static_dispatch_args {
-  int32_t *place; // [homes][home_rows][top_k] index of a choice in the outputs returned to its home, [ranks][home_rows][each]; −1: none
-  int32_t *own; // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert; then −1
-  const int32_t *ids; // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
-  int64_t homes, home_rows, pitch, ids_pitch; // pitch ≥ home_rows: the rows after home_rows have no choices
+  int32_t *place;      // [homes][home_rows][top_k] a choice's index in the outputs returned home, [ranks][home_rows][each]; −1: none
+  int32_t *own;        // [homes][pitch][each] choices among the experts of `rank`, counted from its first expert; then −1
+  const int32_t *ids;  // home h's [home_rows][top_k] at ids + h·ids_pitch, distinct in a row; negative: no choice
+  int64_t homes, home_rows, pitch, ids_pitch;   // pitch ≥ home_rows: the rows after home_rows have no choices
   int64_t top_k, experts_each, rank;
 } rm_static_dispatch_args;
 RM_INLINE int64_t rm_max_choices(int64_t top_k, int64_t experts_each) { return rm_min64(top_k, experts_each); }
 
 // out[r] = round(tree over the experts of r of round32(gate · y[place])), the complete binary tree of docs/numerics.md.
 typedef struct rm_combine_args {
-  void *out; // T [rows][hidden]
-  const void *y; // T [rows·top_k][hidden]
-  const int32_t *place; // [rows][top_k]
-  const int32_t *ids; // [rows][top_k], distinct in a row
-  const float *gates; // [rows][top_k]
+  void *out;             // T [rows][hidden]
+  const void *y;         // T [rows·top_k][hidden]
+  const int32_t *place;  // [rows][top_k]
+  const int32_t *ids;    // [rows][top_k], distinct in a row
+  const float *gates;    // [rows][top_k]
   int64_t rows, hidden, n_experts, top_k;
   rm_dtype dtype;
 } rm_combine_args;
@@ -240,68 +240,68 @@ typedef struct rm_combine_args {
 // A rank of a mesh holds zero or more whole blocks of 128 entries. It computes `pairs` instead of stats; merge_pairs takes the pairs of all
 // ranks in the order of the vocabulary. Targets are counted from the rank's first entry.
 typedef struct rm_lm_head_args {
-  float *logits; // [rows][ld_logits] or NULL: not stored
-  float *stats; // [rows][2]; not written with pairs
-  float *target_logprobs; // [rows] or NULL; not written with pairs
-  float *pairs; // [⌈vocab/128⌉][rows][2] (max, Σ exp(logit − max)) of each block, or NULL
-  float *target_logits; // [rows] the logit of the target, +0 where there is none; or NULL
-  const int32_t *targets; // [rows], −1: none; NULL without target_logprobs and target_logits
-  uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
-  const void *x; // T [rows][hidden], row stride ldx
-  const void *w; // packed T [vocab]×[hidden]
-  int64_t rows, vocab, hidden, ldx, ld_logits; // vocab ≥ 1; with pairs ≥ 0
+  float *logits;                                // [rows][ld_logits] or NULL: not stored
+  float *stats;                                 // [rows][2]; not written with pairs
+  float *target_logprobs;                       // [rows] or NULL; not written with pairs
+  float *pairs;                                 // [⌈vocab/128⌉][rows][2] (max, Σ exp(logit − max)) of each block, or NULL
+  float *target_logits;                         // [rows] the logit of the target, +0 where there is none; or NULL
+  const int32_t *targets;                       // [rows], −1: none; NULL without target_logprobs and target_logits
+  uint8_t *row_flags;                           // [rows], or-ed with RM_ROW_LOGITS_NONFINITE when any logit is not finite
+  const void *x;                                // T [rows][hidden], row stride ldx
+  const void *w;                                // packed T [vocab]×[hidden]
+  int64_t rows, vocab, hidden, ldx, ld_logits;  // vocab ≥ 1; with pairs ≥ 0
   rm_dtype dtype;
 } rm_lm_head_args;
 
 // stats, flags and logprobs as lm_head gives them, from the pairs of all blocks of the vocabulary in ascending order.
 typedef struct rm_merge_pairs_args {
-  float *stats; // [rows][2]
-  float *target_logprobs; // [rows] or NULL
-  const int32_t *targets; // [rows], −1: none, any other: target_logits has its logit; NULL without target_logprobs
-  uint8_t *row_flags; // [rows], or-ed with RM_ROW_LOGITS_NONFINITE where a sum is a NaN
-  const float *pairs; // [n_blocks][rows][2]
-  const float *target_logits; // [rows]; NULL without target_logprobs
-  int64_t rows, n_blocks; // n_blocks ≥ 1
+  float *stats;                // [rows][2]
+  float *target_logprobs;      // [rows] or NULL
+  const int32_t *targets;      // [rows], −1: none, any other: target_logits has its logit; NULL without target_logprobs
+  uint8_t *row_flags;          // [rows], or-ed with RM_ROW_LOGITS_NONFINITE where a sum is a NaN
+  const float *pairs;          // [n_blocks][rows][2]
+  const float *target_logits;  // [rows]; NULL without target_logprobs
+  int64_t rows, n_blocks;      // n_blocks ≥ 1
 } rm_merge_pairs_args;
 
 typedef struct rm_sample_params {
-  float temperature; // ≥ 0; 0: greedy
-  float top_p; // (0, 1]
-  float min_p; // [0, 1]
-  int32_t top_k; // −1 or ≥ 1
-  uint64_t seed, counter; // the stream and the position in it
-  const int32_t *banned; // [n_banned] token ids that may not be drawn (min_tokens)
+  float temperature;       // ≥ 0; 0: greedy
+  float top_p;             // (0, 1]
+  float min_p;             // [0, 1]
+  int32_t top_k;           // −1 or ≥ 1
+  uint64_t seed, counter;  // the stream and the position in it
+  const int32_t *banned;   // [n_banned] token ids that may not be drawn (min_tokens)
   int32_t n_banned;
-  int32_t forced; // ≥ 0: nothing is drawn, the logprobs are this token's
+  int32_t forced;          // ≥ 0: nothing is drawn, the logprobs are this token's
 } rm_sample_params;
 
 // Order: banned, temperature, min_p, top_k, top_p. Ties by ascending id. Sums are of 40-bit fixed point, hence exact.
 typedef struct rm_sample_args {
-  int32_t *tokens; // [rows]; −1 for a flagged row
-  float *logprobs; // [rows] under the model: temperature 1, no filter
-  float *sampling_logprobs; // [rows] under the distribution drawn from; 0 when greedy; −inf for a forced token it excludes
-  const float *logits; // [rows][ld_logits]
-  const float *stats; // [rows][2] of lm_head
-  const rm_sample_params *params; // [rows]
-  const uint8_t *row_flags; // [rows]
-  int64_t rows, vocab, ld_logits; // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and [1]
+  int32_t *tokens;                 // [rows]; −1 for a flagged row
+  float *logprobs;                 // [rows] under the model: temperature 1, no filter
+  float *sampling_logprobs;        // [rows] under the distribution drawn from; 0 when greedy; −inf for a forced token it excludes
+  const float *logits;             // [rows][ld_logits]
+  const float *stats;              // [rows][2] of lm_head
+  const rm_sample_params *params;  // [rows]
+  const uint8_t *row_flags;        // [rows]
+  int64_t rows, vocab, ld_logits;  // ld_logits 0: all rows are drawn from one row of logits, whose stats and flags are [2] and [1]
 } rm_sample_args;
 RM_INLINE int64_t rm_sampled_row(const rm_sample_args *a, int64_t r) { return a->ld_logits ? r : 0; }
 
 // The k largest logprobs of each row, descending, ties to the lowest id.
 typedef struct rm_top_logprobs_args {
-  int32_t *ids; // [rows][k]
-  float *logprobs; // [rows][k]
-  const float *logits; // [rows][ld_logits]
-  const float *stats; // [rows][2]
+  int32_t *ids;         // [rows][k]
+  float *logprobs;      // [rows][k]
+  const float *logits;  // [rows][ld_logits]
+  const float *stats;   // [rows][2]
   int64_t rows, vocab, ld_logits, k;
 } rm_top_logprobs_args;
 
 // ranks[r] = how many v have logits[r][v] ≥ logits[r][tokens[r]], the token itself among them; 0 where tokens[r] is negative.
 typedef struct rm_ranks_args {
-  int32_t *ranks; // [rows]
-  const float *logits; // [rows][ld_logits]; with ld_logits 0 one row for all tokens
-  const int32_t *tokens; // [rows]
+  int32_t *ranks;         // [rows]
+  const float *logits;    // [rows][ld_logits]; with ld_logits 0 one row for all tokens
+  const int32_t *tokens;  // [rows]
   int64_t rows, vocab, ld_logits;
 } rm_ranks_args;
 
@@ -321,27 +321,27 @@ typedef struct rm_pack_found {
 } rm_pack_found;
 
 typedef struct rm_pack_args {
-  const void *src; // of any alignment; on a GPU that of its elements
+  const void *src;                             // of any alignment; on a GPU that of its elements
   rm_src_dtype src_dtype;
-  int64_t rows, cols, row_stride, col_stride; // strides in elements, any sign
-  void *dst; // base of the whole matrix
+  int64_t rows, cols, row_stride, col_stride;  // strides in elements, any sign
+  void *dst;                                   // base of the whole matrix
   rm_dtype dst_dtype;
   rm_layout layout;
   int64_t dst_row0, dst_cols;
   int compare;
-  int64_t index0; // of src's first element in the whole parameter, so that digests of parts add up; even if cols is even
-  uint64_t digest; // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
-  int64_t nonfinite_index; // out: lowest row·cols + col of a NaN or Inf, or −1
-  int64_t diff_index; // out: with `compare`, or −1
-  rm_pack_found *found; // out, on a GPU, instead of the three above; NULL on the CPU
+  int64_t index0;   // of src's first element in the whole parameter, so that digests of parts add up; even if cols is even
+  uint64_t digest;                             // out: Σ over elements of mix(index0 + row·cols + col, stored bits) mod 2^64
+  int64_t nonfinite_index;                     // out: lowest row·cols + col of a NaN or Inf, or −1
+  int64_t diff_index;                          // out: with `compare`, or −1
+  rm_pack_found *found;                        // out, on a GPU, instead of the three above; NULL on the CPU
 } rm_pack_args;
 
 // ------------------------------------------------------------------------------------------------ the table
 // No function is NULL in the tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda (kernels/cuda/rm_cuda.h) return.
 typedef struct rm_kernels {
-  const char *isa; // "ref", "avx2", …
-  const char *family; // variants of one family give the same bits: "x86"
-  size_t (*workspace_bytes)(const rm_limits *limits); // enough for any op within the limits
+  const char *isa;                                     // "ref", "avx2", …
+  const char *family;                                  // variants of one family give the same bits: "x86"
+  size_t (*workspace_bytes)(const rm_limits *limits);  // enough for any op within the limits
   void (*embed)(const rm_ctx *, const rm_embed_args *);
   void (*gather_rows)(const rm_ctx *, const rm_gather_rows_args *);
   void (*rms_norm)(const rm_ctx *, const rm_rms_norm_args *);
@@ -365,9 +365,9 @@ typedef enum rm_isa { RM_ISA_REF, RM_ISA_AVX2, RM_ISA_AVX512F, RM_ISA_AVX512BF16
 
 // The state of a variant, determined at the first call, in milliseconds (kernels/cpu/select_isa.c).
 typedef struct rm_isa_state {
-  const char *refused; // NULL: usable; else why not. A static string
-  int emulated; // test builds only: its instructions are emulated by functions
-  double gflops_one_row, gflops_many_rows; // bf16 gemm on one thread, weights in the L2 cache; 0: not measured
+  const char *refused;                      // NULL: usable; else why not. A static string
+  int emulated;                             // test builds only: its instructions are emulated by functions
+  double gflops_one_row, gflops_many_rows;  // bf16 gemm on one thread, weights in the L2 cache; 0: not measured
 } rm_isa_state;
 
 const char *rm_isa_name(rm_isa isa);

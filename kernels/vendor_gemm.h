@@ -22,24 +22,24 @@ typedef struct rm_gemm_shape {
 
 // How an algorithm is chosen for a shape.
 typedef enum rm_vendor_gemm_choice {
-  RM_VENDOR_GEMM_FREE, // the fastest for each power of two of rows
-  RM_VENDOR_GEMM_PINNED, // one algorithm for all row counts, the fastest at max_rows; bits may still depend on the rows
-  RM_VENDOR_GEMM_INVARIANT, // one that the library documents as independent of the rows, where it has any
+  RM_VENDOR_GEMM_FREE,       // the fastest for each power of two of rows
+  RM_VENDOR_GEMM_PINNED,     // one algorithm for all row counts, the fastest at max_rows; bits may still depend on the rows
+  RM_VENDOR_GEMM_INVARIANT,  // one that the library documents as independent of the rows, where it has any
 } rm_vendor_gemm_choice;
 
 typedef struct rm_vendor_gemm_options {
-  const char *library; // its path; view during open, as is the list
-  const rm_gemm_shape *list; // [n]
+  const char *library;        // its path; view during open, as is the list
+  const rm_gemm_shape *list;  // [n]
   int n;
   int64_t max_rows;
   rm_vendor_gemm_choice choice;
-  void *workspace; // of the device, aligned to 64 bytes, kept by the caller until close
-  size_t workspace_bytes; // rm_vendor_gemm_workspace's
+  void *workspace;            // of the device, aligned to 64 bytes, kept by the caller until close
+  size_t workspace_bytes;     // rm_vendor_gemm_workspace's
 } rm_vendor_gemm_options;
 
 typedef struct rm_vendor_gemm {
-  void *self; // NULL: none is open
-  int version; // 131000 is 13.10.0
+  void *self;   // NULL: none is open
+  int version;  // 131000 is 13.10.0
   // As the table's gemm (bf16, no groups), with w plain; one of the shapes.
   void (*gemm)(void *self, const rm_gemm_args *args);
   void (*gemm_swiglu)(void *self, const rm_gemm_args *args);

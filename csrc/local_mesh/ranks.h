@@ -1,11 +1,11 @@
 // ranks.h: the ranks of a mesh in this process, with an engine each, driven as one engine. The functions are the engine's (engine.h).
 //
-// Either all ranks are threads of this process: a call runs on all engines concerned in parallel, each on its own thread with its own team,
-// and returns when all are done. Or this process is one rank of several, which all make the same calls in the same order: a call is then
-// this rank's part of it, and requests of other replicas are counted but not kept (rm_ranks_has).
+// Either all ranks are threads of this process: a call runs on all engines concerned in parallel, each on its own thread with its own
+// team, and returns when all are done. Or this process is one rank of several, which all make the same calls in the same order: a call is
+// then this rank's part of it, and requests of other replicas are counted but not kept (rm_ranks_has).
 //
-// All ranks of a replica get the same requests. A request goes to the replica that has seen its prefix before, for the prefix cache, unless
-// that replica has much more work than another; else to the replica with the least work. Routing depends only on request history.
+// All ranks of a replica get the same requests. A request goes to the replica that has seen its prefix before, for the prefix cache,
+// unless that replica has much more work than another; else to the replica with the least work. Routing depends only on request history.
 //
 // When ranks fail with different errors, the first error that was not caused by another rank is returned.
 #pragma once
@@ -21,20 +21,20 @@ typedef struct rm_endpoints {
 } rm_endpoints;
 
 typedef struct rm_ranks_options {
-  rm_engine_options engine; // of each rank, except `rank` and `memory`; n_threads is divided among the ranks
+  rm_engine_options engine;       // of each rank, except `rank` and `memory`; n_threads is divided among the ranks
   rm_mesh mesh;
   rm_dispatcher dispatcher;
   int sequence_parallel;
-  const char *cuda_library; // NULL: the CPU; else the ranks run on CUDA devices, by this library
-  int cuda_ordinal; // all ranks on this device; −1: rank r on device r modulo their number
-  const char *cuda_family; // of the ops; NULL: device/cuda.h's choice
-  const rm_endpoints *endpoints; // NULL: all ranks are threads here; else this process is one rank
+  const char *cuda_library;       // NULL: the CPU; else the ranks run on CUDA devices, by this library
+  int cuda_ordinal;               // all ranks on this device; −1: rank r on device r modulo their number
+  const char *cuda_family;        // of the ops; NULL: device/cuda.h's choice
+  const rm_endpoints *endpoints;  // NULL: all ranks are threads here; else this process is one rank
 } rm_ranks_options;
 
 // The spec is a view and must outlive the ranks; the options are copied.
 rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm_ranks **out, rm_error *err);
-void rm_ranks_destroy(rm_ranks *ranks); // safe on NULL
-rm_mesh rm_ranks_mesh(const rm_ranks *ranks); // the whole mesh
+void rm_ranks_destroy(rm_ranks *ranks);        // safe on NULL
+rm_mesh rm_ranks_mesh(const rm_ranks *ranks);  // the whole mesh
 
 rm_code rm_ranks_add(rm_ranks *ranks, const rm_request *request, uint64_t *id, rm_error *err);
 int rm_ranks_has(const rm_ranks *ranks, uint64_t id); // it is kept here
@@ -61,7 +61,8 @@ rm_code rm_ranks_sync_push_all(rm_ranks *ranks, const rm_entry *entries, int64_t
 // The report: bytes read by all ranks together, times of the slowest.
 rm_code rm_ranks_sync_commit(rm_ranks *ranks, rm_inflight inflight, rm_sync_report *report, rm_error *err);
 void rm_ranks_sync_abort(rm_ranks *ranks);
-// All ranks or none. Offloaded copies stay after wake, until rm_ranks_free_offloaded or the next sync: other processes may have failed to wake.
+// All ranks or none. Offloaded copies stay after wake, until rm_ranks_free_offloaded or the next sync: other processes may have failed to
+// wake.
 rm_code rm_ranks_sleep(rm_ranks *ranks, unsigned parts, rm_error *err);
 rm_code rm_ranks_wake(rm_ranks *ranks, unsigned parts, rm_error *err);
 size_t rm_ranks_offload_bytes(const rm_ranks *ranks); // host memory that rm_ranks_offload_weights takes

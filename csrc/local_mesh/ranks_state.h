@@ -6,17 +6,17 @@
 #include "local_mesh/groups.h"
 #include "local_mesh/ranks.h"
 
-enum { N_GROUPS = RM_GROUP_WORLD + 1 }; // of the model
-enum { PREFIX_SLOTS = 4096 }; // prefixes of prompts, for routing
+enum { N_GROUPS = RM_GROUP_WORLD + 1 };  // of the model
+enum { PREFIX_SLOTS = 4096 };            // prefixes of prompts, for routing
 
 typedef struct rm_member { // one rank
-  rm_device device; // owned, as all that follows; zeros on the CPU
+  rm_device device;       // owned, as all that follows; zeros on the CPU
   rm_engine *engine;
   rm_comm *groups[N_GROUPS];
-  rm_code code; // of the job at hand
+  rm_code code;           // of the job at hand
   rm_error err;
-  int64_t n_work; // of its last step
-  rm_sync_report report; // of its last commit
+  int64_t n_work;         // of its last step
+  rm_sync_report report;  // of its last commit
 } rm_member;
 
 typedef struct rm_prefix {
@@ -27,18 +27,18 @@ typedef struct rm_prefix {
 struct rm_ranks {
   // ranks.c, set at creation
   rm_mesh mesh;
-  int first, n; // ranks in this process: all, or one
-  int n_replicas, per_replica; // of those: whole replicas, or one rank of one
-  int own; // the replica of members[0]
-  rm_team *team; // owned, a thread for each member; NULL where there is one
-  rm_region *region; // owned
-  rm_member *members; // [n]
-  rm_ready_queues ready_queues; // owned
+  int first, n;                  // ranks in this process: all, or one
+  int n_replicas, per_replica;   // of those: whole replicas, or one rank of one
+  int own;                       // the replica of members[0]
+  rm_team *team;                 // owned, a thread for each member; NULL where there is one
+  rm_region *region;             // owned
+  rm_member *members;            // [n]
+  rm_ready_queues ready_queues;  // owned
   int64_t page_size;
-  int has_external_scheduler; // it chooses the replica
+  int has_external_scheduler;    // it chooses the replica
   // ranks_requests.c; owned
-  int64_t *assigned; // [dp] tokens assigned to each replica so far
-  rm_prefix *prefixes; // [PREFIX_SLOTS]
+  int64_t *assigned;    // [dp] tokens assigned to each replica so far
+  rm_prefix *prefixes;  // [PREFIX_SLOTS]
   uint64_t next_id;
 };
 

@@ -65,11 +65,11 @@ const rm_ctx *rm_model_ctx(const rm_model *model);   // the ctx of its ops, for 
 // targets and host_targets. With `own_rows` a rank of a tp group gets the logits of its share of the rows only (rm_model_own_rows); other
 // rows of `logits` are undefined.
 typedef struct rm_head {
-  const void *hidden;           // T [rows][hidden]
+  const void *hidden;                     // T [rows][hidden]
   int64_t rows, ld_logits;
   int own_rows;
   float *logits, *stats, *target_logprobs;
-  const int32_t *targets, *host_targets; // the same values on the device and on the host
+  const int32_t *targets, *host_targets;  // the same values on the device and on the host
   uint8_t *row_flags;
 } rm_head;
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);

@@ -7,40 +7,40 @@
 #include "model/shard.h"
 
 struct rm_model {
-  const rm_params *params; // view
-  const rm_spec *spec; // view
-  const rm_device *device; // view
-  const rm_kernels *kernels; // its
+  const rm_params *params;     // view
+  const rm_spec *spec;         // view
+  const rm_device *device;     // view
+  const rm_kernels *kernels;   // its
   rm_model_options options;
-  int sequence_parallel; // requested, and tp > 1
+  int sequence_parallel;       // requested, and tp > 1
   rm_ctx ctx;
-  rm_shard shard; // owned
-  void *block; // owned, device memory: holds the device arrays below
+  rm_shard shard;              // owned
+  void *block;                 // owned, device memory: holds the device arrays below
   size_t block_bytes;
-  float *cos, *sin; // [max_positions][head_dim/2]
-  char *residual, *x; // T [max_rows][hidden]
-  char *qkv; // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
-  char *q; // T [max_rows][heads·head_dim] of this rank
-  char *out_residual; // T [max_rows][hidden] residual of the batch's out_rows
-  char *inner; // T [max_rows][intermediate], of dense layers
-  rm_moe moe; // of MoE layers
-  rm_vendor_gemm vendor_gemm; // owned; open where params are plain
+  float *cos, *sin;            // [max_positions][head_dim/2]
+  char *residual, *x;          // T [max_rows][hidden]
+  char *qkv;                   // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
+  char *q;                     // T [max_rows][heads·head_dim] of this rank
+  char *out_residual;          // T [max_rows][hidden] residual of the batch's out_rows
+  char *inner;                 // T [max_rows][intermediate], of dense layers
+  rm_moe moe;                  // of MoE layers
+  rm_vendor_gemm vendor_gemm;  // owned; open where params are plain
   char *vendor_gemm_workspace;
   // where tp > 1
-  char *attended; // T [max_rows][heads·head_dim]
-  char *home; // T [max_rows][hidden] home rows of a block's output; also gathered embeddings, [tp][rows][hidden] in a step of fixed sizes
-  float *pairs; // [vocabulary blocks][max_out_rows][2]
-  float *target_logits; // [tp][max_out_rows]
-  float *own_logits; // [max_out_rows] of each target, from the rank that holds it
+  char *attended;        // T [max_rows][heads·head_dim]
+  char *home; // T [max_rows][hidden] home rows of a block's output; in a step of fixed sizes also gathered embeddings [tp][rows][hidden]
+  float *pairs;          // [vocabulary blocks][max_out_rows][2]
+  float *target_logits;  // [tp][max_out_rows]
+  float *own_logits;     // [max_out_rows] of each target, from the rank that holds it
   // indices computed on the host, in `indices`
   rm_mirrored_buffer indices;  // owned
-  int32_t *embed_ids; // [max_rows] rows of the embedding table that this rank looks up
-  int32_t *embed_rows; // [max_rows] index of each kept row in the gathered embeddings
-  int32_t *own_out_rows; // [max_rows] out_rows among the kept rows, counted from the first kept row
-  int64_t *embed_counts; // [tp] rows that each rank looks up; on the host only, as the next
-  int64_t *out_counts; // [tp] out_rows of each rank
-  int32_t *local_targets; // [max_out_rows]
-  int32_t *from_targets; // [max_out_rows] index of each target's logit in target_logits
+  int32_t *embed_ids;          // [max_rows] rows of the embedding table that this rank looks up
+  int32_t *embed_rows;         // [max_rows] index of each kept row in the gathered embeddings
+  int32_t *own_out_rows;       // [max_rows] out_rows among the kept rows, counted from the first kept row
+  int64_t *embed_counts;       // [tp] rows that each rank looks up; on the host only, as the next
+  int64_t *out_counts;         // [tp] out_rows of each rank
+  int32_t *local_targets;      // [max_out_rows]
+  int32_t *from_targets;       // [max_out_rows] index of each target's logit in target_logits
 };
 
 // The rows of n that this rank keeps between blocks: its home rows with sequence parallelism, else all.
@@ -68,8 +68,8 @@ rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer
 rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights, int64_t m);
 void rm_multiply(rm_model *model, const rm_gemm_args *args);
 void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args);
-size_t rm_model_gemm_workspace(const rm_model *model); // of vendor_gemm_workspace, before it is allocated
-rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err); // after all buffers were allocated
+size_t rm_model_gemm_workspace(const rm_model *model);        // of vendor_gemm_workspace, before it is allocated
+rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err);  // after all buffers were allocated
 
 enum { RM_HEAD_FIELDS = 3 };
 size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]);

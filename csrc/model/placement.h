@@ -30,12 +30,12 @@ typedef struct rm_range {
 
 typedef struct rm_placement { // of one rank
   rm_range heads, kv_heads;
-  rm_range hidden; // rows of o_proj and of a dense layer's down_proj
-  rm_range inner; // rows of a dense layer's gate_proj and up_proj
-  rm_range vocab; // rows of embed_tokens and lm_head
-  rm_range experts; // those of which it holds a shard
-  rm_range expert_inner, expert_hidden; // rows of an expert's gate and up; of its down
-  int answers_replicated, answers_sharded, answers_experts; // it is the first holder of replicated, sharded, expert parameters
+  rm_range hidden;                                           // rows of o_proj and of a dense layer's down_proj
+  rm_range inner;                                            // rows of a dense layer's gate_proj and up_proj
+  rm_range vocab;                                            // rows of embed_tokens and lm_head
+  rm_range experts;                                          // those of which it holds a shard
+  rm_range expert_inner, expert_hidden;                      // rows of an expert's gate and up; of its down
+  int answers_replicated, answers_sharded, answers_experts;  // it is the first holder of replicated, sharded, expert parameters
 } rm_placement;
 
 enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };

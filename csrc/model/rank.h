@@ -19,7 +19,7 @@ typedef struct rm_rank {
   rm_mesh mesh;
   int32_t index;                // 0 … world − 1
   rm_comm *tp, *ep, *world;     // NULL where the group has one rank; ep also where ep = 1. For host memory
-  rm_comm *device_tp, *device_ep; // the same groups for device memory; NULL: use tp and ep, or no group. May be equal
+  rm_comm *device_tp, *device_ep;   // the same groups for device memory; NULL: use tp and ep, or no group. May be equal
   rm_dispatcher dispatcher;
   int sequence_parallel;        // no effect when tp = 1
 } rm_rank;

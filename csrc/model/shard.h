@@ -16,12 +16,12 @@
 typedef enum rm_cut { RM_CUT_HEADS, RM_CUT_HIDDEN, RM_CUT_INNER, RM_CUT_EXPERT_INNER, RM_N_CUT } rm_cut;
 
 typedef struct rm_shard {
-  rm_comm *comm; // view, for device memory; NULL: one rank
+  rm_comm *comm;             // view, for device memory; NULL: one rank
   int size, me;
-  size_t elem; // bytes of an element
-  rm_range *cuts[RM_N_CUT]; // [size] columns of each rank; HEADS in elements
-  rm_range *vocab; // [size]
-  rm_block *send, *recv; // [size] scratch of a call
+  size_t elem;               // bytes of an element
+  rm_range *cuts[RM_N_CUT];  // [size] columns of each rank; HEADS in elements
+  rm_range *vocab;           // [size]
+  rm_block *send, *recv;     // [size] scratch of a call
   int64_t widths[RM_N_CUT];
 } rm_shard;
 

@@ -8,8 +8,8 @@
 typedef struct rm_out_row {
   rm_sequence *seq;
   int64_t position;
-  int32_t target; // the token whose logprob is recorded, −1: none
-  int draws; // tokens are drawn from it
+  int32_t target;  // the token whose logprob is recorded, −1: none
+  int draws;       // tokens are drawn from it
 } rm_out_row;
 
 // One token to draw. Draws are in the order of their rows; the first tokens of a prompt's samples share one row.
@@ -21,25 +21,25 @@ typedef struct rm_draw {
 typedef struct rm_plan {
   // filled by the scheduler; for a captured graph rm_forward appends padding rows
   int64_t n_rows, n_out, n_scheduled, n_draws;
-  rm_sequence **scheduled; // [max_num_seqs]
-  int32_t *ids, *positions, *seq_of_row; // [max_num_batched_tokens], as rm_batch's
+  rm_sequence **scheduled;                  // [max_num_seqs]
+  int32_t *ids, *positions, *seq_of_row;    // [max_num_batched_tokens], as rm_batch's
   int64_t *slots;
-  rm_out_row *outs; // [max_num_batched_tokens], as are the next two
-  int32_t *out_rows, *targets; // of the outs
-  rm_draw *draws; // [max_num_seqs]
-  int32_t *block_tables; // [max_num_seqs][max_pages] view of the runner's
-  uint8_t *table_changed; // [max_num_seqs] since it was copied to the device
-  float *external_logits, *external_stats; // [n_external][vocab] and [·][2]: rows that the external scheduler draws from; the caller's
+  rm_out_row *outs;                         // [max_num_batched_tokens], as are the next two
+  int32_t *out_rows, *targets;              // of the outs
+  rm_draw *draws;                           // [max_num_seqs]
+  int32_t *block_tables;                    // [max_num_seqs][max_pages] view of the runner's
+  uint8_t *table_changed;                   // [max_num_seqs] since it was copied to the device
+  float *external_logits, *external_stats;  // [n_external][vocab] and [·][2]: rows that the external scheduler draws from; the caller's
   int64_t n_external;
   // filled by rm_lockstep_agree (step/lockstep.c)
-  int64_t most_rows; // the largest n_rows of the lockstep group's ranks
-  int is_captured, with_token_ranks; // the step runs as a captured graph (step/graph_replay.h), with ranks of its tokens
+  int64_t most_rows;                  // the largest n_rows of the lockstep group's ranks
+  int is_captured, with_token_ranks;  // the step runs as a captured graph (step/graph_replay.h), with ranks of its tokens
   // results: views of the runner's buffer, valid until the next step
-  int16_t *routed; // [n_rows][routed_per_token]
-  uint8_t *row_flags; // [n_rows]
-  uint8_t *out_flags; // [n_out]
-  float *target_logprobs; // [n_out]
-  int32_t *tokens, *ranks; // [n_draws]; a rank is 0 if it was not requested
+  int16_t *routed;          // [n_rows][routed_per_token]
+  uint8_t *row_flags;       // [n_rows]
+  uint8_t *out_flags;       // [n_out]
+  float *target_logprobs;   // [n_out]
+  int32_t *tokens, *ranks;  // [n_draws]; a rank is 0 if it was not requested
   float *logprobs, *sampling_logprobs;
 } rm_plan;
 

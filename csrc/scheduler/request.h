@@ -55,9 +55,9 @@ typedef struct rm_request_view {
   int64_t n_prompt, n_cached;   // prompt tokens served by the prefix cache
   int64_t n_scored;             // leading entries of the next four that were computed; all, unless it was aborted or failed
   const float *prompt_logprobs; // [n_prompt − 1]; NULL when not asked for
-  const float *prompt_sampling_logprobs;       // [n_prompt − 1] with score_sampling
+  const float *prompt_sampling_logprobs;   // [n_prompt − 1] with score_sampling
   const int32_t *prompt_ranks;  // [n_prompt − 1] with ranks
-  const int32_t *prompt_top_ids;               // [n_prompt − 1][k]
+  const int32_t *prompt_top_ids;   // [n_prompt − 1][k]
   const float *prompt_top_logprobs;
   const int16_t *prompt_routed; // [n_prompt][moe_layers][k]; NULL in a dense model
   int32_t n;

@@ -22,24 +22,24 @@ typedef struct rm_runner rm_runner;
 enum { RM_GRAPH_SETS = 2, RM_GRAPH_SIZES = 32 };
 
 typedef struct rm_graph {
-  void *captured; // the device's; NULL: none yet
-  uint64_t comm_bytes; // bytes and number of its exchanges, counted at capture
+  void *captured;       // the device's; NULL: none yet
+  uint64_t comm_bytes;  // bytes and number of its exchanges, counted at capture
   int64_t comm_calls;
-  int was_run; // it may be captured at the next step
-  int is_refused; // the device had no memory for it
+  int was_run;          // it may be captured at the next step
+  int is_refused;       // the device had no memory for it
 } rm_graph;
 
 typedef struct rm_graph_set {
-  uint64_t weights; // the store's allocation, by its number; 0: none
-  rm_graph graphs[RM_GRAPH_SIZES][2]; // [1]: with ranks of tokens
+  uint64_t weights;                    // the store's allocation, by its number; 0: none
+  rm_graph graphs[RM_GRAPH_SIZES][2];  // [1]: with ranks of tokens
 } rm_graph_set;
 
 typedef struct rm_graphs {
-  int64_t sizes[RM_GRAPH_SIZES]; // ascending
-  int64_t n_sizes; // 0: nothing is captured
+  int64_t sizes[RM_GRAPH_SIZES];  // ascending
+  int64_t n_sizes;                // 0: nothing is captured
   rm_graph_set sets[RM_GRAPH_SETS];
-  int last; // the set used last
-  int was_reset; // and the lockstep group has not been told
+  int last;                       // the set used last
+  int was_reset;                  // and the lockstep group has not been told
 } rm_graphs;
 
 // Chooses the sizes, up to 512 rows. None if the device cannot capture, with enforce_eager, or if exchanges wait for the host (staged.h).

@@ -13,24 +13,24 @@
 
 // Double-buffered pinned host-to-device staging. Unused on the CPU.
 typedef struct rm_staging {
-  const rm_device *device; // view
-  size_t half_bytes; // max bytes of one task's source
-  rm_mirrored_buffer halves; // owned, as the next; created at first use
-  rm_mirrored_buffer found; // rm_pack_found of each task
-  int half; // the half being filled
-  size_t used; // bytes of it in use
+  const rm_device *device;    // view
+  size_t half_bytes;          // max bytes of one task's source
+  rm_mirrored_buffer halves;  // owned, as the next; created at first use
+  rm_mirrored_buffer found;   // rm_pack_found of each task
+  int half;                   // the half being filled
+  size_t used;                // bytes of it in use
 } rm_staging;
 
-size_t rm_staging_bytes(const rm_staging *staging); // of device memory, once it was used
-void rm_staging_free(rm_staging *staging); // the device must be idle
+size_t rm_staging_bytes(const rm_staging *staging);  // of device memory, once it was used
+void rm_staging_free(rm_staging *staging);           // the device must be idle
 
 typedef struct rm_copy_task {
-  rm_pack_args args; // inputs, and results after the copy, with indices relative to args.index0
-  const rm_entry *entry; // view
+  rm_pack_args args;      // inputs, and results after the copy, with indices relative to args.index0
+  const rm_entry *entry;  // view
   rm_param_rows piece;
-  int64_t twin; // the tied parameter to compare with; −1: write
-  int counted; // this rank counts it in the mesh's digest
-  int ordinal; // CUDA device whose memory holds args.src; −1: the host
+  int64_t twin;           // the tied parameter to compare with; −1: write
+  int counted;            // this rank counts it in the mesh's digest
+  int ordinal;            // CUDA device whose memory holds args.src; −1: the host
 } rm_copy_task;
 
 typedef struct rm_copy_tasks {

@@ -14,28 +14,28 @@ typedef struct rm_version_state {
 } rm_version_state;
 
 struct rm_store {
-  const rm_params *params;      // view
-  const rm_device *device;      // view
+  const rm_params *params;        // view
+  const rm_device *device;        // view
   rm_ctx ctx;
   rm_staging staging;
   rm_version_state serving, staged;
-  char *offloaded; // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
+  char *offloaded;                // owned; what the serving block holds, or held before it went: [params->bytes] of the host; NULL: none
   int64_t offloaded_version;
-  uint64_t n_blocks; // that were mapped
-  int64_t version; // of serving, −1
-  int64_t last_version; // ever committed, −1
-  uint8_t *has_bias; // [n_layers] the last committed version carried a router bias here
-  int64_t tied_head, tied_embed; // indices; −1 when not tied
+  uint64_t n_blocks;              // that were mapped
+  int64_t version;                // of serving, −1
+  int64_t last_version;           // ever committed, −1
+  uint8_t *has_bias;              // [n_layers] the last committed version carried a router bias here
+  int64_t tied_head, tied_embed;  // indices; −1 when not tied
 
   int open;
-  rm_sync_options options; // with the version resolved
-  int64_t version_before; // in place: what serves again if nothing gets written
-  int has_base; // partial, and staging began as what served
-  uint8_t *flags; // [n]
-  rm_target target; // of the tensor at hand
-  rm_copy_tasks tasks; // of the push at hand, not yet run
+  rm_sync_options options;  // with the version resolved
+  int64_t version_before;   // in place: what serves again if nothing gets written
+  int has_base;             // partial, and staging began as what served
+  uint8_t *flags;           // [n]
+  rm_target target;         // of the tensor at hand
+  rm_copy_tasks tasks;      // of the push at hand, not yet run
   rm_sync_report report;
-  int64_t n_entries; // pushed tensors, successful or not
+  int64_t n_entries;        // pushed tensors, successful or not
   double began;
 };
 

@@ -1,8 +1,8 @@
 // gpu_array.h: _core.OpDevice and _core.DeviceArray.
 //
-// `OpDevice(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and mirrored buffers. A DeviceArray is an array of an
-// OpDevice, a view of another library's tensor (a DLPack producer), or a read-only view of memory that another process lends or another
-// rank sent (Gpus.array). It is a DLPack producer itself.
+// `OpDevice(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and mirrored buffers. A DeviceArray is an array of
+// an OpDevice, a view of another library's tensor (a DLPack producer), or a read-only view of memory that another process lends or
+// another rank sent (Gpus.array). It is a DLPack producer itself.
 //
 // An OpDevice lives as long as its arrays. Between rm_op_device_enter and rm_op_device_leave its mutex is held and its device is current;
 // waiting for the mutex releases the GIL. The mutex is recursive, since an array may be freed while another is checked.
@@ -20,13 +20,13 @@ enum { RM_OP_DEVICE_MIRRORED = 4 };
 
 typedef struct rm_op_device {
   PyObject_HEAD
-  rm_device device; // owned
-  char *library; // owned: where it comes from
-  pthread_mutex_t mutex; // recursive
-  pid_t owner; // CUDA does not survive a fork
-  void *workspace; // owned, grows
+  rm_device device;                                    // owned
+  char *library;                                       // owned: where it comes from
+  pthread_mutex_t mutex;                               // recursive
+  pid_t owner;                                         // CUDA does not survive a fork
+  void *workspace;                                     // owned, grows
   size_t workspace_bytes;
-  rm_mirrored_buffer mirrored[RM_OP_DEVICE_MIRRORED]; // owned, grow: index arrays, parameters, small results
+  rm_mirrored_buffer mirrored[RM_OP_DEVICE_MIRRORED];  // owned, grow: index arrays, parameters, small results
 } rm_op_device;
 
 // 0, or −1 with ConfigError: ops cannot be ordered with that stream.

@@ -22,14 +22,14 @@
 
 typedef struct rm_kernels_object {
   PyObject_HEAD
-  const rm_kernels *table; // view
+  const rm_kernels *table;  // view
   rm_op_device *op_device;  // owned; NULL: the CPU
-  void *stream; // the caller's, which ops are ordered with; NULL: none
+  void *stream;             // the caller's, which ops are ordered with; NULL: none
   rm_team *team;            // owned, as is the workspace; on a device both are the OpDevice's
   void *workspace;
   size_t workspace_bytes;
-  pthread_mutex_t mutex; // of team and workspace
-  pid_t owner; // a forked child may have inherited the mutex locked, by a thread that it does not have
+  pthread_mutex_t mutex;    // of team and workspace
+  pid_t owner;              // a forked child may have inherited the mutex locked, by a thread that it does not have
 } rm_kernels_object;
 
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
@@ -37,14 +37,14 @@ enum { RM_OP_MAX_SIZE = INT32_MAX };
 enum { RM_OP_MAX_INDICES = 4 }; // index arrays of one op
 
 typedef struct rm_op_call {
-  rm_kernels_object *self; // view
-  PyObject *module; // view
+  rm_kernels_object *self;                       // view
+  PyObject *module;                              // view
   int failed;
-  void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
+  void *copies[RM_OP_MAX_INDICES];               // owned, of index arrays of the host, until the call ends
   int is_open, saved;                            // on a device: the OpDevice is entered
   int n_mirrored, is_fetching;                   // mirrored buffers of index arrays; whether one is on its way to the host
   size_t mirrored_bytes[RM_OP_DEVICE_MIRRORED];  // bytes that go to the device before the op
-  rm_ctx ctx; // from begin on, as all below
+  rm_ctx ctx;                                    // from begin on, as all below
   uint32_t fp;
   PyThreadState *thread;
 } rm_op_call;
