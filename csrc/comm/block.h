@@ -9,7 +9,7 @@
 
 enum { RM_COPY_PIECE = 2048 };
 
-// memcpy in chunks of 2 KiB. For larger sizes memcpy uses `rep movsb`, which on AMD family 25 copies 2 GB/s instead of 40 where the target
+// memcpy in pieces of 2 KiB. For larger sizes memcpy uses `rep movsb`, which on AMD family 25 copies 2 GB/s instead of 40 where the target
 // is 1 … 63 bytes beyond the source modulo 4096, as from a page of a buffer to a large array of malloc or NumPy.
 static inline void rm_copy(void *to, const void *from, size_t n) {
   for (size_t at = 0, length; at < n; at += length) {

@@ -6,13 +6,13 @@
 #include "step/runner.h"
 
 // The rows of one call of lm_head: [first, first + n) of outs. Row indices below are relative to first.
-typedef struct rm_chunk {
+typedef struct rm_logits_pass {
   int64_t first, n;
   int has_logits, has_targets;  // logits are needed; the logprob of some target is needed
   int own_rows;                 // this rank gets the logits of its share of the rows only
-} rm_chunk;
+} rm_logits_pass;
 
-static const rm_out_row *out_row(const rm_plan *plan, const rm_chunk *chunk, int64_t i) { return &plan->outs[chunk->first + i]; }
+static const rm_out_row *out_row(const rm_plan *plan, const rm_logits_pass *pass, int64_t i) { return &plan->outs[pass->first + i]; }
 
 static int needs_logits(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
@@ -26,30 +26,30 @@ static int one_rank_does(const rm_out_row *out) {
   return out->target < 0 || !(group->prompt_top || group->want_token_ranks);
 }
 
-static rm_chunk chunk_at(const rm_runner *runner, int64_t first) {
+static rm_logits_pass pass_at(const rm_runner *runner, int64_t first) {
   const rm_plan *plan = runner->plan;
-  rm_chunk chunk = {first, rm_min64(plan->n_out - first, runner->max_out_rows), 0, 0, runner->rank.tp != NULL};
-  for (int64_t i = 0; i < chunk.n; i++) {
-    const rm_out_row *out = out_row(plan, &chunk, i);
-    chunk.has_logits |= needs_logits(out);
-    chunk.has_targets |= out->target >= 0;
-    chunk.own_rows &= one_rank_does(out);
+  rm_logits_pass pass = {first, rm_min64(plan->n_out - first, runner->max_out_rows), 0, 0, runner->rank.tp != NULL};
+  for (int64_t i = 0; i < pass.n; i++) {
+    const rm_out_row *out = out_row(plan, &pass, i);
+    pass.has_logits |= needs_logits(out);
+    pass.has_targets |= out->target >= 0;
+    pass.own_rows &= one_rank_does(out);
   }
-  return chunk;
+  return pass;
 }
 
-static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_chunk *chunk, rm_error *err) {
+static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logits_pass *pass, rm_error *err) {
   const rm_step_buffer *b = &runner->step;
-  const int64_t first = chunk->first;
+  const int64_t first = pass->first;
   const rm_head head = {
       .hidden = hidden + (size_t)(first * runner->options.spec->hidden_size) * rm_dtype_bytes(runner->options.model.dtype),
-      .rows = chunk->n,
+      .rows = pass->n,
       .ld_logits = runner->ld_logits,
-      .own_rows = chunk->own_rows,
-      .logits = chunk->has_logits ? runner->logits : NULL,
+      .own_rows = pass->own_rows,
+      .logits = pass->has_logits ? runner->logits : NULL,
       .stats = runner->stats,
-      .target_logprobs = chunk->has_targets ? rm_on_device(runner, b->target_logprobs + first) : NULL,
-      .targets = chunk->has_targets ? rm_on_device(runner, b->targets + first) : NULL,
+      .target_logprobs = pass->has_targets ? rm_on_device(runner, b->target_logprobs + first) : NULL,
+      .targets = pass->has_targets ? rm_on_device(runner, b->targets + first) : NULL,
       .host_targets = b->targets + first,
       .row_flags = rm_on_device(runner, b->out_flags + first),
   };
@@ -57,9 +57,9 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_chunk
 }
 
 // ---------------------------------------------------------------------------------------------- ops over logits
-// Rows [row, row + n) of the chunk.
-static void run_sample(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, int64_t ld_logits, const rm_sample_params *params,
-                       int32_t *tokens, float *logprobs, float *sampling_logprobs) {
+// Rows [row, row + n) of the pass.
+static void run_sample(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, int64_t ld_logits,
+                       const rm_sample_params *params, int32_t *tokens, float *logprobs, float *sampling_logprobs) {
   const rm_sample_args args = {
       .tokens = tokens,
       .logprobs = logprobs,
@@ -67,7 +67,7 @@ static void run_sample(rm_runner *runner, const rm_chunk *chunk, int64_t row, in
       .logits = runner->logits + row * runner->ld_logits,
       .stats = runner->stats + 2 * row,
       .params = params,
-      .row_flags = rm_on_device(runner, runner->step.out_flags + chunk->first + row),
+      .row_flags = rm_on_device(runner, runner->step.out_flags + pass->first + row),
       .rows = n,
       .vocab = runner->options.spec->vocab_size,
       .ld_logits = ld_logits,
@@ -144,10 +144,10 @@ rm_sample_params rm_params_of(const rm_sequence *seq) {
 }
 
 // Sampling logprobs of rows [row, row + n) of a scored prompt, whose tokens are known.
-static rm_code score_sampling(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
+static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_results *results = &runner->results;
-  const rm_out_row *out = out_row(plan, chunk, row);
+  const rm_out_row *out = out_row(plan, pass, row);
   const size_t given = (size_t)n * sizeof *runner->params, taken = (size_t)n * sizeof(float);
   for (int64_t i = 0; i < n; i++) {
     runner->params[i] = plain_params(out->seq->group);
@@ -156,44 +156,44 @@ static rm_code score_sampling(rm_runner *runner, const rm_chunk *chunk, int64_t 
   const rm_code code = rm_results_reserve(results, 2, given + taken, err);
   if (code) return code;
   const rm_sample_params *params = rm_results_input(results, runner->params, given);
-  run_sample(runner, chunk, row, n, runner->ld_logits, params, runner->unused_tokens, runner->unused_logprobs,
+  run_sample(runner, pass, row, n, runner->ld_logits, params, runner->unused_tokens, runner->unused_logprobs,
              rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken));
   return RM_OK;
 }
 
-static rm_code rank_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
-  const rm_out_row *out = out_row(runner->plan, chunk, row);
+static rm_code rank_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, rm_error *err) {
+  const rm_out_row *out = out_row(runner->plan, pass, row);
   const size_t bytes = (size_t)n * sizeof(int32_t);
   const rm_code code = rm_results_reserve(&runner->results, 1, bytes, err);
   if (code) return code;
-  run_ranks(runner, row, n, runner->ld_logits, rm_on_device(runner, runner->step.targets + chunk->first + row),
+  run_ranks(runner, row, n, runner->ld_logits, rm_on_device(runner, runner->step.targets + pass->first + row),
             rm_results_output(&runner->results, out->seq->group->prompt_ranks + out->position, bytes));
   return RM_OK;
 }
 
 // Records from the logits of rows [row, row + n) of one prompt.
-static rm_code run_prompt(rm_runner *runner, const rm_chunk *chunk, int64_t row, int64_t n, rm_error *err) {
-  const rm_out_row *out = out_row(runner->plan, chunk, row);
+static rm_code run_prompt(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, rm_error *err) {
+  const rm_out_row *out = out_row(runner->plan, pass, row);
   rm_sequence_group *group = out->seq->group;
   const int64_t k = group->prompt_top, at = out->position;
   const int64_t room = (int64_t)(rm_results_room(&runner->results) / (sizeof(rm_sample_params) + sizeof(float) + RM_RESULT_ALIGN));
   const int64_t most = rm_min64(runner->max_draws, rm_max64(room / 2, 1));
   rm_code code = RM_OK;
   if (k) code = top_logprobs(runner, row, n, k, group->prompt_top_ids + at * k, group->prompt_top_logprobs + at * k, err);
-  if (!code && group->want_token_ranks) code = rank_prompt(runner, chunk, row, n, err);
+  if (!code && group->want_token_ranks) code = rank_prompt(runner, pass, row, n, err);
   for (int64_t i = 0; i < n && !code && group->score_sampling; i += most)
-    code = score_sampling(runner, chunk, row + i, rm_min64(n - i, most), err);
+    code = score_sampling(runner, pass, row + i, rm_min64(n - i, most), err);
   return code;
 }
 
-static rm_code run_prompts(rm_runner *runner, const rm_chunk *chunk, rm_error *err) {
+static rm_code run_prompts(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_code code = RM_OK;
-  for (int64_t i = 0, end; i < chunk->n && !code; i = end) {
+  for (int64_t i = 0, end; i < pass->n && !code; i = end) {
     end = i + 1;
-    if (out_row(plan, chunk, i)->target < 0) continue;
-    end = prompt_run(plan, chunk->first + i, chunk->first + chunk->n) - chunk->first;
-    code = run_prompt(runner, chunk, i, end - i, err);
+    if (out_row(plan, pass, i)->target < 0) continue;
+    end = prompt_run(plan, pass->first + i, pass->first + pass->n) - pass->first;
+    code = run_prompt(runner, pass, i, end - i, err);
   }
   return code;
 }
@@ -249,17 +249,17 @@ static rm_code params_of(rm_runner *runner, int64_t d, int64_t end, size_t given
   return RM_OK;
 }
 
-static rm_code run_draws(rm_runner *runner, const rm_chunk *chunk, int64_t d, int64_t end, int step, size_t given, rm_error *err) {
+static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t d, int64_t end, int step, size_t given, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const rm_step_buffer *b = &runner->step;
-  const int64_t first = plan->draws[d].out - chunk->first, n = end - d, ld_logits = step ? runner->ld_logits : 0;
+  const int64_t first = plan->draws[d].out - pass->first, n = end - d, ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
   int32_t *tokens = rm_on_device(runner, b->tokens + d);
   int wanted = plan->is_captured && plan->with_token_ranks;
   const rm_code code = params_of(runner, d, end, given, &params, err);
   if (code) return code;
   for (int64_t i = d; i < end; i++) wanted |= plan->draws[i].seq->group->want_token_ranks;
-  run_sample(runner, chunk, first, n, ld_logits, params, tokens, rm_on_device(runner, b->logprobs + d),
+  run_sample(runner, pass, first, n, ld_logits, params, tokens, rm_on_device(runner, b->logprobs + d),
              rm_on_device(runner, b->sampling_logprobs + d));
   if (wanted) run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));
   return RM_OK;
@@ -269,12 +269,12 @@ static rm_code run_draws(rm_runner *runner, const rm_chunk *chunk, int64_t d, in
 static int is_sibling(const rm_plan *plan, int64_t d) { return d > 0 && plan->draws[d - 1].out == plan->draws[d].out; }
 
 // Top-k of a draw's row, into the record of the token that will be appended.
-static rm_code top_of_draw(rm_runner *runner, const rm_chunk *chunk, int64_t d, rm_error *err) {
+static rm_code top_of_draw(rm_runner *runner, const rm_logits_pass *pass, int64_t d, rm_error *err) {
   const rm_draw *draw = &runner->plan->draws[d];
   rm_sequence *seq = draw->seq;
   const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
   if (!k || is_sibling(runner->plan, d)) return RM_OK;
-  return top_logprobs(runner, draw->out - chunk->first, 1, k, seq->top_ids + at, seq->top_logprobs + at, err);
+  return top_logprobs(runner, draw->out - pass->first, 1, k, seq->top_ids + at, seq->top_logprobs + at, err);
 }
 
 static void record_siblings(const rm_plan *plan) {
@@ -292,28 +292,28 @@ static int64_t draws_before(const rm_plan *plan, int64_t d, int64_t out) {
   return d;
 }
 
-// The end of the draws from rank r's share of a chunk's rows; d is the first.
-static int64_t share_end(const rm_runner *runner, const rm_chunk *chunk, int64_t d, int r) {
-  const rm_range rows = rm_model_own_rows(runner->model, chunk->n, r);
-  return draws_before(runner->plan, d, chunk->first + rows.first + rows.n);
+// The end of the draws from rank r's share of a pass's rows; d is the first.
+static int64_t share_end(const rm_runner *runner, const rm_logits_pass *pass, int64_t d, int r) {
+  const rm_range rows = rm_model_own_rows(runner->model, pass->n, r);
+  return draws_before(runner->plan, d, pass->first + rows.first + rows.n);
 }
 
-// Makes the chunk's draws, from *d on; with own_rows those of this rank's share.
-static rm_code draw_tokens(rm_runner *runner, const rm_chunk *chunk, int64_t *d, rm_error *err) {
-  int64_t first = *d, end = draws_before(runner->plan, first, chunk->first + chunk->n);
+// Makes the pass's draws, from *d on; with own_rows those of this rank's share.
+static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_t *d, rm_error *err) {
+  int64_t first = *d, end = draws_before(runner->plan, first, pass->first + pass->n);
   rm_code code = RM_OK;
   *d = end;
-  for (int r = 0; chunk->own_rows && r <= rm_comm_rank(runner->rank.tp); r++) {
+  for (int r = 0; pass->own_rows && r <= rm_comm_rank(runner->rank.tp); r++) {
     first = r ? end : first;
-    end = share_end(runner, chunk, first, r);
+    end = share_end(runner, pass, first, r);
   }
   for (int64_t at = first, stop; at < end && !code; at = stop) {
     int step;
     size_t given;
     stop = draw_run(runner, at, end, &step, &given);
-    code = run_draws(runner, chunk, at, stop, step, given, err);
+    code = run_draws(runner, pass, at, stop, step, given, err);
   }
-  for (int64_t at = first; at < end && !code; at++) code = top_of_draw(runner, chunk, at, err);
+  for (int64_t at = first; at < end && !code; at++) code = top_of_draw(runner, pass, at, err);
   return code;
 }
 
@@ -337,14 +337,14 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
   int64_t counts[RM_MAX_TP];
   rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; tp && first < runner->plan->n_out && !code; first += runner->max_out_rows) {
-    const rm_chunk chunk = chunk_at(runner, first);
+    const rm_logits_pass pass = pass_at(runner, first);
     const int64_t from = d;
     for (int r = 0; r < rm_comm_size(tp); r++) {
-      const int64_t end = share_end(runner, &chunk, d, r);
+      const int64_t end = share_end(runner, &pass, d, r);
       counts[r] = end - d;
       d = end;
     }
-    if (chunk.own_rows && d > from) code = share(runner, counts, from, d - from, err);
+    if (pass.own_rows && d > from) code = share(runner, counts, from, d - from, err);
   }
   return code;
 }
@@ -359,10 +359,10 @@ static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
 }
 
 // Copies a row that the external scheduler draws from, and its stats, to the scheduler's memory; top logprobs go into the records.
-static rm_code hand_to_scheduler(rm_runner *runner, const rm_chunk *chunk, int64_t i, rm_error *err) {
+static rm_code hand_to_scheduler(rm_runner *runner, const rm_logits_pass *pass, int64_t i, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
-  rm_sequence *seq = out_row(plan, chunk, i)->seq;
+  rm_sequence *seq = out_row(plan, pass, i)->seq;
   const int64_t to = seq->external_row, k = seq->group->top_logprobs, at = seq->n_tokens * k;
   get(runner, plan->external_logits + to * vocab, runner->logits + i * runner->ld_logits, vocab);
   get(runner, plan->external_stats + 2 * to, runner->stats + 2 * i, 2);
@@ -371,17 +371,17 @@ static rm_code hand_to_scheduler(rm_runner *runner, const rm_chunk *chunk, int64
 
 // The caller's memory is not pinned: a copy to it waits inside the driver, without a timeout and without checking for lost ranks. So this
 // waits for the queue first; the work enqueued after it does not wait for other ranks until the next lm_head.
-static rm_code hand_out(rm_runner *runner, const rm_chunk *chunk, rm_error *err) {
+static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
   int any = 0;
-  for (int64_t i = 0; i < chunk->n && !any; i++) any = is_handed_out(out_row(plan, chunk, i));
+  for (int64_t i = 0; i < pass->n && !any; i++) any = is_handed_out(out_row(plan, pass, i));
   rm_code code = any ? rm_runner_wait(runner, err) : RM_OK;
-  for (int64_t i = 0; any && i < chunk->n && !code; i++) {
-    const rm_out_row *out = out_row(plan, chunk, i);
+  for (int64_t i = 0; any && i < pass->n && !code; i++) {
+    const rm_out_row *out = out_row(plan, pass, i);
     float *to = out->seq->group->logits_out;
     if (to) get(runner, to + out->position * vocab, runner->logits + i * runner->ld_logits, vocab);
-    if (out->draws && out->seq->group->host_draws) code = hand_to_scheduler(runner, chunk, i, err);
+    if (out->draws && out->seq->group->host_draws) code = hand_to_scheduler(runner, pass, i, err);
   }
   return code;
 }
@@ -392,12 +392,12 @@ rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
   const int compares = !plan->is_captured;   // a captured step is compared after its replay
   rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; first < plan->n_out && !code; first += runner->max_out_rows) {
-    const rm_chunk chunk = chunk_at(runner, first);
-    code = run_lm_head(runner, hidden, &chunk, err);
+    const rm_logits_pass pass = pass_at(runner, first);
+    code = run_lm_head(runner, hidden, &pass, err);
     if (!code && compares) code = rm_compare_outs(runner, err);
-    if (!code) code = hand_out(runner, &chunk, err);
-    if (!code) code = run_prompts(runner, &chunk, err);
-    if (!code) code = draw_tokens(runner, &chunk, &d, err);
+    if (!code) code = hand_out(runner, &pass, err);
+    if (!code) code = run_prompts(runner, &pass, err);
+    if (!code) code = draw_tokens(runner, &pass, &d, err);
   }
   return code || plan->n_out || !compares ? code : rm_compare_outs(runner, err);
 }

@@ -12,7 +12,7 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
   return {a.window > 0 ? rm_max64(0, last - a.window + 1) : 0, last};
 }
 
-// A state is head_dim values A[d], then m, then l; states are [row of the turn][head][segment]. Of a segment in which nothing is live
+// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][segment]. Of a segment in which nothing is live
 // for the row there is none.
 RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
 RM_INLINE int64_t rm_count_segments(int64_t positions) { return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT; }
@@ -30,13 +30,13 @@ __device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_
   return row < a.rows ? row : -1;
 }
 
-// They are made in turns of what the workspace holds: those from the row0-th on.
-struct rm_rows_turn {
+// They are made in passes of as many as the workspace holds: those from the row0-th on.
+struct rm_rows_pass {
   int64_t row0, rows, n_segments;
   rm_row_list list;
 };
-// Launches what makes the states of a turn.
-using rm_states_fn = void (*)(const rm_ctx *, const rm_attention_args *, float *states, rm_rows_turn);
+// Launches what makes the states of a pass.
+using rm_states_fn = void (*)(const rm_ctx *, const rm_attention_args *, float *states, rm_rows_pass);
 // attention of `rows` rows of the list with `states` for its first half; the second merges them in order. The first `used` bytes of the
 // workspace are somebody's.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states, int64_t rows, rm_row_list list, size_t used);

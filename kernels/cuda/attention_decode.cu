@@ -107,7 +107,7 @@ template <rm_dtype DTYPE> __global__ void __launch_bounds__(THREADS, 8) segment_
 }
 
 template <rm_dtype DTYPE>
-__global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, const float *states, rm_rows_turn t) {
+__global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, const float *states, rm_rows_pass t) {
   const int64_t row = rm_row_of(t.list, a, t.row0 + blockIdx.x), head = blockIdx.y, words = rm_state_floats(a.head_dim);
   if (row < 0) return;
   const span s = rm_live_span(a, row);
@@ -127,13 +127,13 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_attention_args a, con
   }
 }
 
-template <rm_dtype DTYPE> void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t) {
+template <rm_dtype DTYPE> void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
   const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads), static_cast<unsigned>(t.n_segments));
   const size_t shared = (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
   RM_LAUNCH(segment_kernel<DTYPE>, grid, dim3(THREADS), shared, ctx->stream, *a, states, t.row0);
 }
 
-void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn t) {
+void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
   if (a->dtype == RM_BF16) states_of<RM_BF16>(ctx, a, states, t);
   else states_of<RM_F32>(ctx, a, states, t);
 }
@@ -145,7 +145,7 @@ size_t rm_cuda_attention_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
 }
 
-// Rows beyond what the workspace holds take their turn on the stream: it orders the states' reuse. Of segments it has all that a
+// Rows beyond what the workspace holds are done in later passes on the stream: it orders the states' reuse. Of segments it has all that a
 // position within the limits can be in; those of the last pages' ends, where pages are longer than segments, are never live.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn, int64_t rows, rm_row_list list,
                           size_t used) {
@@ -158,7 +158,7 @@ void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_stat
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(bytes / (per_segment * static_cast<size_t>(n_segments))));
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   for (int64_t row0 = 0; row0 < rows; row0 += at_once) {
-    const rm_rows_turn t = {row0, rm_min64(at_once, rows - row0), n_segments, list};
+    const rm_rows_pass t = {row0, rm_min64(at_once, rows - row0), n_segments, list};
     const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads));
     states_fn(ctx, a, states, t);
     if (a->dtype == RM_BF16) RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);

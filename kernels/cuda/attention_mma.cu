@@ -17,7 +17,7 @@ constexpr int EACH = COLS / WARPS, LANES = RM_WARP / EACH;  // columns that a wa
 constexpr int SCORE_PITCH = AT_ONCE + 4, P_PITCH = AT_ONCE / 2 + 4;  // floats, words: no two lanes in a bank
 
 struct shape {
-  rm_rows_turn turn;
+  rm_rows_pass pass;
   int heads, head_tiles;  // columns of a block: so many heads of its row
   int d_tile0;            // first row of V's tiles: a head_dim of more than WARPS × DT of them takes several launches
 };
@@ -232,7 +232,7 @@ __device__ float *state_of(const columns &c, const rm_attention_args &a, const r
   const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT);
   if (c.first[column] >= begin + RM_ATTN_SEGMENT || c.last[column] < begin) return nullptr;
   const rm_attn_owner o = rm_attn_owner_of(w, column);
-  return states + ((blockIdx.x * a.n_heads + o.head) * s.turn.n_segments + blockIdx.z) * rm_state_floats(a.head_dim);
+  return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_segments + blockIdx.z) * rm_state_floats(a.head_dim);
 }
 
 // One row's columns.
@@ -283,31 +283,31 @@ template <int DT> constexpr int AT_LEAST = 6 - DT / 2;
 
 template <int DT> __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>) segment_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
-  const int64_t row = rm_row_of(s.turn.list, a, s.turn.row0 + blockIdx.x);
+  const int64_t row = rm_row_of(s.pass.list, a, s.pass.row0 + blockIdx.x);
   if (row < 0) return;  // all of the block, here and below
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
   segment_of_row<DT>(columns_in(shared, a.head_dim), a, w, s, states);
 }
 
-template <int DT> void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn turn) {
+template <int DT> void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   shape s = {};
-  s.turn = turn;
+  s.pass = pass;
   s.heads = static_cast<int>(rm_min64(group, COLS));
   s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
-  const dim3 grid(static_cast<unsigned>(turn.rows), static_cast<unsigned>(a->n_kv_heads * s.head_tiles),
-                  static_cast<unsigned>(turn.n_segments));
+  const dim3 grid(static_cast<unsigned>(pass.rows), static_cast<unsigned>(a->n_kv_heads * s.head_tiles),
+                  static_cast<unsigned>(pass.n_segments));
   const size_t shared = static_cast<size_t>(shared_words(a->head_dim)) * sizeof(float);
   for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
     RM_LAUNCH((segment_kernel<DT>), grid, dim3(THREADS), shared, ctx->stream, *a, s, states);
 }
 
-void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_turn turn) {
+void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {
   constexpr int64_t OF_WARPS = WARPS * RM_MMA_ROWS;
-  if (a->head_dim <= OF_WARPS) launch<1>(ctx, a, states, turn);
-  else if (a->head_dim <= 2 * OF_WARPS) launch<2>(ctx, a, states, turn);
-  else launch<4>(ctx, a, states, turn);
+  if (a->head_dim <= OF_WARPS) launch<1>(ctx, a, states, pass);
+  else if (a->head_dim <= 2 * OF_WARPS) launch<2>(ctx, a, states, pass);
+  else launch<4>(ctx, a, states, pass);
 }
 
 }  // namespace

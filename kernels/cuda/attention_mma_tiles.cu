@@ -38,7 +38,7 @@ using shape_any = shape<4, 0>;  // 64 of it at once
 
 struct tiles {
   const int32_t *by_rows;  // [all tiles] whether the tile is on the list
-  int64_t tile0;           // of the turn
+  int64_t tile0;           // of the pass
   int rows_each, heads, head_tiles, d_tile0;
 };
 
@@ -417,7 +417,7 @@ template <class S> void launch(const rm_ctx *ctx, const rm_attention_args *a, ti
 
 }  // namespace
 
-// The workspace: the list, which tiles are on it, and a state for each column of a turn's rows.
+// The workspace: the list, which tiles are on it, and a state for each column of a pass's rows.
 bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a, rm_attn_left *left) {
   if (a->rows <= a->n_seqs || a->n_heads <= 0) return false;  // decode
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);

@@ -8,11 +8,11 @@
 
 namespace {
 
-using turn = rm_logits_turn;
+using pass = rm_logits_pass;
 
 constexpr int COLS = RM_VOCAB_BLOCK, THREADS = COLS, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 256;
 
-template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, turn t) {
+template <rm_dtype DTYPE, int ROWS> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass t) {
   RM_SHARED(shared);
   float *x = shared, *logits = shared + ROWS * RM_K_BLOCK;  // [ROWS][RM_K_BLOCK], [ROWS][COLS]
   const int me = static_cast<int>(threadIdx.x);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
 }
 
 // Behind logits_kernel: what is left to do for a row.
-__global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, turn t, int64_t n_blocks) {
+__global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, pass t, int64_t n_blocks) {
   const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP, row = t.row0 + in;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   if (in >= t.rows) return;  // whole warps
@@ -109,23 +109,23 @@ __global__ void __launch_bounds__(THREADS) finish_kernel(rm_lm_head_args a, turn
 int64_t count_blocks(int64_t vocab) { return (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
 int64_t floats_of_row(int64_t vocab) { return 2 * count_blocks(vocab) + 1; }
 
-template <rm_dtype DTYPE, int ROWS> void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+template <rm_dtype DTYPE, int ROWS> void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
   const dim3 grid(static_cast<unsigned>(count_blocks(a->vocab)), rm_blocks(t.rows, ROWS));
   const size_t shared = ROWS * (RM_K_BLOCK + COLS) * sizeof(float);
   RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, dim3(THREADS), shared, ctx->stream, *a, t);
 }
 
-template <rm_dtype DTYPE> void of_rows(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+template <rm_dtype DTYPE> void of_rows(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
   if (t.rows == 1) launch_logits<DTYPE, 1>(ctx, a, t);
   else launch_logits<DTYPE, 8>(ctx, a, t);
 }
 
-void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, turn t) {
+void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
   if (a->dtype == RM_BF16) of_rows<RM_BF16>(ctx, a, t);
   else of_rows<RM_F32>(ctx, a, t);
 }
 
-void take_turn(const rm_ctx *ctx, const rm_lm_head_args *a, turn t, rm_logits_fn logits) {
+void run_pass(const rm_ctx *ctx, const rm_lm_head_args *a, pass t, rm_logits_fn logits) {
   const int64_t n_blocks = count_blocks(a->vocab);
   if (n_blocks > 0) logits(ctx, a, t);
   RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t, n_blocks);
@@ -140,7 +140,7 @@ size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
 void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits) {
   if (a->rows <= 0) return;
   if (a->pairs) {
-    take_turn(ctx, a, {a->pairs, a->target_logits, 0, a->rows}, logits);
+    run_pass(ctx, a, {a->pairs, a->target_logits, 0, a->rows}, logits);
     return;
   }
   float *pairs = static_cast<float *>(ctx->workspace);
@@ -148,7 +148,7 @@ void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_f
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
     const int64_t rows = rm_min64(at_once, a->rows - row0);
-    take_turn(ctx, a, {pairs, pairs + 2 * count_blocks(a->vocab) * rows, row0, rows}, logits);
+    run_pass(ctx, a, {pairs, pairs + 2 * count_blocks(a->vocab) * rows, row0, rows}, logits);
   }
 }
 

@@ -9,7 +9,7 @@ namespace {
 constexpr int COLS = RM_VOCAB_BLOCK, WARPS = COLS / RM_MMA_ROWS, THREADS = WARPS * RM_WARP;
 constexpr int PITCH = COLS + 4;  // the four columns of a warp's sums in banks of their own
 
-template <int NT> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_logits_turn t) {
+template <int NT> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_logits_pass t) {
   RM_SHARED(shared);
   constexpr int ROWS = RM_MMA_COLS * NT;
   uint32_t *staged = reinterpret_cast<uint32_t *>(shared);
@@ -37,13 +37,13 @@ template <int NT> __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm
     rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * PITCH, n, lane);
 }
 
-template <int NT> void launch(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_turn t) {
+template <int NT> void launch(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
   const dim3 grid(rm_blocks(a->vocab, COLS), rm_blocks(t.rows, RM_MMA_COLS * NT));
   const size_t shared = (RM_STAGED_WORDS<NT> + RM_MMA_COLS * NT * PITCH) * sizeof(float);
   RM_LAUNCH(logits_kernel<NT>, grid, dim3(THREADS), shared, ctx->stream, *a, t);
 }
 
-void mma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_turn t) {
+void mma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
   if (t.rows <= 8) launch<1>(ctx, a, t);
   else if (t.rows <= 16) launch<2>(ctx, a, t);
   else launch<4>(ctx, a, t);

@@ -343,7 +343,7 @@ size_t rm_cuda_sample_workspace(const rm_limits *l) {
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * words_of_row(l->vocab)) * sizeof(uint32_t);
 }
 
-// Rows beyond what the workspace holds take their turn on the stream.
+// Rows beyond what the workspace holds are done in later passes on the stream.
 void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
   if (a->vocab <= 0) return;
   const size_t per_row = static_cast<size_t>(words_of_row(a->vocab)) * sizeof(uint32_t);

@@ -45,7 +45,7 @@ static part part_of(size_t at, size_t bytes, size_t begin, size_t room) {
 
 static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uint64_t round, const rm_block send[]) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
-  char *buffer = end->buffers[end->me] + (end->turn & 1) * room;
+  char *buffer = end->buffers[end->me] + (end->round & 1) * room;
   if (begin >= mine->bytes) return;
   for (int step = 1; step < end->size; step++) {
     const int to = (end->me + step) % end->size;
@@ -58,7 +58,7 @@ static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uin
 static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round, const rm_block *into) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
   const part p = part_of(at, rm_block_bytes(into), begin, room);
-  const char *buffer = end->buffers[from] + (end->turn & 1) * room;
+  const char *buffer = end->buffers[from] + (end->round & 1) * room;
   rm_block_write(into, p.first, buffer + (at + p.first - begin), p.length);
 }
 
@@ -96,9 +96,9 @@ static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header
 // Writes this rank's part of a round and waits for the other ranks.
 static rm_code meet(rm_region_endpoint *end, const rm_region_call *call, const rm_region_header *mine, const stream *out,
                     const rm_block send[], rm_error *err) {
-  end->turn++;
+  end->round++;
   fill(end, call->op, out, mine->round, send);
-  rm_copy(&end->slots[end->me]->headers[end->turn & 1], mine,
+  rm_copy(&end->slots[end->me]->headers[end->round & 1], mine,
           offsetof(rm_region_header, bytes) + (size_t)end->size * sizeof mine->bytes[0]);
   return rm_region_barrier(end, call, err);
 }
@@ -109,7 +109,7 @@ static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_
   rm_code code = meet(end, call, mine, out, send, err);
   for (int step = 1; step < end->size && !code; step++) {
     const int from = (end->me + step) % end->size;
-    const rm_region_header *theirs = &end->slots[from]->headers[end->turn & 1];
+    const rm_region_header *theirs = &end->slots[from]->headers[end->round & 1];
     if ((code = compare(end, from, mine, theirs, rm_block_bytes(&recv[from]), err))) return code;
     if (mine->round == 0) {
       at[from] = stream_of(end, from, call->op, theirs->bytes).at[end->me];

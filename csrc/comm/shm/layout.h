@@ -90,7 +90,7 @@ typedef struct rm_region_endpoint {
   rm_region_slot *group;           // of the first member
   rm_region_slot *slots[RM_REGION_RANKS];
   char *buffers[RM_REGION_RANKS];  // two of each member
-  uint64_t turn;                   // rounds so far
+  uint64_t round;                   // of the call at hand, from 1
   int n_spins;                     // polls of the barrier before the next sleep
 } rm_region_endpoint;
 
@@ -123,7 +123,7 @@ rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t
 // wait.c
 void rm_region_futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void rm_region_futex_wake(_Atomic uint32_t *word);
-// Arrives at the round `turn`, which publishes what this rank has written, and waits until all have arrived. Fails when the group is
+// Arrives at `round`, which publishes what this rank has written, and waits until all have arrived. Fails when the group is
 // dead; ends the group at the deadline and when a member is lost.
 rm_code rm_region_barrier(rm_region_endpoint *end, const rm_region_call *call, rm_error *err);
 

@@ -151,7 +151,7 @@ static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t 
   rm_region_endpoint *end = rm_alloc(1, sizeof *end);
   if (!end) return NULL;
   *end = (rm_region_endpoint){.region = region, .me = me, .size = n, .index = index, .n_spins = region->most_spins};
-  end->turn = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, except in tests of the counters' wrap-around
+  end->round = atomic_load(&rm_region_slot_of(region, index, members[me])->came);   // 0, except in tests of the counters' wrap-around
   for (int i = 0; i < n; i++) {
     end->members[i] = members[i];
     end->slots[i] = rm_region_slot_of(region, index, members[i]);

@@ -1,5 +1,5 @@
 // region.h: the transport between ranks that share memory: threads of a process (`threads`) or processes of a machine (`shm`). A region
-// is one segment of memory with two headers and two buffers for each rank in each of its groups.
+// is one allocation with two headers and two buffers for each rank in each of its groups.
 //
 // A call: the rank writes its blocks into one of its two buffers, announces its arrival, waits until all ranks of the group have arrived
 // at the same call, compares headers, and copies what is for it. It writes that buffer again two calls later, when all ranks have arrived

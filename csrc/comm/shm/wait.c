@@ -30,14 +30,14 @@ static void cpu_relax(void) {
 
 // Whether all have arrived at the round. The counter wraps; compared values are never half its range apart.
 static int all_came(const rm_region_endpoint *end, uint32_t barrier) {
-  const uint32_t wanted = (uint32_t)end->turn * (uint32_t)end->size * RM_BARRIER_ARRIVAL;
+  const uint32_t wanted = (uint32_t)end->round * (uint32_t)end->size * RM_BARRIER_ARRIVAL;
   return (int32_t)((barrier & ~RM_BARRIER_CAUSE) - wanted) >= 0;
 }
 
 // Adds this rank's arrival, unless the group is dead, and returns the barrier's new value.
 static uint32_t arrive(rm_region_endpoint *end) {
   rm_region_slot *group = end->group;
-  atomic_store_explicit(&end->slots[end->me]->came, (uint32_t)end->turn, memory_order_relaxed);
+  atomic_store_explicit(&end->slots[end->me]->came, (uint32_t)end->round, memory_order_relaxed);
   uint32_t barrier = atomic_load_explicit(&group->barrier, memory_order_relaxed);
   do {
     if (barrier & RM_BARRIER_CAUSE) return barrier;
@@ -63,7 +63,7 @@ static absent look(const rm_region_endpoint *end) {
     const uint64_t theirs = atomic_load(&slot->members);
     if (atomic_load(&slot->left)) found.left |= bit(end->members[i]);
     if (theirs && theirs != mine) found.other_members |= bit(end->members[i]);
-    if (atomic_load(&slot->came) != (uint32_t)end->turn) found.late |= bit(end->members[i]);
+    if (atomic_load(&slot->came) != (uint32_t)end->round) found.late |= bit(end->members[i]);
   }
   return found;
 }

@@ -201,7 +201,7 @@ static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, cons
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// All rows of a step; in the static form a chunk of them.
+// All rows of a step; in the static form those of a pass.
 static rm_code stay(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard, const rm_layer_params *layer, const char *weights, char *x,
                     int64_t rows, int is_static, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const int64_t m = rows * moe->spec->top_k;

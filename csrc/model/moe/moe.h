@@ -8,8 +8,8 @@
 //                `alltoall` differ in what they send (dispatch.h).
 //
 // On a device each way also has a static form, whose exchanges have sizes that follow from the number of rows alone (static_dispatch.c),
-// so that nothing waits for the device. Long steps are split into chunks of rows, which bounds its memory for any number of experts. With
-// the staged transport only steps of few rows use it; with NCCL all do, and the counted form allocates nothing.
+// so that nothing waits for the device. Long steps are split into passes over some of the rows, which bounds its memory for any number
+// of experts. With the staged transport only steps of few rows use it; with NCCL all do, and the counted form allocates nothing.
 //
 // In all forms an expert's output is one row of bits, and the home rank adds the rows of a token in the contract's tree, so all give the
 // bits of one rank.
@@ -42,7 +42,7 @@ typedef struct rm_static_sizes {
 // Buffers of the static form; unused where rows = 0.
 typedef struct rm_moe_static {
   rm_mesh mesh;
-  int64_t rows;             // max rows of a chunk
+  int64_t rows;             // max rows of a pass
   int64_t most_rows;        // max rows of a step that uses this form
   rm_mirrored_buffer none;  // owned: [home_rows][top_k] −1, the expert ids of padding rows
   char *all;                // [ep][pitch] rows and expert ids of all ranks; dispatched only
@@ -62,7 +62,7 @@ typedef struct rm_moe {
   rm_dtype dtype;
   rm_dispatcher dispatcher;
   int dispatches;             // input and output are home rows
-  int64_t max_rows;           // of one pass through the block; of a chunk where all steps use the static form
+  int64_t max_rows;           // of a step; where all steps use the static form, of one pass
   int32_t *ids;               // [rows][top_k], best first
   float *gates;               // [rows][top_k]
   char *inner;                // T [rows of this rank's experts][moe_intermediate]
@@ -95,12 +95,12 @@ size_t rm_moe_bytes(const rm_moe *moe);                             // memory be
 static inline int rm_moe_is_static(const rm_moe *moe, int64_t most_rows) {
   return moe->fixed.rows > 0 && most_rows <= moe->fixed.most_rows;
 }
-// Max rows of a chunk of the static form: RM_STATIC_ROWS of each rank's own, or as many as make exchanges of RM_STATIC_BYTES, whichever
+// Max rows of a pass of the static form: RM_STATIC_ROWS of each rank's own, or as many as make exchanges of RM_STATIC_BYTES, whichever
 // is less, but at least one. Buffers take about 2.5 times those bytes. Examples: Qwen3-30B-A3B (top 8 of 128 experts) on 8 ranks
-// exchanges 128 MiB for 512 rows; a model with hidden size 7168 and 256 experts on 64 ranks has chunks of 73 rows.
+// exchanges 128 MiB for 512 rows; a model with hidden size 7168 and 256 experts on 64 ranks has passes of 73 rows.
 enum { RM_STATIC_ROWS = 512, RM_STATIC_BYTES = 256 << 20 };
 int64_t rm_static_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
-// Max bytes that an exchange of the static form sends or receives, in chunks of so many rows.
+// Max bytes that an exchange of the static form sends or receives, in passes of so many rows.
 size_t rm_static_exchanged(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
 
 // x ← block(x), T [rows][hidden]; only this rank's columns of the output are written. routed: the chosen ids, row r's at
@@ -118,7 +118,7 @@ rm_static_sizes rm_static_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_
 static inline rm_static_sizes rm_moe_static_most(const rm_moe *moe) {
   return moe->fixed.rows ? rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, moe->fixed.rows) : (rm_static_sizes){0};
 }
-// Sets max_rows to that of a chunk where all steps use the static form.
+// Sets max_rows to that of a pass where all steps use the static form.
 rm_code rm_moe_static_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err);
 void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]);
 // For rows that were routed: computes this rank's experts and exchanges outputs, which come to `part`.

@@ -159,7 +159,7 @@ static rm_code give_back(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
 }
 
-// A chunk of home rows; most_home: of the rank that has most.
+// The home rows of a pass; most_home: of the rank that has most.
 static rm_code travel(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights, const char *x, char *out,
                       int64_t rows, int64_t most_home, int16_t *routed, int64_t routed_stride, rm_error *err) {
   const rm_static_sizes sizes = rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, most_home * moe->fixed.mesh.tp);
