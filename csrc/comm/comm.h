@@ -83,10 +83,10 @@ rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *devic
 // Whether calls only enqueue, so that a graph can capture them. Barriers never do.
 int rm_comm_can_be_captured(const rm_comm *comm);
 
-// For transports that send no headers (nccl): compares all calls so far (op, sequence, epoch, sizes of gathers), and the bytes between each
-// two ranks, over `host`, another group of the same ranks in the same order. Captured calls count once, at capture; the engine compares
-// which graph a step replays.
-// RM_E_COLLECTIVE_MISMATCH names two ranks that differ, and ends `comm` on all. All ranks call it at the same steps.
+// For transports that send no headers (nccl): compares all calls so far (op, sequence, epoch, sizes of gathers), and the bytes between
+// each two ranks, over `host`, another group of the same ranks in the same order. Captured calls count once, at capture; the engine
+// compares which graph a step replays. RM_E_COLLECTIVE_MISMATCH names two ranks that differ, and ends `comm` on all. All ranks call it at
+// the same steps.
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err);
 
 int rm_comm_rank(const rm_comm *comm);                 // in the group, 0 … size − 1

@@ -52,7 +52,7 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
 }
 
 // ---------------------------------------------------------------------------------------------- between processes
-rm_code rm_cuda_loan(const char *library, const rm_device *device, const void *address, rm_device_loan *out, rm_error *err) {
+rm_code rm_cuda_make_loan(const char *library, const rm_device *device, const void *address, rm_device_loan *out, rm_error *err) {
   const char *(*lend)(int, const void *, rm_device_loan *) = NULL;
   const rm_code code = find(library, "rm_cuda_lend", &lend, err);
   if (code) return code;
@@ -78,7 +78,7 @@ rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_e
   return why ? rm_fail(err, RM_E_CONFIG, "GPU %.31s is not among the devices of this process: %s", bus, why) : RM_OK;
 }
 
-rm_code rm_cuda_borrowed(const char *library, const rm_device *device, rm_device_loan *loan, rm_error *err) {
+rm_code rm_cuda_open_loan(const char *library, const rm_device *device, rm_device_loan *loan, rm_error *err) {
   const char *(*borrow)(rm_device_loan *) = NULL;
   const rm_code code = find(library, "rm_cuda_borrow", &borrow, err);
   if (code) return code;
@@ -88,7 +88,7 @@ rm_code rm_cuda_borrowed(const char *library, const rm_device *device, rm_device
   return why ? rm_fail(err, RM_E_DEVICE, "%s: memory of another process: %s", device->name, why) : RM_OK;
 }
 
-rm_code rm_cuda_given_back(const char *library, const rm_device *device, void *block, rm_error *err) {
+rm_code rm_cuda_close_loan(const char *library, const rm_device *device, void *block, rm_error *err) {
   const char *(*give_back)(void *) = NULL;
   const rm_code code = find(library, "rm_cuda_give_back", &give_back, err);
   if (code) return code;

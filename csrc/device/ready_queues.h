@@ -1,6 +1,6 @@
-// ready_queues.h: one queue per CUDA device for synchronizing with producers of tensors. A DLPack producer makes a stream of the tensor's
-// device wait for pending writes. A device that the engine does not use is opened at its first tensor. Used by the thread that owns the
-// engine.
+// ready_queues.h: one stream for each CUDA device, to wait until a tensor is ready. A DLPack producer makes the stream that it is given
+// wait for its pending writes; the engine then waits for that stream. A device that the engine does not use is opened at its first tensor.
+// Used by the thread that owns the engine.
 #pragma once
 
 #include "device/devices.h"

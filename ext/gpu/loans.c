@@ -84,7 +84,7 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
+  const rm_code code = RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle, (Py_ssize_t)sizeof loan.handle,
                        (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
@@ -104,7 +104,7 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(rm_module_of(object), &err);
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_borrowed(self->readers.library, device, &loan, &err));
+  const rm_code code = RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block, (Py_ssize_t)loan.bytes);
 }
@@ -117,7 +117,7 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
   const rm_device *device = find(self, ordinal);
   if (!device) return NULL;
-  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_cuda_given_back(self->readers.library, device, (void *)(uintptr_t)block, &err)),
+  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, (void *)(uintptr_t)block, &err)),
                  &err);
 }
 

@@ -90,7 +90,7 @@ typedef struct rm_region_endpoint {
   rm_region_slot *group;           // of the first member
   rm_region_slot *slots[RM_REGION_RANKS];
   char *buffers[RM_REGION_RANKS];  // two of each member
-  uint64_t round;                   // of the call at hand, from 1
+  uint64_t round;                  // of the call at hand, from 1
   int n_spins;                     // polls of the barrier before the next sleep
 } rm_region_endpoint;
 

@@ -27,13 +27,13 @@ class EngineOptions:
     ep: int
     ep_backend: str
     sequence_parallel: bool
-    host_pages: int = 0  # > 0: a host schedules, vllm/worker/runner.py
+    host_pages: int = 0  # > 0: an external scheduler (vLLM's) hands out so many KV pages
     enforce_eager: bool = False  # no CUDA graphs
-    memory_fraction: float = 0.0  # > 0 where kv_bytes = 0 and no host schedules: of the device's free memory
-    cuda_library: str | None = None  # devices.py, as the next
+    memory_fraction: float = 0.0  # > 0, with kv_bytes = 0: share of the device's free memory for weights and KV cache
+    cuda_library: str | None = None  # None: the CPU. This and the next: devices.Device
     cuda_ordinal: int = -1
     cuda_family: str | None = None
-    nccl_library: str | None = None  # comm.Nccl, as the next
+    nccl_library: str | None = None  # this and the next: comm.Nccl
     nccl_gpu: str | None = None
-    cublas_library: str | None = None  # cublas.py, as the next; not None: dense gemms are its
-    cublas_version: str | None = None  # for the other ranks
+    cublas_library: str | None = None  # path (cublas.py); not None: cuBLASLt computes the dense gemms
+    cublas_version: str | None = None  # compared among ranks

@@ -71,7 +71,7 @@ class Weights:
                 else:
                     push_entries(engine, source, deadline)
                 engine.barrier("a sync after its entries", fault or _fault_of(checks[0]))
-                self._await_turn_to_commit(options, timed, deadline)
+                self._check_deadlines(options, timed, deadline)
                 voting = True
                 report = self._commit(options, engine.own_deadline(deadline))
                 voting = False
@@ -89,7 +89,7 @@ class Weights:
         self.reset("a later sync began")
         return everyone
 
-    def _await_turn_to_commit(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
+    def _check_deadlines(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
         """Where ranks are processes, they check their deadlines together, after running requests have finished. timed: some rank has a
         deadline."""
         if timed and self._engine.has_peers:
@@ -169,7 +169,7 @@ class Weights:
                 at = "commit" if deadline is None else TIMED
                 while not {"commit", TIMED}.issuperset(places := self._all_gather_push(sync, at)):
                     pass  # other ranks still push
-                self._await_turn_to_commit(sync.options, TIMED in places, deadline)
+                self._check_deadlines(sync.options, TIMED in places, deadline)
                 deadline = None  # it was checked together
             voting = True
             sync.report = self._commit(sync.options, deadline)
