@@ -150,12 +150,12 @@ static rm_code create_parts(rm_ranks *ranks, const rm_spec *spec, const rm_ranks
     const rm_code code = connect(ranks, err);
     if (code) return code;
   }
-  rm_code code = rm_ready_queues_init(&ranks->ready_queues, options->cuda_library, err);
+  rm_code code = rm_ready_streams_init(&ranks->ready_streams, options->cuda_library, err);
   if (!code) code = rm_ranks_run(ranks, create_engine, &how, err);
   if (!code) code = check_families(ranks, err);
   for (int r = ranks->n - 1; r >= 0 && !code; r--) {
     const rm_device *device = &ranks->members[r].device;
-    if (device->self && device->ordinal < RM_MAX_GPUS) ranks->ready_queues.own[device->ordinal] = device;
+    if (device->self && device->ordinal < RM_MAX_GPUS) ranks->ready_streams.own[device->ordinal] = device;
   }
   return code;
 }
@@ -193,7 +193,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
 void rm_ranks_destroy(rm_ranks *ranks) {
   if (!ranks) return;
   if (ranks->members) rm_ranks_run(ranks, destroy_engine, NULL, NULL);
-  rm_ready_queues_destroy(&ranks->ready_queues);
+  rm_ready_streams_destroy(&ranks->ready_streams);
   for (int r = 0; ranks->members && r < ranks->n; r++) {
     if (ranks->members[r].device.self) ranks->members[r].device.close(ranks->members[r].device.self);
     for (int group = 0; group < N_GROUPS; group++) rm_comm_destroy(ranks->members[r].groups[group]);
@@ -215,9 +215,9 @@ void rm_ranks_abort_groups(rm_ranks *ranks) {
 
 rm_mesh rm_ranks_mesh(const rm_ranks *ranks) { return ranks->mesh; }
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member) { return ranks->members[member].engine; }
-int rm_ranks_reads_gpus(const rm_ranks *ranks) { return ranks->ready_queues.library != NULL; }
+int rm_ranks_reads_gpus(const rm_ranks *ranks) { return ranks->ready_streams.library != NULL; }
 rm_code rm_ranks_ready_queue(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err) {
-  return rm_ready_queues_find(&ranks->ready_queues, ordinal, out, err);
+  return rm_ready_streams_find(&ranks->ready_streams, ordinal, out, err);
 }
 
 // ---------------------------------------------------------------------------------------------- statistics

@@ -81,7 +81,7 @@ rm_code rm_ranks_external_tokens(rm_ranks *ranks, uint64_t id, const int32_t *to
 void rm_ranks_statistics(const rm_ranks *ranks, rm_engine_stats *out);
 // This process stops calling: other ranks get RM_E_RANK_LOST where they wait for it.
 void rm_ranks_abort_groups(rm_ranks *ranks);
-// The device whose stream DLPack producers synchronize with for tensors of that ordinal (device/ready_queues.h). A view.
+// The device whose stream DLPack producers synchronize with for tensors of that ordinal (device/ready_streams.h). A view.
 int rm_ranks_reads_gpus(const rm_ranks *ranks);
 rm_code rm_ranks_ready_queue(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err);
 rm_engine *rm_ranks_engine(rm_ranks *ranks, int member); // a view; for the manifest and the version

@@ -2,7 +2,7 @@
 // in parallel (rm_ranks_run); the others run on one engine after the other.
 #pragma once
 
-#include "device/ready_queues.h"
+#include "device/ready_streams.h"
 #include "local_mesh/groups.h"
 #include "local_mesh/ranks.h"
 
@@ -27,15 +27,15 @@ typedef struct rm_prefix {
 struct rm_ranks {
   // ranks.c, set at creation
   rm_mesh mesh;
-  int first, n;                  // ranks in this process: all, or one
-  int n_replicas, per_replica;   // of those: whole replicas, or one rank of one
-  int own;                       // the replica of members[0]
-  rm_team *team;                 // owned, a thread for each member; NULL where there is one
-  rm_region *region;             // owned
-  rm_member *members;            // [n]
-  rm_ready_queues ready_queues;  // owned
+  int first, n;                    // ranks in this process: all, or one
+  int n_replicas, per_replica;     // of those: whole replicas, or one rank of one
+  int own;                         // the replica of members[0]
+  rm_team *team;                   // owned, a thread for each member; NULL where there is one
+  rm_region *region;               // owned
+  rm_member *members;              // [n]
+  rm_ready_streams ready_streams;  // owned
   int64_t page_size;
-  int has_external_scheduler;    // it chooses the replica
+  int has_external_scheduler;      // it chooses the replica
   // ranks_requests.c; owned
   int64_t *assigned;    // [dp] tokens assigned to each replica so far
   rm_prefix *prefixes;  // [PREFIX_SLOTS]

@@ -33,9 +33,9 @@ static rm_code await_tensors(rm_ranks *ranks, const rm_entry *entries, int64_t n
   rm_code code = RM_OK;
   for (int64_t i = 0; i < n && !code; i++) {
     const rm_tensor *tensor = &entries[i].tensor;
-    if (!tensor->on_device || !ranks->ready_queues.library || (only && tensor->ordinal == only->ordinal)) continue;
+    if (!tensor->on_device || !ranks->ready_streams.library || (only && tensor->ordinal == only->ordinal)) continue;
     if (tensor->ordinal >= 0 && tensor->ordinal < RM_MAX_GPUS && waited_for >> tensor->ordinal & 1) continue;
-    code = rm_ready_queues_wait(&ranks->ready_queues, tensor->ordinal, err);
+    code = rm_ready_streams_wait(&ranks->ready_streams, tensor->ordinal, err);
     if (!code) waited_for |= (uint64_t)1 << tensor->ordinal;
   }
   return code;

@@ -5,7 +5,7 @@
 
 #include "base/memory.h"
 #include "device/cuda.h"
-#include "device/ready_queues.h"
+#include "device/ready_streams.h"
 #include "dlpack.h"
 #include "gpu_array.h"
 #include "gpu_group.h"
@@ -13,7 +13,7 @@
 
 typedef struct gpus_object {
   PyObject_HEAD
-  rm_ready_queues readers;           // owned
+  rm_ready_streams readers;           // owned
 } gpus_object;
 
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -22,20 +22,20 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Gpus", names, &library)) return NULL;
   gpus_object *self = rm_object_new((PyObject *)type);
-  if (!self || !rm_ready_queues_init(&self->readers, library, &err)) return (PyObject *)self;
+  if (!self || !rm_ready_streams_init(&self->readers, library, &err)) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(PyType_GetModule(type), &err);
 }
 
 static void gpus_dealloc(PyObject *self) {
-  rm_ready_queues_destroy(&((gpus_object *)self)->readers);
+  rm_ready_streams_destroy(&((gpus_object *)self)->readers);
   rm_object_free(self);
 }
 
 static const rm_device *find(gpus_object *self, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
-  if (rm_ready_queues_find(&self->readers, ordinal, &device, &err)) rm_raise(rm_module_of((PyObject *)self), &err);
+  if (rm_ready_streams_find(&self->readers, ordinal, &device, &err)) rm_raise(rm_module_of((PyObject *)self), &err);
   return device;
 }
 
@@ -71,7 +71,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   int ordinal;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
-  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_ready_queues_wait(&self->readers, ordinal, &err)), &err);
+  return rm_none(rm_module_of(object), RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
 }
 
 // Opening memory waits for the driver, closing it for the device: both run without the GIL.
