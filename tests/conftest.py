@@ -3,6 +3,7 @@ that parity tests leave in the summary."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of a hundred files left is no garbage: with it each gc.collect() of a test took 0.2 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -44,13 +44,29 @@ def library(into: Path) -> Path:
 
 
 @functools.cache
+def headers(into: Path) -> list[str]:
+    """The standard headers, parsed once: that was half of the time of compiling forty small sources."""
+    names = ("algorithm", "cmath", "cstddef", "cstdint", "cstdio", "cstring", "initializer_list", "memory", "vector")
+    header = into / "standard.h"
+    flags = ["c++-header" if flag == "c++" else flag for flag in CPU_FLAGS]
+
+    def make() -> None:
+        header.write_text("".join(f"#include <{name}>\n" for name in names))
+        run([os.environ.get("CXX", "g++"), *flags, str(header), "-o", f"{header}.gch"], dict(os.environ))
+
+    once(into / "standard.h.gch", make)
+    return ["-include", str(header)]
+
+
+@functools.cache
 def simt_object(into: Path, source: Path) -> str:
     target = into / f"{source.stem}.simt.o"
-    command = [os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, "-c", str(source), "-o", str(target)]
+    command = [os.environ.get("CXX", "g++"), *CPU_FLAGS, *INCLUDE, *headers(into), "-c", str(source), "-o", str(target)]
     return str(once(target, lambda: run(command, dict(os.environ))))
 
 
 def simt_objects(into: Path, sources: list[Path]) -> list[str]:
+    headers(into)  # before the threads
     with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count()) as pool:
         return list(pool.map(lambda source: simt_object(into, source), sources))
 

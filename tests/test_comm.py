@@ -27,8 +27,9 @@ def test_planted_faults_are_seen(native: Build, fault: int) -> None:
     assert done.returncode == 1, done.stdout
 
 
-def test_every_exchange_brings_what_was_sent(native: Build, seed: int, pytestconfig: pytest.Config) -> None:
-    printed = passes([native("mesh_comm"), "--cases", "300", "--seed", str(seed)])
+@pytest.mark.parametrize("cases", [100, full(300)])
+def test_every_exchange_brings_what_was_sent(native: Build, cases: int, seed: int, pytestconfig: pytest.Config) -> None:
+    printed = passes([native("mesh_comm"), "--cases", str(cases), "--seed", str(seed)])
     note(pytestconfig, "threads", printed)
 
 

@@ -151,6 +151,7 @@ def test_logits_of_each_shape(make: Callable[..., rm.Generator], case: helpers.C
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.Generator]) -> None:
     """Top logprobs over the whole vocabulary: 1.1 MB of one prompt, and a step keeps 1 (RESULTS_BYTES of csrc/engine/engine.c)."""
     wide = 1600

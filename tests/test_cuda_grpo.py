@@ -36,6 +36,7 @@ def test_a_run_on_a_device_is_the_cpus(file: Path, tmp_path: Path) -> None:
     assert len(lines(tmp_path / "cuda")) == 4
 
 
+@pytest.mark.full
 def test_a_run_whose_ranks_exchange_by_nccl_is_the_cpus(
     library: Path,  # noqa: F811
     tmp_path: Path,

@@ -25,7 +25,7 @@ def beside(program: Path, sanitize: str = "") -> dict[str, str]:
     return {"STANDIN_LIBRARY": str(standin(program.parent.parent, sanitize))}
 
 
-@pytest.mark.parametrize("fault", [1, 2])
+@pytest.mark.parametrize("fault", [1, full(2)])
 def test_planted_faults_are_seen(native: Build, fault: int) -> None:
     """1: a bit of what a rank sends; 2: a rank that replays once less."""
     program = native("mesh_device")
@@ -34,9 +34,10 @@ def test_planted_faults_are_seen(native: Build, fault: int) -> None:
     assert ("other bytes than threads bring" if fault == 1 else "TimeoutError") in done.stderr
 
 
-def test_devices_get_what_threads_get(native: Build, seed: int, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("cases", [12, full(40)])
+def test_devices_get_what_threads_get(native: Build, cases: int, seed: int, pytestconfig: pytest.Config) -> None:
     program = native("mesh_device")
-    note(pytestconfig, "staged and nccl", passes([program, "--cases", "40", "--seed", str(seed)], **beside(program)))
+    note(pytestconfig, "staged and nccl", passes([program, "--cases", str(cases), "--seed", str(seed)], **beside(program)))
 
 
 @pytest.mark.full

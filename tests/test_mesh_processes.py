@@ -500,7 +500,7 @@ def test_a_comm_is_used_once() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- forks, close, timeouts and Ctrl-C
-@pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), ("shm", (2, 2, 4)), ("torch", (2, 1, 1))])
+@pytest.mark.parametrize("transport, mesh", [("shm", (2, 1, 1)), full("shm", (2, 2, 4)), full("torch", (2, 1, 1))])
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_a_forked_child_lets_go(servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], how: str) -> None:
     for rank in results(servers[transport]("forked", mesh, model="moe", how=how, timeout=20.0)):

@@ -18,6 +18,7 @@ from typing import Any
 
 import helpers
 import pytest
+from marks import full
 from native_build import standin
 from test_cuda_engine import DENSE, MOE, PARAMS, PROMPTS, everything, free, told
 from test_cuda_graphs import PARAMS as GRAPH_PARAMS
@@ -275,9 +276,9 @@ def test_a_thread_that_cannot_be_made(make: Make, simt: Path, monkeypatch: pytes
     "host, mesh, model, options",
     [
         ("shm", (2, 1, 1), "dense", {}),
-        ("shm", (2, 2, 4), "moe", {"sequence_parallel": True}),
+        full("shm", (2, 2, 4), "moe", {"sequence_parallel": True}),
         ("shm", (3, 1, 3), "moe", {"ep_backend": "local_allreduce"}),
-        ("torch", (2, 1, 2), "moe", {"ep_backend": "allgather_reducescatter"}),
+        full("torch", (2, 1, 2), "moe", {"ep_backend": "allgather_reducescatter"}),
     ],
 )
 def test_processes_give_the_bits_of_one_rank(
@@ -305,6 +306,7 @@ KILLED = {
 LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
 
 
+@pytest.mark.full
 def test_an_abort_that_lasts_is_waited_for_by_nobody(ranks: Run, simt: Path) -> None:
     """NCCL's own waits until no recording knows the communicator, and those go after it: the error has to come before."""
     began = time.monotonic()
@@ -401,6 +403,7 @@ def test_ranks_that_have_not_the_same_nccl(ranks: Run, simt: Path, job: dict[str
         assert words in rank["error"][1]
 
 
+@pytest.mark.full
 def test_caches_that_take_what_is_free_on_one_gpu(make: Make, ranks: Run, alone: Callable[..., Any], simt: Path) -> None:
     """Two ranks there, threads or processes, have less than half of what ranks with a GPU of their own have: the weights come off twice."""
     options = {"kv_cache_gib": None, "memory_fraction": 0.05}

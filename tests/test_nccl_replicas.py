@@ -50,7 +50,7 @@ def counts(generator: rm.Generator) -> tuple[int, int]:
         (TWO, {"ep_backend": "alltoall"}),
         full(TWO, {"ep_backend": "allgather_reducescatter", "dtype": "float32"}),
         full(FOUR, {"ep_backend": "alltoall", "sequence_parallel": True}),
-        (FOUR, {"ep_backend": "allgather_reducescatter"}),
+        full(FOUR, {"ep_backend": "allgather_reducescatter"}),
         full(rm.Mesh(dp=4, ep=4), {"device": "cuda:0"}),
     ],
     ids=str,
@@ -230,7 +230,7 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
     "mesh, rows, changes",
     [
         (TWO, 515, {"ep_backend": "alltoall"}),
-        (FOUR, 1027, {"ep_backend": "allgather_reducescatter", "sequence_parallel": True}),
+        full(FOUR, 1027, {"ep_backend": "allgather_reducescatter", "sequence_parallel": True}),
         (rm.Mesh(tp=2, ep=2), 1027, {"ep_backend": "local_allreduce"}),
     ],
     ids=str,

@@ -44,6 +44,7 @@ def test_planted_memory_is_reported() -> None:
         assert names <= {"heap", "rss"}
 
 
+@pytest.mark.full
 def test_planted_descriptors_threads_and_references_are_reported() -> None:
     for names in grown("leak-fd", "leak-thread", "leak-reference"):
         assert names >= {"fds", "threads", "references to objects handed in"}

@@ -447,6 +447,7 @@ def test_a_consumer_whose_stream_lags(others: Callable[..., Ranks]) -> None:
         assert ranks(("send", DENSE, 5, {"bucket_bytes": size}), ("lags", {}))[1] == want
 
 
+@pytest.mark.full
 def test_a_put_behind_a_broadcast_that_does_not_end(others: Callable[..., Ranks]) -> None:
     """CUDA holds a copy from the host's memory back until then, without a deadline; the group has one."""
     ranks = others("nccl", world=2, timeout=2.0)
