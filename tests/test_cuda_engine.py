@@ -18,7 +18,7 @@ import dlpack
 import helpers
 import numpy as np
 import pytest
-import test_hosted
+import test_external_scheduler
 
 import rollmesh as rm
 from rollmesh import _core
@@ -526,10 +526,10 @@ def test_a_host_schedules_on_a_device(library: Path) -> None:
     """As vLLM does (csrc/scheduler/external_scheduler.h): pages shared and taken again, chunks, preemptions, a version in between."""
     found = []
     for where in ({}, {"cuda_library": str(library), "cuda_ordinal": 0}):
-        engine = test_hosted.make_engine(**where)
-        test_hosted.push(engine, 0)
+        engine = test_external_scheduler.make_engine(**where)
+        test_external_scheduler.push(engine, 0)
         rng = np.random.default_rng(5)
-        host = test_hosted.served(engine, rng, test_hosted.prompts_of(rng)[:5], pushes=(9,))
+        host = test_external_scheduler.served(engine, rng, test_external_scheduler.prompts_of(rng)[:5], pushes=(9,))
         found.append((host.drawn, engine.stats()["device"]))
         engine.close()
     assert found[0][0] == found[1][0]

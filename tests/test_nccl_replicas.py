@@ -17,7 +17,7 @@ import pytest
 from marks import full
 from test_cuda_engine import MOE, told
 from test_cuda_graphs import PARAMS, PROMPTS
-from test_hosted import asked
+from test_external_scheduler import asked
 from test_mesh_processes import results
 from test_nccl_engine import Make, Run, make, ranks, shares, simt, where  # noqa: F401  (fixtures)
 

@@ -131,7 +131,7 @@ def test_what_the_engine_is_given() -> None:
                 assert got.top_k == min(want.top_k, 100)
             elif name not in ("ignore_eos", "ranks"):  # vLLM's scheduler ends requests; a Generator gives no ranks
                 assert getattr(got, name) == getattr(want, name), name
-        assert not got.host_draws
+        assert not got.external_draws
         assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)
     every = sampling.engine_request(SamplingParams(logprobs=-1, prompt_logprobs=-1), 0, 16, 100)
     assert (every.logprobs, every.prompt_logprobs) == (100, 100)
@@ -161,7 +161,7 @@ def test_what_needs_logits_on_the_host(words: dict[str, Any]) -> None:
     params = SamplingParams(**words, min_tokens=4)
     assert sampling.needs_host_logits(params)
     request = sampling.engine_request(params, 0, 16, 100)
-    assert request.host_draws
+    assert request.external_draws
     assert request.min_tokens == 0  # the host's, so that a grammar may end before it
     plain = SamplingParams(min_tokens=4)
     assert not sampling.needs_host_logits(plain)

@@ -271,7 +271,7 @@ def test_load_weights_twice_without_a_step(served: Served) -> None:
 def test_load_weights_of_a_part(served: Served) -> None:
     served.client.rpc("load", [item for item in state(served.version + 1).items() if item[0] != LATE])
     with pytest.raises((rm.IncompleteSyncError, RuntimeError), match=r"lacks 1 of 71 parameters: .*experts.7.down_proj"):
-        served.client.rpc("close_unscoped")
+        served.client.rpc("commit_open_sync")
     if isinstance(served.client, ranks.Processes):
         served.client.skip(1)  # in a step every rank raises, and vLLM reads one reply
     served.still_works()

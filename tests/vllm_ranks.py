@@ -55,7 +55,7 @@ class _Worker:
         self.generator = rm.Generator(spec, mesh=mesh, comm=comm, **options)
         self.updates = WeightUpdates(self.generator._engine, config_of(world, executor, backend), rank)
         self.generator._weights = self.updates.weights
-        self.generator._driver._close_set = self.updates.close_unscoped  # its steps close what load_weights has left open
+        self.generator._driver._commit_open_sync = self.updates.commit_open_sync  # its steps close what load_weights has left open
 
     def bits(self) -> bytes:
         return b"".join(logits.tobytes() for logits in self.generator.logits(PROMPTS))

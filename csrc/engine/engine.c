@@ -30,7 +30,7 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if ((code = check_range("max_num_seqs", options->max_num_seqs, 1, MAX_SEQUENCES, err))) return code;
   if ((code = check_range("max_num_batched_tokens", options->max_num_batched_tokens, 1, MAX_BATCHED, err))) return code;
   if ((code = check_range("page_size", options->page_size, 16, MAX_PAGE, err))) return code;
-  if ((code = check_range("host_pages", options->host_pages, 0, INT32_MAX / 2, err))) return code;
+  if ((code = check_range("external_pages", options->external_pages, 0, INT32_MAX / 2, err))) return code;
   if ((code = check_range("n_threads", options->n_threads, 0, 256, err))) return code;
   if ((code = check_range("num_experts", spec->n_experts, 0, INT16_MAX, err))) return code;
   if (options->page_size % 16) return rm_fail(err, RM_E_CONFIG, "page_size=%lld is not a multiple of 16", (long long)options->page_size);
@@ -62,19 +62,19 @@ static rm_code create_cache(rm_engine *engine, rm_error *err) {
 static rm_code create_scheduler(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   const rm_scheduler_options scheduler = {
-      .policy = options->host_pages > 0 ? &rm_external_policy : &rm_own_policy,
+      .policy = options->external_pages > 0 ? &rm_external_policy : &rm_own_policy,
       .limits = {.vocab = engine->spec->vocab_size,
                  .max_model_len = options->max_model_len,
                  .page_size = options->page_size,
                  .routed_per_token = engine->runner.routed_per_token,
-                 .external = options->host_pages > 0,
+                 .external = options->external_pages > 0,
                  .eos_ids = options->eos_ids,
                  .n_eos = options->n_eos,
                  .engine_seed = options->seed},
       .max_num_seqs = options->max_num_seqs,
       .max_num_batched_tokens = options->max_num_batched_tokens,
       .prefix_caching = options->prefix_caching,
-      .external_pages = options->host_pages,
+      .external_pages = options->external_pages,
       .zero_page = rm_runner_zero_page,
       .copy_page = rm_runner_copy_page,
       .pages = &engine->runner,
@@ -219,8 +219,8 @@ static rm_code run_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
   *n_work = 0;
   engine->had_work = 0;
-  if (engine->options.host_pages > 0)
-    return rm_fail(err, RM_E_STATE, "this engine has an external scheduler: expected host_step, got step");
+  if (engine->options.external_pages > 0)
+    return rm_fail(err, RM_E_STATE, "this engine has an external scheduler: expected external_step, got step");
   rm_code code = check_ready(engine, err);
   if (code) return code;
   const rm_entered saved = rm_enter(engine);
@@ -235,7 +235,8 @@ int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,
                                 rm_error *err) {
   *n_work = 0;
-  if (!engine->options.host_pages) return rm_fail(err, RM_E_STATE, "this engine schedules its own requests: expected step, got host_step");
+  if (!engine->options.external_pages)
+    return rm_fail(err, RM_E_STATE, "this engine schedules its own requests: expected step, got external_step");
   rm_code code = check_ready(engine, err);
   if (code || (code = rm_external_begin(&engine->scheduler, step, err))) return code;
   const rm_entered saved = rm_enter(engine);

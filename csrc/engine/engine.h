@@ -34,7 +34,7 @@ typedef struct rm_engine_options {
   uint64_t seed;                // for requests without one
   int prefix_caching;
   int enforce_eager;            // capture no graphs (step/graph_replay.h)
-  int64_t host_pages;           // > 0: an external scheduler with so many pages; kv_bytes is ignored (external_scheduler.h)
+  int64_t external_pages;           // > 0: an external scheduler with so many pages; kv_bytes is ignored (external_scheduler.h)
   int64_t n_eos;
   const int32_t *eos_ids;       // view during create
   rm_rank rank;                 // position on a mesh, whose comms are views; zeros: one rank
@@ -69,7 +69,7 @@ rm_code rm_engine_abort(rm_engine *engine, uint64_t id, rm_error *err);        /
 // RM_E_STATE for one that was aborted or failed.
 rm_code rm_engine_stop_sample(rm_engine *engine, uint64_t id, int32_t sample, int64_t n_tokens, rm_error *err);
 
-// With an external scheduler (options.host_pages; external_scheduler.h): its step instead of rm_engine_step, its draws, and the scheduler
+// With an external scheduler (options.external_pages; external_scheduler.h): its step instead of rm_engine_step, its draws, and the scheduler
 // for the calls between steps. All ranks of a tp group get the same steps; all ranks of a lockstep group make the call, also without parts.
 // RM_E_REQUEST: a part breaks a rule, and nothing has changed. A part's result says if its request has failed.
 rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, rm_external_result *results, int64_t *n_work,

@@ -113,13 +113,13 @@ static rm_code left_pages(const rm_engine *engine, int64_t *n_pages, rm_error *e
 rm_code rm_kv_pages(rm_engine *engine, int64_t *n_pages, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   const uint64_t page_bytes = rm_model_page_bytes(engine->model);
-  if (!options->host_pages && !options->kv_bytes && options->memory_fraction > 0) return left_pages(engine, n_pages, err);
-  if (options->host_pages && (uint64_t)options->host_pages > SIZE_MAX / 2 / page_bytes)
-    return rm_fail(err, RM_E_CAPACITY, "host_pages=%lld of %llu bytes do not fit into the address space", (long long)options->host_pages,
-                   (unsigned long long)page_bytes);
-  if (!options->host_pages && options->kv_bytes < page_bytes)
+  if (!options->external_pages && !options->kv_bytes && options->memory_fraction > 0) return left_pages(engine, n_pages, err);
+  if (options->external_pages && (uint64_t)options->external_pages > SIZE_MAX / 2 / page_bytes)
+    return rm_fail(err, RM_E_CAPACITY, "external_pages=%lld of %llu bytes do not fit into the address space",
+                   (long long)options->external_pages, (unsigned long long)page_bytes);
+  if (!options->external_pages && options->kv_bytes < page_bytes)
     return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
                    (unsigned long long)page_bytes, (unsigned long long)options->kv_bytes);
-  *n_pages = options->host_pages ? options->host_pages : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
+  *n_pages = options->external_pages ? options->external_pages : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
   return RM_OK;
 }

@@ -167,7 +167,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   if (code) return code;
   if (options->endpoints && (options->endpoints->index < 0 || options->endpoints->index >= world))
     return rm_fail(err, RM_E_CONFIG, "rank %d: expected a rank of a world of %d", options->endpoints->index, world);
-  if (options->engine.host_pages > 0 && !options->endpoints && world > 1)
+  if (options->engine.external_pages > 0 && !options->endpoints && world > 1)
     return rm_fail(err, RM_E_CONFIG, "a mesh of %d ranks with an external scheduler: expected one rank in each process", world);
   rm_ranks *ranks = rm_alloc(1, sizeof *ranks);
   if (!ranks) return rm_fail(err, RM_E_MEMORY, "no memory for the ranks");
@@ -178,7 +178,7 @@ rm_code rm_ranks_create(const rm_spec *spec, const rm_ranks_options *options, rm
   ranks->per_replica = options->endpoints ? 1 : ranks->mesh.tp;
   ranks->own = rm_mesh_coords(&ranks->mesh, ranks->first).dp;
   ranks->page_size = options->engine.page_size;
-  ranks->has_external_scheduler = options->engine.host_pages > 0;
+  ranks->has_external_scheduler = options->engine.external_pages > 0;
   ranks->next_id = 1;
   code = create_parts(ranks, spec, options, err);
   if (code) {

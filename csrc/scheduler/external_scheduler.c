@@ -78,14 +78,14 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
       seq->external_end = part->n_computed + part->n_rows;
       seq->external_last = seq->external_end == rm_sequence_length(seq);
       seq->external_row = -1;
-      n_drawn += seq->external_last && seq->group->host_draws;
+      n_drawn += seq->external_last && seq->group->external_draws;
     }
   }
   if (!code && n_started > scheduler->n_free_table_rows)
     code = rm_fail(err, RM_E_REQUEST, "expected at most max_num_seqs=%lld requests at once, got %lld",
                    (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
   if (!code && n_drawn > step->n_logits)
-    code = rm_fail(err, RM_E_REQUEST, "expected room for the logits of %lld requests with host_draws, got room for %lld",
+    code = rm_fail(err, RM_E_REQUEST, "expected room for the logits of %lld requests with external_draws, got room for %lld",
                    (long long)n_drawn, (long long)step->n_logits);
   if (code) leave_step(scheduler, step);
   return code;

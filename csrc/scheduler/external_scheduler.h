@@ -25,7 +25,7 @@ typedef struct rm_external_part {   // of a step: one request
 struct rm_external_step {       // views during the call
   const rm_external_part *parts;   // [n_parts] in the scheduler's order: a part may read pages that an earlier part writes
   int64_t n_parts;
-  float *logits;                // [n_logits][vocab] of requests with host_draws that are at their last row, in the order of the parts
+  float *logits;                // [n_logits][vocab] of requests with external_draws that are at their last row, in the order of the parts
   float *stats;                 // [n_logits][2] of those rows: the largest logit, and the sum of exp(logit − it)
   int64_t n_logits;             // at least the number of those rows
 };

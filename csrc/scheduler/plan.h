@@ -39,7 +39,7 @@ typedef struct rm_plan {
   uint8_t *row_flags;       // [n_rows]
   uint8_t *out_flags;       // [n_out]
   float *target_logprobs;   // [n_out]
-  int32_t *tokens, *ranks;  // [n_draws]; a rank is 0 if it was not requested
+  int32_t *tokens, *ranks;  // [n_draws]; ranks: token ranks, 0 where none was requested
   float *logprobs, *sampling_logprobs;
 } rm_plan;
 

@@ -27,7 +27,7 @@ typedef struct rm_request {     // all pointers are views during add, except log
   uint64_t id;                  // 0: the engine numbers it; else its number, above that of every request before
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
   int ranks;                    // also the rank of each sampled token, and of each of the prompt if that has logprobs
-  int host_draws;               // its tokens are drawn by rm_engine_external_draw; with an external scheduler only
+  int external_draws;               // its tokens are drawn by rm_engine_external_draw; with an external scheduler only
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;

@@ -295,7 +295,7 @@ void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
     add_out(plan, seq, p, p + 1 < group->n_prompt ? seq->ids[p + 1] : -1, 0);
   if (group->kind != RM_GENERATE || end < rm_sequence_length(seq)) return;
   add_out(plan, seq, end - 1, -1, 1);
-  if (group->host_draws) seq->external_row = (int32_t)plan->n_external++;
+  if (group->external_draws) seq->external_row = (int32_t)plan->n_external++;
   else add_draw(plan, seq);
   if (group->leader == seq) join_siblings(scheduler, seq->group);
 }

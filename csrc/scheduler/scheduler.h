@@ -1,5 +1,5 @@
-// scheduler.h: the requests of an engine, the pages of its KV cache, and what the next step computes. No call here uses a device or
-// another rank; page contents are written by the runner, through two callbacks.
+// scheduler.h: the requests of an engine, the pages of its KV cache, and what the next step computes. No call here waits for a
+// device or talks to another rank; page contents are zeroed and copied by two callbacks of the runner.
 //
 // The policy decides: the engine's own scheduler (scheduler.c: in order of arrival, preempting the newest) or an external one
 // (external_scheduler.h: vLLM decides). The engine and commit only call the policy's functions.

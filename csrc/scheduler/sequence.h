@@ -13,14 +13,14 @@
 #include "scheduler/list.h"
 #include "scheduler/request.h"
 
-typedef enum rm_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_status;
+typedef enum rm_sequence_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_sequence_status;
 
 typedef struct rm_sequence_group rm_sequence_group;
 
 typedef struct rm_sequence {
   // scheduler.c
   rm_link link;                 // first member; in `waiting` or `active`, both ordered by `order`
-  rm_status status;
+  rm_sequence_status status;
   int32_t table_row;                // row of the block tables while ACTIVE
   int64_t n_pages;              // entries of that row
   int64_t kv_len;               // positions whose KV is in the pages, computed from ids[0 … kv_len)
@@ -66,7 +66,7 @@ struct rm_sequence_group {
   int64_t min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k, top_logprobs, prompt_top;
-  int want_prompt_logprobs, score_sampling, want_token_ranks, host_draws;
+  int want_prompt_logprobs, score_sampling, want_token_ranks, external_draws;
   float *logits_out;
   int wants_logits;             // they are computed, whether or not this rank returns them
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence

@@ -77,8 +77,8 @@ rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limi
   if ((code = check_logprobs(request, limits->vocab, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
   if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
-  REFUSE_UNLESS(limits->external || !request->host_draws,
-                "host_draws=True: expected an engine with an external scheduler (host_pages > 0)");
+  REFUSE_UNLESS(limits->external || !request->external_draws,
+                "external_draws=True: expected an engine with an external scheduler (external_pages > 0)");
   REFUSE_UNLESS(!limits->external || (request->kind == RM_GENERATE && request->n == 1),
                 "with an external scheduler: expected a generation with n=1, got %s with n=%d",
                 request->kind == RM_GENERATE ? "one" : "a score", request->n);
@@ -192,7 +192,7 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
       .score_sampling = score && request->score_sampling,
       .want_token_ranks = request->ranks,
-      .host_draws = request->host_draws,
+      .external_draws = request->external_draws,
       .logits_out = score ? request->logits_out : NULL,
       .wants_logits = score && (request->logits_out || request->wants_logits),
   };

@@ -27,7 +27,7 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_out_row *out = &plan->outs[i];
   const rm_sequence *seq = out->seq;
   const rm_sequence_group *group = seq->group;
-  if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs || group->wants_logits || group->host_draws)
+  if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs || group->wants_logits || group->external_draws)
     return 0;
   return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_banned);
 }

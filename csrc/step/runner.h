@@ -5,7 +5,8 @@
 //                               device, enqueues ops or replays a captured graph (graph_replay.c), waits for results once
 //   rm_commit   (commit.c)      results into the records of the requests
 //
-// Of these only rm_forward touches the device and other ranks. All memory is allocated at creation.
+// Of these only rm_forward waits for the device and exchanges with other ranks; schedule enqueues what the runner gave it to zero and copy
+// pages. All memory is allocated at creation.
 #pragma once
 
 #include "model/model.h"

@@ -22,7 +22,7 @@ static int needs_logits(const rm_out_row *out) {
 // Whether one rank of a tp group can do the row's work for all: it is only drawn from. Other records of logits are made on every rank.
 static int one_rank_does(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
-  if (group->top_logprobs || group->wants_logits || group->score_sampling || group->host_draws) return 0;
+  if (group->top_logprobs || group->wants_logits || group->score_sampling || group->external_draws) return 0;
   return out->target < 0 || !(group->prompt_top || group->want_token_ranks);
 }
 
@@ -351,7 +351,7 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
 
 // ---------------------------------------------------------------------------------------------- rows of logits for callers
 static int is_handed_out(const rm_out_row *out) {
-  return out->seq->group->logits_out != NULL || (out->draws && out->seq->group->host_draws);
+  return out->seq->group->logits_out != NULL || (out->draws && out->seq->group->external_draws);
 }
 
 static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
@@ -381,7 +381,7 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
     const rm_out_row *out = out_row(plan, pass, i);
     float *to = out->seq->group->logits_out;
     if (to) get(runner, to + out->position * vocab, runner->logits + i * runner->ld_logits, vocab);
-    if (out->draws && out->seq->group->host_draws) code = hand_to_scheduler(runner, pass, i, err);
+    if (out->draws && out->seq->group->external_draws) code = hand_to_scheduler(runner, pass, i, err);
   }
   return code;
 }

@@ -154,7 +154,7 @@ static const rm_attribute request_fields[] = {
     REQUEST("score", RM_ATTR_BOOL, kind),
     REQUEST("score_sampling", RM_ATTR_BOOL, score_sampling),
     REQUEST("ranks", RM_ATTR_BOOL, ranks),
-    REQUEST("host_draws", RM_ATTR_BOOL, host_draws),
+    REQUEST("external_draws", RM_ATTR_BOOL, external_draws),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int), "`score` is read as the kind");
 
@@ -368,7 +368,7 @@ static PyMethodDef methods[] = {
     // weights.c
     METHOD(weights, METH_NOARGS, "Views of the serving weights, valid until the next commit; None before the first."),
     // external_scheduler.c
-    METHOD(host_step, METH_VARARGS,
+    METHOD(external_step, METH_VARARGS,
            "(ids, computed, rows, replace, page_counts, pages, logits, stats): runs a step that the external scheduler decided. "
            "(tokens, logprobs, sampling_logprobs, ranks, rows computed)."),
     METHOD(host_draw, METH_VARARGS,

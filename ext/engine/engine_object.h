@@ -43,7 +43,7 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
 // external_scheduler.c
-PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_draw(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_top(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_host_routed(rm_engine_object *self, PyObject *args);

@@ -73,10 +73,10 @@ static PyObject *run_step(rm_engine_object *self, rm_external_step *step, rm_ext
   return rows ? result_columns(results, step->n_parts, rows) : NULL;
 }
 
-PyObject *rm_engine_py_host_step(rm_engine_object *self, PyObject *args) {
+PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   PyObject *objects[6], *logits, *stats, *result = NULL, *module = rm_engine_module(self);
-  if (!PyArg_ParseTuple(args, "OOOOOOOO:host_step", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4], &objects[5], &logits,
-                        &stats))
+  if (!PyArg_ParseTuple(args, "OOOOOOOO:external_step", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4], &objects[5],
+                        &logits, &stats))
     return NULL;
   columns c = {0};
   if (read_columns(module, objects, &c) || rm_engine_enter(self)) return NULL;

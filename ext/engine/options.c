@@ -19,7 +19,7 @@ static const rm_attribute option_fields[] = {
     OPTION("block_size", RM_ATTR_I64, engine.page_size),
     OPTION("kv_bytes", RM_ATTR_U64, engine.kv_bytes),
     OPTION("memory_fraction", RM_ATTR_F64, engine.memory_fraction),
-    OPTION("host_pages", RM_ATTR_I64, engine.host_pages),
+    OPTION("external_pages", RM_ATTR_I64, engine.external_pages),
     OPTION("seed", RM_ATTR_U64, engine.seed),
     OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
     OPTION("enforce_eager", RM_ATTR_BOOL, engine.enforce_eager),

@@ -30,7 +30,7 @@ class NotSyncedError(StateError):
 
 
 class VersionError(Error, ValueError):
-    """A weight version that does not exceed the serving one."""
+    """A weight version that does not exceed the one committed last."""
 
 
 class MissingKeyError(Error, ValueError):

@@ -176,7 +176,7 @@ class Generator:
         self._requests = Requests(self._engine, self._codec, self.eos_token_ids, dtype, is_invariant=blas is None)
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
-        self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.close_unscoped)
+        self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
 
     @classmethod
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
@@ -306,13 +306,13 @@ class Generator:
         allow_bias_removal: bool = False,
         timeout: float | None = None,
     ) -> SyncReport:
-        """Replaces all weights by a new version, atomically: on any error the old version keeps serving.
+        """Replaces all weights by a new version, atomically: on any error the old version keeps serving (but see mode).
 
         source              a state dict, an iterator of (name, tensor), or one of rollmesh.sources. Tensors of torch, NumPy or DLPack;
                             on any GPU of this process if the generator runs on GPUs. If ranks are processes: None on ranks that have
                             nothing to send, and equal weights on all others; DTensors (FSDP2, any mesh) and rm.Piece are sent to the
                             ranks that need them, without gathering. In one process a DTensor is gathered
-        version             has to exceed the serving one; None: the next number
+        version             has to exceed the one committed last; None: the next number
         cast                convert other float dtypes as torch's .to() does; else they are a DTypeError
         strict              False: skip unknown names, keep the values of missing parameters
         mode                "staged": copy, then swap; "inplace": no second copy, but a failure half way leaves the generator unsynced

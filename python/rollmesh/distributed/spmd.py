@@ -371,7 +371,7 @@ def join(values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: I
         ends.control.close()
         comm.close()
         raise
-    sends_records, own_requests = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.host_pages > 0
+    sends_records, own_requests = comm.rank % mesh.tp == 0, mesh.dp > 1 and options.external_pages > 0
     spmd = SpmdEngine(engine, comm, ends.control, ends.lockstep, sends_records, own_requests)
     try:
         facts = {name: value for name, value in asdict(options).items() if name not in {*OF_A_RANK, *may_differ}}

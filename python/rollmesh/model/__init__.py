@@ -1,7 +1,7 @@
 """What a model is, by arithmetic from its configuration alone: nothing is allocated.
 
-    spec         ModelSpec, from a Hugging Face config
-    rope         rope tables of each rope type
-    placement    which part of each parameter a rank holds
-    sizes        parameters and the bytes of a rank
+spec         ModelSpec, from a Hugging Face config
+rope         rope tables of each rope type
+placement    which part of each parameter a rank holds
+sizes        parameters and the bytes of a rank
 """

@@ -41,7 +41,7 @@ class Driver:
     ):
         """commit_open_sync: commits an open sync that is not used as a context manager, as the next step does."""
         self._engine, self._requests, self._codec = engine, requests, codec
-        self._turn, self._close_set = turn, commit_open_sync
+        self._turn, self._commit_open_sync = turn, commit_open_sync
         self._submitted: set[int] = set()  # ids for poll
         self._kept: dict[int, RequestOutput] = {}  # taken by a poll that then raised; the next one returns them
 
@@ -107,7 +107,7 @@ class Driver:
 
         try:
             with self._turn.take():
-                self._close_set()
+                self._commit_open_sync()
                 self._requests.all_or_none(add)
             return ids
         except BaseException as error:
@@ -138,7 +138,7 @@ class Driver:
         for request in list(self._kept):
             outputs[request] = self._kept[request]
             del self._kept[request]
-        self._close_set()
+        self._commit_open_sync()
         self._submitted.intersection_update(self._requests.live())
         waiting = self._submitted - self._requests.done_of(self._submitted)
         rows, late = 0, False
@@ -188,7 +188,7 @@ class Driver:
 
     def _before_step(self) -> None:
         """StateError if the generator is paused or asleep."""
-        self._close_set()
+        self._commit_open_sync()
         if self._engine.paused:
             raise StateError("the generator is paused; resume() it first")
         asleep = self._engine.stats()["asleep"]
@@ -219,7 +219,7 @@ class Driver:
         with self._turn.take():
             done = self._requests.done_of(open_ids)
             if not done and not self._engine.paused:
-                self._close_set()
+                self._commit_open_sync()
                 rows = self._requests.step_for(open_ids)
                 done = self._requests.done_of(open_ids)
                 if rows == 0 and not done:

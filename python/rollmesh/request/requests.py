@@ -45,7 +45,7 @@ class EngineRequest:
     score: bool
     score_sampling: bool
     ranks: bool = False
-    host_draws: bool = False
+    external_draws: bool = False
     stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod

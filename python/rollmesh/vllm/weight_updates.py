@@ -195,9 +195,9 @@ class WeightUpdates:
         """Sleep by tag."""
         self._rest(_mask(tags), False)
 
-    def close_unscoped(self) -> None:
+    def commit_open_sync(self) -> None:
         """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError drops it; the old version serves."""
-        self.weights.close_unscoped()
+        self.weights.commit_open_sync()
 
     def shutdown(self) -> None:
         """The worker is being closed."""

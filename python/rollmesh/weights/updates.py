@@ -180,7 +180,7 @@ class Weights:
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
 
-    def close_unscoped(self) -> None:
+    def commit_open_sync(self) -> None:
         """Commits an open sync that no `with` block will close. Called before each step."""
         if self._open is not None and not self._open.scoped:
             self.finish(self._open, None)

@@ -167,7 +167,7 @@ class Model(torch.nn.Module):
 
     def commit_weights(self) -> int | None:
         """Commits what load_weights has staged, if anything, and returns the serving version. Each forward pass calls it."""
-        self._updates.close_unscoped()
+        self._updates.commit_open_sync()
         if self._served != self.version:
             self._ends = self._store._engine.weights() or {}
             for layer, views in zip(self.layers, self._ends.get("layers", ()), strict=True):

@@ -45,7 +45,7 @@ class _Request:
     logprobs: int | None  # number of most likely tokens beside the drawn one; None: no logprobs
     prompt_logprobs: int | None  # the same for the prompt
     prompt_given: bool  # vLLM has its prompt logprobs
-    host_draws: bool  # its logits are edited on the host before the draw
+    external_draws: bool  # its logits are edited on the host before the draw
     routed: int  # positions whose routing vLLM has, or does not want
 
 
@@ -116,7 +116,7 @@ class Runner:
     def _make_step(self, scheduled: Any, grammar: Any) -> ModelRunnerOutput:
         names, failed = list(scheduled.num_scheduled_tokens), dict[str, str]()
         self._release_finished(scheduled)
-        why = self._close_set()
+        why = self._commit_open_sync()
         if why is None:
             try:
                 parts = self._parts(scheduled, failed)
@@ -140,7 +140,7 @@ class Runner:
     def idle_step(self) -> None:
         """A step without rows of this rank, in which other ranks may have some."""
         try:
-            if self._close_set() is None:
+            if self._commit_open_sync() is None:
                 self._step([], None)
         except NO_STEP:
             pass  # the other ranks cannot make it either
@@ -148,10 +148,10 @@ class Runner:
             self._engine.abort_unless_shared(error)
             raise
 
-    def _close_set(self) -> Error | None:
+    def _commit_open_sync(self) -> Error | None:
         """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks get; it ends this step's requests only."""
         try:
-            self._updates.close_unscoped()
+            self._updates.commit_open_sync()
         except ALONE:
             raise
         except Error as error:
@@ -189,9 +189,9 @@ class Runner:
             self._engine.host_forget(np.array(pages[0], np.int32))
 
     def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
-        most = sum(part.request.host_draws for part in parts)
+        most = sum(part.request.external_draws for part in parts)
         logits, stats = (np.empty((most, self._vocab_size), np.float32), np.empty((most, 2), np.float32)) if most else (None, None)
-        *columns, _ = self._engine.host_step(
+        *columns, _ = self._engine.external_step(
             np.array([part.request.number for part in parts], np.uint64),
             np.array([part.computed for part in parts], np.int64),
             np.array([part.rows for part in parts], np.int64),
@@ -269,7 +269,7 @@ class Runner:
             None if params.logprobs is None else asked.logprobs,
             prompt_logprobs,
             False,
-            asked.host_draws,
+            asked.external_draws,
             params.routed_experts_prompt_start,
         )
         self._requests[new.req_id] = request

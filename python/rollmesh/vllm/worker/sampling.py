@@ -172,11 +172,11 @@ def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, c
     number        the request's number, the same on all ranks; without a seed, its seed is made from this and the engine's seed
     max_tokens    how many tokens vLLM can still ask for
     """
-    hosted, greedy = needs_host_logits(params, custom_processors), params.temperature < GREEDY_BELOW
+    external, greedy = needs_host_logits(params, custom_processors), params.temperature < GREEDY_BELOW
     return EngineRequest(
         n=1,
         max_tokens=max_tokens,
-        min_tokens=0 if hosted else min(params.min_tokens, max_tokens),  # else vLLM's processor does it
+        min_tokens=0 if external else min(params.min_tokens, max_tokens),  # else vLLM's processor does it
         temperature=0.0 if greedy else params.temperature,
         top_p=1.0 if greedy else params.top_p,
         min_p=0.0 if greedy else params.min_p,
@@ -188,7 +188,7 @@ def engine_request(params: Any, number: int, max_tokens: int, vocab_size: int, c
         prompt_logprobs=_count(params.prompt_logprobs, vocab_size, none=-1),
         score=False,
         score_sampling=False,
-        host_draws=hosted,
+        external_draws=external,
         ranks=params.logprobs is not None or params.prompt_logprobs is not None,
     )
 

@@ -172,7 +172,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             ep=self.mesh.ep,
             ep_backend=options.ep_backend,
             sequence_parallel=options.sequence_parallel,
-            host_pages=kv_cache_config.num_blocks,
+            external_pages=kv_cache_config.num_blocks,
             cuda_library=library,
             cuda_ordinal=-1 if library is None else config.cuda_ordinal(self.parallel_config, self.local_rank, _core.cuda_count(library)),
             cuda_family=options.isa if library else None,

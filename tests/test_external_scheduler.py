@@ -30,7 +30,7 @@ def asked(**changes: Any) -> Any:
     plain = {
         "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "has_seed": True, "seed": 7,
         "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False, "score_sampling": False, "ranks": False,
-        "host_draws": False,
+        "external_draws": False,
     }  # fmt: skip
     return types.SimpleNamespace(**{**plain, **changes})
 
@@ -39,7 +39,7 @@ def make_engine(**changes: Any) -> Any:
     options = {
         "dtype": "bfloat16", "isa": None, "threads": 2, "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 32,
         "block_size": PAGE, "kv_bytes": 0, "seed": 0, "enable_prefix_caching": False, "eos_token_ids": np.zeros(0, np.int32), "tp": 1,
-        "dp": 1, "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False, "host_pages": PAGES,
+        "dp": 1, "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False, "external_pages": PAGES,
     }  # fmt: skip
     return _core.Engine(helpers.tiny_spec(moe=True).engine_values(MAX_LEN), EngineOptions(**{**options, **changes}))
 
@@ -62,7 +62,7 @@ def add(engine: Any, prompt: Any, **changes: Any) -> int:
 def step(engine: Any, *parts: tuple[int, int, int, list[int], bool], logits: Any = NOTHING) -> Any:
     """parts: (number, computed, rows, pages, replace)."""
     ids, computed, rows, pages, replace = zip(*parts, strict=True) if parts else ((),) * 5
-    return engine.host_step(
+    return engine.external_step(
         np.array(ids, np.uint64),
         np.array(computed, np.int64),
         np.array(rows, np.int64),
@@ -261,7 +261,7 @@ def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any])
 
 def test_ranks_of_samples_that_share_a_row(oracles: list[Any]) -> None:
     """Without a host: the first tokens of a prompt's samples are drawn from one row of logits, beside rows that want no ranks."""
-    made = make_engine(host_pages=0, kv_bytes=1 << 22, seed=3)
+    made = make_engine(external_pages=0, kv_bytes=1 << 22, seed=3)
     push(made, 0)
     prompt = list(range(9, 40))
     add(made, prompt[5:], max_tokens=6, temperature=2.0, seed=1)
@@ -297,7 +297,7 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     prompt = list(range(5, 25))
     plain, edited = (
         add(engine, prompt, seed=11, temperature=0.8),
-        add(engine, prompt, seed=11, temperature=0.8, host_draws=True, ranks=True),
+        add(engine, prompt, seed=11, temperature=0.8, external_draws=True, ranks=True),
     )
     logits, stats = np.empty((1, 151), np.float32), np.empty((1, 2), np.float32)
     drawn = step(engine, (plain, 0, 20, [1, 2], True), (edited, 0, 20, [3, 4], True), logits=(logits, stats))
@@ -316,7 +316,7 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     tokens = engine.sample(edited, 0)["token_ids"].tolist()
     assert np.float32(logprob).tobytes() == oracles[0].score([prompt + tokens])[0][-1:].tobytes()
     assert rank == (logits[0] >= logits[0, token]).sum()
-    hot = add(engine, prompt, seed=11, host_draws=True)  # at temperature 1 the two logprobs are still of two rows
+    hot = add(engine, prompt, seed=11, external_draws=True)  # at temperature 1 the two logprobs are still of two rows
     step(engine, (hot, 0, 20, [5, 6], True), logits=(logits, stats))
     assert np.isclose(engine.host_draw(np.array([hot], np.uint64), logits, stats, only)[2][0], np.log(0.5), atol=1e-6)
 
@@ -324,7 +324,7 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
 @pytest.mark.parametrize("spoiled", [slice(None), 0, 77, 150])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_edited_row_that_is_not_finite_ends_its_request(engine: Any, spoiled: Any, temperature: float) -> None:
-    number, other = (add(engine, [5, 6, 7], host_draws=True, temperature=temperature) for _ in range(2))
+    number, other = (add(engine, [5, 6, 7], external_draws=True, temperature=temperature) for _ in range(2))
     logits, stats = np.empty((2, 151), np.float32), np.empty((2, 2), np.float32)
     step(engine, (number, 0, 3, [1], True), (other, 0, 3, [2], True), logits=(logits, stats))
     edited = logits.copy()
@@ -338,7 +338,7 @@ def test_an_edited_row_that_is_not_finite_ends_its_request(engine: Any, spoiled:
 
 def test_a_row_of_nothing_is_not_drawn(engine: Any) -> None:
     for temperature in (0.0, 1.0):
-        number = add(engine, [5, 6, 7], host_draws=True, temperature=temperature)
+        number = add(engine, [5, 6, 7], external_draws=True, temperature=temperature)
         logits, stats = np.empty((1, 151), np.float32), np.empty((1, 2), np.float32)
         step(engine, (number, 0, 3, [1], True), logits=(logits, stats))
         drawn = engine.host_draw(np.array([number], np.uint64), logits, stats, np.full_like(logits, -np.inf))
@@ -415,10 +415,10 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         step(engine, (number, 0, 3, [1], True), (number, 0, 3, [2], True))
     with pytest.raises(rm.RequestError, match="expected at most max_num_seqs=6 requests at once"):
         step(engine, *((add(engine, [5]), 0, 1, [page], True) for page in range(7)))
-    drawing = add(engine, [5], host_draws=True)
+    drawing = add(engine, [5], external_draws=True)
     with pytest.raises(rm.RequestError, match="logits of 1 requests"):
         step(engine, (drawing, 0, 1, [1], True))
-    with pytest.raises(rm.StateError, match="external scheduler: expected host_step"):
+    with pytest.raises(rm.StateError, match="external scheduler: expected external_step"):
         engine.step()
     with pytest.raises(rm.RequestError, match="expected a generation with n=1"):
         add(engine, [5], n=2)
@@ -428,7 +428,7 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         engine.host_tokens(number, np.array([3], np.int32))
     columns = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.uint8), np.array([2]), np.zeros(1, np.int32)
     with pytest.raises(rm.ShapeError, match="page_counts"):
-        engine.host_step(np.array([number], np.uint64), *columns, *NOTHING)
+        engine.external_step(np.array([number], np.uint64), *columns, *NOTHING)
     first = step(engine, (number, 0, 3, [1], True))[0]
     assert first[0] >= 0
     step(engine, (number, 3, 1, [], False))  # one more than asked for: a host may know a step later
@@ -440,7 +440,7 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
     with pytest.raises(rm.StateError, match="schedules its own requests"):
         step(own)
     with pytest.raises(rm.RequestError, match="expected an engine with an external scheduler"):
-        add(own, [5], host_draws=True)
+        add(own, [5], external_draws=True)
     with pytest.raises(rm.ConfigError, match="one rank in each process"):
         make_engine(tp=2)
 
