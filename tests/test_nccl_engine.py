@@ -294,13 +294,14 @@ def family_aside(answer: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "about": answer["about"].replace("family='cuda_fma'", "family='x86'")}
 
 
-# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued; in a kernel of the forward, or of what
-# comes last in a step, that never ends. In the last three the others stand in the kernel.
+# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued; in a kernel that never ends, of the
+# forward, of one whose prompt logprobs are behind it, or of what comes last in a step. In the last four the others stand in the kernel.
 KILLED = {
     "in a step": {"where": "generate", "calls": 9, "delay": 0.004},
     "between steps": {"where": "generate", "calls": 5},
     "in a call": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_GROUP": "1:60:7"}},
     "in a kernel of the forward": {"where": "generate", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:8"}},
+    "in a kernel before prompt logprobs": {"where": "sample", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:8"}},
     "in a kernel at the end": {"where": "generate", "calls": 3, "delay": 0.5, "victims": {"STANDIN_HANG": "1:60"}},
 }
 LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
