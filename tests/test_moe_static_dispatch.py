@@ -8,6 +8,7 @@ Bound: equality.
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,15 @@ BACKENDS = (*TRAVELLING, "local_allreduce")
 FEW = 5  # rows of a step in the static form, at most: max_num_seqs
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3, "vocab_size": 300}
 LAYERS = 2
+LIMIT = 240  # seconds of a test
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    """Ranks of one process that are in different exchanges wait for each other for ever: that ends the process."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
