@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +45,7 @@ MAX_NAME = 120  # characters of a name in a message
 BATCH_BYTES = 256 << 20  # of tensors in one call of the engine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SyncOptions:
     """The options of Generator.sync_weights and begin_sync, described there."""
 
@@ -73,6 +73,11 @@ class SyncOptions:
         if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= int(version) < 2**63:
             raise VersionError(f"version: expected an integer in [0, 2^63), got {shown(version)}")
         object.__setattr__(self, "version", int(version))
+
+    def __repr__(self) -> str:
+        """What ranks compare. The repr that dataclass makes, once cut short by a Ctrl-C, takes a later object at the same address for one
+        that contains itself, and shows `...`."""
+        return f"SyncOptions({', '.join(f'{name}={value!r}' for name, value in asdict(self).items())})"
 
     def begin(self, engine: RankEngine) -> None:
         engine.sync_begin(

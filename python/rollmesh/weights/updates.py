@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionErr
 from rollmesh.request.outputs import SyncReport
 from rollmesh.request.requests import Requests
 from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
-from rollmesh.runtime.messages import byte_text, listed, reason
+from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
 from rollmesh.weights.resharding import spread
 from rollmesh.weights.sync import SyncOptions, check_deadline, check_mapping, lent, push_all, push_entries, push_mapping, report_of
@@ -99,9 +99,8 @@ class Weights:
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle; another open one is dropped."""
         options = sync.options
-        # Ranks may differ in the version: the two-phase commit compares it. asdict: a dataclass's own repr, once cut short by a Ctrl-C,
-        # takes a later object at the same address for one that contains itself, and shows nothing of it.
-        told = self._open_together(PUSHES, listed(asdict(replace(options, version=None)).items()), options)
+        # Ranks may differ in the version: the two-phase commit compares it.
+        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
         try:
             self._engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
