@@ -1,9 +1,9 @@
 """A request's way in and out: sampling parameters, token ids, the engine's results as RequestOutput.
 
-arguments    checks of prompts, parameters, ids
-sampling     SamplingParams
-requests     all requests of one engine: add, step, take
-driver       generate, submit, poll, score: steps until requests are done
-text         tokenizers and stop strings
-outputs      RequestOutput and what is in it
+    arguments    checks of prompts, parameters, ids
+    sampling     SamplingParams
+    requests     all requests of one engine: add, step, take
+    driver       generate, submit, poll, score: steps until requests are done
+    text         tokenizers and stop strings
+    outputs      RequestOutput and what is in it
 """
