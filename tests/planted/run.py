@@ -116,6 +116,7 @@ class Scratch:
 
     def call(self, command: list[str], **variables: str) -> tuple[int, str]:
         fixed = {"ROLLMESH_CUDA": "0", "PYTHONDONTWRITEBYTECODE": "1", "RM_NATIVE_BUILD": str(self.native)}
+        fixed["CFLAGS"] = "-Werror=implicit-function-declaration"  # a fault whose function has been renamed must not build
         environment = os.environ | fixed | variables
         try:
             done = subprocess.run(
