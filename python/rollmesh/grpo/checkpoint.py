@@ -12,6 +12,7 @@ continues the same run bit for bit: weights, moments and random state are stored
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config
+from rollmesh.grpo.config import Config, CorrectionTable
 from rollmesh.grpo.trainer import Trainer
 
 FORMAT = 1
 STATE = "trainer/state.json"
-LATER_KEYS = {"train.device": "cpu"}  # values of keys that older checkpoints lack
+# Values of keys that older checkpoints lack.
+LATER_KEYS = {"train.device": "cpu"} | {f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)}
 MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
 
 

@@ -135,6 +135,16 @@ class LossTable:
 
 
 @dataclass(frozen=True)
+class CorrectionTable:
+    """What is done where trainer and generator differ; formulas and papers: loss.py."""
+
+    importance_sampling: Literal["none", "token_truncate", "sequence_truncate", "token_mask"] = "none"  # the last is IcePop's
+    cap: float = number(2.0, at_least=1)  # of a weight, where they are truncated
+    mask_low: float = number(0.5, at_least=0, at_most=1)  # tokens with a ratio outside these two are masked
+    mask_high: float = number(5.0, at_least=1)
+
+
+@dataclass(frozen=True)
 class TrainTable:
     steps: int = number(100, at_least=1)
     updates: int = number(1, at_least=1)  # optimizer steps a step
@@ -174,6 +184,7 @@ class Config:
     sync: SyncTable
     reward: RewardTable
     loss: LossTable
+    correction: CorrectionTable
     train: TrainTable
     eval: EvalTable
     checkpoint: CheckpointTable
@@ -258,12 +269,25 @@ def _check_together(c: Config) -> None:
         raise rm.ConfigError(
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
         )
+    _check_correction(c)
     for table, device in (("generator", c.generator.device), ("train", c.train.device)):
         _check_name(table, device)
     if c.generator.engine == "vllm":
         _check_vllm(c.generator)
     else:
         _check_device(c.generator)
+
+
+def _check_correction(c: Config) -> None:
+    """A key that the chosen correction does not read is a mistake."""
+    t = c.correction
+    used = {"token_truncate": ("cap",), "sequence_truncate": ("cap",), "token_mask": ("mask_low", "mask_high")}
+    for key in ("cap", "mask_low", "mask_high"):
+        value, default = getattr(t, key), getattr(CorrectionTable, key)
+        modes = [mode for mode, keys in used.items() if key in keys]
+        if value != default and t.importance_sampling not in modes:
+            names = " or ".join(f'"{mode}"' for mode in modes)
+            raise rm.ConfigError(f'[correction] {key}: expected importance_sampling = {names} beside it, got "{t.importance_sampling}"')
 
 
 def _check_name(table: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""The clipped GRPO loss, token by token.
+"""The clipped GRPO loss, token by token, and the weights that correct it where trainer and generator differ.
 
 For token t of sequence i, with the trainer's logprob lp, the *generator's recorded* logprob old, and the sequence's advantage A:
 
@@ -13,6 +13,20 @@ generator's distribution, so whatever separates the two is corrected by the same
     token-mean     w = 1 / tokens of the batch                 every token alike; long answers weigh more
     sequence-mean  w = 1 / (sequences · tokens of its own)     every answer alike: the first GRPO
     constant       w = 1 / (sequences · max_tokens)            no length in the denominator: Dr. GRPO
+
+With [correction] importance_sampling, old is the *trainer's* logprob before the first update of the step, gen is what the generator
+recorded, and a weight c without gradient corrects what separates these two:
+
+    ratio  = exp(lp − old)                        how far the updates of this step have gone
+    policy = −c·min(ratio·A, clip(ratio, …)·A)    entropy, kl and w as above; a masked token counts in the denominator of w
+
+    token_truncate     r = exp(old − gen)         c = min(r, cap)                             TIS (1)
+    sequence_truncate  r = exp(Σ (old − gen))     c = min(r, cap), Σ over all of a sequence   its sequence form (2)
+    token_mask         r = exp(old − gen)         c = r if mask_low ≤ r ≤ mask_high, else 0   IcePop (3)
+
+(1) Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". (2) Liu et al. 2025, "When Speed Kills
+Stability: Demystifying RL Collapse from the Training-Inference Mismatch". (3) Ling team 2025, "Every Step Evolves: Scaling
+Reinforcement Learning for Trillion-Scale Thinking Model", arXiv 2510.18855. The modes have TRL's names.
 """
 
 from __future__ import annotations
@@ -20,7 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollmesh.grpo.config import LossTable
+from rollmesh.grpo.config import CorrectionTable, LossTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +65,20 @@ def token_weights(lengths_B: Tensor, aggregation: str, max_tokens: int) -> Tenso
     return per_sequence.float().repeat_interleave(lengths_B)
 
 
+def correction_weights(old_N: Tensor, generator_N: Tensor, lengths_B: Tensor, table: CorrectionTable) -> tuple[Tensor, Tensor]:
+    """float64 c and r of each token. lengths_B: tokens of each sequence, in the sequences' order."""
+    import torch
+
+    log_N = old_N.double() - generator_N.double()
+    if table.importance_sampling == "sequence_truncate":
+        sums = [part.sum() for part in torch.split(log_N, lengths_B.tolist())]
+        log_N = torch.stack(sums).repeat_interleave(lengths_B)
+    ratios_N = log_N.exp()
+    if table.importance_sampling == "token_mask":
+        return torch.where((ratios_N >= table.mask_low) & (ratios_N <= table.mask_high), ratios_N, 0.0), ratios_N
+    return ratios_N.clamp(max=table.cap), ratios_N
+
+
 def grpo_loss(
     logprobs_N: Tensor,
     entropy_N: Tensor,
@@ -59,14 +87,17 @@ def grpo_loss(
     weights_N: Tensor,
     table: LossTable,
     ref_logprobs_N: Tensor | None = None,
+    correction_N: Tensor | None = None,
 ) -> LossTerms:
-    """N tokens, flat. Gradients flow through logprobs_N and entropy_N alone."""
+    """N tokens, flat. Gradients flow through logprobs_N and entropy_N alone. correction_N: c of each token, None: 1."""
     import torch
 
     ratio_N = torch.exp(logprobs_N - old_logprobs_N)
     plain_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - table.clip_low, 1 + table.clip_high) * advantages_N
     policy_N = -torch.minimum(plain_N, clipped_N)
+    if correction_N is not None:
+        policy_N = policy_N * correction_N.to(policy_N.dtype)
     loss_N = policy_N - table.entropy * entropy_N
     kl_ref = torch.zeros(())
     if ref_logprobs_N is not None:

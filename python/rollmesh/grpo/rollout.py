@@ -6,6 +6,7 @@ tensors for the trainer: sequences padded on the right (a causal model never loo
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ class Rollout:
     logprobs: list[NDArray[np.float32]]  # recorded by the generator, under the distribution drawn from
     texts: list[str]
     stopped: list[bool]  # ended by eos, not by max_tokens
+    trainer_logprobs: list[NDArray[np.float32]] | None = None  # before the step's first update; None: not needed
 
     @property
     def num_tokens(self) -> int:
@@ -44,8 +46,9 @@ class Batch:
     rows_N: Tensor  # sequence of each generated token
     columns_N: Tensor  # position whose logits predict it
     targets_N: Tensor  # the token
-    old_logprobs_N: Tensor
+    old_logprobs_N: Tensor  # recorded by the generator
     lengths_B: Tensor  # generated tokens of each sequence
+    trainer_logprobs_N: Tensor | None = None  # before the step's first update
 
 
 def generate(
@@ -113,6 +116,9 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     lengths = np.array([len(a) for a in answers])
     columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
     rows = np.repeat(np.arange(len(prompts)), lengths)
+    trainer = None
+    if rollout.trainer_logprobs is not None:
+        trainer = torch.from_numpy(np.concatenate([rollout.trainer_logprobs[i] for i in indices])).to(device)
     return Batch(
         ids_BT=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])).to(device),
         rows_N=torch.from_numpy(rows).to(device),
@@ -120,4 +126,11 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
         targets_N=torch.from_numpy(ids[rows, columns + 1]).to(device),
         old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])).to(device),
         lengths_B=torch.from_numpy(lengths).to(device),
+        trainer_logprobs_N=trainer,
     )
+
+
+def with_trainer_logprobs(rollout: Rollout, logprobs: NDArray[np.float32]) -> Rollout:
+    """`logprobs`: the trainer's, of all tokens in the order of the completions."""
+    ends = np.cumsum([len(ids) for ids in rollout.token_ids])
+    return dataclasses.replace(rollout, trainer_logprobs=np.split(logprobs, ends[:-1]))

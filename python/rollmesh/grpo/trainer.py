@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.grpo.config import Config, ModelTable, TrainTable
-from rollmesh.grpo.loss import grpo_loss, token_weights
-from rollmesh.grpo.rollout import Batch, Rollout, make_batch
+from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
+from rollmesh.grpo.mismatch import corrections
+from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -90,17 +91,22 @@ class Trainer:
 
     def learn(self, rollout: Rollout, advantages: NDArray[np.float64], step: int) -> tuple[dict[str, float], NDArray[np.float32]]:
         """The step's optimizer updates. Returns their metrics and the logprobs of the rollout's tokens before the first of them."""
-        table, updates = self.config.train, self.config.train.updates
+        table, updates, correction = self.config.train, self.config.train.updates, self.config.correction
+        corrects = correction.importance_sampling != "none"
         before = self.logprobs_of(rollout) if table.minibatches and updates > 1 else None
         per_update = len(rollout.texts) // updates if table.minibatches else len(rollout.texts)
         totals: dict[str, float] = {}
         for update in range(updates):
+            if corrects and before is not None:
+                rollout = with_trainer_logprobs(rollout, before)
             first = update * per_update if table.minibatches else 0
             metrics, logprobs = self._update(rollout, advantages, list(range(first, first + per_update)), learning_rate(table, step))
             before = logprobs if before is None else before
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value / updates
         assert before is not None
+        if corrects:
+            totals |= corrections(before, np.concatenate(rollout.logprobs), [len(ids) for ids in rollout.token_ids], correction)
         return totals, before
 
     def _update(
@@ -121,12 +127,17 @@ class Trainer:
             batch = make_batch(rollout, chunk, self.device)
             count = len(batch.targets_N)
             logprobs_N, entropy_N = self.logprobs(batch, entropy=True)
+            old_N, correction_N = batch.old_logprobs_N, None
+            if c.correction.importance_sampling != "none":
+                # The first update of a whole batch computes the logprobs before it.
+                old_N = logprobs_N.detach() if batch.trainer_logprobs_N is None else batch.trainer_logprobs_N
+                correction_N, _ = correction_weights(old_N, batch.old_logprobs_N, batch.lengths_B, c.correction)
             ref_N = None
             if self.reference is not None:
                 with torch.no_grad():
                     ref_N = self.logprobs(batch, model=self.reference)[0]
             advantages_N = torch.from_numpy(advantages[chunk]).to(self.device).float().repeat_interleave(batch.lengths_B)
-            terms = grpo_loss(logprobs_N, entropy_N, batch.old_logprobs_N, advantages_N, weights[taken : taken + count], c.loss, ref_N)
+            terms = grpo_loss(logprobs_N, entropy_N, old_N, advantages_N, weights[taken : taken + count], c.loss, ref_N, correction_N)
             terms.loss.backward()  # type: ignore[no-untyped-call]
             taken += count
             before.append(logprobs_N.detach())
