@@ -1,7 +1,7 @@
-"""What `[correction]` does about a trainer and a generator that differ: the loss's weights.
+"""What `[correction]` does about a trainer and a generator that differ: the loss's weights, and routing replay.
 
-Each formula of loss.py against loops in Python floats, its gradient against central differences of the loops. What
-reaches the loss in Trainer.learn, on a model of a few thousand weights whose generator computes in
+Each formula of loss.py and routing_replay.py against loops in Python floats, its gradient against central differences of the loops. What
+reaches the loss in Trainer.learn, and which experts the trainer uses, on a model of a few thousand weights whose generator computes in
 bfloat16, so that the two do differ. Bounds: derived where rounding is meant, else equality.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ import rollmesh as rm
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rollmesh.grpo import checkpoint, config, loop, metrics, trainer  # noqa: E402
+from rollmesh.grpo import checkpoint, config, loop, metrics, rollout, trainer  # noqa: E402
 from rollmesh.grpo.config import CorrectionTable, LossTable  # noqa: E402
 from rollmesh.grpo.loss import correction_weights, grpo_loss  # noqa: E402
 from rollmesh.grpo.mismatch import corrections  # noqa: E402
+from rollmesh.grpo.routing_replay import replay, routers  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-MOE = ROOT / "configs/qwen3_moe_debug.toml"
+MOE, DENSE = ROOT / "configs/qwen3_moe_debug.toml", ROOT / "configs/qwen3_debug.toml"
 SMALL = ["model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1"]
 EXPERTS = ["model.num_experts=16", "model.moe_intermediate_size=16", "model.num_hidden_layers=3", "model.mlp_only_layers=[1]"]
 SHORT = [
@@ -170,6 +172,21 @@ def test_a_wrong_correction_is_an_error_that_names_its_key(change: str, message:
         config.load(MOE, [change])
 
 
+def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
+    """The architecture of the file says it at once, a checkpoint's once it is read."""
+    with pytest.raises(rm.ConfigError, match=r'^\[correction\] routing_replay: .* architecture is "qwen3", which routes nothing, got true'):
+        config.load(DENSE, ["correction.routing_replay=true"])
+    with pytest.raises(rm.ConfigError, match=r"^\[correction\] routing_replay: expected false for a Linear without experts, got true"):
+        routers(torch.nn.Linear(2, 2))
+    this = loop.prepare(config.load(DENSE, [*SMALL, *SHORT]))
+    this.close()
+    assert this.trainer is not None
+    this.trainer.model.save_pretrained(str(tmp_path))
+    changes = [f'model={{path="{tmp_path}"}}', f'tokenizer.path="{ROOT / "data/chars"}"', *SHORT, "correction.routing_replay=true"]
+    with pytest.raises(rm.ConfigError, match=r"^\[correction\] routing_replay: expected false for a Qwen3ForCausalLM without experts"):
+        loop.prepare(config.load(DENSE, changes))
+
+
 def test_a_checkpoint_from_before_the_table_goes_on(tmp_path: Path) -> None:
     then = config.load(MOE).as_dict()
     del then["correction"]
@@ -240,8 +257,10 @@ def test_what_reaches_the_loss(table: CorrectionTable, how: str, monkeypatch: py
 
 @pytest.mark.parametrize("mode", ["none", "token_truncate", "sequence_truncate", "token_mask"])
 def test_a_corrected_run_says_what_it_did(mode: str, tmp_path: Path) -> None:
-    """Two updates a step; the last line has no update, and without a correction there is nothing to say."""
-    this = loop.prepare(config.load(MOE, [*TINY, "train.steps=1", f"correction.importance_sampling={mode}"]))
+    """Two updates a step, experts replayed; the last line has no update, and without a correction there is nothing to say."""
+    this = loop.prepare(
+        config.load(MOE, [*TINY, "train.steps=1", f"correction.importance_sampling={mode}", "correction.routing_replay=true"])
+    )
     try:
         loop.train(this, tmp_path)
     finally:
@@ -253,3 +272,174 @@ def test_a_corrected_run_says_what_it_did(mode: str, tmp_path: Path) -> None:
     else:
         assert 0 < abs(first["correction_mean"] - 1) < 0.1
         assert 0 <= first["correction_cut_share"] < 0.1
+
+
+# -------------------------------------------------------------------------------------------------- routing replay
+@pytest.fixture(scope="module")
+def routed() -> tuple[Any, Any]:
+    """Trainer and rollout; layers 0 and 2 of three have experts."""
+    this = prepared(["correction.routing_replay=true"])
+    try:
+        drawn = loop._roll_out(this, 0)
+    finally:
+        this.close()
+    assert drawn.routed_experts is not None
+    return this.trainer, drawn
+
+
+def used(model: Any, call: Any) -> Any:
+    """What a forward gives to the experts: ids and gates [rows, layers, k]."""
+    seen: list[tuple[Any, Any]] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[1], inputs[2])))
+        for name, module in model.named_modules()
+        if name.endswith("mlp.experts")
+    ]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack([ids for ids, _ in seen], 1), torch.stack([gates for _, gates in seen], 1)
+
+
+def test_every_position_that_matters_has_a_record(routed: tuple[Any, Any]) -> None:
+    """All of the prompt and of what was generated but the last token; the record in the batch is the generator's, position by position."""
+    _, drawn = routed
+    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    assert batch.routed_BTLK is not None
+    assert len({len(ids) for ids in drawn.token_ids}) > 1, "a shorter sequence is padded"
+    for b, (prompt, ids, record) in enumerate(zip(drawn.prompts, drawn.token_ids, drawn.routed_experts)):
+        length = len(prompt.ids) + len(ids) - 1
+        assert record.shape == (length, 2, 2)
+        assert record.dtype == np.int16
+        assert batch.routed_BTLK[b, :length].tolist() == record.tolist()
+        assert bool((batch.routed_BTLK[b, length:] == -1).all())
+        assert int(batch.columns_N[batch.rows_N == b].max()) == length - 1
+
+
+def test_the_experts_used_are_those_recorded(routed: tuple[Any, Any]) -> None:
+    """0 ids differ from the record where there is one; without it the trainer's own routing. Some of these differ: the test would see it.
+    Afterwards the model computes the bits that it computed before."""
+    this, drawn = routed
+    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    record = batch.routed_BTLK.flatten(0, 1).long()
+    known = record >= 0
+    with torch.no_grad():
+        plain = this.logprobs(batch)[0]
+        own, _ = used(this.model, lambda: this.logprobs(batch))
+        with replay(this.model, batch.routed_BTLK):
+            ids, _ = used(this.model, lambda: this.logprobs(batch))
+        with replay(this.model, None):
+            assert torch.equal(this.logprobs(batch)[0], plain)
+        again, _ = used(this.model, lambda: this.logprobs(batch))
+        assert torch.equal(this.logprobs(batch)[0], plain)
+    assert int((ids[known] != record[known]).sum()) == 0
+    assert int((own[known] != record[known]).sum()) > 0, "bfloat16 routes otherwise somewhere"
+    assert torch.equal(ids[~known].reshape(-1, 2, 2)[:, 0], own[~known].reshape(-1, 2, 2)[:, 0]), "the first layer sees equal inputs"
+    assert torch.equal(again, own)
+
+
+def test_any_record_is_followed_in_its_own_layer(routed: tuple[Any, Any], rng: np.random.Generator) -> None:
+    """Ids drawn at random: nothing of the trainer's routing is left, and the logprobs are others."""
+    this, drawn = routed
+    wild = [
+        np.stack([rng.permuted(np.arange(16))[:2] for _ in range(r.size // 2)]).reshape(r.shape).astype(np.int16)
+        for r in drawn.routed_experts
+    ]
+    drawn = dataclasses.replace(drawn, routed_experts=wild)
+    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    record = batch.routed_BTLK.flatten(0, 1).long()
+    with torch.no_grad(), replay(this.model, batch.routed_BTLK):
+        ids, _ = used(this.model, lambda: this.logprobs(batch))
+    assert torch.equal(ids[record >= 0], record[record >= 0])
+    replayed = this.logprobs_of(drawn)
+    assert not np.array_equal(replayed, this.logprobs_of(dataclasses.replace(drawn, routed_experts=None)))
+    grouped = np.split(replayed, np.cumsum([len(ids) for ids in drawn.token_ids])[:-1])
+    for i, alone in enumerate(grouped):
+        one = dataclasses.replace(
+            drawn, **{f.name: getattr(drawn, f.name)[i : i + 1] for f in dataclasses.fields(drawn) if getattr(drawn, f.name) is not None}
+        )
+        assert np.allclose(this.logprobs_of(one), alone, atol=1e-5), "padding and neighbours do not matter"
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_gates_and_their_gradient_by_hand(norm: bool, rng: np.random.Generator) -> None:
+    """One router, with recorded ids, none, and both in a row: gates against the docstring's formula, the gradient of a weighted sum of
+    gates against central differences of it. Bounds: 5 roundings of float32, and 1e-5."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=6, num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm))
+    x, weight, v = rng.standard_normal((4, 6)), rng.standard_normal((8, 6)), rng.standard_normal((4, 3))
+    router.weight.data = torch.tensor(weight, dtype=torch.float32)
+    record = np.int16([[3, 0, 7], [-1, -1, -1], [6, 5, 4], [1, 2, 0]])
+    inputs = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+    chosen = router(inputs)[2].numpy()
+    ids = np.where(record >= 0, record, chosen)
+
+    def gates(w: Any) -> Any:
+        out = np.zeros((4, 3))
+        for row in range(4):
+            logits = [sum(x[row, i] * w[e, i] for i in range(6)) for e in range(8)]
+            p = [math.exp(z) / sum(map(math.exp, logits)) for z in logits]
+            kept = [p[e] for e in ids[row]]
+            out[row] = [g / sum(kept) for g in kept] if norm else kept
+        return out
+
+    with replay(torch.nn.ModuleList([router]), torch.tensor(record)[None, :, None]):
+        logits, scores, indices = router(inputs)
+    assert indices.tolist() == ids.tolist()
+    assert torch.equal(logits, router(inputs)[0])
+    assert np.allclose(scores.detach(), gates(weight), rtol=5 * 2**-20)
+    (scores * torch.tensor(v)).sum().backward()
+    assert inputs.grad is not None
+    assert router.weight.grad is not None
+    for e in range(8):
+        for i in range(6):
+            up, down = weight.copy(), weight.copy()
+            up[e, i] += 1e-6
+            down[e, i] -= 1e-6
+            slope = ((gates(up) - gates(down)) * v).sum() / 2e-6
+            assert float(router.weight.grad[e, i]) == pytest.approx(slope, abs=1e-5)
+
+
+def test_the_gradient_of_a_replayed_update_reaches_every_router(routed: tuple[Any, Any]) -> None:
+    this, drawn = routed
+    batch = rollout.make_batch(drawn, range(len(drawn.texts)))
+    with replay(this.model, batch.routed_BTLK):
+        this.logprobs(batch)[0].sum().backward()
+    gradients = [router.weight.grad for router in routers(this.model)]
+    this.model.zero_grad(set_to_none=True)
+    assert len(gradients) == 2
+    assert all(bool((g.abs().sum(1) > 0).all()) for g in gradients), "softmax gives each expert's row a gradient"
+
+
+def test_an_interrupted_forward_leaves_no_replay(routed: tuple[Any, Any]) -> None:
+    this, drawn = routed
+    batch = rollout.make_batch(drawn, range(2))
+    with pytest.raises(KeyboardInterrupt), replay(this.model, batch.routed_BTLK):
+        raise KeyboardInterrupt
+    assert not any(router._forward_hooks for router in routers(this.model))
+
+
+def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> None:
+    _, drawn = routed
+
+    class Foreign:
+        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+            one = SimpleNamespace(
+                token_ids=np.int32([1]),
+                sampling_logprobs=np.float32([-1]),
+                versions=np.int64([0]),
+                finish_reason="length",
+                routed_experts=None,
+            )
+            return [SimpleNamespace(outputs=[one]) for _ in prompts]
+
+    options = {"samples": 1, "max_tokens": 1, "temperature": 1.0, "run_seed": 0, "step": 0, "purpose": "rollout", "version": 0}
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    message = r"^\[correction\] routing_replay: expected false where Foreign records no routed experts, got true"
+    with pytest.raises(rm.ConfigError, match=message):
+        rollout.generate(Foreign(), tokenizer, drawn.prompts[:1], routing=True, **options)  # type: ignore[arg-type]
+    assert rollout.generate(Foreign(), tokenizer, drawn.prompts[:1], **options).routed_experts is None  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from rollmesh.grpo import vllm as vllm_engine  # noqa: E402
 CONFIG = Path(__file__).resolve().parent.parent / "configs/qwen3_moe_debug.toml"
 SHORT = ["train.steps=2", "rollout.prompts=8", "rollout.samples=8", "eval.prompts=8", "eval.every=1", "eval.temperature=0.7"]
 BFLOAT16 = ["generator.dtype=bfloat16", "sync.cast=true", "sync.self_test=0.5"]
+REPLAY = "correction.routing_replay=true"
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 WORKS = all(importlib.util.find_spec(name) for name in ("vllm", "rich", "matplotlib", "tensorboard"))
 needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's extra train")
@@ -109,7 +110,14 @@ def test_torchrun_round_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
 def sample(**changes: Any) -> SimpleNamespace:
     """One of vLLM's completions: three tokens, of versions 4, 4 and 5, that a stop token ended."""
     spans = [SimpleNamespace(version="4", start=0, end=2), SimpleNamespace(version="5", start=2, end=3)]
-    fields = {"index": 0, "token_ids": [7, 8, 2], "finish_reason": "stop", "stop_reason": 2, "weight_versions": spans}
+    fields = {
+        "index": 0,
+        "token_ids": [7, 8, 2],
+        "finish_reason": "stop",
+        "stop_reason": 2,
+        "weight_versions": spans,
+        "routed_experts": None,
+    }
     return SimpleNamespace(**fields | {"logprobs": SimpleNamespace(logprobs=[-1.5, -0.25, -2.0])} | changes)
 
 
@@ -126,6 +134,13 @@ def test_records_are_read_as_vllm_gives_them() -> None:
     at_two = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0, temperature=2.0), frozenset()).outputs[0]
     assert at_two.stop_reason == 2
     assert np.isnan(at_two.logprobs).all()
+    assert c.routed_experts is None
+    every = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
+    output.outputs = [sample(routed_experts=every)]
+    routed = vllm_engine.output_of(output, 3, rm.SamplingParams(seed=0), frozenset(), (True, False, True)).outputs[0].routed_experts
+    assert routed is not None
+    assert routed.dtype == np.int16
+    assert routed.tolist() == [[row[0].tolist(), row[2].tolist()] for row in every]
     output.outputs = [sample(weight_versions=None)]
     assert vllm_engine.output_of(output, 3, rm.SamplingParams(), frozenset()).outputs[0].versions.tolist() == [-1, -1, -1]
 
@@ -203,9 +218,10 @@ def test_a_run_on_vllm_is_the_run_without_it_and_goes_on_without_it(tmp_path: Pa
 
 @needs_vllm
 def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
-    """Experts over two ranks. The self-test goes through vLLM too: prompt logprobs, and those of what was drawn."""
-    own(tmp_path / "own", BFLOAT16)
-    on_vllm(tmp_path / "vllm", [*BFLOAT16, "generator.engine=vllm"], "--tp", "2", "--ep", "2")
+    """Experts over two ranks. The self-test goes through vLLM too: prompt logprobs, and those of what was drawn. The trainer replays the
+    routing that vLLM returns."""
+    own(tmp_path / "own", [*BFLOAT16, REPLAY])
+    on_vllm(tmp_path / "vllm", [*BFLOAT16, REPLAY, "generator.engine=vllm"], "--tp", "2", "--ep", "2")
     same(tmp_path / "vllm", tmp_path / "own", 2)
 
 

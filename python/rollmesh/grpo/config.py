@@ -136,12 +136,16 @@ class LossTable:
 
 @dataclass(frozen=True)
 class CorrectionTable:
-    """What is done where trainer and generator differ; formulas and papers: loss.py."""
+    """What is done where trainer and generator differ; formulas and papers: loss.py, routing_replay.py.
+
+    A table of its own, because one cause has remedies in two places: in the loss, and in the forward of the trainer's experts.
+    """
 
     importance_sampling: Literal["none", "token_truncate", "sequence_truncate", "token_mask"] = "none"  # the last is IcePop's
     cap: float = number(2.0, at_least=1)  # of a weight, where they are truncated
     mask_low: float = number(0.5, at_least=0, at_most=1)  # tokens with a ratio outside these two are masked
     mask_high: float = number(5.0, at_least=1)
+    routing_replay: bool = False  # the trainer uses the experts that the generator recorded
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def _check_together(c: Config) -> None:
 
 
 def _check_correction(c: Config) -> None:
-    """A key that the chosen correction does not read is a mistake."""
+    """A key that the chosen correction does not read is a mistake, and so is a routing of a model without experts."""
     t = c.correction
     used = {"token_truncate": ("cap",), "sequence_truncate": ("cap",), "token_mask": ("mask_low", "mask_high")}
     for key in ("cap", "mask_low", "mask_high"):
@@ -288,6 +292,10 @@ def _check_correction(c: Config) -> None:
         if value != default and t.importance_sampling not in modes:
             names = " or ".join(f'"{mode}"' for mode in modes)
             raise rm.ConfigError(f'[correction] {key}: expected importance_sampling = {names} beside it, got "{t.importance_sampling}"')
+    if t.routing_replay and c.model.architecture == "qwen3":
+        raise rm.ConfigError(
+            '[correction] routing_replay: expected false where [model] architecture is "qwen3", which routes nothing, got true'
+        )
 
 
 def _check_name(table: str, device: str) -> None:

@@ -37,7 +37,7 @@ def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm
     if g.engine == "vllm":
         from rollmesh.grpo.vllm import VllmGenerator
 
-        return VllmGenerator(g, hf_config, eos)
+        return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
     return rm.Generator(
         rm.ModelSpec.from_hf(hf_config),
         mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),

@@ -177,8 +177,8 @@ def evaluate(run: Run, step: int) -> Metrics:
 
 
 def _roll_out(run: Run, step: int) -> Rollout:
-    table = run.config.rollout
-    return _generate(run, run.data.draw(run.config.seed, step, table.prompts), step, "rollout", table.samples, table.temperature)
+    table, keep = run.config.rollout, run.config.correction.routing_replay
+    return _generate(run, run.data.draw(run.config.seed, step, table.prompts), step, "rollout", table.samples, table.temperature, keep)
 
 
 def _held_out(run: Run, step: int) -> Rollout:
@@ -186,7 +186,7 @@ def _held_out(run: Run, step: int) -> Rollout:
     return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature)
 
 
-def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples: int, temperature: float) -> Rollout:
+def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples: int, temperature: float, routing: bool = False) -> Rollout:
     return generate(
         run.generator,
         run.tokenizer,
@@ -198,6 +198,7 @@ def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples:
         step=step,
         purpose=purpose,
         version=step,
+        routing=routing,
     )
 
 

@@ -31,6 +31,7 @@ class Rollout:
     logprobs: list[NDArray[np.float32]]  # recorded by the generator, under the distribution drawn from
     texts: list[str]
     stopped: list[bool]  # ended by eos, not by max_tokens
+    routed_experts: list[NDArray[np.int16]] | None = None  # [prompt + n − 1, moe_layers, k] each; None: not asked for
     trainer_logprobs: list[NDArray[np.float32]] | None = None  # before the step's first update; None: not needed
 
     @property
@@ -48,6 +49,7 @@ class Batch:
     targets_N: Tensor  # the token
     old_logprobs_N: Tensor  # recorded by the generator
     lengths_B: Tensor  # generated tokens of each sequence
+    routed_BTLK: Tensor | None = None  # int16 expert ids of the layers with experts; -1 where there is no record
     trainer_logprobs_N: Tensor | None = None  # before the step's first update
 
 
@@ -63,8 +65,10 @@ def generate(
     step: int,
     purpose: str,
     version: int,
+    routing: bool = False,
 ) -> Rollout:
-    """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version."""
+    """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version.
+    `routing`: keep the routed experts."""
     params = [
         rm.SamplingParams(
             n=samples, temperature=temperature, max_tokens=max_tokens, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")
@@ -83,7 +87,15 @@ def generate(
         logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
         texts=[text_of(tokenizer, c) for c in completions],
         stopped=[c.finish_reason == "stop" for c in completions],
+        routed_experts=[_routed(c, generator) for c in completions] if routing else None,
     )
+
+
+def _routed(completion: rm.CompletionOutput, generator: RolloutGenerator) -> NDArray[np.int16]:
+    if completion.routed_experts is None:
+        name = type(generator).__name__
+        raise rm.ConfigError(f"[correction] routing_replay: expected false where {name} records no routed experts, got true")
+    return completion.routed_experts
 
 
 def text_of(tokenizer: Any, completion: rm.CompletionOutput) -> str:
@@ -104,7 +116,11 @@ def score(rollout: Rollout, rewards: Rewards) -> NDArray[np.float64]:
 
 
 def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu") -> Batch:
-    """The completions `indices`, flattened; tensors on torch's `device`."""
+    """The completions `indices`, flattened; tensors on torch's `device`.
+
+    The routing of a sequence's last token is not recorded: it was drawn and never computed. Only a shorter sequence has it in ids_BT,
+    at a position from which no logprob is taken and to which no other looks.
+    """
     import torch
 
     prompts = [rollout.prompts[i].ids for i in indices]
@@ -116,7 +132,13 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     lengths = np.array([len(a) for a in answers])
     columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
     rows = np.repeat(np.arange(len(prompts)), lengths)
-    trainer = None
+    routed = trainer = None
+    if rollout.routed_experts is not None:
+        records = [rollout.routed_experts[i] for i in indices]
+        padded = np.full((len(records), ids.shape[1] - 1, *records[0].shape[1:]), -1, np.int16)
+        for row, record in zip(padded, records, strict=True):
+            row[: len(record)] = record
+        routed = torch.from_numpy(padded).to(device)
     if rollout.trainer_logprobs is not None:
         trainer = torch.from_numpy(np.concatenate([rollout.trainer_logprobs[i] for i in indices])).to(device)
     return Batch(
@@ -126,6 +148,7 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
         targets_N=torch.from_numpy(ids[rows, columns + 1]).to(device),
         old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])).to(device),
         lengths_B=torch.from_numpy(lengths).to(device),
+        routed_BTLK=routed,
         trainer_logprobs_N=trainer,
     )
 

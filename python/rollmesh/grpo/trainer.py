@@ -24,6 +24,7 @@ from rollmesh.grpo.config import Config, ModelTable, TrainTable
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
 from rollmesh.grpo.mismatch import corrections
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
+from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Trainer:
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.model = (load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)).to(self.device)
+        if config.correction.routing_replay:
+            routers(self.model)
         self.model.eval()  # no dropout: the policy that is trained is the one that generates
         self.reference = build_reference(config, tokenizer).to(self.device) if config.loss.kl > 0 else None
         torch.manual_seed(seed_of(config.seed, 0, "run"))
@@ -73,8 +76,11 @@ class Trainer:
         import torch
 
         with torch.no_grad():
-            chunks = self._micro(list(range(len(rollout.texts))))
-            parts = [self.logprobs(make_batch(rollout, chunk, self.device))[0] for chunk in chunks]
+            parts = []
+            for chunk in self._micro(list(range(len(rollout.texts)))):
+                batch = make_batch(rollout, chunk, self.device)
+                with replay(self.model, batch.routed_BTLK):
+                    parts.append(self.logprobs(batch)[0])
         return torch.cat(parts).cpu().numpy()
 
     def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -126,7 +132,8 @@ class Trainer:
         for chunk in self._micro(indices):
             batch = make_batch(rollout, chunk, self.device)
             count = len(batch.targets_N)
-            logprobs_N, entropy_N = self.logprobs(batch, entropy=True)
+            with replay(self.model, batch.routed_BTLK):
+                logprobs_N, entropy_N = self.logprobs(batch, entropy=True)
             old_N, correction_N = batch.old_logprobs_N, None
             if c.correction.importance_sampling != "none":
                 # The first update of a whole batch computes the logprobs before it.

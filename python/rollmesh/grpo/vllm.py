@@ -58,7 +58,8 @@ class VllmGenerator:
     only at temperature 1 without filters the two are equal.
     """
 
-    def __init__(self, table: GeneratorTable, hf_config: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, table: GeneratorTable, hf_config: Any, eos_token_ids: Sequence[int], *, routing: bool = False) -> None:
+        """`routing`: return routed experts, which vLLM does for models that have them."""
         ask_for_plugin()
         self.spec, self.dtype, self.max_model_len = rm.ModelSpec.from_hf(hf_config), table.dtype, table.max_model_len
         self.version: int | None = None
@@ -70,7 +71,7 @@ class VllmGenerator:
         self._llm: Any = None
         self._loop = LoopThread()
         try:
-            self._llm = self._loop.run(start(table, self._folder.name))
+            self._llm = self._loop.run(start(table, self._folder.name, routing))
         except BaseException:
             self.close()
             raise
@@ -110,7 +111,7 @@ class VllmGenerator:
         prompt_input = {"type": "token", "prompt_token_ids": prompt}
         async for output in self._llm.generate(prompt_input, vllm_params(params, self._eos), f"rollout-{number}"):
             last = output
-        return output_of(last, number, params, frozenset(self._eos))
+        return output_of(last, number, params, frozenset(self._eos), self.spec.is_moe_layer)
 
     def close(self) -> None:
         """Ends vLLM's processes. Nothing else may be called afterwards."""
@@ -151,7 +152,7 @@ def write_config(hf_config: Any, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
-async def start(table: GeneratorTable, folder: str) -> Any:
+async def start(table: GeneratorTable, folder: str, routing: bool) -> Any:
     """The engine, in processes of its own."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -178,6 +179,7 @@ async def start(table: GeneratorTable, folder: str) -> Any:
         logprobs_mode="processed_logprobs",
         additional_config={"rollmesh": options},
         weight_transfer_config=WeightTransferConfig(backend=NAME),
+        enable_return_routed_experts=routing,
         enable_log_requests=False,
         disable_log_stats=True,
     )
@@ -246,7 +248,9 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
     )
 
 
-def output_of(output: Any, number: int, params: rm.SamplingParams, eos: frozenset[int]) -> rm.RequestOutput:
+def output_of(
+    output: Any, number: int, params: rm.SamplingParams, eos: frozenset[int], is_moe_layer: Sequence[bool] = ()
+) -> rm.RequestOutput:
     """Converts vLLM's finished output. Raises rm.Error for a request that failed."""
     completions = []
     for sample in output.outputs:
@@ -270,6 +274,7 @@ def output_of(output: Any, number: int, params: rm.SamplingParams, eos: frozense
                 sampling_logprobs=drawn,
                 versions=versions_of(sample, len(tokens)),
                 contract=None,
+                routed_experts=routed_of(sample.routed_experts, is_moe_layer),
             )
         )
     return rm.RequestOutput(
@@ -289,6 +294,11 @@ def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
     for span in sample.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
     return versions
+
+
+def routed_of(every: NDArray[Any] | None, is_moe_layer: Sequence[bool]) -> NDArray[np.int16] | None:
+    """[prompt + n − 1, moe_layers, k] of vLLM's record, which has all layers; None where it was not asked for."""
+    return None if every is None else every[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
 
 
 def prompt_logprobs_of(flat: Any) -> NDArray[np.float32] | None:

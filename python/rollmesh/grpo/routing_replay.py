@@ -1,0 +1,73 @@
+"""Routing replay (R3): the trainer's experts are the ones that the generator chose for the same token.
+
+A router near a tie chooses another expert after the smallest rounding, and then the trainer learns from another function than the one
+that drew the token. With [correction] routing_replay the ids come from the generator's record, and the gates from the trainer's own
+router, so that it learns. Where p = softmax(the router's logits) and S the k recorded ids of a token:
+
+    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e
+
+The gradient flows through p. A position without a record (padding, the last token of a sequence) keeps its own routing; no logprob
+of a rollout depends on one (rollout.make_batch). The reference model is another model and routes by itself.
+
+Ma, Zhang, Zhao et al. 2025: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
+
+A forward hook does it, torch's own way to replace a result. A router class of our own would have to be put into the model, and a
+checkpoint would be saved from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import rollmesh as rm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def routers(model: Any) -> list[Any]:
+    """The routers of a transformers model, by layer. ConfigError where it has none."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    found = [module for module in model.modules() if isinstance(module, Qwen3MoeTopKRouter)]
+    if not found:
+        raise rm.ConfigError(f"[correction] routing_replay: expected false for a {type(model).__name__} without experts, got true")
+    return found
+
+
+@contextmanager
+def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
+    """Forwards of [B, T] tokens inside use these experts, -1: the router's own choice. None: nothing changes.
+
+    Under gradient checkpointing, which computes the forward again, the backward has to be inside too.
+    """
+    if routed_BTLK is None:
+        yield
+        return
+    handles = []
+    try:
+        for layer, router in enumerate(routers(model)):
+            handles.append(router.register_forward_hook(_Recorded(routed_BTLK[:, :, layer].flatten(0, 1))))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Recorded:
+    """The hook of one router: (logits, gates, ids) of its rows, with the recorded ids and their gates."""
+
+    def __init__(self, ids_RK: Tensor) -> None:
+        self.ids_RK = ids_RK
+
+    def __call__(self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        logits_RE, _, own_RK = output
+        ids_RK = torch.where(self.ids_RK >= 0, self.ids_RK, own_RK)
+        gates_RK = torch.softmax(logits_RE, dim=-1, dtype=torch.float32).gather(1, ids_RK)
+        if router.norm_topk_prob:
+            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
+        return logits_RE, gates_RK.to(logits_RE.dtype), ids_RK
