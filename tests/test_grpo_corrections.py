@@ -423,6 +423,16 @@ def test_an_interrupted_forward_leaves_no_replay(routed: tuple[Any, Any]) -> Non
     assert not any(router._forward_hooks for router in routers(this.model))
 
 
+def test_a_model_that_runs_without_its_routers_is_refused(routed: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels that compute a whole layer do: a record that nobody reads is not taken in silence."""
+    this, drawn = routed
+    monkeypatch.setattr(this.model.model.layers[2].mlp, "forward", lambda hidden: hidden)
+    with pytest.raises(
+        rm.ConfigError, match=r"routing_replay: expected false where the trainer runs 1 of the 2 routers of its model, got true"
+    ):
+        this.logprobs_of(drawn)
+
+
 def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> None:
     _, drawn = routed
 

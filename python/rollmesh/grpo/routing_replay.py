@@ -41,19 +41,23 @@ def routers(model: Any) -> list[Any]:
 def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
     """Forwards of [B, T] tokens inside use these experts, -1: the router's own choice. None: nothing changes.
 
-    Under gradient checkpointing, which computes the forward again, the backward has to be inside too.
+    Under gradient checkpointing, which computes the forward again, the backward has to be inside too. ConfigError where a router was not
+    run: other kernels compute the model, and route by themselves.
     """
     if routed_BTLK is None:
         yield
         return
-    handles = []
+    hooks = [(router, _Recorded(routed_BTLK[:, :, layer].flatten(0, 1))) for layer, router in enumerate(routers(model))]
+    handles = [router.register_forward_hook(hook) for router, hook in hooks]
     try:
-        for layer, router in enumerate(routers(model)):
-            handles.append(router.register_forward_hook(_Recorded(routed_BTLK[:, :, layer].flatten(0, 1))))
         yield
     finally:
         for handle in handles:
             handle.remove()
+    if (count := sum(hook.was_used for _, hook in hooks)) < len(hooks):
+        raise rm.ConfigError(
+            f"[correction] routing_replay: expected false where the trainer runs {count} of the {len(hooks)} routers of its model, got true"
+        )
 
 
 class _Recorded:
@@ -61,10 +65,12 @@ class _Recorded:
 
     def __init__(self, ids_RK: Tensor) -> None:
         self.ids_RK = ids_RK
+        self.was_used = False
 
     def __call__(self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         import torch
 
+        self.was_used = True
         logits_RE, _, own_RK = output
         ids_RK = torch.where(self.ids_RK >= 0, self.ids_RK, own_RK)
         gates_RK = torch.softmax(logits_RE, dim=-1, dtype=torch.float32).gather(1, ids_RK)
