@@ -138,6 +138,7 @@ typedef struct rm_rms_norm_args {
 // gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row), y[i][j] = round(round(silu(round gate)) · round up).
 typedef struct rm_gemm_args {
   void *y;                  // y_dtype [m][n], row stride ldy; may not alias x
+  void *gate_up;            // with swiglu: T [m][2n] or NULL, round gate and round up of each row, for a backward pass
   const void *x;            // T [m][k], row stride ldx
   const void *w;            // packed T [n]×[k]; with groups: n_groups of them, group_stride elements apart
   const void *bias;         // T [n] or NULL; never with groups or swiglu

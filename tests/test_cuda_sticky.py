@@ -6,6 +6,7 @@ Oracle: the CPU, for what other devices give meanwhile. Bound: equality; and the
 
 from __future__ import annotations
 
+import ctypes as C
 import os
 import subprocess
 import sys
@@ -77,6 +78,7 @@ def main(launch: int) -> None:
         other.close()
         if closed is not None:
             closed.close()
+            assert C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0  # or a trainer would find it behind its next launch
             closed.close()
     with pytest.raises(rm.StateError, match="closed"):
         tokens(dead)

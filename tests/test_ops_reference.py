@@ -65,8 +65,11 @@ def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_against_float64(dtype: str, rng: np.random.Generator) -> None:
     x, gate, up = normal(rng, (6, 80), dtype, 2.0), normal(rng, (35, 80), dtype), normal(rng, (35, 80), dtype)
-    got = f64(ops.gemm_swiglu(x, ops.pack_gate_up(gate, up, dtype=dtype, isa=REF), 35, isa=REF))
-    g, u = (f64(ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 35, isa=REF)) for w in (gate, up))
+    both = np.empty((6, 70), x.dtype)
+    got = f64(ops.gemm_swiglu(x, ops.pack_gate_up(gate, up, dtype=dtype, isa=REF), 35, gate_up=both, isa=REF))
+    each = [ops.gemm(x, ops.pack(w, dtype=dtype, isa=REF), 35, isa=REF) for w in (gate, up)]
+    assert (both == np.concatenate(each, 1)).all()
+    g, u = map(f64, each)
     silu = g / (1 + np.exp(-g))
     # exp to 1 ulp, the sum and the quotient to half a one, then two roundings to T
     relative = 4 * EPS + 2.01 * EPS_T[dtype]

@@ -45,6 +45,7 @@ class Gemm(Structure):
 
     _fields_ = (
         ("y", c_void_p),
+        ("gate_up", c_void_p),
         ("x", c_void_p),
         ("w", c_void_p),
         ("bias", c_void_p),

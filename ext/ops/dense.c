@@ -21,10 +21,10 @@ RM_KERNELS_METHOD(embed) {
 }
 
 // The op reads x while it writes `out`.
-static void apart(rm_op_call *c, const void *out, size_t out_bytes, const void *x, size_t x_bytes) {
+static void apart(rm_op_call *c, const char *name, const void *out, size_t out_bytes, const void *x, size_t x_bytes) {
   const uintptr_t first = (uintptr_t)out, other = (uintptr_t)x;
   if (c->failed || !out_bytes || !x_bytes || first >= other + x_bytes || other >= first + out_bytes) return;
-  rm_raise_code(c->module, RM_E_LAYOUT, "out: expected memory of its own, got an array that overlaps x");
+  rm_raise_code(c->module, RM_E_LAYOUT, "%s: expected memory of its own, got an array that overlaps another argument", name);
   c->failed = 1;
 }
 
@@ -39,7 +39,7 @@ RM_KERNELS_METHOD(gather_rows) {
   a.out = VIEW(&c, o[0], "out", rm_op_numpy_type(dtype), RM_ARRAY_WRITE, &a.rows, &width);
   rm_op_in_range(&c, "from", a.from, a.rows, 0, rows_of_x);
   a.row_bytes = c.failed ? 0 : (size_t)width * rm_dtype_bytes(dtype);
-  apart(&c, a.out, (size_t)a.rows * a.row_bytes, a.x, (size_t)rows_of_x * a.row_bytes);
+  apart(&c, "out", a.out, (size_t)a.rows * a.row_bytes, a.x, (size_t)rows_of_x * a.row_bytes);
   RUN(gather_rows, ((rm_limits){.max_rows = a.rows}), &a);
 }
 
@@ -69,9 +69,9 @@ static void check_groups(rm_op_call *c, const rm_gemm_args *a) {
     if (bounds[g + 1] < bounds[g]) rm_op_refuse(c, RM_E_SHAPE, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
 }
 
-// (y, x, w, bias | None, group_rows | None, n, swiglu)
+// (y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None)
 RM_KERNELS_METHOD(gemm) {
-  CALL(7);
+  CALL(8);
   const int swiglu = o[6] == Py_True;
   rm_gemm_args a = {.m = -1, .k = -1, .n = rm_op_size_of(&c, o[5], "n", 0), .n_groups = -1};
   a.dtype = rm_op_dtype_of(&c, o[1], "x");
@@ -91,7 +91,13 @@ RM_KERNELS_METHOD(gemm) {
     c.failed = 1;
   }
   a.y = VIEW(&c, o[0], "y", rm_op_numpy_type(a.y_dtype), RM_ARRAY_WRITE, &a.m, &a.n);
-  apart(&c, a.y, (size_t)(a.m * a.n) * rm_dtype_bytes(a.y_dtype), a.x, (size_t)(a.m * a.k) * rm_dtype_bytes(a.dtype));
+  apart(&c, "out", a.y, (size_t)(a.m * a.n) * rm_dtype_bytes(a.y_dtype), a.x, (size_t)(a.m * a.k) * rm_dtype_bytes(a.dtype));
+  int64_t both = 2 * a.n;
+  a.gate_up = VIEW(&c, o[7], "gate_up", rm_op_numpy_type(a.dtype), RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.m, &both);
+  if (a.gate_up && !swiglu) rm_op_refuse(&c, RM_E_SHAPE, "gate_up without swiglu", 1, "at most", 0);
+  const size_t kept = a.gate_up ? (size_t)(a.m * both) * rm_dtype_bytes(a.dtype) : 0;
+  apart(&c, "gate_up", a.gate_up, kept, a.x, (size_t)(a.m * a.k) * rm_dtype_bytes(a.dtype));
+  apart(&c, "gate_up", a.gate_up, kept, a.y, (size_t)(a.m * a.n) * rm_dtype_bytes(a.y_dtype));
   check_groups(&c, &a);
   a.ldx = a.k;
   a.ldy = a.n;

@@ -50,7 +50,7 @@ static PyMethodDef kernels_methods[] = {
     METHOD(embed, "(out, ids, table, packed, vocab, hidden)"),
     METHOD(gather_rows, "(out, x, from)"),
     METHOD(rms_norm, "(out, residual, x | None, weight, eps)"),
-    METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu)"),
+    METHOD(gemm, "(y, x, w, bias | None, group_rows | None, n, swiglu, gate_up | None)"),
     METHOD(qk_rope_kv,
            "(q_out, qkv, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, row_flags, num_heads, page_size, eps)"),
     METHOD(attention, "(out, q, k_cache, v_cache, positions, seq_of_row, block_tables, page_size, window, scale, group, head0)"),

@@ -35,11 +35,14 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
   const rm_gemm_args *a = job->a;
   for (int64_t t = 0; t < n_tiles; t++)
     for (int64_t r = 0; r < rows; r++) {
-      const int64_t col = (tile + t) * RM_N_TILE;
+      const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col), both = 2 * (row + r) * a->n + col;
       const float *sum = acc + (2 * t * rows + r) * RM_N_TILE;  // the up tile stands behind the gate's
       const vf gate = vt_round(T, vf_load(sum)), up = vt_round(T, vf_load(sum + rows * RM_N_TILE));
       const vf silu = vt_round(T, vf_div(gate, vf_add(vf_set1(1.0f), vf_exp(vf_neg(gate)))));
-      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(silu, up)), rm_min64(RM_N_TILE, a->n - col));
+      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(silu, up)), n);
+      if (!a->gate_up) continue;
+      vt_store_n(T, a->gate_up, both, gate, n);
+      vt_store_n(T, a->gate_up, both + a->n, up, n);
     }
 }
 

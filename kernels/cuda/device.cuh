@@ -156,10 +156,15 @@ template <rm_dtype DTYPE> __device__ inline float rm_block_dot(const float *x, c
   return acc[0];
 }
 
-// Column col of a row of y before it is stored, from its dot product; with swiglu from gate's and up's.
-template <rm_dtype DTYPE, bool SWIGLU> __device__ inline float rm_output(const rm_gemm_args &a, int64_t col, float acc, float up) {
+// Column col of a row of y before it is stored, from its dot product; with swiglu from gate's and up's, which it stores where wanted.
+template <rm_dtype DTYPE, bool SWIGLU>
+__device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
   if constexpr (SWIGLU) {
     const float g = rm_round_to(DTYPE, acc), u = rm_round_to(DTYPE, up);
+    if (a.gate_up) {
+      rm_put(DTYPE, a.gate_up, 2 * row * a.n + col, g);
+      rm_put(DTYPE, a.gate_up, (2 * row + 1) * a.n + col, u);
+    }
     return rm_round_to(DTYPE, g / (1.0f + rm_exp(-g))) * u;
   } else {
     return a.bias ? acc + rm_get(DTYPE, a.bias, col) : acc;
@@ -167,7 +172,7 @@ template <rm_dtype DTYPE, bool SWIGLU> __device__ inline float rm_output(const r
 }
 template <rm_dtype DTYPE, bool SWIGLU>
 __device__ inline void rm_put_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc, float up) {
-  rm_put(a.y_dtype, a.y, row * a.ldy + col, rm_output<DTYPE, SWIGLU>(a, col, acc, up));
+  rm_put(a.y_dtype, a.y, row * a.ldy + col, rm_output<DTYPE, SWIGLU>(a, row, col, acc, up));
 }
 
 // ------------------------------------------------------------------------------------------------ warps and blocks

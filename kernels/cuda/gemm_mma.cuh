@@ -73,7 +73,7 @@ __device__ inline void rm_put_outputs(const rm_gemm_args &a, int64_t row, int64_
   }
   float y[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) y[i] = rm_canon(rm_output<RM_BF16, SWIGLU>(a, col + i, acc[i], up[i]));
+  for (int i = 0; i < 4; i++) y[i] = rm_canon(rm_output<RM_BF16, SWIGLU>(a, row, col + i, acc[i], up[i]));
   if (a.y_dtype == RM_F32) {
     *reinterpret_cast<uint4 *>(to) = {rm_bits(y[0]), rm_bits(y[1]), rm_bits(y[2]), rm_bits(y[3])};
   } else {

@@ -28,12 +28,14 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
            m, n, k, groups, a.bias != nullptr, wild, tile);
   rm_limits limits = {};  // with none, k is not split over blocks
   if (pick(3)) limits.max_rows = m, limits.max_n = swiglu ? rm_gate_up_rows(n) : n, limits.max_k = k, limits.top_k = groups;
-  return held(what, {{&a.y, static_cast<size_t>(m * ldy) * rm_dtype_bytes(y_dtype), m * n}}, limits,
-              [&](const rm_kernels *table, const rm_ctx *ctx) {
-                a.w = w.of(table);
-                if (tile != CHOSEN && table != oracle()) rm_cuda_gemm_mma_tiles(ctx, &a, swiglu, tile);
-                else (swiglu ? table->gemm_swiglu : table->gemm)(ctx, &a);
-              });
+  const auto call = [&](const rm_kernels *table, const rm_ctx *ctx) {
+    a.w = w.of(table);
+    if (tile != CHOSEN && table != oracle()) rm_cuda_gemm_mma_tiles(ctx, &a, swiglu, tile);
+    else (swiglu ? table->gemm_swiglu : table->gemm)(ctx, &a);
+  };
+  const size_t y_bytes = static_cast<size_t>(m * ldy) * rm_dtype_bytes(y_dtype), both = static_cast<size_t>(2 * m * n);
+  if (!swiglu || pick(3)) return held(what, {{&a.y, y_bytes, m * n}}, limits, call);
+  return held(what, {{&a.y, y_bytes, m * n}, {&a.gate_up, both * rm_dtype_bytes(dtype), 2 * m * n}}, limits, call);
 }
 
 // Tokens and rows of W on the edges of a tile, k on those of a stage, of a segment and of the stages that are ahead.

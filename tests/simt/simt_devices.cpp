@@ -147,8 +147,9 @@ extern "C" __attribute__((visibility("default"))) void simt_made(uint64_t counts
   std::copy(std::begin(n_made), std::end(n_made), counts);
 }
 
-// For tests: another library's call that failed, of which it has not asked.
+// For tests: another library's call that failed, of which it has not asked; and what such a library would find.
 extern "C" __attribute__((visibility("default"))) void simt_leave_error() { said(cudaErrorInvalidValue); }
+extern "C" __attribute__((visibility("default"))) int simt_left_error() { return static_cast<int>(last); }
 
 // For tests that are another library of the process, with a runtime of its own: the thread's device, whose a stream is, and
 // cudaStreamWaitEvent for all that `awaited` has been given so far.

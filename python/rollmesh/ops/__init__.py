@@ -173,18 +173,27 @@ def gemm(
     op, x, w, bias, group_rows, out = op_over(isa, threads, x=x, w=w, bias=bias, group_rows=group_rows, out=out)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), np.float32 if float32_out else x.dtype) if out is None else out
-    op.core.gemm(out, x, w, bias, group_rows, n, False)
+    op.core.gemm(out, x, w, bias, group_rows, n, False, None)
     return out
 
 
 def gemm_swiglu(
-    x: Array, w: Array, n: int, *, group_rows: Array | None = None, out: Array | None = None, isa: str | None = None, threads: int = 1
+    x: Array,
+    w: Array,
+    n: int,
+    *,
+    group_rows: Array | None = None,
+    out: Array | None = None,
+    gate_up: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
 ) -> Array:
-    """silu(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate."""
-    op, x, w, group_rows, out = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out)
+    """silu(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate. gate_up [m, 2n], if given, receives x · gate
+    and x · up of each row as they were rounded, which a backward pass needs."""
+    op, x, w, group_rows, out, gate_up = op_over(isa, threads, x=x, w=w, group_rows=group_rows, out=out, gate_up=gate_up)
     x, n = matrix_of("x", x), size_of("n", n)
     out = op.new((x.shape[0], n), x.dtype) if out is None else out
-    op.core.gemm(out, x, w, None, group_rows, n, True)
+    op.core.gemm(out, x, w, None, group_rows, n, True, gate_up)
     return out
 
 
@@ -402,11 +411,13 @@ def sample(
     stats: NDArray[np.float32],
     params: SampleParams | Sequence[SampleParams],
     *,
+    forced: Array | None = None,
     row_flags: NDArray[np.uint8] | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Sampled:
-    """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each."""
+    """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each. forced [rows], if given,
+    stands in the place of each row's params.forced."""
     op, logits, stats, row_flags = op_over(isa, threads, logits=logits, stats=stats, row_flags=row_flags)
     rows = matrix_of("logits", logits).shape[0]
     given = params if isinstance(params, Sequence) else [params]
@@ -423,7 +434,7 @@ def sample(
         np.array([p.top_k for p in each], np.int32),
         np.array([p.seed for p in each], np.uint64),
         np.array([p.counter for p in each], np.uint64),
-        np.array([p.forced for p in each], np.int32),
+        np.array([p.forced for p in each], np.int32) if forced is None else array_of("forced", forced, 1),
         starts,
         np.array([token for p in each for token in p.banned], np.int32),
     )

@@ -127,7 +127,7 @@ const op_test op_rms_norm = {.name = "rms_norm",
                              .bench = {{.rows = 32, .n = 2048, .option = NORM_X}, {.rows = 1024, .n = 2048, .option = NORM_X}}};
 
 // ------------------------------------------------------------------------------------------------ gemm
-enum { GEMM_BIAS = 1, GEMM_GROUPS = 2, GEMM_STRIDES = 4 };
+enum { GEMM_BIAS = 1, GEMM_GROUPS = 2, GEMM_STRIDES = 4, GEMM_KEEP = 8 };
 
 static void draw_any_gemm(trial *t, int swiglu) {
   shape *s = &t->s;
@@ -138,6 +138,7 @@ static void draw_any_gemm(trial *t, int swiglu) {
   if (one_in(t, 3)) s->option = GEMM_GROUPS;
   else if (!swiglu && one_in(t, 3)) s->option = GEMM_BIAS;
   if (one_in(t, 3)) s->option |= GEMM_STRIDES;
+  if (swiglu && one_in(t, 3)) s->option |= GEMM_KEEP;
   if (s->option & GEMM_GROUPS) s->n_groups = between(t, 1, t->small ? 4 : 12);
   s->dtype = draw_dtype(t);
   s->out_dtype = one_in(t, 3) ? RM_F32 : s->dtype;
@@ -178,6 +179,7 @@ static void build_any_gemm(trial *t, int swiglu) {
   const int64_t room = s->rows ? (s->rows - 1) * a->ldy + s->n : 0;
   if (strides) a->y = partial_output(t, "y", room, size_of(s->out_dtype), s->rows * s->n);
   else a->y = output(t, "y", room, size_of(s->out_dtype));
+  if (s->option & GEMM_KEEP) a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
   t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .max_n = s->n};
   t->flops = (swiglu ? 4.0 : 2.0) * (double)(s->rows * s->n) * (double)s->k;
 }
