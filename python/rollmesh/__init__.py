@@ -5,8 +5,9 @@
     gen.sync_weights(model.state_dict())
     outs = gen.generate(prompts, rm.SamplingParams(max_tokens=64))
 
-Imported on first use: `rollmesh.ops` (the engine's operations over NumPy arrays) and `rollmesh.sources` (weights from folders,
-shared memory and streams). The training loop, `rollmesh.grpo`, is a package of its own and needs the `train` extra.
+Imported on first use: `rollmesh.ops` (the engine's operations over NumPy arrays), `rollmesh.sources` (weights from folders, shared
+memory and streams) and `rollmesh.torch` (a trainer whose forward pass is the generator's; needs torch). The training loop,
+`rollmesh.grpo`, is a package of its own and needs the `train` extra.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     import rollmesh.ops
     import rollmesh.sources  # noqa: F401  (for type checkers: they do not see __getattr__)
 
-_LAZY = ("ops", "sources")
+_LAZY = ("ops", "sources", "torch")
 
 __version__ = "0.1.0"
 __all__ = [

@@ -133,6 +133,7 @@ class Generator:
         where = device_of(device)
         self.spec = spec
         self.mesh = mesh or Mesh()
+        self._on_gpu = where.cuda_library is not None
         nccl = comm if isinstance(comm, Nccl) else None
         if nccl is not None:
             where = nccl.place(where, self.mesh)
@@ -200,6 +201,15 @@ class Generator:
     def version(self) -> int | None:
         """Version of the serving weights; None before the first sync and while the weights are asleep."""
         return self._weights.version
+
+    def _packed_weights(self) -> dict[str, Any] | None:
+        """Views of the serving weights in the kernels' layout, for a trainer of this process: valid until the next sync, sleep or close.
+        None if there are none, or if no rank of this process has them whole on the CPU."""
+        if self.mesh.world > 1 or self._on_gpu:
+            return None
+        with self._turn.take():
+            views: dict[str, Any] | None = self._engine.weights()
+        return views
 
     def manifest(self) -> dict[str, ParameterInfo]:
         """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed and torchtitan names are accepted too."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,10 +27,35 @@ def array_of(tensor: Tensor) -> Any:
     return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
+def weight_array(weight: Tensor) -> Any:
+    """array_of a weight, read-only. By DLPack on the CPU too: Tensor.numpy() would forbid FSDP to free the memory of gathered weights."""
+    plain = weight.detach().contiguous()
+    if plain.is_cuda:
+        return plain
+    return np.from_dlpack(plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain)
+
+
+def device_name(tensor: Tensor) -> str:
+    """As rollmesh's options spell it."""
+    return f"cuda:{tensor.device.index}" if tensor.is_cuda else "cpu"
+
+
 def tensor_of(array: Any, dtype: torch.dtype) -> Tensor:
     """An op's output, which the tensor keeps alive."""
     made: Tensor = from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
     return made if made.dtype == dtype else made.view(dtype)
+
+
+def host_of(array: Any) -> NDArray[Any]:
+    """An op's small output, or a tensor of flags, on the host; waits for it."""
+    if isinstance(array, Tensor):
+        return array.cpu().numpy()
+    return array.numpy() if isinstance(array, ops.DeviceArray) else array
+
+
+def empty_array(shape: tuple[int, ...], like: Tensor) -> Any:
+    """An op's output of a tensor's dtype, on its device."""
+    return array_of(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
 @contextmanager

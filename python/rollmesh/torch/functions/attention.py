@@ -1,0 +1,134 @@
+"""Norm of q and k, rope, and causal attention over packed sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rollmesh import ops
+from rollmesh.errors import NumericsError, ShapeError
+from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
+from rollmesh.torch.functions.common import How, how_for, matmul_dtype, norm_gradients, rows_of, vector_of
+from rollmesh.torch.sequences import PAGE, Sequences
+
+
+class Heads(NamedTuple):
+    """Shapes and constants of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    window: int = 0  # positions that a token sees, its own included; 0: all
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of q, k and v in a row."""
+        return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: tuple[Tensor, Tensor], rows: Sequences, heads: Heads, how: How
+    ) -> Tensor:
+        with in_turn(qkv):
+            flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
+            k, v = rows.caches(heads.num_kv_heads, heads.head_dim, qkv)
+            q_norm, k_norm = (vector_of(n, w, qkv, heads.head_dim) for n, w in (("q_weight", q_weight), ("k_weight", k_weight)))
+            cos, sin = map(array_of, rope)
+            q = ops.qk_rope_kv(
+                array_of(qkv), q_norm, k_norm, cos, sin, rows.positions, rows.slots, k, v,
+                num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, row_flags=array_of(flags), **how,
+            )  # fmt: skip
+            out = ops.attention(
+                q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
+                page_size=PAGE, scale=heads.scale, window=heads.window, **how,
+            )  # fmt: skip
+            made = tensor_of(out, qkv.dtype).view(rows.num_rows, heads.widths[0])
+        if (bad := host_of(flags)).any():
+            raise NumericsError(f"keys or values of row {int(bad.argmax())} of {rows.num_rows} are not finite")
+        ctx.save_for_backward(qkv, q_weight, k_weight, *rope)
+        ctx.rows, ctx.heads = rows, heads
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        rows, heads = ctx.rows, ctx.heads
+        dtype = matmul_dtype(qkv)
+        at = torch.from_numpy(rows.positions).to(qkv.device)
+        turn = cos.index_select(0, at)[:, None], sin.index_select(0, at)[:, None]
+        q0, k0, v = (part.reshape(rows.num_rows, -1, heads.head_dim) for part in qkv.split(heads.widths, 1))
+        q, k = (
+            _rotated(F.rms_norm(x.float(), (heads.head_dim,), w.float(), heads.eps), *turn) for x, w in ((q0, q_weight), (k0, k_weight))
+        )
+        by_q, by_k, by_v = _attention_gradients(q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype).view(q.shape), rows, heads)
+        back = turn[0], -turn[1]
+        by_q0, by_q_weight = norm_gradients(q0, q_weight, _rotated(by_q.float(), *back), heads.eps)
+        by_k0, by_k_weight = norm_gradients(k0, k_weight, _rotated(by_k.float(), *back), heads.eps)
+        by_qkv = torch.cat([part.reshape(rows.num_rows, -1).to(qkv.dtype) for part in (by_q0, by_k0, by_v)], 1)
+        return by_qkv, by_q_weight, by_k_weight, None, None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[rows, heads, head_dim] by the angles [rows, 1, head_dim / 2]."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Sequences, heads: Heads) -> tuple[Tensor, ...]:
+    """Of q, k and v [rows, heads, head_dim], by torch's attention on sequences padded on the right, which causality keeps apart."""
+    steps = int(rows.lengths.max())
+    to = torch.from_numpy(rows.seq_of_row.astype(np.int64) * steps + rows.positions).to(q.device)
+    size = len(rows.lengths) * steps
+
+    def padded(x: Tensor) -> Tensor:
+        flat = x if rows.num_rows == size else x.new_zeros((size, *x.shape[1:])).index_copy_(0, to, x)
+        return flat.view(-1, steps, *x.shape[1:]).transpose(1, 2)
+
+    def picked(x: Tensor) -> Tensor:
+        flat = x.transpose(1, 2).reshape(size, *x.shape[1::2])
+        return flat if rows.num_rows == size else flat.index_select(0, to)
+
+    inputs = [padded(x).detach().requires_grad_() for x in (q, k, v)]
+    mask = None
+    if heads.window and heads.window < steps:
+        away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
+        mask = (away >= 0) & (away < heads.window)
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(
+            inputs[0], inputs[1], inputs[2], attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
+        )
+    return tuple(map(picked, torch.autograd.grad(out, inputs, padded(grad))))
+
+
+def attention(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rope: tuple[Tensor, Tensor],
+    rows: Sequences,
+    heads: Heads,
+    *,
+    how: How | None = None,
+) -> Tensor:
+    """Causal attention of packed sequences, [rows, num_heads · head_dim]. qkv [rows, (num_heads + 2·num_kv_heads)·head_dim] is the
+    projection's output; q and k of each head are normed by q_weight and k_weight [head_dim] and rotated. rope: (cos, sin), float32
+    [positions, head_dim / 2], rounded to qkv's dtype (ops.rope_table)."""
+    qkv = rows_of("qkv", qkv, sum(heads.widths))
+    if len(qkv) != rows.num_rows:
+        raise ShapeError(f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}")
+    made: Tensor = _Attention.apply(qkv, q_weight, k_weight, rope, rows, heads, how or how_for(qkv))  # type: ignore[no-untyped-call]
+    return made

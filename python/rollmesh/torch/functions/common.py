@@ -1,0 +1,70 @@
+"""Arguments of the differentiable ops, and parts of their backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollmesh import ops
+from rollmesh.errors import ShapeError, UnsupportedTensorError
+from rollmesh.torch import packing
+from rollmesh.torch.arrays import weight_array
+
+How = Mapping[str, Any]  # isa and threads of the ops
+BFLOAT16_ISAS = frozenset({"avx512bf16", "amx"})
+
+
+def how_for(x: Tensor, isa: str | None = None, threads: int | None = None) -> How:
+    """Options of the ops on x's device; on the CPU as many threads as torch has."""
+    return {"isa": isa, "threads": 1 if x.is_cuda else torch.get_num_threads() if threads is None else threads}
+
+
+def rows_of(name: str, x: Any, width: int | None = None) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(x).__name__}")
+    packing.name_of(x.dtype)
+    if x.ndim != 2 or (width is not None and x.shape[1] != width):
+        raise ShapeError(f"{name}: expected shape [rows, {'width' if width is None else width}], got {tuple(x.shape)}")
+    return x.contiguous()
+
+
+def vector_of(name: str, weight: Tensor | None, x: Tensor, width: int) -> Any:
+    """A norm's weight or a bias as an op takes it."""
+    if weight is None:
+        return None
+    vector = packing.check_weight(name, weight, 1).to(x.dtype)
+    if len(vector) != width:
+        raise ShapeError(f"{name}: expected {width} elements, got {len(vector)}")
+    return weight_array(vector)
+
+
+def width_of(name: str, weights: Sequence[Tensor], k: int) -> int:
+    for weight in weights:
+        if packing.check_weight(name, weight).shape[1] != k:
+            raise ShapeError(f"{name}: expected {k} columns, as the activations have, got shape {tuple(weight.shape)}")
+    return sum(len(weight) for weight in weights)
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_cuda or not BFLOAT16_ISAS.isdisjoint(ops.available_isas()) else torch.float32
+
+
+def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(of x in float32, of weight) of weight · x / rms(x) over the last dim."""
+    wide, g = x.float(), grad.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = wide * scale
+    by_weight = (g * normed).flatten(0, -2).sum(0)
+    g = g * weight.float()
+    return scale * (g - normed * (g * normed).mean(-1, keepdim=True)), by_weight.to(weight.dtype)
+
+
+def silu_gradients(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of gate and of up, for silu(gate) · up; all float32."""
+    gate, up = gate_up.chunk(2, 1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu

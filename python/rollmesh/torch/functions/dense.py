@@ -1,0 +1,169 @@
+"""embedding, linear, norms and SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rollmesh import ops
+from rollmesh.errors import ShapeError
+from rollmesh.torch import packing
+from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
+from rollmesh.torch.functions.common import How, how_for, matmul_dtype, norm_gradients, rows_of, silu_gradients, vector_of, width_of
+
+
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are torch's as well."""
+    packing.check_weight("weight", weight)
+    return weight.index_select(0, ids.reshape(-1)).to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        with in_turn(x):
+            return tensor_of(ops.gemm(array_of(x), packed, n, bias=vector_of("bias", bias, x, n), **how), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dtype = matmul_dtype(x)
+        g, by_x, by_weights = grad.to(dtype), None, [None] * len(weights)
+        parts = torch.split(g, [len(weight) for weight in weights], 1)
+        if ctx.needs_input_grad[0]:
+            by_x = parts[0] @ weights[0].to(dtype)
+            for part, weight in zip(parts[1:], weights[1:], strict=True):
+                by_x.addmm_(part, weight.to(dtype))
+            by_x = by_x.to(x.dtype)
+        if any(ctx.needs_input_grad[5:]):
+            rows = x.to(dtype)
+            by_weights = [(part.t() @ rows).to(w.dtype) if needed else None
+                          for part, w, needed in zip(parts, weights, ctx.needs_input_grad[5:], strict=True)]  # fmt: skip
+        by_bias = grad.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        return by_x, by_bias, None, None, None, *by_weights
+
+
+def linear(x: Tensor, *weights: Tensor, bias: Tensor | None = None, packed: Any = None, how: How | None = None) -> Tensor:
+    """x [rows, k] times the transposes of one or more weights [n, k], side by side: [rows, Σ n]. One call for q, k and v has the bits
+    of three."""
+    x = rows_of("x", x)
+    how = how or how_for(x)
+    n = width_of("weight", weights, x.shape[1])
+    made: Tensor = _Linear.apply(x, bias, packing.pack_rows(weights, x.dtype, how) if packed is None else packed, how, n, *weights)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, how: How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        with in_turn(x):
+            return tensor_of(ops.rms_norm(array_of(x), vector_of("weight", weight, x, x.shape[1]), eps=eps, **how), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        by_x, by_weight = norm_gradients(x, weight, grad, ctx.eps)
+        return by_x.to(x.dtype), by_weight, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> Tensor:
+    """weight · x / rms(x) over rows [rows, n]."""
+    x = rows_of("x", x)
+    made: Tensor = _RmsNorm.apply(x, weight, eps, how or how_for(x))  # type: ignore[no-untyped-call]
+    return made
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: How) -> tuple[Tensor, Tensor]:
+        total = residual.clone()
+        with in_turn(x):
+            vector = vector_of("weight", weight, x, x.shape[1])
+            out = tensor_of(ops.rms_norm(array_of(total), vector, eps=eps, x=array_of(x), **how), x.dtype)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        return out, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        by_total, by_weight = norm_gradients(total, weight, grad, ctx.eps)
+        both = (by_total + grad_total.float()).to(total.dtype)
+        return both, both, by_weight, None, None
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> tuple[Tensor, Tensor]:
+    """(rms_norm of the sum, the sum residual + x), both [rows, n]."""
+    residual = rows_of("residual", residual)
+    x = rows_of("x", x, residual.shape[1])
+    made: tuple[Tensor, Tensor] = _AddRmsNorm.apply(residual, x, weight, eps, how or how_for(x))  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, x: Tensor, how: How) -> Tensor:
+        total = residual.clone()
+        with in_turn(x):  # the op that a rollout adds with; of its norm nothing is used
+            ops.rms_norm(array_of(total), array_of(total.new_ones(total.shape[1])), eps=1.0, x=array_of(x), **how)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad, None
+
+
+def add(residual: Tensor, x: Tensor, *, how: How | None = None) -> Tensor:
+    """residual + x, [rows, n]: the sum of add_rms_norm."""
+    residual = rows_of("residual", residual)
+    made: Tensor = _Add.apply(residual, rows_of("x", x, residual.shape[1]), how or how_for(x))  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, how: How) -> Tensor:
+        n = len(gate)
+        with in_turn(x):
+            both = empty_array((len(x), 2 * n), x) if any(ctx.needs_input_grad) else None
+            out = tensor_of(ops.gemm_swiglu(array_of(x), packed, n, gate_up=both, **how), x.dtype)
+        if both is not None:
+            ctx.save_for_backward(x, gate, up, tensor_of(both, x.dtype))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up, both = ctx.saved_tensors
+        dtype = matmul_dtype(x)
+        by_gate, by_up = (g.to(dtype) for g in silu_gradients(both.float(), grad.float()))
+        by_x, rows = None, x.to(dtype)
+        if ctx.needs_input_grad[0]:
+            by_x = (by_gate @ gate.to(dtype)).addmm_(by_up, up.to(dtype)).to(x.dtype)
+        weights = [
+            (g.t() @ rows).to(w.dtype) if needed else None
+            for g, w, needed in zip((by_gate, by_up), (gate, up), ctx.needs_input_grad[1:3], strict=True)
+        ]
+        return by_x, *weights, None, None
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
+    """silu(x · gate) · (x · up), [rows, n], with gate and up [n, k]."""
+    x = rows_of("x", x)
+    how = how or how_for(x)
+    if len(gate) != len(up):
+        raise ShapeError(f"up: expected {len(gate)} rows, as gate has, got {len(up)}")
+    width_of("gate or up", (gate, up), x.shape[1])
+    packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
+    made: Tensor = _Swiglu.apply(x, gate, up, packed, how)  # type: ignore[no-untyped-call]
+    return made

@@ -1,0 +1,120 @@
+"""The mixture of experts: router, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rollmesh import ops
+from rollmesh.errors import ShapeError
+from rollmesh.torch import packing
+from rollmesh.torch.arrays import array_of, empty_array, host_of, in_turn, tensor_of
+from rollmesh.torch.functions.common import How, how_for, matmul_dtype, rows_of, silu_gradients
+
+
+class Routed(NamedTuple):
+    """out [rows, hidden], and the experts of each row, int32 [rows, top_k], best first."""
+
+    out: Tensor
+    ids: Tensor
+
+
+class _Moe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, packed: Any, top_k: int, renormalize: bool, how: How
+    ) -> tuple[Tensor, Tensor]:
+        experts, width = len(router), down.shape[2]
+        packed_router, packed_gate_up, packed_down = packed
+        with in_turn(x):
+            routing = ops.router(array_of(x), packed_router, experts, top_k, renormalize=renormalize, **how)
+            sent, group_rows, place = ops.permute(array_of(x), routing.ids, experts, **how)
+            both = empty_array((len(x) * top_k, 2 * width), x) if any(ctx.needs_input_grad) else None
+            inner = ops.gemm_swiglu(sent, packed_gate_up, width, group_rows=group_rows, gate_up=both, **how)
+            y = ops.gemm(inner, packed_down, x.shape[1], group_rows=group_rows, **how)
+            out = tensor_of(ops.combine(y, place, *routing, experts, **how), x.dtype)
+            ids, gates = tensor_of(routing.ids, torch.int32), tensor_of(routing.gates, torch.float32)
+            if both is not None:
+                ends = torch.from_numpy(host_of(group_rows))
+                ctx.save_for_backward(x, router, gate_up, down, ids, gates, tensor_of(place, torch.int32), ends, tensor_of(both, x.dtype))
+                ctx.renormalize = renormalize
+        ctx.mark_non_differentiable(ids)
+        return out, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        x, router, gate_up, down, ids, gates, place, ends, both = ctx.saved_tensors
+        dtype, top_k, bounds = matmul_dtype(x), ids.shape[1], ends.tolist()
+        order = torch.argsort(place.flatten())  # of the choices, as the experts have them
+        row = order // top_k
+        rows, sent = grad.to(dtype).index_select(0, row), x.to(dtype).index_select(0, row)
+        gate = gates.flatten()[order, None]
+        wide = both.float()
+        inner = F.silu(wide[:, : wide.shape[1] // 2]) * wide[:, wide.shape[1] // 2 :]
+        by_inner, by_both, by_sent = torch.empty_like(inner), torch.empty_like(both, dtype=dtype), torch.empty_like(sent)
+        by_down, by_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
+        groups = [(e, slice(*ab)) for e, ab in enumerate(pairwise(bounds)) if ab[0] < ab[1]]
+        for e, at in groups:
+            by_inner[at] = rows[at] @ down[e].to(dtype)
+        by_gates = torch.empty_like(gate).index_copy_(0, order, (by_inner * inner).sum(1, keepdim=True)).view_as(gates)
+        by_both[:, : inner.shape[1]], by_both[:, inner.shape[1] :] = silu_gradients(wide, by_inner.mul_(gate))
+        scaled, acted = (rows * gate).to(dtype), inner.to(dtype)
+        for e, at in groups:
+            by_down[e] = scaled[at].t() @ acted[at]
+            by_gate_up[e] = by_both[at].t() @ sent[at]
+            by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
+        by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
+        by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.renormalize)
+        by_x = by_x.addmm_(by_logits, router.float()).to(x.dtype)
+        return by_x, (by_logits.t() @ x.float()).to(router.dtype), by_gate_up, by_down, None, None, None, None
+
+
+def _router_gradients(x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, renormalize: bool) -> Tensor:
+    """Of the router's logits, float32 [rows, experts]; the choice itself has no gradient."""
+    scores = torch.softmax(x.float() @ router.float().t(), -1)
+    chosen = ids.long()
+    if renormalize:
+        by_gates = (by_gates - (by_gates * gates).sum(1, keepdim=True)) / scores.gather(1, chosen).sum(1, keepdim=True)
+    by_scores = torch.zeros_like(scores).scatter_(1, chosen, by_gates)
+    return scores * (by_scores - (by_scores * scores).sum(1, keepdim=True))
+
+
+def pack_moe(router: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, how: How) -> tuple[Any, Any, Any]:
+    return (
+        packing.pack_rows([router], dtype, how),
+        packing.pack_experts_gate_up(gate_up, dtype, how),
+        packing.pack_experts(down, dtype, how),
+    )
+
+
+def moe(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    packed: tuple[Any, Any, Any] | None = None,
+    how: How | None = None,
+) -> Routed:
+    """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows of gate first, down
+    [experts, hidden, n]. Gates are float32; gradients flow through them into the router."""
+    x = rows_of("x", x)
+    how = how or how_for(x)
+    experts, hidden = len(router), x.shape[1]
+    for name, weight, shape in (
+        ("router", router, (experts, hidden)),
+        ("gate_up", gate_up, (experts, 2 * down.shape[-1], hidden)),
+        ("down", down, (experts, hidden, down.shape[-1])),
+    ):
+        if tuple(weight.shape) != shape:
+            raise ShapeError(f"{name}: expected shape {shape}, got {tuple(weight.shape)}")
+    packed = pack_moe(router, gate_up, down, x.dtype, how) if packed is None else packed
+    return Routed(*_Moe.apply(x, router, gate_up, down, packed, top_k, renormalize, how))  # type: ignore[no-untyped-call]

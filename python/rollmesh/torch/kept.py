@@ -1,0 +1,128 @@
+"""Packed weights that a patched model keeps from one forward pass to the next.
+
+A matrix is packed again only if one of the tensors it is made of has changed: another tensor, or a higher version counter, which torch
+raises with every write to a tensor, an optimizer's included. Writes through `.data` are not counted: `forget` is for them. Where a
+generator of this process serves the same values, its packed weights are read in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rollmesh.errors import StateError
+
+Key = tuple[int, str]  # layer, −1 for what is in none; the name that the generator's views have
+
+
+class WeightUse(NamedTuple):
+    """How the matrices of a forward pass came to be packed."""
+
+    shared: int  # read from the generator that serves them
+    kept: int  # packed by an earlier pass
+    packed: int  # packed now
+    version: int | None  # that the generator serves, where some are shared
+
+
+class Stamp:
+    """What a tensor held at some moment."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor, self.shape = weakref.ref(tensor), tensor.shape
+        self._seen = self._state(tensor)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self._tensor() is tensor and self._seen is not None and self._seen == self._state(tensor)
+
+    @staticmethod
+    def _state(tensor: Tensor) -> tuple[Any, ...] | None:
+        """None: a tensor of inference mode, which counts no writes."""
+        return None if tensor.is_inference() else (tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _holds(stamps: Sequence[Stamp] | None, tensors: Sequence[Tensor]) -> bool:
+    return stamps is not None and len(stamps) == len(tensors) and all(s.holds(t) for s, t in zip(stamps, tensors, strict=True))
+
+
+class KeptWeights:
+    def __init__(self) -> None:
+        self._kept: dict[Key, tuple[list[Stamp], Any]] = {}
+        self._generator: Any = None  # a weak reference
+        self._version: int | None = None
+        self._shared: dict[Key, list[Stamp]] = {}
+        self._views: dict[str, Any] | None = None
+        self._always = False
+        self._counts = [0, 0, 0]
+
+    def forget(self) -> None:
+        """Everything is packed again when it is next needed."""
+        self._kept.clear()
+        self.forget_shared()
+
+    def forget_shared(self) -> None:
+        """Nothing is read from a generator until the next `share`."""
+        self._shared, self._views = {}, None
+
+    def share(self, generator: Any, matrices: dict[Key, list[Tensor]]) -> None:
+        """The generator has just committed the values that these tensors hold."""
+        self._generator, self._version = weakref.ref(generator), generator.version
+        self._views = None
+        self._shared = {key: [Stamp(tensor) for tensor in tensors] for key, tensors in matrices.items()}
+
+    def begin(self, always: bool) -> None:
+        """A forward pass begins. always: pack everything, since the writes to these tensors are not counted."""
+        self._always, self._counts = always, [0, 0, 0]
+
+    def end(self) -> None:
+        """StateError if the generator has replaced the weights that this pass has read."""
+        if self._counts[0] and self._serving() is None:
+            raise StateError(
+                f"expected the generator to serve version {self._version} during a forward pass that reads it, got a sync or sleep"
+            )
+
+    @property
+    def use(self) -> WeightUse:
+        shared, kept, packed = self._counts
+        return WeightUse(shared, kept, packed, self._version if shared else None)
+
+    def _serving(self) -> Any:
+        """The generator, if it still serves the shared version."""
+        generator = self._generator() if self._generator is not None else None
+        if not self._shared or generator is None or generator._turn.is_gone() or generator.version != self._version:
+            return None
+        return generator
+
+    def _view(self, key: Key) -> Any:
+        """The generator's packed matrix. Its views are valid as long as it serves the version they are of."""
+        generator = self._serving()
+        if generator is None:
+            return None
+        if self._views is None:
+            self._views = generator._packed_weights()
+        layer, name = key
+        return self._views and (self._views if layer < 0 else self._views["layers"][layer])[name]
+
+    def get(self, key: Key, tensors: list[Tensor], pack: Callable[[Any], Any]) -> Any:
+        """The packed matrix of these tensors. pack(out) makes it, in `out` unless that is None."""
+        view = None
+        if not self._always and _holds(self._shared.get(key), tensors) and (view := self._view(key)) is not None:
+            self._counts[0] += 1
+            return view
+        stamps, packed = self._kept.get(key, (None, None))
+        if not self._always and _holds(stamps, tensors):
+            self._counts[1] += 1
+            return packed
+        self._kept.pop(key, None)  # half written if packing fails
+        same = stamps is not None and [stamp.shape for stamp in stamps] == [tensor.shape for tensor in tensors]
+        packed = pack(packed if same else None)
+        self._kept[key] = [Stamp(tensor) for tensor in tensors], packed
+        self._counts[2] += 1
+        return packed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptWeights:
+        """A copied model keeps nothing: its tensors are others."""
+        made = memo[id(self)] = KeptWeights()
+        return made

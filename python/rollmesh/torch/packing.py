@@ -1,0 +1,94 @@
+"""Weights of a trainer in the kernels' layout, converted to the dtype of the forward pass as a weight sync converts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollmesh.errors import DTypeError, NonFiniteError, ShapeError, UnsupportedTensorError
+from rollmesh.ops.arguments import numpy_dtype, packed_size, part_of, round_up
+from rollmesh.ops.devices import op_over
+from rollmesh.torch.arrays import in_turn, weight_array
+
+SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+PACKED, GATE, UP = 1, 2, 3  # rm_layout of kernels.h
+
+
+class Piece(NamedTuple):
+    """A matrix [n, k] at a row of a packed one."""
+
+    weight: Tensor
+    layout: int = PACKED
+    row: int = 0
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As rollmesh.ops spells it. DTypeError for one that no forward pass has."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise DTypeError(f"expected torch.bfloat16 or torch.float32, got {dtype}")
+    return str(dtype).removeprefix("torch.")
+
+
+def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
+    """A weight without its graph."""
+    if not isinstance(weight, Tensor):
+        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(weight).__name__}")
+    if hasattr(weight, "to_local"):
+        raise UnsupportedTensorError(
+            f"{name}: expected a whole tensor, got a {type(weight).__name__}; shard the decoder layers or the model "
+            "(fully_shard), whose forward pass gathers their weights"
+        )
+    if weight.dtype not in SOURCES:
+        raise DTypeError(f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {weight.dtype}")
+    if weight.ndim != dims:
+        raise ShapeError(f"{name}: expected {dims} dims, got {weight.ndim}")
+    return weight.detach()
+
+
+def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+    """Packed matrices of one shape, one a group, each made of pieces; an array of one dim. `out`: one that this made before of the same
+    shapes, to write to. NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
+    first = groups[0]
+    k = first[0].weight.shape[1]
+    rows = max(piece.row + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight)) for piece in first)
+    size = packed_size(rows, k)
+    with in_turn(first[0].weight):
+        op, _ = op_over(how["isa"], how["threads"], weight=weight_array(first[0].weight))
+        if out is None:
+            out = op.new((len(groups) * size,), numpy_dtype(name_of(dtype)), zeros=True)
+        for g, pieces in enumerate(groups):
+            for weight, layout, row in pieces:
+                given = op_over(how["isa"], how["threads"], weight=weight_array(weight))[1]
+                _, wrong = op.core.pack(part_of(out, g * size, (size,)), given, layout, row, 0)
+                if wrong >= 0:
+                    at = (*((g,) if len(groups) > 1 else ()), row + wrong // k, wrong % k)
+                    raise NonFiniteError(f"weight: expected finite numbers in {name_of(dtype)}, got a NaN or an infinity at {list(at)}")
+    return out
+
+
+def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+    """Matrices [n, k] stacked in one, such as q, k and v."""
+    pieces, row = [], 0
+    for weight in weights:
+        pieces.append(Piece(check_weight("weight", weight), PACKED, row))
+        row += len(weight)
+    return pack([pieces], dtype, how, out)
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+    """gate and up [n, k], as gemm_swiglu takes them."""
+    return pack([[Piece(check_weight("gate", gate), GATE), Piece(check_weight("up", up), UP)]], dtype, how, out)
+
+
+def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+    """[experts, n, k], for a grouped gemm."""
+    return pack([[Piece(matrix)] for matrix in check_weight("weight", weight, 3)], dtype, how, out)
+
+
+def pack_experts_gate_up(weight: Tensor, dtype: torch.dtype, how: Any, out: Any = None) -> Any:
+    """[experts, 2n, k], the rows of gate before those of up, for a grouped gemm_swiglu."""
+    halves = [matrix.chunk(2) for matrix in check_weight("weight", weight, 3)]
+    return pack([[Piece(gate, GATE), Piece(up, UP)] for gate, up in halves], dtype, how, out)

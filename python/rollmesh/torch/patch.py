@@ -1,0 +1,461 @@
+"""A transformers Qwen3 or Qwen3-MoE whose forward pass is the generator's.
+
+    rm.torch.patch(model)                                   # forward by the C kernels, backward by torch
+    rm.torch.push(model, generator, version=step)           # sync_weights; the model then reads the generator's packed weights
+    scored = rm.torch.logprobs(model, input_ids, attention_mask)
+    rm.torch.unpatch(model)
+
+A patched model is used as before: model(input_ids, attention_mask) gives logits (float32), with gradients. What differs:
+
+- A token's logits depend on the tokens before it and on nothing else. Positions count from 0 at the first token of each sequence, on
+  which side the padding may be; position_ids that begin at 0 again make several sequences of one row of the batch.
+- No KV cache: generate with the generator. Options that are not supported are refused (ConfigError), among them dropout in training.
+- Rows of padding are not computed; their hidden states are zeros.
+
+It works under gradient checkpointing and accumulation, no_grad, inference_mode, and FSDP2 if decoder layers or the whole model are sharded
+(fully_shard), whose forward passes pack all weights anew. torch.compile leaves the patched parts uncompiled. LoRA (peft) is applied as
+merged weights, in the forward pass as in `push`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollmesh import Generator, ModelSpec, SyncReport, ops
+from rollmesh.errors import ConfigError, LimitError, RequestError, ShapeError, StateError, UnsupportedTensorError
+from rollmesh.runtime.arguments import choice, integer
+from rollmesh.runtime.messages import shown
+from rollmesh.torch import functions, packing
+from rollmesh.torch.functions import Heads, How
+from rollmesh.torch.kept import KeptWeights, Key, WeightUse
+from rollmesh.torch.sequences import Sequences
+
+FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
+IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
+ROPE_STEP = 1024  # the rope table grows by so many positions
+
+
+class Scored(NamedTuple):
+    """Of each token of a batch but the first: entry [b, t] is of input_ids[b, t + 1] given those before it. 0 for padding, for the first
+    token of a sequence, and for tokens that were not wanted."""
+
+    logprobs: Tensor  # float32 [B, T − 1]
+    entropy: Tensor | None  # float32 [B, T − 1], of the distribution that the token is drawn from
+    routed_experts: Tensor | None  # int16 [B, T, MoE layers, top_k], −1 where there is no row
+
+
+class _Wanted:
+    """What `logprobs` asks of a forward pass."""
+
+    def __init__(self, ids: Tensor, wanted: Tensor | None, temperature: float, entropy: bool, routed: bool):
+        self.ids, self.wanted, self.temperature, self.entropy, self.routed = ids, wanted, temperature, entropy, routed
+        self.rows: Sequences | None = None  # that are computed: all but the last token of each sequence
+        self.chosen: Tensor = ids  # of rows, those whose next token is wanted
+        self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
+
+
+class Patch:
+    """What the patched modules of one model share."""
+
+    def __init__(self, model: Any, spec: ModelSpec, dtype: torch.dtype, isa: str | None, threads: int | None, max_model_len: int):
+        self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
+        self.kept = KeptWeights()
+        self.wanted: _Wanted | None = None
+        self.heads = [
+            Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps, window)
+            for window in spec.sliding_windows
+        ]
+        self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        made = memo[id(self)] = Patch(None, self.spec, self.dtype, self.isa, self.threads, self.max_model_len)
+        return made
+
+    def how(self, x: Tensor) -> How:
+        return functions.how_for(x, self.isa, self.threads)
+
+    def rope(self, rows: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
+        longest = int(rows.lengths.max())
+        if longest > self.max_model_len:
+            raise LimitError(f"input_ids: expected sequences of at most {self.max_model_len} tokens (max_model_len), got one of {longest}")
+        known = self._ropes.get(device)
+        if known is None or len(known[0]) < longest:
+            inv_freq, scale = self.spec.rope(self.max_model_len)
+            positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, self.max_model_len)
+            table = ops.rope_table(inv_freq, positions, scale=scale, dtype=packing.name_of(self.dtype))
+            known = self._ropes[device] = (torch.from_numpy(table[0]).to(device), torch.from_numpy(table[1]).to(device))
+        return known
+
+    # ---------------------------------------------------------------------------------------- weights
+    def rows_of(self, key: Key, modules: list[Any], how: How) -> tuple[list[Tensor], Any]:
+        """(the weights of linear layers, packed as one matrix)."""
+        weights, sources = _weights(modules)
+        return weights, self.kept.get(key, sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
+
+    # ---------------------------------------------------------------------------------------- a pass
+    def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        weights, packed = self.rows_of((index, "qkv"), qkv, how)
+        biases = [_base(module).bias for module in qkv]
+        bias = None if biases[0] is None else torch.cat(biases)
+        made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
+        norms = attention.q_norm.weight, attention.k_norm.weight
+        attended = functions.attention(made, *norms, self.rope(rows, x.device), rows, self.heads[index], how=how)
+        weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
+        return functions.linear(attended, *weights, bias=_base(attention.o_proj).bias, packed=packed, how=how)
+
+    def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
+        (gate, up), sources = _weights([mlp.gate_proj, mlp.up_proj])
+        packed = self.kept.get((index, "gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
+        inner = functions.swiglu(x, gate, up, packed=packed, how=how)
+        weights, packed = self.rows_of((index, "down"), [mlp.down_proj], how)
+        return functions.linear(inner, *weights, packed=packed, how=how)
+
+    def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
+        router, gate_up, down = weights = _expert_weights(mlp)
+        kept, dtype = self.kept, self.dtype
+        packed = (
+            kept.get((index, "router"), [router], lambda out: packing.pack_rows([router], dtype, how, out)),
+            kept.get((index, "expert_gate_up"), [gate_up], lambda out: packing.pack_experts_gate_up(gate_up, dtype, how, out)),
+            kept.get((index, "expert_down"), [down], lambda out: packing.pack_experts(down, dtype, how, out)),
+        )
+        spec = self.spec
+        made = functions.moe(x, *weights, top_k=spec.num_experts_per_tok, renormalize=spec.norm_topk_prob, packed=packed, how=how)
+        if self.wanted is not None and self.wanted.routed:
+            self.wanted.experts[index] = made.ids
+        return made.out
+
+    def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
+        how, eps = self.how(hidden), self.spec.rms_norm_eps
+        x = functions.rms_norm(hidden, layer.input_layernorm.weight, eps, how=how)
+        x = self.attend(layer.self_attn, index, x, rows, how)
+        x, hidden = functions.add_rms_norm(hidden, x, layer.post_attention_layernorm.weight, eps, how=how)
+        mix = self.mix_experts if self.spec.is_moe_layer[index] else self.mix_dense
+        return functions.add(hidden, mix(layer.mlp, index, x, how), how=how)
+
+    def logits(self, head: Any, hidden: Tensor) -> Tensor:
+        """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T, hidden] → logits."""
+        x, wanted = hidden.flatten(0, -2).to(self.dtype), self.wanted
+        how = self.how(x)
+        (weight,), packed = self.rows_of((-1, "lm_head"), [head], how)
+        if wanted is None:
+            return functions.lm_head(x, weight, packed=packed, how=how).view(*hidden.shape[:-1], -1)
+        assert wanted.rows is not None
+        targets = wanted.ids.reshape(-1).index_select(0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1)
+        made = functions.token_logprobs(
+            x, weight, targets, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed, how=how
+        )  # fmt: skip
+        return torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)[None]
+
+
+# ---------------------------------------------------------------------------------------------- weights of modules
+def _base(module: Any) -> Any:
+    return getattr(module, "base_layer", module)
+
+
+def _weights(modules: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """(the effective weight of each linear layer, the tensors that these are made of)."""
+    weights, sources = [], []
+    for module in modules:
+        base = _base(module).weight
+        weights.append(_with_lora(module, base))
+        sources.append(base)
+        if module is not _base(module):
+            sources += [p for name, p in module.named_parameters() if name.startswith("lora_")]
+    return weights, sources
+
+
+def _with_lora(module: Any, weight: Tensor) -> Tensor:
+    """W + Σ scaling · B · A of the active adapters of a peft layer: what is pushed and what the forward pass uses."""
+    if module is _base(module) or module.merged or module.disable_adapters:
+        return weight
+    if not hasattr(module, "get_delta_weight"):
+        raise ConfigError(f"expected LoRA layers of peft, got a {type(module).__name__}")
+    for adapter in module.active_adapters:
+        if adapter not in module.lora_A:
+            continue
+        if module.use_dora.get(adapter):
+            raise ConfigError(f"expected LoRA adapters, got adapter {adapter!r} with use_dora=True, which is no sum of weights")
+        if module.training and getattr(module.lora_dropout[adapter], "p", 0.0) > 0:
+            raise ConfigError(f"lora_dropout: expected 0 in training, got {module.lora_dropout[adapter].p}; a rollout drops nothing")
+        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+    return weight
+
+
+def _expert_weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
+    for module in (mlp.gate, mlp.experts):
+        if module is not _base(module):
+            raise ConfigError("expected adapters of attention and dense MLPs only, got one of the router or of experts")
+    return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
+
+
+# ---------------------------------------------------------------------------------------------- patched modules
+class _Base:
+    """The forward pass of Qwen3Model and Qwen3MoeModel."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Any = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+
+        me: Any = self
+        patch: Patch = me._rollmesh[0]
+        known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
+        refused = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache} | others
+        for name, value in refused.items():
+            if name not in known and value is not None and value is not False:
+                what = "generate with a rollmesh generator, or unpatch" if name in ("past_key_values", "use_cache") else "or unpatch"
+                raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}")
+        _check_training(me)
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+            seen = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+        rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
+        if patch.wanted is not None:
+            rows = patch.wanted.rows = rows.without_last()
+            if not rows.num_rows:
+                raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
+        patch.kept.begin(any(hasattr(module, "unshard") for module in me.modules()))
+        hidden = functions.embedding(rows.pick(input_ids), me.embed_tokens.weight, patch.dtype)
+        for layer in me.layers:
+            hidden = layer(hidden, rows=rows)
+        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=patch.how(hidden))
+        rows.forget_caches()
+        wanted = patch.wanted
+        if wanted is None:
+            hidden = rows.pad(hidden)
+        else:
+            next_is = rows.rows.to(hidden.device) + 1
+            chosen = None if wanted.wanted is None else wanted.wanted.reshape(-1).index_select(0, next_is)
+            wanted.chosen = torch.arange(len(hidden), device=hidden.device) if chosen is None else torch.nonzero(chosen)[:, 0]
+            hidden = hidden.index_select(0, wanted.chosen)[None]
+        output = MoeModelOutputWithPast if patch.spec.num_experts else BaseModelOutputWithPast
+        return output(last_hidden_state=hidden)
+
+
+class _Layer:
+    """The forward pass of a decoder layer over packed rows."""
+
+    def forward(self, hidden_states: Tensor, rows: Sequences | None = None) -> Tensor:
+        me: Any = self
+        patch, index = me._rollmesh
+        if rows is None:
+            raise StateError("expected a patched decoder layer to be called by its model")
+        return patch.layer(me, index, hidden_states, rows)  # type: ignore[no-any-return]
+
+
+class _Head:
+    """lm_head."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        me: Any = self
+        patch: Patch = me._rollmesh[0]
+        made = patch.logits(me, input)
+        patch.kept.end()
+        return made
+
+
+@cache
+def _patched(cls: Any, by: Any) -> type:
+    """A subclass with the same name: FSDP's and transformers' rules go by it."""
+    return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
+
+
+def _check_training(base: Any) -> None:
+    dropout = getattr(base.config, "attention_dropout", 0.0)
+    if base.training and dropout:
+        raise ConfigError(f"attention_dropout: expected 0 in training, got {dropout}; a rollout drops nothing")
+
+
+# ---------------------------------------------------------------------------------------------- public
+def _causal_lm(model: Any) -> Any:
+    """The transformers model inside a peft model, or the model itself."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = getattr(inner, "module", inner)  # DDP
+    names = [cls.__name__ for cls in type(inner).__mro__]
+    if not any(name in names for name in FAMILIES):
+        raise ConfigError(f"model: expected a transformers {' or '.join(FAMILIES)}, or a peft model of one, got a {type(model).__name__}")
+    return inner
+
+
+def _patch_of(model: Any) -> Patch:
+    inner = _causal_lm(model)
+    if not hasattr(inner.model, "_rollmesh"):
+        raise StateError("model: expected a patched model, got one that is not; call rollmesh.torch.patch first")
+    return inner.model._rollmesh[0]  # type: ignore[no-any-return]
+
+
+def patch(
+    model: Any, *, dtype: str | None = None, isa: str | None = None, threads: int | None = None, max_model_len: int | None = None
+) -> Any:
+    """Makes `model` compute its forward pass by the generator's kernels; returns it.
+
+    model          Qwen3ForCausalLM or Qwen3MoeForCausalLM of transformers, on the CPU or a CUDA device, or a peft model of one
+    dtype          of activations and of the weights as they are used: "bfloat16" or "float32"; None: the model's. With float32 weights
+                   and "bfloat16" the optimizer has float32 masters
+    isa, threads   as in rollmesh.ops; threads None: torch's
+    max_model_len  most tokens of a sequence; None: max_position_embeddings. Where the rope type depends on it, the generator's
+
+    ConfigError: a model or a config option that a generator refuses. StateError: the model is patched already."""
+    inner = _causal_lm(model)
+    if hasattr(inner.model, "_rollmesh"):
+        raise StateError("model: expected one that is not patched, got a patched one; unpatch it first")
+    spec = ModelSpec.from_hf(inner.config)
+    weight = inner.model.embed_tokens.weight
+    known = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
+    used = getattr(torch, choice("dtype", known if dtype is None else dtype, ("bfloat16", "float32")))
+    most = spec.max_position_embeddings if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
+    if threads is not None:
+        integer("threads", threads, 1, 256)
+    made = Patch(inner, spec, used, isa, threads, most)
+    if not weight.is_cuda:
+        ops.kernels(isa)  # ConfigError for one that is not here
+    for index, (module, by) in enumerate(_modules(inner)):
+        own: Any = type(module)
+        module._rollmesh = (made, index - 2)
+        module.__class__ = _patched(own, by)
+    return model
+
+
+def _modules(inner: Any) -> Iterator[tuple[Any, Any]]:
+    yield inner.model, _Base
+    yield inner.lm_head, _Head
+    for layer in inner.model.layers:
+        yield layer, _Layer
+
+
+def unpatch(model: Any) -> Any:
+    """Gives the model its own forward pass back; returns it. StateError: it is not patched."""
+    inner = _causal_lm(model)
+    _patch_of(model)
+    if any("_rollmesh_base" not in vars(type(module)) for module, _ in _modules(inner)):
+        raise StateError("model: expected one that was not wrapped after patch, got one that fully_shard has wrapped")
+    for module, _ in _modules(inner):
+        module.__class__ = module.__class__._rollmesh_base
+        del module._rollmesh
+    return model
+
+
+def state_dict(model: Any) -> dict[str, Tensor]:
+    """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged ones, without a graph."""
+    inner = _causal_lm(model)
+    merged: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, module in inner.named_modules():
+            if hasattr(module, "base_layer"):
+                merged[f"{name}.weight"] = _with_lora(module, _base(module).weight)
+    plain = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in inner.state_dict().items()
+        if ".lora_" not in name
+    }  # fmt: skip
+    return plain | merged
+
+
+def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
+    """generator.sync_weights of a patched model's weights (`state_dict`), with the options of that; cast is True. Where the generator has
+    the whole model on the CPU, in this process and in the dtype of the patch, the next forward passes read its packed weights, as long
+    as it serves this version and the optimizer has not stepped."""
+    inner, made = _causal_lm(model), _patch_of(model)
+    if not isinstance(generator, Generator):
+        raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
+    report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
+    made.kept.forget_shared()
+    if generator.dtype == packing.name_of(made.dtype) and generator.spec == made.spec and generator._packed_weights() is not None:
+        made.kept.share(generator, _matrices(inner, made.spec))
+    return report
+
+
+def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, list[Tensor]]:
+    """The tensors that each packed matrix is made of."""
+    found: dict[Key, list[Tensor]] = {(-1, "lm_head"): _weights([inner.lm_head])[1]}
+    for i, layer in enumerate(inner.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        found[i, "qkv"] = _weights([attention.q_proj, attention.k_proj, attention.v_proj])[1]
+        found[i, "o"] = _weights([attention.o_proj])[1]
+        if spec.is_moe_layer[i]:
+            for name, weight in zip(("router", "expert_gate_up", "expert_down"), _expert_weights(mlp), strict=True):
+                found[i, name] = [weight]
+        else:
+            found[i, "gate_up"] = _weights([mlp.gate_proj, mlp.up_proj])[1]
+            found[i, "down"] = _weights([mlp.down_proj])[1]
+    return found
+
+
+def forget(model: Any) -> None:
+    """Weights are packed anew by the next forward pass: after writes that torch does not count, which are those through `.data`."""
+    _patch_of(model).kept.forget()
+
+
+def weight_use(model: Any) -> WeightUse:
+    """How the last forward pass came by its packed matrices: read from the generator, kept, or packed."""
+    return _patch_of(model).kept.use
+
+
+def logprobs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    wanted: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    routed_experts: bool = False,
+) -> Scored:
+    """Logprobs of the tokens of a batch [B, T] under a patched model, with gradients: those that a rollout recorded for them, bit for bit,
+    on the same weights. At temperature 1 they are `logprobs`, at any other `sampling_logprobs` of a request without filters.
+
+    attention_mask, position_ids  as the model takes them
+    wanted                        bool [B, T]: the tokens whose logprob is asked for, such as completions; None: all
+    routed_experts                also the experts of each token (MoE)"""
+    made = _patch_of(model)
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        seen = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+    if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
+        raise ShapeError(f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got {shown(getattr(wanted, 'shape', wanted))}")
+    asked = _Wanted(input_ids, wanted, temperature, entropy, routed_experts)
+    with _asking(made, asked):
+        found = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False).logits[0]
+    assert asked.rows is not None
+    at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
+    size, (batch, steps) = input_ids.numel(), input_ids.shape
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(size).index_copy(0, at, values).view(batch, steps)[:, :-1]
+
+    experts = None
+    if routed_experts and asked.experts:
+        ids = torch.stack([asked.experts[i] for i in sorted(asked.experts)], 1).short()
+        experts = (
+            ids.new_full((size, *ids.shape[1:]), -1).index_copy(0, asked.rows.rows.to(ids.device), ids).view(batch, steps, *ids.shape[1:])
+        )
+    return Scored(spread(found[:, 0]), spread(found[:, 1]) if entropy else None, experts)
+
+
+@contextmanager
+def _asking(made: Patch, wanted: _Wanted) -> Iterator[None]:
+    if made.wanted is not None:
+        raise StateError("expected one call of logprobs at a time, got one inside another")
+    made.wanted = wanted
+    try:
+        yield
+    finally:
+        made.wanted = None

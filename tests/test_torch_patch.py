@@ -1,0 +1,551 @@
+"""rollmesh.torch.patch: the forward pass of a transformers model is the generator's.
+
+Input: the models of helpers.py, their prompts, and completions that a generator draws. Oracles: what the generator recorded, in bits;
+transformers' own forward and backward pass in float32. Bounds: 0 differing bits; 1e-3 of a gradient's norm, and 1e-4 where nothing but
+the order of sums differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from marks import SUMMARY, some
+from torch import Tensor
+
+import rollmesh as rm
+from rollmesh.torch import Scored, WeightUse
+
+DENSE, MOE = helpers.CASES_BY_NAME["dense"], helpers.CASES_BY_NAME["moe"]
+FAMILIES = [pytest.param(DENSE, id="dense"), pytest.param(MOE, id="moe")]
+DTYPES = ["float32", "bfloat16"]
+
+
+def model_of(case: helpers.Case, dtype: str = "float32", seed: int | None = None) -> Any:
+    """As a trainer has it: float32 weights, whatever the forward pass computes in."""
+    return rm.torch.patch(helpers.hf_model(case, "float32", seed).eval().requires_grad_(), dtype=dtype, max_model_len=case.max_model_len)
+
+
+def generator_of(case: helpers.Case, dtype: str = "float32", **options: Any) -> rm.Generator:
+    limits = {"max_model_len": case.max_model_len, "max_num_seqs": 16, "kv_cache_gib": 0.05, "threads": 2}
+    return rm.Generator(rm.ModelSpec.from_hf(case.config), dtype=dtype, **{**limits, **options})
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Any, rm.Generator]]]:
+    """(a patched model, a generator that serves its weights)."""
+    made: list[rm.Generator] = []
+
+    def of(case: helpers.Case, dtype: str = "float32", **options: Any) -> tuple[Any, rm.Generator]:
+        model = model_of(case, dtype)
+        made.append(generator_of(case, dtype, **options))
+        rm.torch.push(model, made[-1])
+        return model, made[-1]
+
+    yield of
+    for generator in made:
+        generator.close()
+
+
+class Batch:
+    """Completions as a trainer has them: `left` pads every second sequence on the left, the others on the right."""
+
+    def __init__(self, outputs: list[rm.RequestOutput], left: bool = True):
+        pairs = [(list(o.prompt_token_ids), s) for o in outputs for s in o.outputs]
+        self.sequences = [[*prompt, *map(int, s.token_ids)] for prompt, s in pairs]
+        self.completions = [s for _, s in pairs]
+        self.recorded = np.concatenate([np.asarray(s.sampling_logprobs) for s in self.completions])
+        most = max(map(len, self.sequences))
+        self.ids = torch.full((len(pairs), most), 7)
+        self.mask, self.wanted = torch.zeros_like(self.ids), torch.zeros_like(self.ids, dtype=torch.bool)
+        for i, ((prompt, _), tokens) in enumerate(zip(pairs, self.sequences, strict=True)):
+            at = most - len(tokens) if left and i % 2 else 0
+            self.ids[i, at : at + len(tokens)] = torch.tensor(tokens)
+            self.mask[i, at : at + len(tokens)] = 1
+            self.wanted[i, at + len(prompt) : at + len(tokens)] = True
+
+    def of(self, scored: Scored) -> np.ndarray:
+        """The wanted logprobs, in the order of `recorded`."""
+        return scored.logprobs[self.wanted[:, 1:]].detach().numpy()
+
+
+def drawn(generator: rm.Generator, case: helpers.Case, temperature: float = 1.0, tokens: int = 20, seed: int = 3) -> Batch:
+    params = rm.SamplingParams(n=2, max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    return Batch(generator.generate(helpers.prompts(case.config, (1, 5, 33)), params, use_tqdm=False))
+
+
+def scored(model: Any, batch: Batch, **options: Any) -> Scored:
+    return rm.torch.logprobs(model, batch.ids, batch.mask, wanted=batch.wanted, **options)
+
+
+# ---------------------------------------------------------------------------------------------- bits
+QUICK = ("dense", "moe", "tied_bias", "moe_mlp_only", "window_40")
+
+
+def is_patchable(case: helpers.Case) -> bool:
+    """transformers' router has no bias; a generator's may."""
+    return not case.router_bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", some([c for c in helpers.CASES if is_patchable(c)], lambda c: c.name in QUICK), ids=lambda case: case.name)
+def test_logprobs_are_those_of_the_rollout(
+    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    model, generator = pair(case, dtype)
+    tokens = min(20, case.max_model_len - 33)
+    for temperature in (1.0, 0.7):
+        batch = drawn(generator, case, temperature, tokens)
+        got = scored(model, batch, temperature=temperature, routed_experts=True)
+        assert (batch.of(got) == batch.recorded).all()
+        for row, mask, sample in zip(
+            got.routed_experts if got.routed_experts is not None else (), batch.mask, batch.completions, strict=False
+        ):
+            assert (row[mask.bool()][:-1].numpy() == sample.routed_experts).all()
+    lines = request.config.stash.setdefault(SUMMARY, [])
+    lines.append(f"patched {case.name} {dtype}: {2 * len(batch.recorded)} logprobs, 0 differ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_nothing_but_weights_and_tokens_changes_a_bit(
+    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str
+) -> None:
+    """Padding, packing, order, grad mode, checkpointing, threads, instruction sets, the prompt's logprobs, and how the rollout was made."""
+    model, generator = pair(case, dtype, max_num_batched_tokens=16, enable_prefix_caching=True)
+    batch = drawn(generator, case, tokens=30)
+    want = scored(model, batch)
+    assert (batch.of(want) == batch.recorded).all()
+    everything = rm.torch.logprobs(model, batch.ids, batch.mask).logprobs
+
+    params = rm.SamplingParams(n=2, max_tokens=30, seed=3, ignore_eos=True)
+    right = Batch(generator.generate(helpers.prompts(case.config, (1, 5, 33)), params, use_tqdm=False), left=False)
+    assert (right.recorded == batch.recorded).all()
+    assert (right.of(scored(model, right)) == batch.recorded).all()
+    packed = torch.tensor([[token for sequence in batch.sequences for token in sequence]])
+    positions = torch.cat([torch.arange(len(s)) for s in batch.sequences])[None]
+    got = rm.torch.logprobs(model, packed, position_ids=positions).logprobs[0]
+    assert (got[positions[0, 1:] > 0] == everything[everything != 0]).all()
+    for row, sequence in enumerate(batch.sequences[::-1]):
+        alone = rm.torch.logprobs(model, torch.tensor([sequence])).logprobs
+        mask = batch.mask[-1 - row].bool()
+        assert (alone[0] == everything[-1 - row][mask[1:] & mask[:-1]]).all()
+    with torch.no_grad():
+        assert (scored(model, batch).logprobs == want.logprobs).all()
+    with torch.inference_mode():
+        assert (scored(model, batch).logprobs == want.logprobs).all()
+    for options in ({"threads": 1}, {"threads": 3}, *({"isa": isa} for isa in rm.ops.available_isas())):
+        other = rm.torch.patch(copy.deepcopy(rm.torch.unpatch(copy.deepcopy(model))), dtype=dtype, **options)
+        assert (scored(other, batch).logprobs == want.logprobs).all()
+    score = generator.score([list(map(int, s)) for s in batch.sequences])
+    for row, (mask, sequence) in enumerate(zip(batch.mask.bool(), score, strict=True)):
+        assert (everything[row][mask[1:] & mask[:-1]].detach().numpy() == sequence).all()
+
+
+def test_logits_are_the_generators(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    model, generator = pair(MOE)
+    prompts = helpers.prompts(MOE.config, (9, 9))
+    want = generator.logits(prompts)
+    output = model(torch.tensor(prompts))
+    assert output.logits.dtype == torch.float32
+    assert (output.logits.detach().numpy() == np.stack(want)).all()
+    last = model(torch.tensor(prompts), logits_to_keep=1).logits
+    assert (last[:, 0] == output.logits[:, -1]).all()
+
+
+def test_a_mesh_gives_what_the_trainer_gives() -> None:
+    for dtype in DTYPES:
+        model = model_of(MOE, dtype)
+        with generator_of(MOE, dtype, mesh=rm.Mesh(tp=2, dp=2, ep=4)) as generator:
+            rm.torch.push(model, generator)
+            batch = drawn(generator, MOE)
+            assert (batch.of(scored(model, batch)) == batch.recorded).all()
+            assert rm.torch.weight_use(model).shared == 0  # no rank has them whole
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+def gradients(model: Any, batch: Batch, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss(model).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def plain_logprobs(model: Any, batch: Batch) -> Tensor:
+    positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(batch.ids, attention_mask=batch.mask, position_ids=positions, use_cache=False).logits.float()
+    return logits[:, :-1].log_softmax(-1).gather(-1, batch.ids[:, 1:, None])[..., 0]
+
+
+def weighted(logprobs: Tensor, batch: Batch) -> Tensor:
+    weights = torch.linspace(-1, 1, batch.wanted[:, 1:].numel()).view_as(batch.wanted[:, 1:])
+    return (logprobs * weights * batch.wanted[:, 1:]).sum()
+
+
+def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(float((got[name] - want[name]).norm() / want[name].norm().clamp(min=1e-12)) for name in want)
+
+
+GRADIENT_CASES = (
+    "dense",
+    "attention_bias",
+    "tied_bias",
+    "window_8_of_layer_1",
+    "moe",
+    "moe_raw_gates",
+    "moe_mlp_only",
+    "moe_7_of_33",
+    "moe_top_1_raw",
+)
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients_are_transformers(pair: Callable[..., tuple[Any, rm.Generator]], name: str) -> None:
+    case = helpers.CASES_BY_NAME[name]
+    model, generator = pair(case)
+    batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
+    got = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
+    want = gradients(plain, batch, lambda m: weighted(plain_logprobs(m, batch), batch))
+    assert worst(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_loss_of_logits(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
+    """transformers' own loss of labels, on logits of a patched model."""
+    model, generator = pair(case)
+    batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
+    labels = batch.ids.masked_fill(~batch.wanted, -100)
+    options = {"attention_mask": batch.mask, "labels": labels, "use_cache": False}
+    got = gradients(model, batch, lambda m: m(batch.ids, **options).loss)
+    positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
+    want = gradients(plain, batch, lambda m: m(batch.ids, position_ids=positions, **options).loss)
+    assert worst(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_bfloat16_on_float32_masters(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
+    """Gradients are float32, and those of the float32 model but for what bfloat16 rounds. Experts may be chosen otherwise, so only a dense
+    model is held to a bound."""
+    model, generator = pair(case, "bfloat16")
+    batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
+    got = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
+    assert {g.dtype for g in got.values()} == {torch.float32}
+    assert all(bool(g.isfinite().all()) for g in got.values())
+    want = gradients(plain, batch, lambda m: weighted(plain_logprobs(m, batch), batch))
+    if case is DENSE:
+        assert worst(got, want) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", FAMILIES)
+def test_checkpointing_and_accumulation(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
+    model, generator = pair(case)
+    batch = drawn(generator, case)
+    want = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
+    model.train()
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        got = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
+        assert worst(got, want) < 1e-6
+        assert rm.torch.weight_use(model).packed == 0  # the second computation reads what the first did
+    model.gradient_checkpointing_disable()
+    model.zero_grad()
+    for rows in (slice(0, 2), slice(2, None)):
+        part = copy.copy(batch)
+        part.ids, part.mask, part.wanted = batch.ids[rows], batch.mask[rows], batch.wanted[rows]
+        weights = torch.linspace(-1, 1, batch.wanted[:, 1:].numel()).view_as(batch.wanted[:, 1:])[rows]
+        (scored(model, part).logprobs * weights * part.wanted[:, 1:]).sum().backward()
+    assert worst({name: p.grad for name, p in model.named_parameters()}, want) < 1e-5
+
+
+def test_entropy(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    model, generator = pair(DENSE)
+    batch = drawn(generator, DENSE)
+    got = scored(model, batch, temperature=0.8, entropy=True)
+    assert got.entropy is not None
+    log_p = (model(batch.ids, attention_mask=batch.mask).logits[:, :-1] / 0.8).log_softmax(-1)
+    want = -(log_p.exp() * log_p).sum(-1)[batch.wanted[:, 1:]]
+    assert torch.allclose(got.entropy[batch.wanted[:, 1:]], want, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- weights
+def step(model: Any, batch: Batch, parameters: Any = None) -> None:
+    optimizer = torch.optim.AdamW(list(model.parameters() if parameters is None else parameters), lr=1e-2)
+    weighted(scored(model, batch).logprobs, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_what_changed_is_packed(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
+    model, generator = pair(case)
+    batch = drawn(generator, case)
+    scored(model, batch)
+    matrices = rm.torch.weight_use(model).shared
+    assert rm.torch.weight_use(model) == WeightUse(matrices, 0, 0, 0)
+    step(model, batch)
+    first = scored(model, batch).logprobs
+    assert rm.torch.weight_use(model) == WeightUse(0, 0, matrices, None)
+    assert (first != torch.from_numpy(batch.recorded).sum()).any()
+    assert (scored(model, batch).logprobs == first).all()
+    assert rm.torch.weight_use(model) == WeightUse(0, matrices, 0, None)
+    step(model, batch, [model.model.layers[0].self_attn.k_proj.weight, model.model.layers[1].self_attn.o_proj.weight])
+    scored(model, batch)
+    assert rm.torch.weight_use(model) == WeightUse(0, matrices - 2, 2, None)
+    rm.torch.push(model, generator)
+    batch = drawn(generator, case)
+    assert (batch.of(scored(model, batch)) == batch.recorded).all()
+    assert rm.torch.weight_use(model) == WeightUse(matrices, 0, 0, 1)
+    generator.sleep(["weights"])
+    assert (batch.of(scored(model, batch)) == batch.recorded).all()
+    assert rm.torch.weight_use(model).shared == 0
+    generator.wake(["weights"])
+    other = helpers.numpy_state_dict(case.config, seed=9)
+    generator.sync_weights(other, cast=True)
+    assert (batch.of(scored(model, batch)) == batch.recorded).all()
+    assert rm.torch.weight_use(model).shared == 0
+
+
+def test_other_ways_to_change_a_weight(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    """In place, by another tensor, by load_state_dict; and through .data, which torch does not count."""
+    model, generator = pair(DENSE)
+    batch = drawn(generator, DENSE)
+    module = model.model.layers[0].mlp.down_proj
+
+    def fresh() -> Tensor:
+        return scored(rm.torch.patch(rm.torch.unpatch(copy.deepcopy(model))), batch).logprobs
+
+    def half_in_place() -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    def another() -> None:
+        module.weight = torch.nn.Parameter(module.weight.detach() * 0.5)
+
+    def loaded() -> None:
+        model.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+
+    for change in (half_in_place, another, loaded):
+        before = scored(model, batch).logprobs
+        change()
+        gc.collect()
+        after = scored(model, batch).logprobs
+        assert (after == fresh()).all()
+        assert (after != before).any()
+    module.weight.data.mul_(0.5)
+    rm.torch.forget(model)
+    assert (scored(model, batch).logprobs == fresh()).all()
+
+
+def test_a_sync_in_the_middle_of_a_pass(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    """By another thread, as it were: the pass has read half of one version and says so."""
+    model, generator = pair(DENSE)
+    other = helpers.numpy_state_dict(DENSE.config, seed=9)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: generator.sync_weights(other, cast=True) and None)
+    with pytest.raises(rm.StateError, match="expected the generator to serve version 0 during a forward pass"):
+        model(torch.tensor([[1, 2, 3]]))
+    hook.remove()
+    model(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_copy_and_the_way_back(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    plain = helpers.hf_model(MOE).eval()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    want = plain(ids).logits
+    model, generator = pair(MOE)
+    patched = model(ids).logits
+    copied = copy.deepcopy(model)  # a reference model
+    assert (copied(ids).logits == patched).all()
+    assert rm.torch.weight_use(copied).packed > 0
+    step(model, drawn(generator, MOE))
+    assert (copied(ids).logits == patched).all()
+    assert (rm.torch.unpatch(copied)(ids).logits == want).all()
+    assert type(copied.model.layers[0]) is type(plain.model.layers[0])
+    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo, of its own accesses
+def test_compile_leaves_the_patched_parts_as_they_are(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    model, _ = pair(DENSE)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    want = model(ids).logits
+    assert (torch.compile(model, backend="eager")(ids).logits == want).all()
+
+
+# ---------------------------------------------------------------------------------------------- LoRA
+pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 on transformers 5.23
+TARGETS = {"dense": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], "moe": ["q_proj", "k_proj", "o_proj"]}
+
+
+@pefts
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_lora(case: helpers.Case, dtype: str) -> None:
+    """The merged weights are pushed and used; only adapters learn, by the gradients that peft gives them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[case.name], lora_dropout=0.0, init_lora_weights=False)
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(helpers.hf_model(case).requires_grad_(), config)
+    model = rm.torch.patch(copy.deepcopy(plain), dtype=dtype)
+    with generator_of(case, dtype) as generator:
+        for version in range(2):
+            rm.torch.push(model, generator, version)
+            batch = drawn(generator, case)
+            assert (batch.of(scored(model, batch)) == batch.recorded).all()
+            assert rm.torch.weight_use(model).packed == 0
+            step(model, batch, [p for p in model.parameters() if p.requires_grad])
+            assert (batch.of(scored(model, batch)) != batch.recorded).any()
+    merged = helpers.hf_model(case)
+    merged.load_state_dict(rm.torch.state_dict(model))
+    for got, want in zip(merged.state_dict().values(), model.merge_and_unload().state_dict().values(), strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+    if dtype == "float32":
+        model = rm.torch.patch(copy.deepcopy(plain))
+        names = [name for name, p in plain.named_parameters() if p.requires_grad]
+        weighted(scored(model, batch).logprobs, batch).backward()
+        weighted(plain_logprobs(plain, batch), batch).backward()
+        mine, theirs = (dict(m.named_parameters()) for m in (model, plain))
+        assert worst({n: mine[n].grad for n in names}, {n: theirs[n].grad for n in names}) < 1e-4
+        assert all(p.grad is None for n, p in mine.items() if n not in names)
+
+
+@pefts
+def test_lora_that_no_rollout_has() -> None:
+    peft = pytest.importorskip("peft")
+    dropping = peft.get_peft_model(helpers.hf_model(DENSE), peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+    with pytest.raises(rm.ConfigError, match=r"lora_dropout: expected 0 in training, got 0.1"):
+        rm.torch.patch(dropping).train()(torch.tensor([[1, 2]]))
+    dora = peft.get_peft_model(helpers.hf_model(DENSE), peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(rm.ConfigError, match="use_dora=True"):
+        rm.torch.patch(dora)(torch.tensor([[1, 2]]))
+
+
+# ---------------------------------------------------------------------------------------------- FSDP2
+def fsdp_rank(rank: int, store: str) -> None:
+    """Two steps of two ranks over Gloo, each with its half of the batch: the generator of rank 0 records, all ranks recompute."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for case in (DENSE, MOE):
+        model = model_of(case, "bfloat16")
+        alone = model_of(case, "bfloat16")
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+        with generator_of(case, "bfloat16") as generator:
+            for version in range(2):
+                rm.torch.push(model, generator, version)
+                batch = drawn(generator, case, seed=version)
+                whole = scored(alone, batch).logprobs
+                halves = copy.copy(batch)
+                rows = slice(3 * rank, 3 * rank + 3)
+                halves.ids, halves.mask, halves.wanted = batch.ids[rows], batch.mask[rows], batch.wanted[rows]
+                mine = scored(model, halves).logprobs
+                assert (mine == whole[rows]).all()
+                if version == 0:
+                    assert (batch.of(scored(alone, batch)) == batch.recorded).all()
+                assert rm.torch.weight_use(model).packed > 0
+                (2 * (mine * halves.wanted[:, 1:]).sum()).backward()  # FSDP takes the mean of its ranks
+                (whole * batch.wanted[:, 1:]).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                for (name, shard), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+                    full = shard.full_tensor()
+                    assert (full - other).norm() <= 1e-2 * other.norm(), name
+                    with torch.no_grad():
+                        other.copy_(full)  # so that what rounding made of it is not carried on
+    distributed.destroy_process_group()
+    sys.stdout.write("OK\n")
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, str(r), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)] == [(0, "OK\n")] * 2
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def in_training(**changes: Any) -> Any:
+    model = helpers.hf_model(DENSE, **changes)
+    return rm.torch.patch(model.train())
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "twice": (lambda m: rm.torch.patch(m), rm.StateError, "expected one that is not patched"),
+    "another model": (
+        lambda m: rm.torch.patch(torch.nn.Linear(2, 2)),
+        rm.ConfigError,
+        "expected a transformers Qwen3ForCausalLM .*got a Linear",
+    ),
+    "not patched": (lambda m: rm.torch.unpatch(helpers.hf_model(DENSE)), rm.StateError, "expected a patched model"),
+    "dtype": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), dtype="float16"), rm.ConfigError, "dtype: expected .*float16"),
+    "isa": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), isa="sse"), rm.ConfigError, "isa: expected .*sse"),
+    "threads": (lambda m: rm.torch.patch(helpers.hf_model(DENSE), threads=0), rm.ConfigError, "threads: expected .*0"),
+    "a cache": (lambda m: m(IDS, use_cache=True), rm.ConfigError, "use_cache: expected none with a patched model, got True; generate with"),
+    "generate": (lambda m: m.generate(IDS, max_new_tokens=2), rm.ConfigError, "generate with a rollmesh generator"),
+    "embeddings": (lambda m: m(inputs_embeds=torch.ones(1, 2, 64)), rm.ConfigError, "inputs_embeds: expected none"),
+    "hidden states": (lambda m: m(IDS, output_hidden_states=True), rm.ConfigError, "output_hidden_states: expected none"),
+    "a mask of 4 dims": (lambda m: m(IDS, attention_mask=torch.ones(1, 1, 3, 3)), rm.ShapeError, "attention_mask: expected 2 dims"),
+    "one sequence": (lambda m: m(IDS[0]), rm.ShapeError, r"input_ids: expected a tensor \[batch, tokens\], got \(3,\)"),
+    "too long": (lambda m: m(torch.ones(1, 1200, dtype=torch.long)), rm.LimitError, "at most 1100 tokens .*got one of 1200"),
+    "one token": (lambda m: rm.torch.logprobs(m, IDS[:, :1]), rm.RequestError, "at least 2 tokens"),
+    "wanted": (lambda m: rm.torch.logprobs(m, IDS, wanted=IDS[:, 1:]), rm.ShapeError, r"wanted: expected a tensor of shape \(1, 3\)"),
+    "temperature": (lambda m: rm.torch.logprobs(m, IDS, temperature=-1), rm.RequestError, "temperature: expected .*-1"),
+    "a layer by itself": (lambda m: m.model.layers[0](torch.ones(1, 3, 64)), rm.StateError, "called by its model"),
+    "a generator": (lambda m: rm.torch.push(m, "generator"), rm.UnsupportedTensorError, "expected a rollmesh.Generator, got a str"),
+    "dropout": (lambda m: in_training(attention_dropout=0.5)(IDS), rm.ConfigError, "attention_dropout: expected 0 in training, got 0.5"),
+    "an activation": (lambda m: rm.torch.patch(helpers.hf_model(DENSE, hidden_act="gelu")), rm.ConfigError, "hidden_act"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    """With its type and words; the model works as before."""
+    model = model_of(DENSE)
+    want = model(IDS).logits
+    call, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        call(model)
+    assert (model(IDS).logits == want).all()
+
+
+def test_weights_that_are_not_finite(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    model, _ = pair(MOE)
+    weight = model.model.layers[1].mlp.experts.down_proj
+    with torch.no_grad():
+        kept = weight[3, 2, 1].clone()
+        weight[3, 2, 1] = torch.nan
+    for _ in range(2):
+        with pytest.raises(rm.NonFiniteError, match=r"weight: expected finite numbers in float32, got a NaN or an infinity at \[3, 2, 1\]"):
+            model(IDS)
+    with torch.no_grad():
+        weight[3, 2, 1] = kept
+    model(IDS)
+
+
+if __name__ == "__main__":
+    fsdp_rank(int(sys.argv[1]), sys.argv[2])
