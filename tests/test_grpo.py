@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
         ("train.lr=nan", r"\[train\] lr: expected a finite number, got nan"),
         ("train.steps=1.5", r"\[train\] steps: expected an integer, got 1.5"),
         ("train.steps=true", r"\[train\] steps: expected an integer, got true"),
-        ("train.speed=3", r"\[train\] speed: no such key; there are steps, "),
+        ("train.speed=3", r"\[train\] speed: no such key; there are kernels, mismatch, steps, "),
         ("trian.lr=1", r"trian: no such table; there are model, "),
         ("sed=1", r"sed: no such key"),
         ("train=3", r"train: expected a table, got 3"),
@@ -515,12 +515,14 @@ def test_tokens_of_another_version_are_an_error(tmp_path: Path) -> None:
         this.close()
 
 
-def test_trainer_and_generator_must_agree_after_a_sync() -> None:
-    """The self-test with the trainer's scorer passes at 1e-3 in float32, and fails once the trainer has moved on."""
-    this = loop.prepare(config.load(MOE, TINY))
+@pytest.mark.parametrize("kernels", ["torch", "rollmesh"])
+def test_trainer_and_generator_must_agree_after_a_sync(kernels: str) -> None:
+    """The self-test with the trainer's scorer passes at 1e-3 in float32, with rollmesh's kernels at 0, and fails once the trainer has
+    moved on."""
+    this = loop.prepare(config.load(MOE, [*TINY, f'train.kernels="{kernels}"']))
     try:
         this.generator.sync_weights(this.trainer.state_dict(), version=0)
-        assert this.generator.self_test(this.trainer.score, threshold=1e-3).max_abs_diff > 0
+        assert (this.generator.self_test(this.trainer.score, threshold=1e-3).max_abs_diff > 0) == (kernels == "torch")
         with torch.no_grad():
             this.trainer.model.lm_head.weight.mul_(1.1)
         with pytest.raises(rm.NumericsError, match="self-test"):

@@ -228,7 +228,7 @@ def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
 @needs_vllm
 def test_a_failed_self_test_ends_the_run_and_its_processes(tmp_path: Path) -> None:
     """No difference is allowed at all, so it fails by rounding. Nothing of the session is left a few seconds later."""
-    process = started(tmp_path / "run", ["sync.self_test=1e-12"], "--generator", "vllm")
+    process = started(tmp_path / "run", ["sync.self_test=1e-12", "train.kernels=torch"], "--generator", "vllm")
     complaints = process.communicate(timeout=300)[1]
     assert process.returncode == 2, complaints
     assert "NumericsError: self-test of version 0: expected |Δ logprob| of at most" in complaints

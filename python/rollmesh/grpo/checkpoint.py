@@ -26,7 +26,9 @@ from rollmesh.grpo.trainer import Trainer
 FORMAT = 1
 STATE = "trainer/state.json"
 # Values of keys that older checkpoints lack.
-LATER_KEYS = {"train.device": "cpu"} | {f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)}
+LATER_KEYS = {"train.device": "cpu", "train.kernels": "torch", "train.mismatch": "raise"} | {
+    f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)
+}
 MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
 
 

@@ -150,6 +150,8 @@ class CorrectionTable:
 
 @dataclass(frozen=True)
 class TrainTable:
+    kernels: Literal["rollmesh", "torch"] | None = None  # of the forward pass (docs/trainer.md); None: kernels_of decides
+    mismatch: Literal["raise", "record"] = "raise"  # where trainer and generator must agree bit for bit and do not
     steps: int = number(100, at_least=1)
     updates: int = number(1, at_least=1)  # optimizer steps a step
     minibatches: bool = False  # updates split the batch by prompts; false: each is a pass over all of it
@@ -274,12 +276,39 @@ def _check_together(c: Config) -> None:
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
         )
     _check_correction(c)
+    _check_kernels(c)
     for table, device in (("generator", c.generator.device), ("train", c.train.device)):
         _check_name(table, device)
     if c.generator.engine == "vllm":
         _check_vllm(c.generator)
     else:
         _check_device(c.generator)
+
+
+def kernels_of(c: Config) -> str:
+    """[train] kernels, or what stands for none: "rollmesh" for a trainer on the CPU, where it has the generator's bits."""
+    if c.train.kernels is not None:
+        return c.train.kernels
+    has_own_bits = _has_own_bits(c.generator) or c.correction.routing_replay
+    return "rollmesh" if c.train.device == "cpu" and not has_own_bits else "torch"
+
+
+def _has_own_bits(g: GeneratorTable) -> bool:
+    """Tensor cores sum in an order of their own."""
+    return g.isa == "cuda_mma" and g.dtype == "bfloat16"
+
+
+def _check_kernels(c: Config) -> None:
+    if c.train.kernels != "rollmesh":
+        return
+    if c.correction.routing_replay:
+        raise rm.ConfigError(
+            '[correction] routing_replay: expected false where [train] kernels is "rollmesh", whose routing is the generator\'s, got true'
+        )
+    if _has_own_bits(c.generator):
+        raise rm.ConfigError(
+            '[train] kernels: expected "torch" where [generator] isa is "cuda_mma", which has bits of its own, got "rollmesh"'
+        )
 
 
 def _check_correction(c: Config) -> None:

@@ -129,7 +129,7 @@ def run_step(run: Run, step: int) -> Metrics:
     """One step of the protocol above."""
     config, start = run.config, time.perf_counter()
     assert run.trainer is not None
-    report = run.generator.sync_weights(run.trainer.state_dict(), version=step, cast=config.sync.cast)
+    report = run.trainer.push(run.generator, step)
     sync_s = time.perf_counter() - start
     if _is_tested(run, step):
         threshold, max_tokens = config.sync.self_test, config.rollout.max_tokens

@@ -15,11 +15,20 @@ And what a correction ([correction] importance_sampling, formulas in loss.py) di
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
+import rollmesh as rm
 from rollmesh.grpo.config import CorrectionTable
 from rollmesh.grpo.loss import correction_weights
+from rollmesh.grpo.rollout import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADVICE = '[train] mismatch = "record" goes on, and [train] kernels = "torch" corrects'
 
 
 def mismatch(trainer: NDArray[np.float32], generator: NDArray[np.float32]) -> dict[str, float]:
@@ -32,6 +41,34 @@ def mismatch(trainer: NDArray[np.float32], generator: NDArray[np.float32]) -> di
         "kl_k3": float((np.expm1(d) - d).mean()),
         "tokens_differ": float((d != 0).mean()),
     }
+
+
+def check_same(logprobs_N: Tensor, routed_BTLK: Tensor | None, batch: Batch) -> None:
+    """NumericsError where a logprob or an expert of the trainer is not the one that the generator recorded, with the first such token. For
+    rollmesh's kernels on the weights that drew the tokens."""
+    if routed_BTLK is not None and batch.routed_BTLK is not None:
+        _check_routing(routed_BTLK.cpu().numpy(), batch.routed_BTLK.cpu().numpy())
+    trainer, generator = logprobs_N.detach().cpu().numpy(), batch.old_logprobs_N.cpu().numpy()
+    differ = np.flatnonzero(trainer != generator)
+    if len(differ):
+        n = int(differ[0])
+        where = f"sequence {int(batch.rows_N[n])} of the batch, position {int(batch.columns_N[n]) + 1}, token {int(batch.targets_N[n])}"
+        raise rm.NumericsError(
+            f"logprobs: expected {generator[n]} for {where}, which the generator recorded, got {trainer[n]} from the trainer; "
+            f"{len(differ)} of {len(trainer)} differ; {ADVICE}"
+        )
+
+
+def _check_routing(trainer: NDArray[np.int16], generator: NDArray[np.int16]) -> None:
+    """[B, T, MoE layers, top_k]; −1 in the generator's: no record."""
+    differ = np.argwhere((trainer != generator) & (generator >= 0))
+    if len(differ):
+        b, t, layer, place = map(int, differ[0])
+        raise rm.NumericsError(
+            f"routed experts: expected expert {generator[b, t, layer, place]} as choice {place} of MoE layer {layer} for sequence {b} "
+            f"of the batch, position {t}, which the generator recorded, got {trainer[b, t, layer, place]} from the trainer; "
+            f"{len(differ)} of {int((generator >= 0).sum())} differ; {ADVICE}"
+        )
 
 
 def corrections(

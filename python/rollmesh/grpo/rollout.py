@@ -43,7 +43,9 @@ class Rollout:
 class Batch:
     """B sequences, padded to T; N generated tokens in the order of the sequences."""
 
-    ids_BT: Tensor  # without the last column: nothing follows it
+    tokens_BT: Tensor  # prompts and completions, T the longest; 0 where a shorter one has ended
+    mask_BT: Tensor  # which of tokens_BT belong to a sequence
+    generated_BT: Tensor  # which of them were generated
     rows_N: Tensor  # sequence of each generated token
     columns_N: Tensor  # position whose logits predict it
     targets_N: Tensor  # the token
@@ -51,6 +53,11 @@ class Batch:
     lengths_B: Tensor  # generated tokens of each sequence
     routed_BTLK: Tensor | None = None  # int16 expert ids of the layers with experts; -1 where there is no record
     trainer_logprobs_N: Tensor | None = None  # before the step's first update
+
+    @property
+    def ids_BT(self) -> Tensor:
+        """tokens_BT without the last column: nothing follows it."""
+        return self.tokens_BT[:, :-1]
 
 
 def generate(
@@ -68,7 +75,7 @@ def generate(
     routing: bool = False,
 ) -> Rollout:
     """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version.
-    `routing`: keep the routed experts."""
+    `routing`: routed experts are needed; else they are kept where the generator records them."""
     params = [
         rm.SamplingParams(
             n=samples, temperature=temperature, max_tokens=max_tokens, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")
@@ -87,7 +94,7 @@ def generate(
         logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
         texts=[text_of(tokenizer, c) for c in completions],
         stopped=[c.finish_reason == "stop" for c in completions],
-        routed_experts=[_routed(c, generator) for c in completions] if routing else None,
+        routed_experts=[_routed(c, generator) for c in completions] if routing or completions[0].routed_experts is not None else None,
     )
 
 
@@ -129,7 +136,9 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     for row, p, a in zip(ids, prompts, answers, strict=True):
         row[: len(p)] = p
         row[len(p) : len(p) + len(a)] = a
-    lengths = np.array([len(a) for a in answers])
+    lengths, starts = np.array([len(a) for a in answers]), np.array([len(p) for p in prompts])
+    at = np.arange(ids.shape[1])
+    mask = at < (starts + lengths)[:, None]
     columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
     rows = np.repeat(np.arange(len(prompts)), lengths)
     routed = trainer = None
@@ -142,7 +151,9 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     if rollout.trainer_logprobs is not None:
         trainer = torch.from_numpy(np.concatenate([rollout.trainer_logprobs[i] for i in indices])).to(device)
     return Batch(
-        ids_BT=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])).to(device),
+        tokens_BT=torch.from_numpy(ids).to(device),
+        mask_BT=torch.from_numpy(mask).to(device),
+        generated_BT=torch.from_numpy(mask & (at >= starts[:, None])).to(device),
         rows_N=torch.from_numpy(rows).to(device),
         columns_N=torch.from_numpy(columns).to(device),
         targets_N=torch.from_numpy(ids[rows, columns + 1]).to(device),

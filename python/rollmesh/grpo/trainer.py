@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config, ModelTable, TrainTable
+from rollmesh.grpo.config import Config, ModelTable, TrainTable, kernels_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
-from rollmesh.grpo.mismatch import corrections
+from rollmesh.grpo.mismatch import check_same, corrections
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rollmesh.grpo.generator import Pushed, RolloutGenerator
 
 
 class Trainer:
@@ -45,24 +48,46 @@ class Trainer:
         self.config = config
         self.device = torch_device(table.device)
         check_devices(self.device, config)
-        self.model = (load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)).to(self.device)
+        self.kernels = kernels_of(config)
+        self.model = self._patched(load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer))
         if config.correction.routing_replay:
             routers(self.model)
         self.model.eval()  # no dropout: the policy that is trained is the one that generates
-        self.reference = build_reference(config, tokenizer).to(self.device) if config.loss.kl > 0 else None
+        self.reference = self._patched(build_reference(config, tokenizer)) if config.loss.kl > 0 else None
         torch.manual_seed(seed_of(config.seed, 0, "run"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=table.lr, betas=(table.betas[0], table.betas[1]), weight_decay=table.weight_decay, foreach=True
         )
 
+    def _patched(self, model: Any) -> Any:
+        """On its device, with [train] kernels."""
+        model, g = model.to(self.device), self.config.generator
+        if self.kernels == "torch":
+            return model
+        import rollmesh.torch
+
+        return rollmesh.torch.patch(model, dtype=g.dtype, max_model_len=g.max_model_len)
+
+    def push(self, generator: RolloutGenerator, version: int) -> Pushed:
+        """The weights become the generator's version. A generator of this process shares its packed copy with rollmesh's kernels."""
+        cast = self.config.sync.cast
+        if self.kernels == "torch" or not isinstance(generator, rm.Generator):
+            return generator.sync_weights(self.state_dict(), version=version, cast=cast)
+        import rollmesh.torch
+
+        return rollmesh.torch.push(self.model, generator, version, cast=cast)
+
     def state_dict(self) -> dict[str, Any]:
         return self.model.state_dict()  # type: ignore[no-any-return]
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False, model: Any = None) -> tuple[Tensor, Tensor]:
-        """float32 logprob of each generated token at the rollout's temperature, and (asked for, else zeros) its entropy."""
+    def logprobs(self, batch: Batch, *, entropy: bool = False, model: Any = None, on_policy: bool = False) -> tuple[Tensor, Tensor]:
+        """float32 logprob of each generated token at the rollout's temperature, and (asked for, else zeros) its entropy. on_policy: the
+        weights are those that drew the tokens; with rollmesh's kernels every number must then be the recorded one ([train] mismatch)."""
         import torch
 
         model = self.model if model is None else model
+        if self.kernels == "rollmesh":
+            return self._same_logprobs(batch, entropy, model, on_policy and self.config.train.mismatch == "raise")
         hidden_BTC = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
         logits_NV = model.lm_head(hidden_BTC[batch.rows_N, batch.columns_N]).float() / self.config.rollout.temperature
         all_NV = torch.log_softmax(logits_NV, dim=-1)
@@ -71,16 +96,31 @@ class Trainer:
             return logprobs_N, torch.zeros_like(logprobs_N)
         return logprobs_N, -(all_NV.exp() * all_NV).sum(-1)
 
+    def _same_logprobs(self, batch: Batch, entropy: bool, model: Any, must_be_same: bool) -> tuple[Tensor, Tensor]:
+        """By rollmesh's kernels: on the weights that drew the tokens those that the generator recorded, bit for bit."""
+        import rollmesh.torch
+
+        scored = rollmesh.torch.logprobs(
+            model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT, temperature=self.config.rollout.temperature,
+            entropy=entropy, routed_experts=must_be_same and batch.routed_BTLK is not None,
+        )  # fmt: skip
+        chosen = batch.generated_BT[:, 1:]
+        logprobs_N = scored.logprobs[chosen]
+        if must_be_same:
+            # The last token of each sequence was drawn and never computed.
+            check_same(logprobs_N, None if scored.routed_experts is None else scored.routed_experts[:, :-1], batch)
+        return logprobs_N, logprobs_N.new_zeros(len(logprobs_N)) if scored.entropy is None else scored.entropy[chosen]
+
     def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
-        """Of all generated tokens of a rollout, without gradient: [tokens]."""
+        """Of all generated tokens of a rollout, without gradient, on the weights that drew them: [tokens]."""
         import torch
 
         with torch.no_grad():
             parts = []
             for chunk in self._micro(list(range(len(rollout.texts)))):
                 batch = make_batch(rollout, chunk, self.device)
-                with replay(self.model, batch.routed_BTLK):
-                    parts.append(self.logprobs(batch)[0])
+                with self._replay(batch):
+                    parts.append(self.logprobs(batch, on_policy=True)[0])
         return torch.cat(parts).cpu().numpy()
 
     def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -91,6 +131,11 @@ class Trainer:
         with torch.no_grad():
             for ids in sequences:
                 tokens_T = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+                if self.kernels == "rollmesh":
+                    import rollmesh.torch
+
+                    out.append(rollmesh.torch.logprobs(self.model, tokens_T[None]).logprobs[0].cpu().numpy())
+                    continue
                 logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
                 out.append(torch.log_softmax(logits_TV[:-1], -1).gather(1, tokens_T[1:, None]).squeeze(1).cpu().numpy())
         return out
@@ -106,7 +151,8 @@ class Trainer:
             if corrects and before is not None:
                 rollout = with_trainer_logprobs(rollout, before)
             first = update * per_update if table.minibatches else 0
-            metrics, logprobs = self._update(rollout, advantages, list(range(first, first + per_update)), learning_rate(table, step))
+            indices = list(range(first, first + per_update))
+            metrics, logprobs = self._update(rollout, advantages, indices, learning_rate(table, step), on_policy=update == 0)
             before = logprobs if before is None else before
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value / updates
@@ -121,6 +167,7 @@ class Trainer:
         advantages: NDArray[np.float64],
         indices: list[int],
         lr: float,
+        on_policy: bool,
     ) -> tuple[dict[str, float], NDArray[np.float32]]:
         import torch
 
@@ -132,8 +179,8 @@ class Trainer:
         for chunk in self._micro(indices):
             batch = make_batch(rollout, chunk, self.device)
             count = len(batch.targets_N)
-            with replay(self.model, batch.routed_BTLK):
-                logprobs_N, entropy_N = self.logprobs(batch, entropy=True)
+            with self._replay(batch):
+                logprobs_N, entropy_N = self.logprobs(batch, entropy=True, on_policy=on_policy)
             old_N, correction_N = batch.old_logprobs_N, None
             if c.correction.importance_sampling != "none":
                 # The first update of a whole batch computes the logprobs before it.
@@ -158,6 +205,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(before).cpu().numpy()
+
+    def _replay(self, batch: Batch) -> AbstractContextManager[None]:
+        return replay(self.model, batch.routed_BTLK if self.config.correction.routing_replay else None)
 
     def _micro(self, indices: list[int]) -> Iterator[list[int]]:
         size = self.config.train.micro_batch or len(indices)

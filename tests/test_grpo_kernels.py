@@ -1,0 +1,181 @@
+"""[train] kernels and mismatch of rollmesh grpo: with rollmesh's kernels trainer and generator are one function.
+
+Input: a few steps of the debug configs, made smaller. Oracle: what the generator recorded. Bound: 0 differing logprobs and routed experts;
+with the generator on a mesh or another instruction set, the same metrics to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import TIMES
+from marks import full
+
+import rollmesh as rm
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rollmesh.grpo import config, loop  # noqa: E402
+from rollmesh.grpo.rollout import Rollout  # noqa: E402
+from rollmesh.grpo.trainer import Trainer  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
+TINY = [
+    "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2",
+    "rollout.prompts=4", "rollout.samples=4", "eval.prompts=8", "generator.kv_cache_gib=0.01", "eval.every=2", "train.steps=4",
+    "train.threads=1", "generator.threads=1",
+]  # fmt: skip
+BFLOAT16 = ['generator.dtype="bfloat16"', "sync.cast=true"]
+ZERO = ("logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_differ")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+
+
+def ran(name: str, out: Path, *changes: str) -> list[dict[str, Any]]:
+    """The metrics of a run, without its times."""
+    run = loop.prepare(config.load(CONFIGS[name], [*TINY, *changes]))
+    try:
+        lines = loop.train(run, out)
+    finally:
+        run.close()
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([], id="float32"),
+        pytest.param(BFLOAT16, id="bfloat16"),
+        pytest.param([*BFLOAT16, "rollout.temperature=0.7", "train.minibatches=true", "train.micro_batch=3"], id="all"),
+        full([*BFLOAT16, 'train.dtype="bfloat16"']),
+        full(["loss.kl=0.1", "rollout.temperature=1.3"]),
+    ],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trainer_and_generator_are_one_function(name: str, changes: list[str], tmp_path: Path) -> None:
+    lines = ran(name, tmp_path, *changes)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert {line[key] for line in lines for key in ZERO} == {0.0}
+
+
+def test_a_reference_model_is_the_same_function(tmp_path: Path) -> None:
+    """It is the initial model, so before the first update the penalty is exactly 0."""
+    lines = ran("dense", tmp_path, "loss.kl=0.1", "train.updates=1", *BFLOAT16)
+    assert lines[0]["kl_ref"] == 0.0
+    assert lines[1]["kl_ref"] > 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(["generator.tp=2", "generator.dp=2", "generator.ep=4"], id="mesh"),
+        pytest.param(['generator.isa="ref"', "generator.max_num_seqs=3"], id="ref"),
+        pytest.param(["train.micro_batch=16"], id="micro batches of all"),
+    ],
+)
+def test_the_run_is_that_of_one_rank(changes: list[str], tmp_path: Path) -> None:
+    """Rewards, losses and gradients are equal to the last bit, so the trainers did the same on the same tokens."""
+    assert ran("moe", tmp_path / "mesh", *BFLOAT16, *changes) == ran("moe", tmp_path / "one", *BFLOAT16)
+
+
+def test_torchs_kernels_are_apart_and_say_so(tmp_path: Path) -> None:
+    lines = ran("moe", tmp_path, 'train.kernels="torch"', "sync.self_test=0.0", *BFLOAT16)
+    assert min(line["logprob_diff_max"] for line in lines) > 1e-4
+
+
+def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    whole = ran("moe", tmp_path / "whole", *BFLOAT16)
+    ran("moe", tmp_path / "half", "train.steps=2", *BFLOAT16)
+    resumed = loop.prepare(config.load(CONFIGS["moe"], [*TINY, *BFLOAT16]), tmp_path / "half", ["train.steps"])
+    try:
+        lines = loop.train(resumed, tmp_path / "half")
+    finally:
+        resumed.close()
+    kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+    assert kept[2:] == whole[2:]
+
+
+# ---------------------------------------------------------------------------------------------- where they differ
+def spoilt(change: str, rollout: Rollout) -> Rollout:
+    """A record with one wrong number."""
+    if change == "logprobs":
+        logprobs = [array.copy() for array in rollout.logprobs]
+        logprobs[3][2] = np.nextafter(logprobs[3][2], np.float32(0))
+        return dataclasses.replace(rollout, logprobs=logprobs)
+    assert rollout.routed_experts is not None
+    routed = [array.copy() for array in rollout.routed_experts]
+    routed[1][4, 1, 0] = (routed[1][4, 1, 0] + 1) % 8
+    return dataclasses.replace(rollout, routed_experts=routed)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            "logprobs",
+            r"logprobs: expected -\S+ for sequence 3 of the batch, position \d+, token \d+, .*got -\S+ from the trainer; 1 of \d+ differ",
+        ),
+        (
+            "routing",
+            r"routed experts: expected expert \d as choice 0 of MoE layer 1 for sequence 1 of the batch, position 4, .*; 1 of \d+ differ",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the optimizer's step, so the weights are those that drew the tokens; "record" goes on."""
+    learn, seen = Trainer.learn, []
+
+    def wrong(self: Trainer, rollout: Rollout, advantages: Any, step: int) -> Any:
+        seen.append([p.detach().clone() for p in self.model.parameters()])
+        try:
+            return learn(self, spoilt(change, rollout), advantages, step)
+        except rm.NumericsError:
+            assert all((p == q).all() for p, q in zip(self.model.parameters(), seen[-1], strict=True))
+            raise
+
+    monkeypatch.setattr(Trainer, "learn", wrong)
+    with pytest.raises(rm.NumericsError, match=words):
+        ran("moe", tmp_path / "raise")
+    lines = ran("moe", tmp_path / "record", 'train.mismatch="record"')
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (['train.kernels="triton"'], r'\[train\] kernels: expected one of "rollmesh", "torch", got "triton"'),
+        (['train.mismatch="ignore"'], r'\[train\] mismatch: expected one of "raise", "record", got "ignore"'),
+        (
+            ['train.kernels="rollmesh"', "correction.routing_replay=true"],
+            r"\[correction\] routing_replay: expected false where \[train\] kernels",
+        ),
+        (
+            ['train.kernels="rollmesh"', 'generator.device="cuda"', 'generator.isa="cuda_mma"', *BFLOAT16],
+            r'\[train\] kernels: expected "torch" where \[generator\] isa is "cuda_mma"',
+        ),
+    ],
+)
+def test_settings_that_are_refused(changes: list[str], words: str) -> None:
+    with pytest.raises(rm.ConfigError, match=words):
+        config.load(CONFIGS["moe"], changes)
+
+
+@pytest.mark.parametrize(
+    "changes, kernels",
+    [
+        ([], "rollmesh"),
+        (["correction.routing_replay=true"], "torch"),
+        (['generator.device="cuda"'], "rollmesh"),
+        (['generator.device="cuda"', 'generator.isa="cuda_mma"', *BFLOAT16], "torch"),
+        (['generator.device="cuda"', 'train.device="cuda"'], "torch"),
+        (['generator.device="cuda"', 'train.device="cuda"', 'train.kernels="rollmesh"'], "rollmesh"),
+        (['train.kernels="torch"'], "torch"),
+    ],
+)
+def test_what_none_stands_for(changes: list[str], kernels: str) -> None:
+    assert config.kernels_of(config.load(CONFIGS["moe"], changes)) == kernels
