@@ -358,7 +358,8 @@ def test_any_record_is_followed_in_its_own_layer(routed: tuple[Any, Any], rng: n
     grouped = np.split(replayed, np.cumsum([len(ids) for ids in drawn.token_ids])[:-1])
     for i, alone in enumerate(grouped):
         one = dataclasses.replace(
-            drawn, **{f.name: getattr(drawn, f.name)[i : i + 1] for f in dataclasses.fields(drawn) if getattr(drawn, f.name) is not None}
+            drawn,
+            **{f.name: getattr(drawn, f.name)[i : i + 1] for f in dataclasses.fields(drawn) if isinstance(getattr(drawn, f.name), list)},
         )
         assert np.allclose(this.logprobs_of(one), alone, atol=1e-5), "padding and neighbours do not matter"
 

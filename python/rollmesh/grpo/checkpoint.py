@@ -4,10 +4,11 @@
       config.json, model.safetensors, tokenizer files   a Hugging Face folder: `rollmesh generate` and transformers read it
       trainer/optimizer.safetensors                     AdamW's moments and step by parameter, torch's random state
       trainer/state.json                                next step, the run's configuration
+      trainer/rollouts.safetensors                      with [rollout] async_level = N: the N batches that are generated already
 
 A folder is written under another name and renamed when complete, so a killed run leaves no half of one. Resuming from it
 continues the same run bit for bit: weights, moments and random state are stored as they are, all else is a function of
-(run seed, step).
+(run seed, step). Rollouts of versions that no longer exist are stored too; a run with other options generates them anew.
 """
 
 from __future__ import annotations
@@ -16,24 +17,36 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import rollmesh as rm
 from rollmesh.grpo.config import Config, CorrectionTable
+from rollmesh.grpo.data import Dataset
+from rollmesh.grpo.rollout import Rollout, decode
 from rollmesh.grpo.trainer import Trainer
 
 FORMAT = 1
 STATE = "trainer/state.json"
+ROLLOUTS = "trainer/rollouts.safetensors"
 # Values of keys that older checkpoints lack.
-LATER_KEYS = {"train.device": "cpu", "train.kernels": "torch", "train.mismatch": "raise"} | {
-    f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)
+LATER_KEYS = {
+    "train.device": "cpu",
+    "train.kernels": "torch",
+    "train.mismatch": "raise",
+    "rollout.async_level": 0,
+    "sync.inflight": "wait",
+    **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
 MAY_DIFFER = ("train.steps", "eval.", "checkpoint.", "generator.threads", "generator.engine")  # keys that a resumed run may change
 
 
-def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int) -> Path:
-    """Writes root/checkpoints/step_N and drops the oldest beyond [checkpoint] keep."""
+def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step: int, rollouts: Sequence[Rollout] = ()) -> Path:
+    """Writes root/checkpoints/step_N and drops the oldest beyond [checkpoint] keep. rollouts: of next_step and the steps after it."""
     import torch
     from safetensors.torch import save_file
 
@@ -49,6 +62,8 @@ def save(root: Path, trainer: Trainer, tokenizer: Any, config: Config, next_step
         for key, value in trainer.optimizer.state[parameter].items()
     }
     save_file({**tensors, "rng": torch.get_rng_state()}, str(partial / "trainer/optimizer.safetensors"))
+    if rollouts:
+        save_rollouts(rollouts, partial / ROLLOUTS)
     state = {"format": FORMAT, "next_step": next_step, "config": config.as_dict()}
     (partial / "trainer/state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     if final.exists():
@@ -75,9 +90,8 @@ def read_state(folder: Path, config: Config, overridden: list[str]) -> int:
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise rm.FormatError(f"{folder}: checkpoint format {state.get('format')}, expected {FORMAT}")
-    then, now = LATER_KEYS | _flat(state["config"]), _flat(json.loads(json.dumps(config.as_dict())))
-    changed = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
-    refused = [k for k in changed if not k.startswith(MAY_DIFFER) and k not in overridden]
+    then, now, changed = _changed(state, config)
+    refused = [k for k in changed if k not in overridden]
     if refused:
         first = refused[0]
         raise rm.ConfigError(
@@ -103,6 +117,63 @@ def load_optimizer(folder: Path, trainer: Trainer) -> None:
         raise rm.FormatError(f"{folder}/trainer/optimizer.safetensors: {sorted(by_name.keys() ^ expected)[:4]} missing or unknown")
     state = {i: by_name[name] for i, (name, _) in enumerate(trainer.model.named_parameters())}
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
+
+
+def _changed(state: dict[str, Any], config: Config) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The options then and now, and the names of those that differ and shape the run."""
+    then, now = LATER_KEYS | _flat(state["config"]), _flat(json.loads(json.dumps(config.as_dict())))
+    changed = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k) and not k.startswith(MAY_DIFFER)]
+    return then, now, changed
+
+
+def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
+    """Prompts and texts are left out: they follow from the step and the tokens."""
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, NDArray[Any]] = {}
+    for i, r in enumerate(rollouts):
+        arrays = {
+            "token_ids": np.concatenate([np.array(ids, np.int64) for ids in r.token_ids]),
+            "logprobs": np.concatenate(r.logprobs),
+            "versions": np.concatenate(r.versions),
+            "lengths": np.array([len(ids) for ids in r.token_ids]),
+            "stopped": np.array(r.stopped),
+            "seconds": np.array([r.seconds]),
+        }
+        if r.routed_experts is not None:
+            arrays["routed_experts"] = np.concatenate(r.routed_experts)
+            arrays["positions"] = np.array([len(routed) for routed in r.routed_experts])
+        tensors |= {f"{i}:{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
+    save_file(tensors, str(path))
+
+
+def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -> list[Rollout]:
+    """Of the steps from the checkpoint's next one on. None if there are none, or where an option that shapes the run was changed."""
+    from safetensors.numpy import load_file
+
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if not (folder / ROLLOUTS).is_file() or _changed(state, config)[2]:
+        return []
+    tensors = load_file(str(folder / ROLLOUTS))
+    return [_rollout(tensors, i, state["next_step"] + i, config, data, tokenizer) for i in range(config.rollout.async_level)]
+
+
+def _rollout(tensors: dict[str, NDArray[Any]], i: int, step: int, config: Config, data: Dataset, tokenizer: Any) -> Rollout:
+    def split(name: str, lengths: str) -> list[NDArray[Any]]:
+        return np.split(tensors[f"{i}:{name}"], np.cumsum(tensors[f"{i}:{lengths}"])[:-1])
+
+    token_ids = [ids.tolist() for ids in split("token_ids", "lengths")]
+    stopped = tensors[f"{i}:stopped"].tolist()
+    return Rollout(
+        prompts=[p for p in data.draw(config.seed, step, config.rollout.prompts) for _ in range(config.rollout.samples)],
+        token_ids=token_ids,
+        logprobs=split("logprobs", "lengths"),
+        texts=[decode(tokenizer, ids, ended) for ids, ended in zip(token_ids, stopped, strict=True)],
+        stopped=stopped,
+        routed_experts=split("routed_experts", "positions") if f"{i}:routed_experts" in tensors else None,
+        versions=split("versions", "lengths"),
+        seconds=float(tensors[f"{i}:seconds"][0]),
+    )
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -85,6 +85,7 @@ class RolloutTable:
     samples: int = number(16, at_least=2)  # of each prompt: the group
     max_tokens: int = number(128, at_least=1)
     temperature: float = number(1.0, above=0)  # filters (top_p …) are not offered: the ratio would divide by a truncated law
+    async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class GeneratorTable:
 class SyncTable:
     cast: bool = False  # convert the trainer's dtype to the generator's, as torch's .to does
     self_test: float = number(0.0, at_least=0)  # > 0: after the run's first sync, raise if trainer and generator differ by more
+    inflight: Literal["wait", "keep", "restart"] = "wait"  # what a sync does with the rollouts that run, see async_rollouts.py
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ def _check_together(c: Config) -> None:
         )
     _check_correction(c)
     _check_kernels(c)
+    _check_async(c)
     for table, device in (("generator", c.generator.device), ("train", c.train.device)):
         _check_name(table, device)
     if c.generator.engine == "vllm":
@@ -325,6 +328,16 @@ def _check_correction(c: Config) -> None:
         raise rm.ConfigError(
             '[correction] routing_replay: expected false where [model] architecture is "qwen3", which routes nothing, got true'
         )
+
+
+def _check_async(c: Config) -> None:
+    level, inflight = c.rollout.async_level, c.sync.inflight
+    if level == 0 and inflight != "wait":
+        raise rm.ConfigError(
+            f'[sync] inflight: expected "wait" with [rollout] async_level = 0, where nothing runs during a sync, got "{inflight}"'
+        )
+    if level > 0 and c.generator.engine == "vllm":
+        raise rm.ConfigError(f'[rollout] async_level: expected 0 where [generator] engine is "vllm", got {level}')
 
 
 def _check_name(table: str, device: str) -> None:

@@ -9,7 +9,9 @@ Weights have a version: the number of the step that uses them. Version 0 is the 
     score     the text of each completion → reward → advantage within its group
     update    clipped GRPO against the logprobs that the generator recorded; AdamW: the weights are now version n + 1
 
-Held-out prompts are generated on the same version n, before the update. So line n of metrics.jsonl describes version n; the
+With [rollout] async_level = N ≥ 1 a thread generates batch n + N while step n learns from batch n (async_rollouts.py).
+
+Held-out prompts are generated on the same version n, before the rollouts. So line n of metrics.jsonl describes version n; the
 last line, n = steps, has everything but an update. Trainer and generator are compared on each step's tokens, on the
 version that drew them (mismatch.py), and a checkpoint holds what step n + 1 starts from.
 
@@ -19,7 +21,8 @@ The generator reads no checkpoint. It is created from the model's configuration,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,13 @@ from numpy.typing import NDArray
 import rollmesh as rm
 from rollmesh.grpo import checkpoint
 from rollmesh.grpo.advantages import advantages
+from rollmesh.grpo.async_rollouts import AsyncRollouts, staleness
 from rollmesh.grpo.config import Config
 from rollmesh.grpo.data import Dataset, Prompt, load_dataset, load_tokenizer
 from rollmesh.grpo.generator import RolloutGenerator, make_generator
 from rollmesh.grpo.metrics import Metrics, MetricsLog, draw_curves
 from rollmesh.grpo.mismatch import mismatch
+from rollmesh.grpo.overlap import Overlap
 from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import Rollout, generate, score
 from rollmesh.grpo.seeds import seed_of
@@ -58,6 +63,8 @@ class Run:
     trainer: Trainer | None
     generator: RolloutGenerator
     first_step: int = 0
+    ready: Sequence[Rollout] = ()  # of the checkpoint: batches first_step, first_step + 1, …
+    has_peers: bool = False  # the generator's other ranks are processes
 
     def close(self) -> None:
         self.generator.close()
@@ -66,6 +73,10 @@ class Run:
 def prepare(config: Config, resume: Path | None = None, overridden: list[str] | None = None, comm: rm.comm.Comm | None = None) -> Run:
     """Reads data and tokenizer, builds trainer and an empty generator. `resume`: a run folder or one of its checkpoints. `comm`: this
     process is one rank of the generator's mesh."""
+    if comm is not None and config.sync.inflight != "wait":
+        raise rm.ConfigError(
+            f'[sync] inflight: expected "wait" where ranks are processes, which all make the same calls, got "{config.sync.inflight}"'
+        )
     folder = checkpoint.find(resume) if resume else None
     first_step = checkpoint.read_state(folder, config, overridden or []) if folder else 0
     source = config.tokenizer.path or config.model.path
@@ -74,27 +85,32 @@ def prepare(config: Config, resume: Path | None = None, overridden: list[str] | 
     tokenizer = load_tokenizer(config.path(source))
     data = load_dataset(config, tokenizer)
     rewards = Rewards(config.reward.functions, config.reward.weights, Path(config.folder))
+    ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     if comm is not None and comm.rank > 0:
         hf_config = model_config(config, tokenizer, folder)
-        return Run(config, tokenizer, data, rewards, None, make_generator(config, hf_config, tokenizer, comm), first_step)
+        return Run(config, tokenizer, data, rewards, None, make_generator(config, hf_config, tokenizer, comm), first_step, ready)
     trainer = Trainer(config, tokenizer, folder)
     if folder:
         checkpoint.load_optimizer(folder, trainer)
-    return Run(config, tokenizer, data, rewards, trainer, make_generator(config, trainer.model.config, tokenizer, comm), first_step)
+    generator = make_generator(config, trainer.model.config, tokenizer, comm)
+    return Run(config, tokenizer, data, rewards, trainer, generator, first_step, ready, has_peers=comm is not None)
 
 
 def train(run: Run, out: Path, show: Callable[[Metrics], None] = lambda _: None) -> list[Metrics]:
     """Runs steps first_step … steps and returns the metrics of all lines of the file."""
     config, last = run.config, run.config.train.steps
     log = MetricsLog(out, run.first_step)
+    overlap = Overlap()
     try:
-        for step in range(run.first_step, last + 1):
-            metrics = run_step(run, step)
-            log.write(metrics)
-            show(metrics)
-            every = config.checkpoint.every
-            if run.trainer and (step + 1 == last or (step < last and every and (step + 1) % every == 0)):
-                checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1)
+        with _async_rollouts(run, overlap) if config.rollout.async_level else nullcontext() as ahead:
+            for step in range(run.first_step, last + 1):
+                metrics = run_step(run, step, ahead, overlap)
+                log.write(metrics)
+                show(metrics)
+                every = config.checkpoint.every
+                if run.trainer and (step + 1 == last or (step < last and every and (step + 1) % every == 0)):
+                    pending = ahead.pending() if ahead else []
+                    checkpoint.save(out, run.trainer, run.tokenizer, config, step + 1, pending)
         draw_curves(log.lines, out / "curves.png")
     finally:
         log.close()
@@ -108,9 +124,33 @@ def follow(run: Run) -> None:
         run.generator.sync_weights(None, version=step, cast=config.sync.cast)
         if _is_tested(run, step):
             generate_for_test(run.generator, _test_prompts(run), config.rollout.max_tokens, SELF_TEST_SEED)
-        _roll_out(run, step)
         if _is_evaluated(run, step):
             _held_out(run, step)
+        for batch in _batches(run, step):
+            _roll_out(run, batch, step)
+
+
+def _batches(run: Run, version: int) -> range:
+    """What a version generates: the batch of the step async_level later; the first one all before it too, unless the checkpoint had
+    them. The last checkpoint of a run has as many as any other, so that a longer run can go on from it."""
+    level, last = run.config.rollout.async_level, run.config.train.steps
+    first = run.first_step + len(run.ready) if version == run.first_step else version + level
+    return range(first, min(version + level, max(last, last - 1 + level)) + 1)
+
+
+def _async_rollouts(run: Run, overlap: Overlap) -> AsyncRollouts:
+    generator = run.generator
+    assert isinstance(generator, rm.Generator)
+
+    def generate(batch: int, version: int) -> Rollout:
+        overlap.start("generator")
+        try:
+            return _roll_out(run, batch, version)
+        finally:
+            overlap.stop("generator")
+
+    # All ranks have to abort, and the others do not know: there the batch is finished.
+    return AsyncRollouts(generate, (lambda: None) if run.has_peers else generator.abort, run.ready)
 
 
 def _is_tested(run: Run, step: int) -> bool:
@@ -125,35 +165,43 @@ def _is_evaluated(run: Run, step: int) -> bool:
     return step % run.config.eval.every == 0 or step == run.config.train.steps
 
 
-def run_step(run: Run, step: int) -> Metrics:
-    """One step of the protocol above."""
+def run_step(run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap) -> Metrics:
+    """One step of the protocol above. `ahead`: with async_level ≥ 1."""
     config, start = run.config, time.perf_counter()
     assert run.trainer is not None
+    if ahead and config.sync.inflight == "wait":
+        ahead.pending()
+    overlap.start("generator")
+    began = time.perf_counter()
     report = run.trainer.push(run.generator, step)
-    sync_s = time.perf_counter() - start
+    sync_s = time.perf_counter() - began
     if _is_tested(run, step):
         threshold, max_tokens = config.sync.self_test, config.rollout.max_tokens
         run_self_test(run.generator, run.trainer.score, _test_prompts(run), threshold, max_tokens, SELF_TEST_SEED)
-
-    began = time.perf_counter()
-    rollout = _roll_out(run, step)
-    generate_s = time.perf_counter() - began
+    evaluated = evaluate(run, step) if _is_evaluated(run, step) else {}
+    overlap.stop("generator")
+    if ahead:
+        ahead.order(_batches(run, step), step)
+        rollout = ahead.take()
+    else:
+        rollout = _roll_out(run, step)
+    behind = staleness(rollout, step, config.rollout.async_level)
+    overlap.start("trainer")
     rewards = score(rollout, run.rewards)
     metrics: Metrics = {
         "step": step,
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "tokens": rollout.num_tokens,
-        "tokens_per_s": rollout.num_tokens / generate_s,
+        "tokens_per_s": rollout.num_tokens / rollout.seconds,
         "completion_tokens": rollout.num_tokens / len(rollout.texts),
         "stopped_share": float(np.mean(rollout.stopped)),
         "sync_s": sync_s,
         "sync_gb_per_s": report.gb_per_s,
-        "generate_s": generate_s,
+        "generate_s": rollout.seconds,
     }
     last = step == config.train.steps
-    if _is_evaluated(run, step):
-        metrics |= evaluate(run, step)
+    metrics |= evaluated
     began = time.perf_counter()
     if last:
         logprobs = run.trainer.logprobs_of(rollout)
@@ -165,6 +213,9 @@ def run_step(run: Run, step: int) -> Metrics:
         metrics |= learned
     metrics["update_s"] = time.perf_counter() - began
     metrics |= mismatch(logprobs, np.concatenate(rollout.logprobs))
+    overlap.stop("trainer")
+    if ahead:
+        metrics |= behind | overlap.shares()
     metrics["step_s"] = time.perf_counter() - start
     return metrics
 
@@ -176,17 +227,31 @@ def evaluate(run: Run, step: int) -> Metrics:
     return {"eval_reward": float(score(rollout, run.rewards).mean()), "eval_s": time.perf_counter() - began}
 
 
-def _roll_out(run: Run, step: int) -> Rollout:
+def _roll_out(run: Run, step: int, version: int | None = None) -> Rollout:
+    """The batch of a step, by `version`, or by that and later ones if a sync does not wait for it. None: the step's own version."""
     table, keep = run.config.rollout, run.config.correction.routing_replay
-    return _generate(run, run.data.draw(run.config.seed, step, table.prompts), step, "rollout", table.samples, table.temperature, keep)
+    version = step if version is None else version
+    newest = version if run.config.sync.inflight == "wait" else step
+    prompts = run.data.draw(run.config.seed, step, table.prompts)
+    return _generate(run, prompts, step, "rollout", table.samples, table.temperature, version, newest, keep)
 
 
 def _held_out(run: Run, step: int) -> Rollout:
     table = run.config.eval
-    return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature)
+    return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature, step, step)
 
 
-def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples: int, temperature: float, routing: bool = False) -> Rollout:
+def _generate(
+    run: Run,
+    prompts: list[Prompt],
+    step: int,
+    purpose: str,
+    samples: int,
+    temperature: float,
+    version: int,
+    newest: int,
+    routing: bool = False,
+) -> Rollout:
     return generate(
         run.generator,
         run.tokenizer,
@@ -197,7 +262,8 @@ def _generate(run: Run, prompts: list[Prompt], step: int, purpose: str, samples:
         run_seed=run.config.seed,
         step=step,
         purpose=purpose,
-        version=step,
+        version=version,
+        newest=newest,
         routing=routing,
     )
 

@@ -43,19 +43,22 @@ def mismatch(trainer: NDArray[np.float32], generator: NDArray[np.float32]) -> di
     }
 
 
-def check_same(logprobs_N: Tensor, routed_BTLK: Tensor | None, batch: Batch) -> None:
+def check_same(logprobs_N: Tensor, routed_BTLK: Tensor | None, batch: Batch, version: int | None = None) -> None:
     """NumericsError where a logprob or an expert of the trainer is not the one that the generator recorded, with the first such token. For
-    rollmesh's kernels on the weights that drew the tokens."""
+    rollmesh's kernels on the weights that drew the tokens. version: of the trainer's weights; tokens of other versions are not compared."""
     if routed_BTLK is not None and batch.routed_BTLK is not None:
         _check_routing(routed_BTLK.cpu().numpy(), batch.routed_BTLK.cpu().numpy())
     trainer, generator = logprobs_N.detach().cpu().numpy(), batch.old_logprobs_N.cpu().numpy()
-    differ = np.flatnonzero(trainer != generator)
+    is_ours = np.ones(len(trainer), bool)
+    if version is not None and batch.versions_N is not None:
+        is_ours = batch.versions_N.cpu().numpy() == version
+    differ = np.flatnonzero((trainer != generator) & is_ours)
     if len(differ):
         n = int(differ[0])
         where = f"sequence {int(batch.rows_N[n])} of the batch, position {int(batch.columns_N[n]) + 1}, token {int(batch.targets_N[n])}"
         raise rm.NumericsError(
             f"logprobs: expected {generator[n]} for {where}, which the generator recorded, got {trainer[n]} from the trainer; "
-            f"{len(differ)} of {len(trainer)} differ; {ADVICE}"
+            f"{len(differ)} of {is_ours.sum()} differ; {ADVICE}"
         )
 
 

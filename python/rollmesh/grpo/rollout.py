@@ -7,6 +7,8 @@ tensors for the trainer: sequences padded on the right (a causal model never loo
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ class Rollout:
     stopped: list[bool]  # ended by eos, not by max_tokens
     routed_experts: list[NDArray[np.int16]] | None = None  # [prompt + n − 1, moe_layers, k] each; None: not asked for
     trainer_logprobs: list[NDArray[np.float32]] | None = None  # before the step's first update; None: not needed
+    versions: list[NDArray[np.int64]] = dataclasses.field(default_factory=list)  # of the weights that drew each token
+    seconds: float = 0.0  # that the generation took
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +57,7 @@ class Batch:
     lengths_B: Tensor  # generated tokens of each sequence
     routed_BTLK: Tensor | None = None  # int16 expert ids of the layers with experts; -1 where there is no record
     trainer_logprobs_N: Tensor | None = None  # before the step's first update
+    versions_N: Tensor | None = None  # of the weights that drew each generated token; None: not known
 
     @property
     def ids_BT(self) -> Tensor:
@@ -72,10 +77,12 @@ def generate(
     step: int,
     purpose: str,
     version: int,
+    newest: int | None = None,
     routing: bool = False,
 ) -> Rollout:
-    """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version.
-    `routing`: routed experts are needed; else they are kept where the generator records them."""
+    """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version: `version`,
+    or from there to `newest`. `routing`: routed experts are needed; else they are kept where the generator records them."""
+    began = time.perf_counter()
     params = [
         rm.SamplingParams(
             n=samples, temperature=temperature, max_tokens=max_tokens, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")
@@ -84,9 +91,11 @@ def generate(
     ]
     outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
     completions = [c for o in outputs for c in o.outputs]
-    wrong = {int(v) for c in completions for v in c.versions} - {version}
+    expected = range(version, (version if newest is None else newest) + 1)
+    wrong = {int(v) for c in completions for v in c.versions}.difference(expected)
     if wrong:
-        raise rm.StateError(f"step {step}: tokens of weight versions {sorted(wrong)}, expected version {version} only")
+        wanted = f"version {version} only" if len(expected) == 1 else f"versions {version} to {newest}"
+        raise rm.StateError(f"step {step}: tokens of weight versions {sorted(wrong)}, expected {wanted}")
     token_ids = [[int(t) for t in c.token_ids] for c in completions]
     return Rollout(
         prompts=[p for p in prompts for _ in range(samples)],
@@ -95,6 +104,8 @@ def generate(
         texts=[text_of(tokenizer, c) for c in completions],
         stopped=[c.finish_reason == "stop" for c in completions],
         routed_experts=[_routed(c, generator) for c in completions] if routing or completions[0].routed_experts is not None else None,
+        versions=[np.asarray(c.versions, np.int64) for c in completions],
+        seconds=time.perf_counter() - began,
     )
 
 
@@ -108,9 +119,12 @@ def _routed(completion: rm.CompletionOutput, generator: RolloutGenerator) -> NDA
 def text_of(tokenizer: Any, completion: rm.CompletionOutput) -> str:
     """What a reward judges: the completion without the token that ended it. Other special tokens stay in the text: one that is
     skipped costs nothing, and a policy that pads its answer with them would never learn to stop."""
-    ended = completion.finish_reason == "stop" and completion.stop_reason is None
-    kept = completion.token_ids[: len(completion.token_ids) - ended]
-    return str(tokenizer.decode(kept, skip_special_tokens=False))
+    return decode(tokenizer, completion.token_ids, completion.finish_reason == "stop" and completion.stop_reason is None)
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int] | NDArray[np.int32], ended: bool) -> str:
+    """`ended`: the last token is the one that ended it."""
+    return str(tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False))
 
 
 def score(rollout: Rollout, rewards: Rewards) -> NDArray[np.float64]:
@@ -161,6 +175,7 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
         lengths_B=torch.from_numpy(lengths).to(device),
         routed_BTLK=routed,
         trainer_logprobs_N=trainer,
+        versions_N=torch.from_numpy(np.concatenate([rollout.versions[i] for i in indices])).to(device) if rollout.versions else None,
     )
 
 

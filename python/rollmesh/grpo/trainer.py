@@ -4,8 +4,8 @@ It owns the weights. It is randomly initialised from the config's `[model]` tabl
 reads. `state_dict()` is the source of each sync. Results are deterministic for a given number of threads: seeds are set, torch's
 deterministic algorithms are on, and the config gives the number of threads.
 
-torch's thread pool and the generator's never work at the same time, but a pool that spins after its work takes cores from the other: the
-config sizes both to the cores of the process at most.
+Without async_level torch's thread pool and the generator's never work at the same time, but a pool that spins after its work takes cores
+from the other: the config sizes both to the cores of the process at most.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Trainer:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.manual_seed(seed_of(config.seed, 0, "weights"))
         self.config = config
+        self.version: int | None = None  # of the weights, since the last push
         self.device = torch_device(table.device)
         check_devices(self.device, config)
         self.kernels = kernels_of(config)
@@ -70,12 +71,16 @@ class Trainer:
 
     def push(self, generator: RolloutGenerator, version: int) -> Pushed:
         """The weights become the generator's version. A generator of this process shares its packed copy with rollmesh's kernels."""
-        cast = self.config.sync.cast
+        table = self.config.sync
+        options: dict[str, Any] = {"cast": table.cast} if table.inflight == "wait" else {"cast": table.cast, "inflight": table.inflight}
         if self.kernels == "torch" or not isinstance(generator, rm.Generator):
-            return generator.sync_weights(self.state_dict(), version=version, cast=cast)
-        import rollmesh.torch
+            report: Pushed = generator.sync_weights(self.state_dict(), version=version, **options)
+        else:
+            import rollmesh.torch
 
-        return rollmesh.torch.push(self.model, generator, version, cast=cast)
+            report = rollmesh.torch.push(self.model, generator, version, **options)
+        self.version = version
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         return self.model.state_dict()  # type: ignore[no-any-return]
@@ -100,15 +105,18 @@ class Trainer:
         """By rollmesh's kernels: on the weights that drew the tokens those that the generator recorded, bit for bit."""
         import rollmesh.torch
 
+        # With syncs in flight samples of one prompt share its record of routing, whichever version each is of.
+        has_routing = batch.routed_BTLK is not None and self.config.rollout.async_level == 0
+
         scored = rollmesh.torch.logprobs(
             model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT, temperature=self.config.rollout.temperature,
-            entropy=entropy, routed_experts=must_be_same and batch.routed_BTLK is not None,
+            entropy=entropy, routed_experts=must_be_same and has_routing,
         )  # fmt: skip
         chosen = batch.generated_BT[:, 1:]
         logprobs_N = scored.logprobs[chosen]
         if must_be_same:
             # The last token of each sequence was drawn and never computed.
-            check_same(logprobs_N, None if scored.routed_experts is None else scored.routed_experts[:, :-1], batch)
+            check_same(logprobs_N, None if scored.routed_experts is None else scored.routed_experts[:, :-1], batch, self.version)
         return logprobs_N, logprobs_N.new_zeros(len(logprobs_N)) if scored.entropy is None else scored.entropy[chosen]
 
     def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
