@@ -121,8 +121,3 @@ class KeptWeights:
         self._kept[key] = [Stamp(tensor) for tensor in tensors], packed
         self._counts[2] += 1
         return packed
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptWeights:
-        """A copied model keeps nothing: its tensors are others."""
-        made = memo[id(self)] = KeptWeights()
-        return made
