@@ -244,7 +244,7 @@ class _Base:
             chosen = None if wanted.wanted is None else wanted.wanted.reshape(-1).index_select(0, next_is)
             wanted.chosen = torch.arange(len(hidden), device=hidden.device) if chosen is None else torch.nonzero(chosen)[:, 0]
             hidden = hidden.index_select(0, wanted.chosen)[None]
-        output = MoeModelOutputWithPast if patch.spec.num_experts else BaseModelOutputWithPast
+        output = MoeModelOutputWithPast if patch.spec.model_type == "qwen3_moe" else BaseModelOutputWithPast
         return output(last_hidden_state=hidden)
 
 
