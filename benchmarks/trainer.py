@@ -1,0 +1,239 @@
+"""The trainer's forward pass by the generator's kernels (docs/trainer.md): that it is the same function, and what it costs.
+
+    python -m benchmarks.trainer same [--logprobs 10000000]    how many logprobs of both sides differ: 0, or exit status 1
+    python -m benchmarks.trainer loop [--steps 200]            the same in training, generator on a mesh and on one rank
+    python -m benchmarks.trainer cost                          time and memory of a trainer's step beside transformers
+
+`same` draws completions with chunked prefill, prefix hits and preemption, on each instruction set of this machine, and scores random
+sequences; the trainer computes all of them in padded batches. `loop` runs `rollmesh grpo` on the debug configs in float32 and bfloat16
+with tp=2, dp=2, ep=4 (dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a step (forward
+and backward, weights packed anew) of a patched model and of transformers in one process, best of each; the resident set's peak is measured
+in a process of its own for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rollmesh as rm
+import rollmesh.torch
+from benchmarks.options import THREADS, whole
+from benchmarks.shapes import Shape
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = {
+    "dense": Shape("dense", 64, 2, 4, 2, 16, 512, 128),
+    "moe": Shape("moe", 64, 2, 4, 2, 16, 512, 64, n_experts=8, top_k=2),
+}
+COST = {  # (model, sequences, tokens of each)
+    "debug MoE": (Shape("debug", 64, 2, 4, 2, 16, 128, 64, n_experts=8, top_k=2), 512, 12),
+    "0.6B-shaped, 4 layers": (Shape("stack", 1024, 4, 16, 8, 128, 16384, 3072), 8, 128),
+}
+DTYPES = ("float32", "bfloat16")
+
+
+def model_of(shape: Shape, dtype: str = "float32") -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    values = shape.config()
+    config = AutoConfig.for_model(values.pop("model_type"), **values, initializer_range=0.1 if shape.hidden < 256 else 0.02)
+    experts = {"experts_implementation": "grouped_mm"} if shape.n_experts else {}
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **experts).eval()
+
+
+# ---------------------------------------------------------------------------------------------- same
+def trainers(model: Any, sequences: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """The trainer's logprobs of each sequence but of its first token, in padded batches."""
+    for first in range(0, len(sequences), 64):
+        batch = sequences[first : first + 64]
+        ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, sequence in enumerate(batch):
+            at = (ids.shape[1] - len(sequence)) * (row % 2)
+            ids[row, at : at + len(sequence)] = torch.from_numpy(sequence.astype(np.int64))
+            mask[row, at : at + len(sequence)] = 1
+        with torch.no_grad():
+            found = rollmesh.torch.logprobs(model, ids, mask).logprobs.numpy()
+        kept = mask.numpy().astype(bool)
+        for row in range(len(batch)):
+            yield found[row][kept[row, 1:] & kept[row, :-1]]
+
+
+def drawn(generator: rm.Generator, rng: np.random.Generator, vocab: int) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
+    """(sequence, length of its prompt, recorded logprobs of the rest): groups that share prefixes, more than the cache holds."""
+    common = rng.integers(0, vocab, 40)
+    prompts = [np.concatenate([common, rng.integers(0, vocab, n)]).tolist() for n in rng.integers(1, 90, 24)]
+    params = rm.SamplingParams(n=4, max_tokens=96, ignore_eos=True, seed=int(rng.integers(2**32)))
+    for output in generator.generate(prompts, params, use_tqdm=False):
+        for sample in output.outputs:
+            yield np.concatenate([output.prompt_token_ids, sample.token_ids]), len(output.prompt_token_ids), np.asarray(sample.logprobs)
+
+
+def same(wanted: int, threads: int) -> int:
+    torch.set_num_threads(threads)
+    compared = differ = preempted = hits = 0
+    counts: dict[str, int] = {}
+    round_ = 0
+    isas = [isa for isa in rm.ops.available_isas() if isa != "ref"]
+    while compared < wanted:
+        for name, shape in SMALL.items():
+            for dtype in DTYPES:
+                isa = isas[round_ % len(isas)]
+                round_ += 1
+                rng = np.random.default_rng(round_)
+                model = rollmesh.torch.patch(model_of(shape), dtype=dtype, threads=threads)
+                with rm.Generator(
+                    rm.ModelSpec.from_hf(shape.config()), dtype=dtype, isa=isa, threads=threads, max_model_len=1024, max_num_seqs=64,
+                    max_num_batched_tokens=256, kv_cache_gib=0.004,
+                ) as generator:  # fmt: skip
+                    rollmesh.torch.push(model, generator)
+                    rows = list(drawn(generator, rng, shape.vocab))
+                    for (_, start, recorded), found in zip(rows, trainers(model, [row[0] for row in rows]), strict=True):
+                        differ += int((found[start - 1 :] != recorded).sum())
+                        compared += len(recorded)
+                        counts["decode"] = counts.get("decode", 0) + len(recorded)
+                    sequences = [rng.integers(0, shape.vocab, n) for n in rng.integers(200, 1000, 400)]
+                    for found, recorded in zip(trainers(model, sequences), generator.score([s.tolist() for s in sequences]), strict=True):
+                        differ += int((found != np.asarray(recorded)).sum())
+                        compared += len(found)
+                        counts["prefill"] = counts.get("prefill", 0) + len(found)
+                    metrics = generator.metrics()
+                    preempted += metrics["preemptions"]
+                    hits += metrics["cached_tokens"]
+                counts[isa] = counts.get(isa, 0) + 1
+                print(f"{name:5} {dtype:8} {isa:10}  {compared:,} logprobs compared, {differ} differ", flush=True)
+                if compared >= wanted:
+                    break
+    print(
+        f"{compared:,} logprobs of trainer and generator compared ({counts.get('decode', 0):,} drawn, {counts.get('prefill', 0):,} scored; "
+        f"{preempted:,} preemptions, {hits:,} tokens from the prefix cache): {differ} differ"
+    )
+    return int(differ > 0)
+
+
+# ---------------------------------------------------------------------------------------------- loop
+def run(config: str, out: Path, steps: int, changes: list[str]) -> list[dict[str, Any]]:
+    given = [option for change in changes for option in ("--set", change)]
+    command = [sys.executable, "-m", "rollmesh", "grpo", str(ROOT / "configs" / config), "--out", str(out), "--set", f"train.steps={steps}"]
+    subprocess.run([*command, *given], check=True, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def loop(steps: int) -> int:
+    bad = 0
+    for config, mesh in (("qwen3_moe_debug.toml", ["tp=2", "dp=2", "ep=4"]), ("qwen3_debug.toml", ["tp=2", "dp=2"])):
+        for dtype in DTYPES:
+            common = [f'generator.dtype="{dtype}"', "sync.cast=true"]
+            with tempfile.TemporaryDirectory() as folder:
+                one = run(config, Path(folder) / "one", steps, common)
+                many = run(config, Path(folder) / "mesh", steps, [*common, *(f"generator.{degree}" for degree in mesh)])
+            tokens = sum(line["tokens"] for line in many)
+            differ = sum(round(line["tokens_differ"] * line["tokens"]) for line in one + many)
+            curves = [[(m["reward_mean"], m.get("eval_reward"), m.get("grad_norm")) for m in lines] for lines in (one, many)]
+            equal = curves[0] == curves[1]
+            bad += differ + (not equal)
+            print(
+                f"{config} {dtype}: {steps} steps, mesh {' '.join(mesh)}: {differ} of {tokens + sum(m['tokens'] for m in one):,} logprobs "
+                f"differ; the curves of mesh and one rank are {'equal to the last bit' if equal else 'NOT EQUAL'}; "
+                f"held-out reward {many[0]['eval_reward']:.3f} → {many[-1]['eval_reward']:.3f}",
+                flush=True,
+            )
+    return int(bad > 0)
+
+
+# ---------------------------------------------------------------------------------------------- cost
+def step_of(model: Any, ids: torch.Tensor, patched: bool) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    if patched:
+        rollmesh.torch.forget(model)  # as after an optimizer's step
+        logprobs = rollmesh.torch.logprobs(model, ids).logprobs
+    else:
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    logprobs.mean().backward()  # type: ignore[no-untyped-call]
+
+
+def peak_of(name: str, dtype: str, patched: bool) -> float:
+    """MiB of the resident set at most, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.trainer", "peak", name, dtype, str(int(patched))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ)
+    return float(done.stdout.split()[-1])
+
+
+def peak(name: str, dtype: str, patched: bool) -> None:
+    import resource
+
+    shape, sequences, tokens = COST[name]
+    model = model_of(shape, dtype)
+    if patched:
+        rollmesh.torch.patch(model)
+    ids = torch.randint(0, shape.vocab, (sequences, tokens))
+    for _ in range(2):
+        step_of(model, ids, patched)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def cost(rounds: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    print(f"a step (forward, backward, packing), best of {rounds} alternating rounds, {threads} threads; below 1: rollmesh is faster")
+    for name, (shape, sequences, tokens) in COST.items():
+        ids = torch.randint(0, shape.vocab, (sequences, tokens), generator=torch.Generator().manual_seed(1))
+        best: dict[str, float] = {}
+        for dtype in DTYPES:
+            plain = model_of(shape, dtype)
+            patched_model = rollmesh.torch.patch(copy.deepcopy(plain))
+            models: dict[str, tuple[Any, bool]] = {"rollmesh": (patched_model, True), "transformers": (plain, False)}
+            for _ in range(rounds):
+                for who, (model, patched) in models.items():
+                    start = time.perf_counter()
+                    step_of(model, ids, patched)
+                    best[f"{who} {dtype}"] = min(best.get(f"{who} {dtype}", 1e9), time.perf_counter() - start)
+        fastest = min(best[f"transformers {dtype}"] for dtype in DTYPES)
+        for dtype in DTYPES:
+            ours, theirs = best[f"rollmesh {dtype}"], best[f"transformers {dtype}"]
+            memory = [peak_of(name, dtype, patched) for patched in (True, False)]
+            print(
+                f"{name:22} {dtype:8}  rollmesh {1e3 * ours:7.1f} ms, transformers {1e3 * theirs:7.1f} ms: {ours / theirs:.2f} × "
+                f"({ours / fastest:.2f} × the faster of its two); "
+                f"peak memory {memory[0]:.0f} and {memory[1]:.0f} MiB: {memory[0] / memory[1]:.2f} ×",
+                flush=True,
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("same").add_argument("--logprobs", type=whole(1), default=10**7)
+    parts.add_parser("loop").add_argument("--steps", type=whole(1), default=200)
+    parts.add_parser("cost").add_argument("--rounds", type=whole(1), default=8)
+    alone = parts.add_parser("peak")
+    for name in ("name", "dtype", "patched"):
+        alone.add_argument(name)
+    given = parser.parse_args()
+    calls: dict[str, Callable[[], int | None]] = {
+        "same": lambda: same(given.logprobs, given.threads),
+        "loop": lambda: loop(given.steps),
+        "cost": lambda: cost(given.rounds, given.threads),
+        "peak": lambda: peak(given.name, given.dtype, given.patched == "1"),
+    }
+    return calls[given.part]() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
