@@ -334,7 +334,7 @@ def test_other_ways_to_change_a_weight(pair: Callable[..., tuple[Any, rm.Generat
     def loaded() -> None:
         model.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
 
-    for change in (half_in_place, another, loaded):
+    for change in (half_in_place, another, another, loaded):
         before = scored(model, batch).logprobs
         change()
         gc.collect()
