@@ -231,6 +231,18 @@ def test_a_loss_of_logits(pair: Callable[..., tuple[Any, rm.Generator]], case: h
     assert worst(got, want) < 1e-4
 
 
+def test_the_padding_token_has_no_gradient_in_the_embedding() -> None:
+    """As in torch.nn.Embedding, also where a rollout has drawn that token."""
+    plain = helpers.hf_model(MOE, pad_token_id=5).requires_grad_()
+    model = rm.torch.patch(copy.deepcopy(plain))
+    ids = torch.tensor([[1, 5, 2, 5]])
+    for m in (model, plain):
+        m(ids).logits.log_softmax(-1)[..., 3].sum().backward()
+    got, want = (m.model.embed_tokens.weight.grad for m in (model, plain))
+    assert not want[5].any()
+    assert worst({"": got}, {"": want}) < 1e-4
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_bfloat16_on_float32_masters(pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case) -> None:
     """Gradients are float32, and those of the float32 model but for what bfloat16 rounds. Experts may be chosen otherwise, so only a dense
@@ -313,6 +325,23 @@ def test_what_changed_is_packed(pair: Callable[..., tuple[Any, rm.Generator]], c
     generator.sync_weights(other, cast=True)
     assert (batch.of(scored(model, batch)) == batch.recorded).all()
     assert rm.torch.weight_use(model).shared == 0
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_a_step_of_any_optimizer_is_seen(pair: Callable[..., tuple[Any, rm.Generator]], options: dict[str, bool]) -> None:
+    """Fused ones, transformers' default, write without raising version counters. What the first step replaces is the generator's weights,
+    then what the pass after it has packed."""
+    model, generator = pair(DENSE)
+    batch = drawn(generator, DENSE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    for _ in range(2):
+        before = scored(model, batch).logprobs
+        weighted(before, batch).backward()
+        optimizer.step()
+        after = scored(model, batch).logprobs
+        assert rm.torch.weight_use(model).packed > 0
+        assert (after == scored(rm.torch.patch(rm.torch.unpatch(copy.deepcopy(model))), batch).logprobs).all()
+        assert (after != before).any()
 
 
 def test_other_ways_to_change_a_weight(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:

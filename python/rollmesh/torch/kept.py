@@ -1,17 +1,20 @@
 """Packed weights that a patched model keeps from one forward pass to the next.
 
 A matrix is packed again only if one of the tensors it is made of has changed: another tensor, or a higher version counter, which torch
-raises with every write to a tensor, an optimizer's included. Writes through `.data` are not counted: `forget` is for them. Where a
-generator of this process serves the same values, its packed weights are read in place.
+raises with every write to a tensor, except those of fused optimizers: `count_optimizer_steps`. Writes through `.data` are not counted:
+`forget` is for them. Where a generator of this process serves the same values, its packed weights are read in place.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rollmesh.errors import StateError
 
@@ -25,6 +28,19 @@ class WeightUse(NamedTuple):
     kept: int  # packed by an earlier pass
     packed: int  # packed now
     version: int | None  # that the generator serves, where some are shared
+
+
+@cache
+def count_optimizer_steps() -> None:
+    """From now on a step of any optimizer raises the version counters of its parameters. Fused optimizers do not (Trainer's default is one)."""
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if not tensor.is_inference():
+                    increment_version(tensor)
+
+    register_optimizer_step_post_hook(count)
 
 
 class Stamp:

@@ -33,7 +33,7 @@ from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
-from rollmesh.torch.kept import KeptWeights, Key, WeightUse
+from rollmesh.torch.kept import KeptWeights, Key, WeightUse, count_optimizer_steps
 from rollmesh.torch.sequences import Sequences
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -231,7 +231,8 @@ class _Base:
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
         patch.kept.begin(any(hasattr(module, "unshard") for module in me.modules()))
-        hidden = functions.embedding(rows.pick(input_ids), me.embed_tokens.weight, patch.dtype)
+        table = me.embed_tokens
+        hidden = functions.embedding(rows.pick(input_ids), table.weight, patch.dtype, table.padding_idx)
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
         hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=patch.how(hidden))
@@ -326,6 +327,7 @@ def patch(
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
+    count_optimizer_steps()
     for index, (module, by) in enumerate(_modules(inner)):
         own: Any = type(module)
         module._rollmesh = (made, index - 2)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError
@@ -15,10 +16,11 @@ from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
 from rollmesh.torch.functions.common import How, how_for, matmul_dtype, norm_gradients, rows_of, silu_gradients, vector_of, width_of
 
 
-def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are torch's as well."""
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype, padding_idx: int | None = None) -> Tensor:
+    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are torch's as well. padding_idx: a token whose
+    row gets no gradient, as in torch.nn.Embedding."""
     packing.check_weight("weight", weight)
-    return weight.index_select(0, ids.reshape(-1)).to(dtype)
+    return F.embedding(ids.reshape(-1), weight, padding_idx).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
