@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-ROUNDING = 1e-4  # of a float32 logprob; about 3e-6 is seen
 
 
 def run(*command: str, **environment: str) -> str:
@@ -35,7 +34,7 @@ def test_own_loop() -> None:
     lines = run("examples/own_loop.py").splitlines()
     rewards = [float(re.search(r"reward ([\d.]+)", line)[1]) for line in lines]  # type: ignore[index]
     assert rewards[0] < 0.6 < 0.9 < rewards[-1]
-    assert all(float(line.split()[-1]) < ROUNDING for line in lines)
+    assert all(line.endswith("  0 of 512 logprobs differ") for line in lines)
 
 
 @pytest.mark.full

@@ -32,7 +32,7 @@ class WeightUse(NamedTuple):
 
 @cache
 def count_optimizer_steps() -> None:
-    """From now on a step of any optimizer raises the version counters of its parameters. Fused optimizers do not (Trainer's default is one)."""
+    """From now on a step of any optimizer raises the version counters of its parameters. Fused ones do not, such as Trainer's default."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:

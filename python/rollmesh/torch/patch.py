@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +33,19 @@ from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
+from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, WeightUse, count_optimizer_steps
 from rollmesh.torch.sequences import Sequences
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 PACKED_KEYS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # what position_ids say too
 IGNORED_KEYS = frozenset({"return_dict", "num_items_in_batch"})
+GENERATE = "generate with a rollmesh generator, "
+INSTEAD = {
+    "past_key_values": GENERATE,
+    "use_cache": GENERATE,
+    "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",
+}
 ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
@@ -197,6 +204,13 @@ def _expert_weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------- patched modules
+class _Model:
+    """Qwen3ForCausalLM and Qwen3MoeForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL sets."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value)
+
+
 class _Base:
     """The forward pass of Qwen3Model and Qwen3MoeModel."""
 
@@ -219,8 +233,8 @@ class _Base:
         refused = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache} | others
         for name, value in refused.items():
             if name not in known and value is not None and value is not False:
-                what = "generate with a rollmesh generator, or unpatch" if name in ("past_key_values", "use_cache") else "or unpatch"
-                raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}")
+                what = INSTEAD.get(name, "")
+                raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}or unpatch")
         _check_training(me)
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
             seen = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
@@ -330,12 +344,15 @@ def patch(
     count_optimizer_steps()
     for index, (module, by) in enumerate(_modules(inner)):
         own: Any = type(module)
-        module._rollmesh = (made, index - 2)
+        module._rollmesh = (made, index - 3)
         module.__class__ = _patched(own, by)
+    if "forward" in vars(inner):
+        inner.forward = inner.forward
     return model
 
 
 def _modules(inner: Any) -> Iterator[tuple[Any, Any]]:
+    yield inner, _Model
     yield inner.model, _Base
     yield inner.lm_head, _Head
     for layer in inner.model.layers:
@@ -433,23 +450,36 @@ def logprobs(
         raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
     if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
         raise ShapeError(f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got {shown(getattr(wanted, 'shape', wanted))}")
-    asked = _Wanted(input_ids, wanted, temperature, entropy, routed_experts)
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    return _score(made, model, _Wanted(input_ids, wanted, temperature, entropy, routed_experts), given)
+
+
+def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor, given: dict[str, Any]) -> Scored:
+    """As `logprobs`, of labels instead of tokens; −100 is none. By the class's forward pass: that of the instance is TRL's, which in a
+    copy of the model would compute with the weights of the model it was set for."""
+    if labels.shape != given["input_ids"].shape:
+        raise ShapeError(f"labels: expected a tensor of shape {tuple(given['input_ids'].shape)}, got {shown(labels.shape)}")
+    asked = _Wanted(labels, labels != -100, temperature, entropy, False)
+    return _score(_patch_of(inner), partial(type(inner).forward, inner), asked, given)
+
+
+def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
-        found = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False).logits[0]
+        found = forward(**(given | {"use_cache": False})).logits[0]
     assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
-    size, (batch, steps) = input_ids.numel(), input_ids.shape
+    size, (batch, steps) = asked.ids.numel(), asked.ids.shape
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(size).index_copy(0, at, values).view(batch, steps)[:, :-1]
 
     experts = None
-    if routed_experts and asked.experts:
+    if asked.routed and asked.experts:
         ids = torch.stack([asked.experts[i] for i in sorted(asked.experts)], 1).short()
         experts = (
             ids.new_full((size, *ids.shape[1:]), -1).index_copy(0, asked.rows.rows.to(ids.device), ids).view(batch, steps, *ids.shape[1:])
         )
-    return Scored(spread(found[:, 0]), spread(found[:, 1]) if entropy else None, experts)
+    return Scored(spread(found[:, 0]), spread(found[:, 1]) if asked.entropy else None, experts)
 
 
 @contextmanager
