@@ -35,6 +35,7 @@ from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, WeightUse, count_optimizer_steps
+from rollmesh.torch.lora import base_of, expert_weights_of, weights_of, with_lora
 from rollmesh.torch.sequences import Sequences
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -103,30 +104,30 @@ class Patch:
     # ---------------------------------------------------------------------------------------- weights
     def rows_of(self, key: Key, modules: list[Any], how: How) -> tuple[list[Tensor], Any]:
         """(the weights of linear layers, packed as one matrix)."""
-        weights, sources = _weights(modules)
+        weights, sources = weights_of(modules)
         return weights, self.kept.get(key, sources, lambda out: packing.pack_rows(weights, self.dtype, how, out))
 
     # ---------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         weights, packed = self.rows_of((index, "qkv"), qkv, how)
-        biases = [_base(module).bias for module in qkv]
+        biases = [base_of(module).bias for module in qkv]
         bias = None if biases[0] is None else torch.cat(biases)
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
         norms = attention.q_norm.weight, attention.k_norm.weight
         attended = functions.attention(made, *norms, self.rope(rows, x.device), rows, self.heads[index], how=how)
         weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
-        return functions.linear(attended, *weights, bias=_base(attention.o_proj).bias, packed=packed, how=how)
+        return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
 
     def mix_dense(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
-        (gate, up), sources = _weights([mlp.gate_proj, mlp.up_proj])
+        (gate, up), sources = weights_of([mlp.gate_proj, mlp.up_proj])
         packed = self.kept.get((index, "gate_up"), sources, lambda out: packing.pack_gate_up(gate, up, self.dtype, how, out))
         inner = functions.swiglu(x, gate, up, packed=packed, how=how)
         weights, packed = self.rows_of((index, "down"), [mlp.down_proj], how)
         return functions.linear(inner, *weights, packed=packed, how=how)
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
-        router, gate_up, down = weights = _expert_weights(mlp)
+        router, gate_up, down = weights = expert_weights_of(mlp)
         kept, dtype = self.kept, self.dtype
         packed = (
             kept.get((index, "router"), [router], lambda out: packing.pack_rows([router], dtype, how, out)),
@@ -160,47 +161,6 @@ class Patch:
             x, weight, targets, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed, how=how
         )  # fmt: skip
         return torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)[None]
-
-
-# ---------------------------------------------------------------------------------------------- weights of modules
-def _base(module: Any) -> Any:
-    return getattr(module, "base_layer", module)
-
-
-def _weights(modules: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(the effective weight of each linear layer, the tensors that these are made of)."""
-    weights, sources = [], []
-    for module in modules:
-        base = _base(module).weight
-        weights.append(_with_lora(module, base))
-        sources.append(base)
-        if module is not _base(module):
-            sources += [p for name, p in module.named_parameters() if name.startswith("lora_")]
-    return weights, sources
-
-
-def _with_lora(module: Any, weight: Tensor) -> Tensor:
-    """W + Σ scaling · B · A of the active adapters of a peft layer: what is pushed and what the forward pass uses."""
-    if module is _base(module) or module.merged or module.disable_adapters:
-        return weight
-    if not hasattr(module, "get_delta_weight"):
-        raise ConfigError(f"expected LoRA layers of peft, got a {type(module).__name__}")
-    for adapter in module.active_adapters:
-        if adapter not in module.lora_A:
-            continue
-        if module.use_dora.get(adapter):
-            raise ConfigError(f"expected LoRA adapters, got adapter {adapter!r} with use_dora=True, which is no sum of weights")
-        if module.training and getattr(module.lora_dropout[adapter], "p", 0.0) > 0:
-            raise ConfigError(f"lora_dropout: expected 0 in training, got {module.lora_dropout[adapter].p}; a rollout drops nothing")
-        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-    return weight
-
-
-def _expert_weights(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
-    for module in (mlp.gate, mlp.experts):
-        if module is not _base(module):
-            raise ConfigError("expected adapters of attention and dense MLPs only, got one of the router or of experts")
-    return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
 
 
 # ---------------------------------------------------------------------------------------------- patched modules
@@ -378,7 +338,7 @@ def state_dict(model: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, module in inner.named_modules():
             if hasattr(module, "base_layer"):
-                merged[f"{name}.weight"] = _with_lora(module, _base(module).weight)
+                merged[f"{name}.weight"] = with_lora(module, base_of(module).weight)
     plain = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in inner.state_dict().items()
@@ -403,17 +363,17 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
 
 def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, list[Tensor]]:
     """The tensors that each packed matrix is made of."""
-    found: dict[Key, list[Tensor]] = {(-1, "lm_head"): _weights([inner.lm_head])[1]}
+    found: dict[Key, list[Tensor]] = {(-1, "lm_head"): weights_of([inner.lm_head])[1]}
     for i, layer in enumerate(inner.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        found[i, "qkv"] = _weights([attention.q_proj, attention.k_proj, attention.v_proj])[1]
-        found[i, "o"] = _weights([attention.o_proj])[1]
+        found[i, "qkv"] = weights_of([attention.q_proj, attention.k_proj, attention.v_proj])[1]
+        found[i, "o"] = weights_of([attention.o_proj])[1]
         if spec.is_moe_layer[i]:
-            for name, weight in zip(("router", "expert_gate_up", "expert_down"), _expert_weights(mlp), strict=True):
+            for name, weight in zip(("router", "expert_gate_up", "expert_down"), expert_weights_of(mlp), strict=True):
                 found[i, name] = [weight]
         else:
-            found[i, "gate_up"] = _weights([mlp.gate_proj, mlp.up_proj])[1]
-            found[i, "down"] = _weights([mlp.down_proj])[1]
+            found[i, "gate_up"] = weights_of([mlp.gate_proj, mlp.up_proj])[1]
+            found[i, "down"] = weights_of([mlp.down_proj])[1]
     return found
 
 
