@@ -6,6 +6,7 @@ gradients. Bounds: 0 differing bits; 1e-6 of a tensor's norm. bfloat16: gradient
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,17 @@ def test_logits_in_chunks_and_computed_again(monkeypatch: pytest.MonkeyPatch) ->
     for other in (chunked, again):
         assert (other[0][0] == whole[0][0]).all()
         assert all(apart(a, b) < 1e-6 for a, b in zip(other[1], whole[1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["attention", "attention in a window"])
+def test_long_sequences_have_the_gradients_of_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a length the backward pass is torch's attention; and less room for scores cuts the batch."""
+    case, inputs = CASES[name], drawn(CASES[name])
+    want = gradients(case.plain, inputs, [torch.float64] * 3)[1]
+    for limit, value in (("SHORT", 0), ("SHORT", 256), ("SCORES_AT_ONCE", 1)):
+        monkeypatch.setattr(sys.modules[Heads.__module__], limit, value)
+        got = gradients(case.ours, inputs, [torch.float32] * 3)[1]
+        assert all(apart(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- sequences

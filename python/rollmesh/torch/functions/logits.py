@@ -100,20 +100,22 @@ class _TokenLogprobs(torch.autograd.Function):
         x, weight, targets, *kept = ctx.saved_tensors
         dtype = matmul_dtype(x)
         by_x, matrix = torch.empty_like(x), weight.to(dtype)
-        by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        by_weight = None
         for i, at in enumerate(_chunks(len(x), len(weight))):
             logits = kept[i] if kept else (x[at].to(dtype) @ matrix.t()).float()
-            log_p = torch.log_softmax(logits / ctx.temperature, -1)
-            p = log_p.exp()
-            by_logits = p * -grad[at, None]
+            scaled = logits if ctx.temperature == 1 else logits / ctx.temperature
             if ctx.wants_entropy:
-                entropy = -(p * log_p).sum(-1, keepdim=True)
-                by_logits -= grad_entropy[at, None] * p * (log_p + entropy)
+                log_p = torch.log_softmax(scaled, -1)
+                p = log_p.exp()
+                by_logits = p * -(grad[at, None] + grad_entropy[at, None] * (log_p - (p * log_p).sum(-1, keepdim=True)))
+            else:
+                by_logits = torch.softmax(scaled, -1).mul_(-grad[at, None])
             by_logits.scatter_add_(1, targets[at, None].long(), grad[at, None])
-            g = by_logits.div_(ctx.temperature).to(dtype)
+            g = (by_logits if ctx.temperature == 1 else by_logits.div_(ctx.temperature)).to(dtype)
             by_x[at] = (g @ matrix).to(x.dtype)
-            if by_weight is not None:
-                by_weight += (g.t() @ x[at].to(dtype)).to(weight.dtype)
+            if ctx.needs_input_grad[1]:
+                part = (g.t() @ x[at].to(dtype)).to(weight.dtype)
+                by_weight = part if by_weight is None else by_weight.add_(part)
         return by_x, by_weight, None, None, None, None, None
 
 
