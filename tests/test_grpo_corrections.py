@@ -216,7 +216,7 @@ def test_what_reaches_the_loss(table: CorrectionTable, how: str, monkeypatch: py
     """In each micro batch of each update: old is the trainer before the first update (within 1e-5: sequences are padded otherwise), and
     the weight is the formula of it and of what was recorded, equal but for float64's rounding. The ratio is 1 in the first update."""
     keys = {k: v for k, v in dataclasses.asdict(table).items() if v != getattr(CorrectionTable, k)}
-    changes = [f"correction.{key}={value}" for key, value in keys.items()] + ["train.micro_batch=3", "train.lr=0.05"]
+    changes = [f"correction.{key}={value}" for key, value in keys.items()] + ["train.micro_batch=3", "train.lr=0.05", "train.kernels=torch"]
     this = prepared([*changes, f"train.updates={1 if how == 'one' else 2}", f"train.minibatches={json.dumps(how == 'minibatches')}"])
     calls: list[tuple[Any, ...]] = []
 

@@ -12,6 +12,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,81 @@ def test_a_sync_in_the_middle_of_a_pass(pair: Callable[..., tuple[Any, rm.Genera
     model(torch.tensor([[1, 2, 3]]))
 
 
+def test_memory_that_is_used_again(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    """New values in new memory behind the same parameters, as vector_to_parameters and half().float() make them."""
+    model, generator = pair(DENSE)
+    parameters = list(model.parameters())
+    vector = torch.nn.utils.parameters_to_vector(parameters).detach()
+    for seed in range(8):
+        torch.nn.utils.vector_to_parameters(
+            vector + 0.05 * torch.randn(len(vector), generator=torch.Generator().manual_seed(seed)), parameters
+        )
+        if seed == 3:
+            rm.torch.push(model, generator)
+        got = rm.torch.logprobs(model, IDS).logprobs
+        rm.torch.forget(model)
+        assert (rm.torch.logprobs(model, IDS).logprobs == got).all()
+
+
+def test_a_sync_right_after_a_push(pair: Callable[..., tuple[Any, rm.Generator]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: the model does not take the other's weights for its own."""
+    model, generator = pair(DENSE)
+    want = rm.torch.logprobs(model, IDS).logprobs
+    sync = generator.sync_weights
+
+    def overtaken(*args: Any, **options: Any) -> Any:
+        report = sync(*args, **options)
+        sync(helpers.numpy_state_dict(DENSE.config, seed=9), cast=True)
+        return report
+
+    monkeypatch.setattr(generator, "sync_weights", overtaken)
+    rm.torch.push(model, generator)
+    assert (rm.torch.logprobs(model, IDS).logprobs == want).all()
+    assert rm.torch.weight_use(model).shared == 0
+
+
+def test_parts_that_are_copied_or_replaced(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    model, _ = pair(MOE)
+    want = rm.torch.logprobs(model, IDS, routed_experts=True)
+    model.lm_head, model.model.layers[0] = copy.deepcopy(model.lm_head), copy.deepcopy(model.model.layers[0])
+    got = rm.torch.logprobs(model, IDS, routed_experts=True)
+    assert (got.logprobs == want.logprobs).all()
+    assert want.routed_experts is not None
+    assert got.routed_experts is not None
+    assert (got.routed_experts == want.routed_experts).all()
+    model.lm_head = torch.nn.Linear(64, 151, bias=False)
+    for call in (lambda: model(IDS), lambda: rm.torch.logprobs(model, IDS)):
+        with pytest.raises(rm.StateError, match="expected its parts as patch left them, got a Linear that is not patched"):
+            call()
+
+
+def test_two_threads(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    """One asks for logits while the other asks for logprobs."""
+    model, _ = pair(DENSE)
+    ids = torch.arange(400)[None] % 151
+    logits, logprobs = model(ids).logits, rm.torch.logprobs(model, ids).logprobs
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        for _ in range(10):
+            forward, scores = pool.submit(lambda: model(ids).logits), pool.submit(lambda: rm.torch.logprobs(model, ids).logprobs)
+            assert (forward.result() == logits).all()
+            assert (scores.result() == logprobs).all()
+
+
+def test_inference_first_and_inputs_that_require_grad() -> None:
+    """What a pass in inference mode has made is not kept for training. transformers' hook on the embedding fires, which checkpointing of
+    the reentrant kind needs where the embedding does not learn."""
+    model = model_of(DENSE)
+    with torch.inference_mode():
+        rm.torch.logprobs(model, IDS)
+    model.model.embed_tokens.requires_grad_(False)
+    model.enable_input_require_grads()
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    rm.torch.logprobs(model, IDS).logprobs.sum().backward()
+    assert seen == [True]
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def test_a_copy_and_the_way_back(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     plain = helpers.hf_model(MOE).eval()
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -455,8 +531,39 @@ def test_lora_that_no_rollout_has() -> None:
     with pytest.raises(rm.ConfigError, match=r"lora_dropout: expected 0 in training, got 0.1"):
         rm.torch.patch(dropping).train()(torch.tensor([[1, 2]]))
     dora = peft.get_peft_model(helpers.hf_model(DENSE), peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(rm.ConfigError, match="use_dora=True"):
+    with pytest.raises(rm.ConfigError, match=r"expected plain LoRA adapters.* adapter 'default' with Dora"):
         rm.torch.patch(dora)(torch.tensor([[1, 2]]))
+    biased = peft.get_peft_model(
+        helpers.hf_model(helpers.CASES_BY_NAME["attention_bias"]), peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True)
+    )
+    with pytest.raises(rm.ConfigError, match="lora_bias: expected False, got True"):
+        rm.torch.patch(biased)(torch.tensor([[1, 2]]))
+
+
+@pefts
+def test_adapters_that_are_switched(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    """Off (the usual reference model), to another one, and to another scale: what was packed or pushed before is not used."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE), config))
+    model.add_adapter("two", config)
+    plain = helpers.hf_model(DENSE)
+    with generator_of(DENSE) as generator:
+        for shared in (False, True):
+            if shared:
+                rm.torch.push(model, generator)
+            one = rm.torch.logprobs(model, IDS).logprobs
+            with model.disable_adapter():
+                assert (rm.torch.logprobs(model, IDS).logprobs == rm.torch.logprobs(rm.torch.patch(plain), IDS).logprobs).all()
+                rm.torch.unpatch(plain)
+            assert (rm.torch.logprobs(model, IDS).logprobs == one).all()
+            model.set_adapter("two")
+            assert (rm.torch.logprobs(model, IDS).logprobs != one).any()
+            model.set_adapter("default")
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", 3.0)
+        assert (rm.torch.logprobs(model, IDS).logprobs != one).any()
 
 
 # ---------------------------------------------------------------------------------------------- FSDP2
@@ -523,6 +630,12 @@ def in_training(**changes: Any) -> Any:
     return rm.torch.patch(model.train())
 
 
+def with_bias() -> Any:
+    model = helpers.hf_model(DENSE)
+    model.lm_head = torch.nn.Linear(64, 151)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "twice": (lambda m: rm.torch.patch(m), rm.StateError, "expected one that is not patched"),
     "another model": (
@@ -540,6 +653,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "hidden states": (lambda m: m(IDS, output_hidden_states=True), rm.ConfigError, "output_hidden_states: expected none"),
     "a mask of 4 dims": (lambda m: m(IDS, attention_mask=torch.ones(1, 1, 3, 3)), rm.ShapeError, "attention_mask: expected 2 dims"),
     "one sequence": (lambda m: m(IDS[0]), rm.ShapeError, r"input_ids: expected a tensor \[batch, tokens\], got \(3,\)"),
+    "a token": (lambda m: m(torch.tensor([[1, 151]])), rm.RequestError, r"input_ids: expected tokens in \[0, 151\), got 1 to 151"),
+    "floats": (
+        lambda m: rm.torch.logprobs(m, IDS.float()),
+        rm.DTypeError,
+        "input_ids: expected torch.int64 or torch.int32, got torch.float32",
+    ),
+    "a bias": (lambda m: rm.torch.patch(with_bias()), rm.ConfigError, "bias: expected none, got one of a Linear"),
     "too long": (lambda m: m(torch.ones(1, 1200, dtype=torch.long)), rm.LimitError, "at most 1100 tokens .*got one of 1200"),
     "one token": (lambda m: rm.torch.logprobs(m, IDS[:, :1]), rm.RequestError, "at least 2 tokens"),
     "wanted": (lambda m: rm.torch.logprobs(m, IDS, wanted=IDS[:, 1:]), rm.ShapeError, r"wanted: expected a tensor of shape \(1, 3\)"),

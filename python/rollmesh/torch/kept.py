@@ -8,7 +8,7 @@ raises with every write to a tensor, except those of fused optimizers: `count_op
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -43,11 +43,18 @@ def count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
+class Source(NamedTuple):
+    """What a packed matrix is made of: tensors, and whatever else its values depend on (which LoRA adapters are active)."""
+
+    tensors: list[Tensor]
+    state: Any = None
+
+
 class Stamp:
-    """What a tensor held at some moment."""
+    """What a tensor held at some moment. It keeps the memory, so that no other tensor can be found at its address."""
 
     def __init__(self, tensor: Tensor):
-        self._tensor, self.shape = weakref.ref(tensor), tensor.shape
+        self._tensor, self._memory, self.shape = weakref.ref(tensor), tensor.untyped_storage(), tensor.shape
         self._seen = self._state(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -59,16 +66,26 @@ class Stamp:
         return None if tensor.is_inference() else (tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _holds(stamps: Sequence[Stamp] | None, tensors: Sequence[Tensor]) -> bool:
-    return stamps is not None and len(stamps) == len(tensors) and all(s.holds(t) for s, t in zip(stamps, tensors, strict=True))
+class Stamps:
+    """Of a source."""
+
+    def __init__(self, source: Source):
+        self._each, self._state = [Stamp(tensor) for tensor in source.tensors], source.state
+
+    def holds(self, source: Source) -> bool:
+        same = self._state == source.state and len(self._each) == len(source.tensors)
+        return same and all(stamp.holds(tensor) for stamp, tensor in zip(self._each, source.tensors, strict=True))
+
+    def has_shapes_of(self, source: Source) -> bool:
+        return [stamp.shape for stamp in self._each] == [tensor.shape for tensor in source.tensors]
 
 
 class KeptWeights:
     def __init__(self) -> None:
-        self._kept: dict[Key, tuple[list[Stamp], Any]] = {}
+        self._kept: dict[Key, tuple[Stamps, Any]] = {}
         self._generator: Any = None  # a weak reference
         self._version: int | None = None
-        self._shared: dict[Key, list[Stamp]] = {}
+        self._shared: dict[Key, Stamps] = {}
         self._views: dict[str, Any] | None = None
         self._always = False
         self._counts = [0, 0, 0]
@@ -82,11 +99,10 @@ class KeptWeights:
         """Nothing is read from a generator until the next `share`."""
         self._shared, self._views = {}, None
 
-    def share(self, generator: Any, matrices: dict[Key, list[Tensor]]) -> None:
-        """The generator has just committed the values that these tensors hold."""
-        self._generator, self._version = weakref.ref(generator), generator.version
-        self._views = None
-        self._shared = {key: [Stamp(tensor) for tensor in tensors] for key, tensors in matrices.items()}
+    def share(self, generator: Any, version: int, matrices: dict[Key, Source]) -> None:
+        """The generator has committed the values of these sources as `version`."""
+        self._generator, self._version, self._views = weakref.ref(generator), version, None
+        self._shared = {key: Stamps(source) for key, source in matrices.items()}
 
     def begin(self, always: bool) -> None:
         """A forward pass begins. always: pack everything, since the writes to these tensors are not counted."""
@@ -121,19 +137,18 @@ class KeptWeights:
         layer, name = key
         return self._views and (self._views if layer < 0 else self._views["layers"][layer])[name]
 
-    def get(self, key: Key, tensors: list[Tensor], pack: Callable[[Any], Any]) -> Any:
-        """The packed matrix of these tensors. pack(out) makes it, in `out` unless that is None."""
-        view = None
-        if not self._always and _holds(self._shared.get(key), tensors) and (view := self._view(key)) is not None:
+    def get(self, key: Key, source: Source, pack: Callable[[Any], Any]) -> Any:
+        """The packed matrix of a source. pack(out) makes it, in `out` unless that is None."""
+        shared = self._shared.get(key)
+        if shared is not None and not self._always and shared.holds(source) and (view := self._view(key)) is not None:
             self._counts[0] += 1
             return view
-        stamps, packed = self._kept.get(key, (None, None))
-        if not self._always and _holds(stamps, tensors):
+        stamps, packed = self._kept.pop(key, (None, None))  # it is half written if packing fails
+        if stamps is not None and not self._always and stamps.holds(source):
+            self._kept[key] = stamps, packed
             self._counts[1] += 1
             return packed
-        self._kept.pop(key, None)  # half written if packing fails
-        same = stamps is not None and [stamp.shape for stamp in stamps] == [tensor.shape for tensor in tensors]
-        packed = pack(packed if same else None)
-        self._kept[key] = [Stamp(tensor) for tensor in tensors], packed
+        packed = pack(packed if stamps is not None and stamps.has_shapes_of(source) else None)
+        self._kept[key] = Stamps(source), packed
         self._counts[2] += 1
         return packed

@@ -7,22 +7,29 @@ from typing import Any
 from torch import Tensor
 
 from rollmesh.errors import ConfigError
+from rollmesh.torch.kept import Source
 
 
 def base_of(module: Any) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def weights_of(modules: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(the effective weight of each linear layer, the tensors that these are made of)."""
-    weights, sources = [], []
+def check_no_bias(module: Any) -> None:
+    if getattr(base_of(module), "bias", None) is not None:
+        raise ConfigError(f"bias: expected none, got one of a {type(module).__name__} that has none in the model's config")
+
+
+def weights_of(modules: list[Any]) -> tuple[list[Tensor], Source]:
+    """(the effective weight of each linear layer, what these are made of)."""
+    weights, tensors, states = [], [], []
     for module in modules:
         base = base_of(module).weight
         weights.append(with_lora(module, base))
-        sources.append(base)
+        tensors.append(base)
         if module is not base_of(module):
-            sources += [p for name, p in module.named_parameters() if name.startswith("lora_")]
-    return weights, sources
+            tensors += [p for name, p in module.named_parameters() if name.startswith("lora_")]
+            states.append((module.merged, module.disable_adapters, tuple(module.active_adapters), tuple(sorted(module.scaling.items()))))
+    return weights, Source(tensors, states)
 
 
 def with_lora(module: Any, weight: Tensor) -> Tensor:
@@ -34,8 +41,12 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
     for adapter in module.active_adapters:
         if adapter not in module.lora_A:
             continue
-        if module.use_dora.get(adapter):
-            raise ConfigError(f"expected LoRA adapters, got adapter {adapter!r} with use_dora=True, which is no sum of weights")
+        if adapter in module.lora_variant:
+            variant = module.lora_variant[adapter]
+            name = variant.__name__ if isinstance(variant, type) else type(variant).__name__
+            raise ConfigError(f"expected plain LoRA adapters, whose weights can be merged, got adapter {adapter!r} with {name}")
+        if module.lora_bias[adapter]:
+            raise ConfigError(f"lora_bias: expected False, got True for adapter {adapter!r}; a bias is not merged")
         if module.training and getattr(module.lora_dropout[adapter], "p", 0.0) > 0:
             raise ConfigError(f"lora_dropout: expected 0 in training, got {module.lora_dropout[adapter].p}; a rollout drops nothing")
         weight = weight + module.get_delta_weight(adapter).to(weight.dtype)

@@ -19,6 +19,8 @@ merged weights, in the forward pass as in `push`.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -28,14 +30,14 @@ import torch
 from torch import Tensor
 
 from rollmesh import Generator, ModelSpec, SyncReport, ops
-from rollmesh.errors import ConfigError, LimitError, RequestError, ShapeError, StateError, UnsupportedTensorError
+from rollmesh.errors import ConfigError, DTypeError, LimitError, RequestError, ShapeError, StateError, UnsupportedTensorError
 from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.kept import KeptWeights, Key, WeightUse, count_optimizer_steps
-from rollmesh.torch.lora import base_of, expert_weights_of, weights_of, with_lora
+from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
+from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, weights_of, with_lora
 from rollmesh.torch.sequences import Sequences
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -75,7 +77,8 @@ class Patch:
     def __init__(self, model: Any, spec: ModelSpec, dtype: torch.dtype, isa: str | None, threads: int | None, max_model_len: int):
         self.spec, self.dtype, self.isa, self.threads, self.max_model_len = spec, dtype, isa, threads, max_model_len
         self.kept = KeptWeights()
-        self.wanted: _Wanted | None = None
+        self.model = weakref.ref(model)
+        self._asked = threading.local()
         self.heads = [
             Heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.rms_norm_eps, window)
             for window in spec.sliding_windows
@@ -83,8 +86,30 @@ class Patch:
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        made = memo[id(self)] = Patch(None, self.spec, self.dtype, self.isa, self.threads, self.max_model_len)
+        """A copied model has a patch of its own, and a copied part of a model that of the model."""
+        copied = memo.get(id(self.model()))
+        made = self if copied is None else Patch(copied, self.spec, self.dtype, self.isa, self.threads, self.max_model_len)
+        memo[id(self)] = made
         return made
+
+    @property
+    def wanted(self) -> _Wanted | None:
+        """What this thread's call of `logprobs` asks for."""
+        return getattr(self._asked, "wanted", None)
+
+    @wanted.setter
+    def wanted(self, wanted: _Wanted | None) -> None:
+        self._asked.wanted = wanted
+
+    def check_parts(self) -> None:
+        """StateError if a part has been replaced by one that computes otherwise."""
+        inner = self.model()
+        for module, by in _modules(inner):
+            if not isinstance(module, by) or module._rollmesh[0] is not self:
+                raise StateError(
+                    f"model: expected its parts as patch left them, got a {type(module).__name__} that is not patched; "
+                    "unpatch, change the model, and patch it again"
+                )
 
     def how(self, x: Tensor) -> How:
         return functions.how_for(x, self.isa, self.threads)
@@ -98,7 +123,8 @@ class Patch:
             inv_freq, scale = self.spec.rope(self.max_model_len)
             positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, self.max_model_len)
             table = ops.rope_table(inv_freq, positions, scale=scale, dtype=packing.name_of(self.dtype))
-            known = self._ropes[device] = (torch.from_numpy(table[0]).to(device), torch.from_numpy(table[1]).to(device))
+            with torch.inference_mode(False):  # it is for other passes too
+                known = self._ropes[device] = (torch.from_numpy(table[0]).to(device), torch.from_numpy(table[1]).to(device))
         return known
 
     # ---------------------------------------------------------------------------------------- weights
@@ -130,9 +156,9 @@ class Patch:
         router, gate_up, down = weights = expert_weights_of(mlp)
         kept, dtype = self.kept, self.dtype
         packed = (
-            kept.get((index, "router"), [router], lambda out: packing.pack_rows([router], dtype, how, out)),
-            kept.get((index, "expert_gate_up"), [gate_up], lambda out: packing.pack_experts_gate_up(gate_up, dtype, how, out)),
-            kept.get((index, "expert_down"), [down], lambda out: packing.pack_experts(down, dtype, how, out)),
+            kept.get((index, "router"), Source([router]), lambda out: packing.pack_rows([router], dtype, how, out)),
+            kept.get((index, "expert_gate_up"), Source([gate_up]), lambda out: packing.pack_experts_gate_up(gate_up, dtype, how, out)),
+            kept.get((index, "expert_down"), Source([down]), lambda out: packing.pack_experts(down, dtype, how, out)),
         )
         spec = self.spec
         made = functions.moe(x, *weights, top_k=spec.num_experts_per_tok, renormalize=spec.norm_topk_prob, packed=packed, how=how)
@@ -196,17 +222,18 @@ class _Base:
                 what = INSTEAD.get(name, "")
                 raise ConfigError(f"{name}: expected none with a patched model, got {shown(value)}; {what}or unpatch")
         _check_training(me)
-        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-            seen = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+        patch.check_parts()
+        input_ids = _check_ids(input_ids)
         rows = Sequences.of_batch((input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids)
         if patch.wanted is not None:
             rows = patch.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError("input_ids: expected a sequence of at least 2 tokens, got 1 token in each")
         patch.kept.begin(any(hasattr(module, "unshard") for module in me.modules()))
-        table = me.embed_tokens
-        hidden = functions.embedding(rows.pick(input_ids), table.weight, patch.dtype, table.padding_idx)
+        ids = rows.pick(input_ids)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
+            raise RequestError(f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
+        hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
         hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=patch.how(hidden))
@@ -252,6 +279,15 @@ def _patched(cls: Any, by: Any) -> type:
     return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
 
 
+def _check_ids(ids: Any) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        seen = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise DTypeError(f"input_ids: expected torch.int64 or torch.int32, got {ids.dtype}")
+    return ids
+
+
 def _check_training(base: Any) -> None:
     dropout = getattr(base.config, "attention_dropout", 0.0)
     if base.training and dropout:
@@ -261,8 +297,9 @@ def _check_training(base: Any) -> None:
 # ---------------------------------------------------------------------------------------------- public
 def _causal_lm(model: Any) -> Any:
     """The transformers model inside a peft model, or the model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = getattr(model, "_orig_mod", model)  # torch.compile
     inner = getattr(inner, "module", inner)  # DDP
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # peft
     names = [cls.__name__ for cls in type(inner).__mro__]
     if not any(name in names for name in FAMILIES):
         raise ConfigError(f"model: expected a transformers {' or '.join(FAMILIES)}, or a peft model of one, got a {type(model).__name__}")
@@ -298,6 +335,10 @@ def patch(
     most = spec.max_position_embeddings if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
         integer("threads", threads, 1, 256)
+    if type(inner.model.embed_tokens) is not torch.nn.Embedding:
+        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(inner.model.embed_tokens).__name__}")
+    for module in (inner.lm_head, *(layer.mlp.down_proj for layer in inner.model.layers if hasattr(layer.mlp, "down_proj"))):
+        check_no_bias(module)
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
@@ -357,20 +398,20 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
     made.kept.forget_shared()
     if generator.dtype == packing.name_of(made.dtype) and generator.spec == made.spec and generator._packed_weights() is not None:
-        made.kept.share(generator, _matrices(inner, made.spec))
+        made.kept.share(generator, report.version, _matrices(inner, made.spec))
     return report
 
 
-def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, list[Tensor]]:
-    """The tensors that each packed matrix is made of."""
-    found: dict[Key, list[Tensor]] = {(-1, "lm_head"): weights_of([inner.lm_head])[1]}
+def _matrices(inner: Any, spec: ModelSpec) -> dict[Key, Source]:
+    """What each packed matrix is made of."""
+    found: dict[Key, Source] = {(-1, "lm_head"): weights_of([inner.lm_head])[1]}
     for i, layer in enumerate(inner.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         found[i, "qkv"] = weights_of([attention.q_proj, attention.k_proj, attention.v_proj])[1]
         found[i, "o"] = weights_of([attention.o_proj])[1]
         if spec.is_moe_layer[i]:
             for name, weight in zip(("router", "expert_gate_up", "expert_down"), expert_weights_of(mlp), strict=True):
-                found[i, name] = [weight]
+                found[i, name] = Source([weight])
         else:
             found[i, "gate_up"] = weights_of([mlp.gate_proj, mlp.up_proj])[1]
             found[i, "down"] = weights_of([mlp.down_proj])[1]
@@ -405,9 +446,7 @@ def logprobs(
     wanted                        bool [B, T]: the tokens whose logprob is asked for, such as completions; None: all
     routed_experts                also the experts of each token (MoE)"""
     made = _patch_of(model)
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        seen = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+    input_ids = _check_ids(input_ids)
     if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
         raise ShapeError(f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got {shown(getattr(wanted, 'shape', wanted))}")
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
@@ -425,7 +464,7 @@ def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor,
 
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
     with _asking(made, asked):
-        found = forward(**(given | {"use_cache": False})).logits[0]
+        found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
     assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape
