@@ -41,8 +41,8 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
       const vf silu = vt_round(T, vf_div(gate, vf_add(vf_set1(1.0f), vf_exp(vf_neg(gate)))));
       vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(silu, up)), n);
       if (!a->gate_up) continue;
-      vt_store_n(T, a->gate_up, both, gate, n);
-      vt_store_n(T, a->gate_up, both + a->n, up, n);
+      vt_store_n(T, a->gate_up, both, vt_round(T, gate), n);   // again, as what is stored always is: an emulator may not flush denormals
+      vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
     }
 }
 
