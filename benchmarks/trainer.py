@@ -85,11 +85,9 @@ def drawn(generator: rm.Generator, rng: np.random.Generator, vocab: int) -> Iter
 
 def same(wanted: int, threads: int) -> int:
     torch.set_num_threads(threads)
-    compared = differ = preempted = hits = 0
-    counts: dict[str, int] = {}
-    round_ = 0
+    generated = scored = differ = preempted = hits = round_ = 0
     isas = [isa for isa in rm.ops.available_isas() if isa != "ref"]
-    while compared < wanted:
+    while generated + scored < wanted:
         for name, shape in SMALL.items():
             for dtype in DTYPES:
                 isa = isas[round_ % len(isas)]
@@ -104,22 +102,19 @@ def same(wanted: int, threads: int) -> int:
                     rows = list(drawn(generator, rng, shape.vocab))
                     for (_, start, recorded), found in zip(rows, trainers(model, [row[0] for row in rows]), strict=True):
                         differ += int((found[start - 1 :] != recorded).sum())
-                        compared += len(recorded)
-                        counts["decode"] = counts.get("decode", 0) + len(recorded)
+                        generated += len(recorded)
                     sequences = [rng.integers(0, shape.vocab, n) for n in rng.integers(200, 1000, 400)]
                     for found, recorded in zip(trainers(model, sequences), generator.score([s.tolist() for s in sequences]), strict=True):
                         differ += int((found != np.asarray(recorded)).sum())
-                        compared += len(found)
-                        counts["prefill"] = counts.get("prefill", 0) + len(found)
+                        scored += len(found)
                     metrics = generator.metrics()
                     preempted += metrics["preemptions"]
                     hits += metrics["cached_tokens"]
-                counts[isa] = counts.get(isa, 0) + 1
-                print(f"{name:5} {dtype:8} {isa:10}  {compared:,} logprobs compared, {differ} differ", flush=True)
-                if compared >= wanted:
+                print(f"{name:5} {dtype:8} {isa:10}  {generated + scored:,} logprobs compared, {differ} differ", flush=True)
+                if generated + scored >= wanted:
                     break
     print(
-        f"{compared:,} logprobs of trainer and generator compared ({counts.get('decode', 0):,} drawn, {counts.get('prefill', 0):,} scored; "
+        f"{generated + scored:,} logprobs of trainer and generator compared ({generated:,} drawn, {scored:,} scored; "
         f"{preempted:,} preemptions, {hits:,} tokens from the prefix cache): {differ} differ"
     )
     return int(differ > 0)

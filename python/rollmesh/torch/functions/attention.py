@@ -105,15 +105,21 @@ def _attention_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Se
         flat = x.transpose(1, 2).reshape(size, *x.shape[1::2])
         return flat if rows.num_rows == size else flat.index_select(0, to)
 
-    away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
-    live = (away >= 0) & (away < (heads.window or steps))
     q, k, v, grad = map(padded, (q, k, v, grad))
     if steps > SHORT:
-        return tuple(map(picked, _flash_gradients(q, k, v, grad, live if heads.window and heads.window < steps else None, heads)))
+        mask = _live(steps, heads, q.device) if 0 < heads.window < steps else None
+        return tuple(map(picked, _flash_gradients(q, k, v, grad, mask, heads)))
+    live = _live(steps, heads, q.device)
     each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps * steps))
     chunks = [slice(first, first + each) for first in range(0, len(q), each)]
     parts = [_short_gradients(q[at], k[at], v[at], grad[at], live, heads) for at in chunks]
     return tuple(picked(torch.cat(same)) for same in zip(*parts, strict=True))
+
+
+def _live(steps: int, heads: Heads, device: torch.device) -> Tensor:
+    """bool [steps, steps]: which positions a token sees."""
+    away = torch.arange(steps, device=device)[:, None] - torch.arange(steps, device=device)
+    return (away >= 0) & (away < (heads.window or steps))
 
 
 def _flash_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, heads: Heads) -> tuple[Tensor, ...]:

@@ -16,11 +16,10 @@ from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
 from rollmesh.torch.functions.common import How, how_for, matmul_dtype, norm_gradients, rows_of, silu_gradients, vector_of, width_of
 
 
-def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype, padding_idx: int | None = None) -> Tensor:
-    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are torch's as well. padding_idx: a token whose
-    row gets no gradient, as in torch.nn.Embedding."""
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are torch's as well."""
     packing.check_weight("weight", weight)
-    return F.embedding(ids.reshape(-1), weight, padding_idx).to(dtype)
+    return F.embedding(ids.reshape(-1), weight).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
