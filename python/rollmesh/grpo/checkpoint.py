@@ -148,7 +148,7 @@ def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
 
 
 def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -> list[Rollout]:
-    """Of the steps from the checkpoint's next one on. None if there are none, or where an option that shapes the run was changed."""
+    """Of the steps from the checkpoint's next one on; empty where there are none, or where an option that shapes the run was changed."""
     from safetensors.numpy import load_file
 
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
