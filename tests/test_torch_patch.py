@@ -492,13 +492,21 @@ pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprec
 TARGETS = {"dense": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], "moe": ["q_proj", "k_proj", "o_proj"]}
 
 
+WHOLE = {"dense": ["lm_head", "embed_tokens", "norm", "mlp"], "moe": ["lm_head", "embed_tokens", "k_norm", "gate", "experts"]}
+
+
 @pefts
+@pytest.mark.parametrize("whole", [False, True], ids=["adapters", "modules_to_save"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FAMILIES)
-def test_lora(case: helpers.Case, dtype: str) -> None:
-    """The merged weights are pushed and used; only adapters learn, by the gradients that peft gives them."""
+def test_lora(case: helpers.Case, dtype: str, whole: bool) -> None:
+    """The merged weights are pushed and used; only adapters learn, and parts that are trained whole, by the gradients that peft gives
+    them. Such a part may hold adapters (mlp) and is the base model's where they are off."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[case.name], lora_dropout=0.0, init_lora_weights=False)
+    saved = WHOLE[case.name] if whole else None
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=TARGETS[case.name], lora_dropout=0.0, init_lora_weights=False, modules_to_save=saved
+    )
     torch.manual_seed(0)
     plain = peft.get_peft_model(helpers.hf_model(case).requires_grad_(), config)
     model = rm.torch.patch(copy.deepcopy(plain), dtype=dtype)
@@ -510,6 +518,11 @@ def test_lora(case: helpers.Case, dtype: str) -> None:
             assert rm.torch.weight_use(model).packed == 0
             step(model, batch, [p for p in model.parameters() if p.requires_grad])
             assert (batch.of(scored(model, batch)) != batch.recorded).any()
+        with model.disable_adapter():
+            rm.torch.push(model, generator)
+            batch = drawn(generator, case)
+            assert (batch.of(scored(model, batch)) == batch.recorded).all()
+            assert (scored(model, batch).logprobs == scored(rm.torch.patch(helpers.hf_model(case), dtype=dtype), batch).logprobs).all()
     merged = helpers.hf_model(case)
     merged.load_state_dict(rm.torch.state_dict(model))
     for got, want in zip(merged.state_dict().values(), model.merge_and_unload().state_dict().values(), strict=True):

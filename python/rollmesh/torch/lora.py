@@ -1,4 +1,5 @@
-"""The weights of a transformers layer as they are used: with the LoRA adapters of peft merged."""
+"""The weights of a transformers layer as they are used: with the LoRA adapters of peft merged, and of the parts that peft trains whole
+(modules_to_save) the copy of the active adapter. peft's wrapper of such a part has the attributes of the copy that is in use."""
 
 from __future__ import annotations
 
@@ -12,6 +13,31 @@ from rollmesh.torch.kept import Source
 
 def base_of(module: Any) -> Any:
     return getattr(module, "base_layer", module)
+
+
+def in_use(module: Any) -> Any:
+    """Of a part that peft trains whole: the active adapter's copy, or the original where adapters are off; else the module."""
+    copies = module._modules.get("modules_to_save")
+    if copies is None:
+        return module
+    return module.original_module if module.disable_adapters or not module.active_adapters else copies[module.active_adapters[0]]
+
+
+def state_of(model: Any) -> dict[str, Tensor]:
+    """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the copy in use."""
+    modules = list(model.named_modules())
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    state |= {f"{name}.weight": with_lora(module, base_of(module).weight) for name, module in modules if module is not base_of(module)}
+    for name, module in reversed(modules):  # inner parts first
+        used = in_use(module)
+        if used is not module:
+            part = next(path for path, each in module.named_modules(prefix=name) if each is used)
+            state = {
+                key.replace(f"{part}.", f"{name}.", 1): tensor
+                for key, tensor in state.items()
+                if key.startswith(f"{part}.") or not key.startswith(f"{name}.")
+            }
+    return state
 
 
 def check_no_bias(module: Any) -> None:

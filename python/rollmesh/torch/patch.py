@@ -37,7 +37,7 @@ from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
-from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, weights_of, with_lora
+from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -335,8 +335,8 @@ def patch(
     most = spec.max_position_embeddings if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
         integer("threads", threads, 1, 256)
-    if type(inner.model.embed_tokens) is not torch.nn.Embedding:
-        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(inner.model.embed_tokens).__name__}")
+    if type(embedding := in_use(inner.model.embed_tokens)) is not torch.nn.Embedding:
+        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(embedding).__name__}")
     for module in (inner.lm_head, *(layer.mlp.down_proj for layer in inner.model.layers if hasattr(layer.mlp, "down_proj"))):
         check_no_bias(module)
     made = Patch(inner, spec, used, isa, threads, most)
@@ -374,18 +374,8 @@ def unpatch(model: Any) -> Any:
 
 def state_dict(model: Any) -> dict[str, Tensor]:
     """The model's weights by their Hugging Face names, for a weight sync: with LoRA the merged ones, without a graph."""
-    inner = _causal_lm(model)
-    merged: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, module in inner.named_modules():
-            if hasattr(module, "base_layer"):
-                merged[f"{name}.weight"] = with_lora(module, base_of(module).weight)
-    plain = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in inner.state_dict().items()
-        if ".lora_" not in name
-    }  # fmt: skip
-    return plain | merged
+        return state_of(_causal_lm(model))
 
 
 def push(model: Any, generator: Generator, version: int | None = None, **options: Any) -> SyncReport:
