@@ -280,6 +280,32 @@ def test_checkpointing_and_accumulation(pair: Callable[..., tuple[Any, rm.Genera
     assert worst({name: p.grad for name, p in model.named_parameters()}, want) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_autocast(case: helpers.Case, dtype: str) -> None:
+    """The forward pass, and the backward pass inside and outside of it: the bits of the same without autocast. 300 tokens take another
+    backward pass of attention."""
+    model = model_of(case, dtype)
+    for ids in (IDS, torch.arange(300)[None] % 151):
+
+        def loss(inside: bool = True, ids: Tensor = ids) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                made = rm.torch.logprobs(model, ids, entropy=True, temperature=0.7)
+            assert made.entropy is not None
+            return (made.logprobs + 0.1 * made.entropy).sum()
+
+        want, losses = {}, [loss(False), loss(), loss()]
+        for i, each in enumerate(losses):
+            assert each == losses[0]
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=i == 2):
+                each.backward()
+            got = {name: p.grad for name, p in model.named_parameters()}
+            want = want or got
+            assert {g.dtype for g in got.values()} == {torch.float32}
+            assert all((got[name] == want[name]).all() for name in want)
+
+
 def test_entropy(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     model, generator = pair(DENSE)
     batch = drawn(generator, DENSE)
@@ -535,6 +561,29 @@ def test_lora(case: helpers.Case, dtype: str, whole: bool) -> None:
         mine, theirs = (dict(m.named_parameters()) for m in (model, plain))
         assert worst({n: mine[n].grad for n in names}, {n: theirs[n].grad for n in names}) < 1e-4
         assert all(p.grad is None for n, p in mine.items() if n not in names)
+
+
+@pefts
+def test_lora_inside_autocast() -> None:
+    """What is merged, pushed and computed is as outside; the gradients of adapters are those of autocast, which rounds to bfloat16."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE).requires_grad_(), config))
+    want: dict[str, Tensor] = {}
+    with generator_of(DENSE) as generator:
+        for inside in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                rm.torch.push(model, generator)
+                batch = drawn(generator, DENSE)
+                made = scored(model, batch)
+                weighted(made.logprobs, batch).backward()
+            assert (batch.of(made) == batch.recorded).all()
+            got = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+            assert {g.dtype for g in got.values()} == {torch.float32}
+            want = want or got
+            assert worst(got, want) < 1e-2
+            model.zero_grad()
+            rm.torch.forget(model)
 
 
 @pefts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollmesh.errors import ConfigError
@@ -75,7 +76,8 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
             raise ConfigError(f"lora_bias: expected False, got True for adapter {adapter!r}; a bias is not merged")
         if module.training and getattr(module.lora_dropout[adapter], "p", 0.0) > 0:
             raise ConfigError(f"lora_dropout: expected 0 in training, got {module.lora_dropout[adapter].p}; a rollout drops nothing")
-        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+        with torch.autocast(weight.device.type, enabled=False):  # what is pushed does not depend on it
+            weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight
 
 

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import NumericsError, ShapeError
 from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
-from rollmesh.torch.functions.common import How, how_for, matmul_dtype, norm_gradients, rows_of, vector_of
+from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_dtype, norm_gradients, rows_of, vector_of
 from rollmesh.torch.sequences import PAGE, Sequences
 
 SHORT = 256  # tokens of the longest sequence up to which scores are stored
@@ -66,7 +65,7 @@ class _Attention(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads

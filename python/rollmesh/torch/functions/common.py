@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError, UnsupportedTensorError
@@ -50,6 +52,17 @@ def width_of(name: str, weights: Sequence[Tensor], k: int) -> int:
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda or not BFLOAT16_ISAS.isdisjoint(ops.available_isas()) else torch.float32
+
+
+def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` that is not differentiated again. Inside autocast too it computes in the dtypes that it names."""
+
+    @wraps(backward)
+    def plain(ctx: Any, *grads: Tensor) -> Any:
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return backward(ctx, *grads)
+
+    return once_differentiable(plain)
 
 
 def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:

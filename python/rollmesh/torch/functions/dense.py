@@ -6,14 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
-from rollmesh.torch.functions.common import How, how_for, matmul_dtype, norm_gradients, rows_of, silu_gradients, vector_of, width_of
+from rollmesh.torch.functions.common import (
+    How,
+    backward_pass,
+    how_for,
+    matmul_dtype,
+    norm_gradients,
+    rows_of,
+    silu_gradients,
+    vector_of,
+    width_of,
+)
 
 
 def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,7 +40,7 @@ class _Linear(torch.autograd.Function):
             return tensor_of(ops.gemm(array_of(x), packed, n, bias=vector_of("bias", bias, x, n), **how), x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         dtype = matmul_dtype(x)
@@ -69,7 +78,7 @@ class _RmsNorm(torch.autograd.Function):
             return tensor_of(ops.rms_norm(array_of(x), vector_of("weight", weight, x, x.shape[1]), eps=eps, **how), x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         by_x, by_weight = norm_gradients(x, weight, grad, ctx.eps)
@@ -95,7 +104,7 @@ class _AddRmsNorm(torch.autograd.Function):
         return out, total
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
         by_total, by_weight = norm_gradients(total, weight, grad, ctx.eps)
@@ -143,7 +152,7 @@ class _Swiglu(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, both = ctx.saved_tensors
         dtype = matmul_dtype(x)

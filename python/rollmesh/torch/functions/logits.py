@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rollmesh import ops
 from rollmesh.errors import NumericsError, RequestError, ShapeError
@@ -14,7 +13,7 @@ from rollmesh.ops.arguments import is_real
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
-from rollmesh.torch.functions.common import How, how_for, matmul_dtype, rows_of, width_of
+from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_dtype, rows_of, width_of
 
 LOGITS_AT_ONCE = 1 << 25  # float32 numbers of a pass over the vocabulary, beside those that are kept
 LOGITS_KEPT = 1 << 28  # up to so many are kept for the backward pass; more are computed again
@@ -37,7 +36,7 @@ class _LmHead(torch.autograd.Function):
             return tensor_of(head.logits, torch.float32)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dtype = matmul_dtype(x)
@@ -95,7 +94,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, targets, *kept = ctx.saved_tensors
         dtype = matmul_dtype(x)

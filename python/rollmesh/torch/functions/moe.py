@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, empty_array, host_of, in_turn, tensor_of
-from rollmesh.torch.functions.common import How, how_for, matmul_dtype, rows_of, silu_gradients
+from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_dtype, rows_of, silu_gradients
 
 
 class Routed(NamedTuple):
@@ -47,7 +46,7 @@ class _Moe(torch.autograd.Function):
         return out, ids
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, router, gate_up, down, ids, gates, place, ends, both = ctx.saved_tensors
         dtype, top_k, bounds = matmul_dtype(x), ids.shape[1], ends.tolist()
