@@ -7,6 +7,7 @@ the order of sums differs.
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import subprocess
@@ -27,6 +28,7 @@ import rollmesh as rm
 from rollmesh.torch import Scored, WeightUse
 
 DENSE, MOE = helpers.CASES_BY_NAME["dense"], helpers.CASES_BY_NAME["moe"]
+pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 on transformers 5.23
 FAMILIES = [pytest.param(DENSE, id="dense"), pytest.param(MOE, id="moe")]
 DTYPES = ["float32", "bfloat16"]
 
@@ -505,6 +507,47 @@ def test_a_copy_and_the_way_back(pair: Callable[..., tuple[Any, rm.Generator]]) 
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
+LOAD = """
+import sys, torch
+import rollmesh as rm
+model = torch.load(sys.argv[1], weights_only=False)
+ids = torch.tensor([[1, 2, 3]])
+first = rm.torch.logprobs(model, ids).logprobs
+first.sum().backward()
+torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
+stepped = rm.torch.logprobs(model, ids).logprobs
+plain = rm.torch.unpatch(model)
+again = rm.torch.logprobs(rm.torch.patch(plain, dtype="bfloat16", threads=2), ids).logprobs
+print([values.tolist() for values in (first, stepped, again)])
+"""
+
+
+def test_a_model_that_is_saved_whole_and_loaded_by_another_process(tmp_path: Path) -> None:
+    """It is patched there as it was, and sees the steps of optimizers."""
+    model = rm.torch.patch(helpers.hf_model(MOE).requires_grad_(), dtype="bfloat16", threads=2)
+    want = rm.torch.logprobs(model, IDS).logprobs
+    torch.save(model, tmp_path / "model.pt")
+    loaded = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "model.pt")], capture_output=True, text=True, timeout=240)
+    assert loaded.returncode == 0, loaded.stderr
+    first, stepped, again = ast.literal_eval(loaded.stdout)
+    assert first == want.tolist()
+    assert stepped == again != first
+
+
+@pefts
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("name", ["moe", "tied_bias"])
+def test_saved_checkpoints_are_those_of_a_plain_model(name: str, adapters: bool, tmp_path: Path) -> None:
+    model = helpers.hf_model(helpers.CASES_BY_NAME[name])
+    if adapters:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    model.save_pretrained(tmp_path / "plain")
+    rm.torch.patch(model).save_pretrained(tmp_path / "patched")
+    plain, patched = ({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()} for folder in ("plain", "patched"))
+    assert plain == patched
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo, of its own accesses
 def test_compile_leaves_the_patched_parts_as_they_are(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     model, _ = pair(DENSE)
@@ -514,7 +557,6 @@ def test_compile_leaves_the_patched_parts_as_they_are(pair: Callable[..., tuple[
 
 
 # ---------------------------------------------------------------------------------------------- LoRA
-pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 on transformers 5.23
 TARGETS = {"dense": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], "moe": ["q_proj", "k_proj", "o_proj"]}
 
 

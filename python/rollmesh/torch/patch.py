@@ -84,6 +84,14 @@ class Patch:
             for window in spec.sliding_windows
         ]
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        count_optimizer_steps()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments of __init__: what is kept is made again where the model is loaded."""
+        return {name: getattr(self, name) for name in ("spec", "dtype", "isa", "threads", "max_model_len")} | {"model": self.model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Patch.__init__(self, **state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         """A copied model has a patch of its own, and a copied part of a model that of the model."""
@@ -190,14 +198,23 @@ class Patch:
 
 
 # ---------------------------------------------------------------------------------------------- patched modules
-class _Model:
+class _Part:
+    """Any of them. It is copied and pickled as a patched one, since its class is not found by name."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        cls: Any = type(self)
+        return (_new_part, (cls._rollmesh_base, cls.__bases__[0]), *made[2:]) if "_rollmesh_base" in vars(cls) else made
+
+
+class _Model(_Part):
     """Qwen3ForCausalLM and Qwen3MoeForCausalLM, whose forward pass is transformers', or the one that a trainer of TRL sets."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value)
 
 
-class _Base:
+class _Base(_Part):
     """The forward pass of Qwen3Model and Qwen3MoeModel."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -250,7 +267,7 @@ class _Base:
         return output(last_hidden_state=hidden)
 
 
-class _Layer:
+class _Layer(_Part):
     """The forward pass of a decoder layer over packed rows."""
 
     def forward(self, hidden_states: Tensor, rows: Sequences | None = None) -> Tensor:
@@ -261,7 +278,7 @@ class _Layer:
         return patch.layer(me, index, hidden_states, rows)  # type: ignore[no-any-return]
 
 
-class _Head:
+class _Head(_Part):
     """lm_head."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -277,6 +294,10 @@ class _Head:
 def _patched(cls: Any, by: Any) -> type:
     """A subclass with the same name: FSDP's and transformers' rules go by it."""
     return type(cls.__name__, (by, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_rollmesh_base": cls})
+
+
+def _new_part(cls: Any, by: Any) -> Any:
+    return object.__new__(_patched(cls, by))
 
 
 def _check_ids(ids: Any) -> Tensor:
@@ -342,7 +363,6 @@ def patch(
     made = Patch(inner, spec, used, isa, threads, most)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError for one that is not here
-    count_optimizer_steps()
     for index, (module, by) in enumerate(_modules(inner)):
         own: Any = type(module)
         module._rollmesh = (made, index - 3)
