@@ -54,6 +54,7 @@ def ran(name: str, out: Path, *changes: str) -> list[dict[str, Any]]:
         pytest.param([*BFLOAT16, "rollout.temperature=0.7", "train.minibatches=true", "train.micro_batch=3"], id="all"),
         full([*BFLOAT16, 'train.dtype="bfloat16"']),
         full(["loss.kl=0.1", "rollout.temperature=1.3"]),
+        pytest.param(["loss.kl=0.1", "rollout.temperature=0.1", "train.lr=0.03"], id="cold"),
     ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
@@ -68,6 +69,12 @@ def test_a_reference_model_is_the_same_function(tmp_path: Path) -> None:
     lines = ran("dense", tmp_path, "loss.kl=0.1", "train.updates=1", *BFLOAT16)
     assert lines[0]["kl_ref"] == 0.0
     assert lines[1]["kl_ref"] > 0.0
+
+
+def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
+    words = r"gradient norm is nan.*weights were not updated; \[loss\] kl is exp\(-.* − -.*\), reference − trainer, at sequence .* token \d"
+    with pytest.raises(rm.NumericsError, match=words):
+        ran("dense", tmp_path, "loss.kl=0.1", "rollout.temperature=0.1", "train.lr=1")
 
 
 @pytest.mark.parametrize(

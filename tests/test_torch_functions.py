@@ -227,6 +227,14 @@ def test_forward_passes_have_the_bits_of_the_ops(dtype: str) -> None:
             assert (words(tensor) == want[name]).all(), name
 
 
+def test_logprobs_of_tokens_that_no_sampler_draws() -> None:
+    """Such as other weights have drawn: finite, and as close to torch's as any."""
+    x, weight = drawn(CASES["lm_head"])
+    got = functions.token_logprobs(x, weight, targets(), temperature=0.02).logprobs
+    assert float(got.min()) < -40
+    assert torch.allclose(got, plain_logprobs(x, weight, 0.02)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_logprobs_of_any_temperature_are_those_a_sampler_records() -> None:
     x, weight = drawn(CASES["lm_head"])
     head = ops.lm_head(words(x), ops.pack(weight.numpy(), dtype="float32"), VOCAB)

@@ -55,11 +55,22 @@ def check_same(logprobs_N: Tensor, routed_BTLK: Tensor | None, batch: Batch, ver
     differ = np.flatnonzero((trainer != generator) & is_ours)
     if len(differ):
         n = int(differ[0])
-        where = f"sequence {int(batch.rows_N[n])} of the batch, position {int(batch.columns_N[n]) + 1}, token {int(batch.targets_N[n])}"
         raise rm.NumericsError(
-            f"logprobs: expected {generator[n]} for {where}, which the generator recorded, got {trainer[n]} from the trainer; "
+            f"logprobs: expected {generator[n]} for {_where(batch, n)}, which the generator recorded, got {trainer[n]} from the trainer; "
             f"{len(differ)} of {is_ours.sum()} differ; {ADVICE}"
         )
+
+
+def _where(batch: Batch, n: int) -> str:
+    return f"sequence {int(batch.rows_N[n])} of the batch, position {int(batch.columns_N[n]) + 1}, token {int(batch.targets_N[n])}"
+
+
+def largest_kl(reference_N: Tensor, logprobs_N: Tensor, batch: Batch) -> tuple[float, str]:
+    """The largest reference − trainer of a batch, which is the exponent of [loss] kl, and its token in words."""
+    difference_N = reference_N - logprobs_N.detach()
+    n = int(difference_N.argmax())
+    here = f"[loss] kl is exp({float(reference_N[n])} − {float(logprobs_N[n])}), reference − trainer, at {_where(batch, n)}"
+    return float(difference_N[n]), f"{here}; lower [train] lr or [loss] kl, or raise [rollout] temperature"
 
 
 def _check_routing(trainer: NDArray[np.int16], generator: NDArray[np.int16]) -> None:

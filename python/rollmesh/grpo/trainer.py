@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import rollmesh as rm
 from rollmesh.grpo.config import Config, ModelTable, TrainTable, kernels_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
-from rollmesh.grpo.mismatch import check_same, corrections
+from rollmesh.grpo.mismatch import check_same, corrections, largest_kl
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollmesh.grpo.generator import Pushed, RolloutGenerator
+
+MAX_KL_EXPONENT = 40.0  # of [loss] kl; the gradient norm's squares overflow float32 soon above it
 
 
 class Trainer:
@@ -183,7 +185,7 @@ class Trainer:
         lengths_B = torch.tensor([len(rollout.token_ids[i]) for i in indices], device=self.device)
         weights = token_weights(lengths_B, c.loss.aggregation, c.rollout.max_tokens)
         sums = dict.fromkeys(("loss", "policy_loss", "entropy", "clip_share", "kl_ref"), 0.0)
-        before, taken = [], 0
+        before, taken, kl = [], 0, (0.0, "")
         for chunk in self._micro(indices):
             batch = make_batch(rollout, chunk, self.device)
             count = len(batch.targets_N)
@@ -198,6 +200,7 @@ class Trainer:
             if self.reference is not None:
                 with torch.no_grad():
                     ref_N = self.logprobs(batch, model=self.reference)[0]
+                kl = max(kl, largest_kl(ref_N, logprobs_N, batch))
             advantages_N = torch.from_numpy(advantages[chunk]).to(self.device).float().repeat_interleave(batch.lengths_B)
             terms = grpo_loss(logprobs_N, entropy_N, old_N, advantages_N, weights[taken : taken + count], c.loss, ref_N, correction_N)
             terms.loss.backward()  # type: ignore[no-untyped-call]
@@ -207,7 +210,8 @@ class Trainer:
                 sums[name] += float(value)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.train.grad_clip))
         if not math.isfinite(norm):
-            raise rm.NumericsError(f"gradient norm is {norm}: the loss of this step is not finite; the weights were not updated")
+            why = f"; {kl[1]}" if kl[0] > MAX_KL_EXPONENT else ""
+            raise rm.NumericsError(f"gradient norm is {norm}: the loss of this step is not finite; the weights were not updated{why}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

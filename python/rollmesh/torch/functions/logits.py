@@ -80,6 +80,10 @@ class _TokenLogprobs(torch.autograd.Function):
                     found = ops.sample(head.logits, head.stats, params, forced=host_of(targets[at]), **how).sampling_logprobs
                 logprobs[at] = tensor_of(found, torch.float32)
                 logits = tensor_of(head.logits, torch.float32) if wants_logits else None
+            if temperature != 1 and (never := torch.isneginf(logprobs[at])).any():
+                assert logits is not None
+                log_p = torch.log_softmax(logits[never] / temperature, -1)
+                logprobs[at][never] = log_p.gather(1, targets[at][never, None].long())[:, 0]
             if wants_entropy:
                 assert logits is not None
                 log_p = torch.log_softmax(logits / temperature, -1)
@@ -134,8 +138,9 @@ def token_logprobs(
     how: How | None = None,
 ) -> TokenLogprobs:
     """The logprob of one token a row under softmax(x · weight / temperature): at temperature 1 a rollout's `logprobs`, at any other its
-    `sampling_logprobs`. weight [vocab, hidden]; targets, integers [rows]. Logits are made in chunks, and those that need more than
-    1 GiB are not kept for the backward pass but computed again."""
+    `sampling_logprobs`. Where a rollout would never draw the token, which is 27 or more below the most likely one, it is torch's
+    log_softmax instead of −inf. weight [vocab, hidden]; targets, integers [rows]. Logits are made in chunks, and those that need more
+    than 1 GiB are not kept for the backward pass but computed again."""
     x = rows_of("x", x)
     how = how or how_for(x)
     width_of("weight", [weight], x.shape[1])
