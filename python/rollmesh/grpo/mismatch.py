@@ -67,7 +67,8 @@ def _where(batch: Batch, n: int) -> str:
 
 def largest_kl(reference_N: Tensor, logprobs_N: Tensor, batch: Batch) -> tuple[float, str]:
     """The largest reference − trainer of a batch, which is the exponent of [loss] kl, and its token in words."""
-    difference_N = reference_N - logprobs_N.detach()
+    logprobs_N = logprobs_N.detach()
+    difference_N = reference_N - logprobs_N
     n = int(difference_N.argmax())
     here = f"[loss] kl is exp({float(reference_N[n])} − {float(logprobs_N[n])}), reference − trainer, at {_where(batch, n)}"
     return float(difference_N[n]), f"{here}; lower [train] lr or [loss] kl, or raise [rollout] temperature"
