@@ -356,6 +356,17 @@ def test_what_changed_is_packed(pair: Callable[..., tuple[Any, rm.Generator]], c
     assert rm.torch.weight_use(model).shared == 0
 
 
+def test_the_generators_views_are_made_once_a_push(pair: Callable[..., tuple[Any, rm.Generator]], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, generator = pair(DENSE)
+    views, made = generator._packed_weights, []
+    monkeypatch.setattr(generator, "_packed_weights", lambda: made.append(1) or views())
+    rm.torch.push(model, generator)
+    for _ in range(2):
+        rm.torch.logprobs(model, IDS)
+        assert rm.torch.weight_use(model).packed == 0
+        assert len(made) == 1
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_a_step_of_any_optimizer_is_seen(pair: Callable[..., tuple[Any, rm.Generator]], options: dict[str, bool]) -> None:
     """Fused ones, transformers' default, write without raising version counters. What the first step replaces is the generator's weights,
@@ -402,6 +413,25 @@ def test_other_ways_to_change_a_weight(pair: Callable[..., tuple[Any, rm.Generat
     module.weight.data.mul_(0.5)
     rm.torch.forget(model)
     assert (scored(model, batch).logprobs == fresh()).all()
+
+
+def test_parameters_that_are_swapped(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
+    """Module.to converts them so where torch is told to, and the model then has what it was converted to."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model, generator = pair(DENSE)
+        for pushed in (True, False):
+            if pushed:
+                rm.torch.push(model, generator)
+            before = rm.torch.logprobs(model, IDS).logprobs.detach()
+            model.to(torch.bfloat16).to(torch.float32)
+            after = rm.torch.logprobs(model, IDS).logprobs.detach()
+            assert rm.torch.weight_use(model).shared == 0
+            assert (after == rm.torch.logprobs(rm.torch.patch(rm.torch.unpatch(copy.deepcopy(model))), IDS).logprobs).all()
+            assert (after != before).any()
+            step(model, drawn(generator, DENSE))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_a_sync_in_the_middle_of_a_pass(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:

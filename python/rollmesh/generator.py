@@ -202,10 +202,15 @@ class Generator:
         """Version of the serving weights; None before the first sync and while the weights are asleep."""
         return self._weights.version
 
+    @property
+    def _holds_weights(self) -> bool:
+        """Whether a rank of this process has the weights whole, on the CPU."""
+        return self.mesh.world == 1 and not self._on_gpu
+
     def _packed_weights(self) -> dict[str, Any] | None:
         """Views of the serving weights in the kernels' layout, for a trainer of this process: valid until the next sync, sleep or close.
-        None if there are none, or if no rank of this process has them whole on the CPU."""
-        if self.mesh.world > 1 or self._on_gpu:
+        None if there are none, or if this process does not hold them."""
+        if not self._holds_weights:
             return None
         with self._turn.take():
             views: dict[str, Any] | None = self._engine.weights()

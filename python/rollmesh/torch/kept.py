@@ -51,14 +51,15 @@ class Source(NamedTuple):
 
 
 class Stamp:
-    """What a tensor held at some moment. It keeps the memory, so that no other tensor can be found at its address."""
+    """What a tensor held at some moment. It keeps the tensor and the memory, so that no other can be found at their addresses; a weak
+    reference would forbid torch.utils.swap_tensors, by which Module.to may convert parameters."""
 
     def __init__(self, tensor: Tensor):
-        self._tensor, self._memory, self.shape = weakref.ref(tensor), tensor.untyped_storage(), tensor.shape
+        self._tensor, self._memory, self.shape = tensor, tensor.untyped_storage(), tensor.shape
         self._seen = self._state(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        return self._tensor() is tensor and self._seen is not None and self._seen == self._state(tensor)
+        return self._tensor is tensor and self._seen is not None and self._seen == self._state(tensor)
 
     @staticmethod
     def _state(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -407,7 +407,7 @@ def push(model: Any, generator: Generator, version: int | None = None, **options
         raise UnsupportedTensorError(f"generator: expected a rollmesh.Generator, got a {type(generator).__name__}")
     report = generator.sync_weights(state_dict(model), version, **({"cast": True} | options))
     made.kept.forget_shared()
-    if generator.dtype == packing.name_of(made.dtype) and generator.spec == made.spec and generator._packed_weights() is not None:
+    if generator.dtype == packing.name_of(made.dtype) and generator.spec == made.spec and generator._holds_weights:
         made.kept.share(generator, report.version, _matrices(inner, made.spec))
     return report
 
