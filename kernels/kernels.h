@@ -281,6 +281,7 @@ typedef struct rm_sample_args {
   int32_t *tokens;                 // [rows]; −1 for a flagged row
   float *logprobs;                 // [rows] under the model: temperature 1, no filter
   float *sampling_logprobs;        // [rows] under the distribution drawn from; 0 when greedy; −inf for a forced token it excludes
+  int32_t *kept;                   // [rows] tokens with a weight after the filters; 1 when greedy, 0 where nothing is drawn; or NULL
   const float *logits;             // [rows][ld_logits]
   const float *stats;              // [rows][2] of lm_head
   const rm_sample_params *params;  // [rows]

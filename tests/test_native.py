@@ -92,6 +92,12 @@ def test_second_lines_of_defence(native: Build) -> None:
     assert passes([native("second_line")]) == "3 guards hold\n"
 
 
+@pytest.mark.full
+def test_exp_never_rises_below_zero(native: Build) -> None:
+    """Over every float32 that is not above 0: so the tokens that the filters keep are the first of the row's top logprobs."""
+    assert passes([native("exp_order")]) == "exp never rises over 2139095041 numbers\n"
+
+
 def sites(printed: str) -> list[tuple[int, int]]:
     return [(int(a), int(t)) for a, t in re.findall(r"(\d+) allocations and (\d+) threads failed once and for ever", printed)]
 

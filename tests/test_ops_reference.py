@@ -301,7 +301,7 @@ def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
 def lone(logits: Array) -> tuple[Array, Array]:
     """One row of logits and its statistics."""
     row = np.asarray(logits, np.float32).reshape(1, -1)
-    return row, np.array([[row.max(), np.exp(row.astype(np.float64) - row.max()).sum()]], np.float32)
+    return row, np.array([[np.nanmax(row), np.nansum(np.exp(row.astype(np.float64) - np.nanmax(row)))]], np.float32)
 
 
 def test_philox_known_answer() -> None:
@@ -370,6 +370,65 @@ def test_filters_by_hand() -> None:
         left = kept(logits, params)
         scaled = np.array([p[v] ** (1 / params.temperature) for v in left])
         assert np.allclose(list(left.values()), np.log(scaled / scaled.sum()), atol=1e-6)
+
+
+FILTERS = [
+    *({}, {"top_k": 1}, {"top_k": 3}, {"top_k": 40}, {"top_k": 39}, {"top_p": 0.3}, {"top_p": 0.999999}, {"min_p": 0.2}, {"min_p": 1.0}),
+    *({"top_k": 17, "top_p": 0.6}, {"top_k": 5, "min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 1.7}),
+    *({"temperature": 0.05}, {"temperature": 0.01, "top_k": 30}, {"temperature": 100.0, "top_p": 0.5}),
+]
+
+
+@pytest.mark.parametrize("isa", ops.available_isas())
+def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator, isa: str) -> None:
+    """Of spread rows, rows of few values (so that ties are cut), one value, zeros of both signs, −∞, NaNs and far peaks.
+    The oracle: which tokens have a sampling logprob when they are forced."""
+    spread, odd = rng.standard_normal(40) * 3, rng.standard_normal(40)
+    odd[::3], odd[1::7], odd[5], odd[11] = -np.inf, np.nan, 0.0, -0.0
+    rows = [spread, np.round(spread / 2), np.zeros(40), np.where(np.arange(40) % 2, 0.0, -0.0), odd, np.where(spread > 3, 60.0, spread)]
+    seen = set()
+    for logits in rows:
+        row, stats = lone(logits)
+        ids, _ = ops.top_logprobs(row, stats, 40, isa=isa)
+        for filters in FILTERS:
+            params = ops.SampleParams(**{"temperature": 0.99999, **filters})  # not 1: with no filter that is the model's logprob
+            drawn, same = ops.sample(row, stats, params, isa=isa, kept=True), ops.sample(row, stats, params, isa=isa)
+            assert drawn.kept is not None
+            assert same.kept is None
+            count = int(drawn.kept[0])
+            seen.add(count)
+            assert set(ids[0, :count].tolist()) == set(kept(logits, params))
+            assert drawn.tokens[0] in ids[0, :count]
+            assert all((a == b).all() for a, b in zip(drawn[:3], same[:3], strict=True))
+            forced = ops.sample(row, stats, params, forced=np.array([7], np.int32), isa=isa, kept=True)
+            assert forced.kept is not None
+            assert forced.kept[0] == count
+    assert {1, 40} <= seen
+    assert len(seen) > 12
+
+
+@pytest.mark.parametrize("isa", ops.available_isas())
+def test_kept_of_rows_without_filters_bans_or_tokens(isa: str) -> None:
+    row, stats = lone(np.array([1.0, 3.0, 3.0, -0.0, -40.0]))
+
+    def count(params: ops.SampleParams, logits: Array = row, flag: int = 0) -> int:
+        counts = ops.sample(logits, stats, params, row_flags=np.array([flag], np.uint8), isa=isa, kept=True).kept
+        assert counts is not None
+        return int(counts[0])
+
+    assert count(ops.SampleParams()) == 4  # the last weighs less than 2^-40
+    assert count(ops.SampleParams(top_k=5)) == 4
+    assert count(ops.SampleParams(top_k=4, banned=(1,))) == 3
+    assert count(ops.SampleParams(top_p=0.1, banned=(1, 2))) == 1
+    assert count(ops.SampleParams(temperature=0.0, top_k=3)) == 1
+    assert count(ops.SampleParams(temperature=0.0, forced=3)) == 1
+    assert count(ops.SampleParams(temperature=0.0, banned=(0, 1, 2, 3, 4))) == 0
+    assert count(ops.SampleParams(top_k=2, banned=(0, 1, 2, 3, 4))) == 0
+    assert count(ops.SampleParams(top_k=2), flag=1) == 0
+    assert count(ops.SampleParams(temperature=0.0), flag=1) == 0
+    for broken in (np.nan, -np.inf):
+        assert count(ops.SampleParams(top_p=0.5), np.full((1, 5), broken, np.float32)) == 0
+    assert count(ops.SampleParams(top_k=2), np.array([[0, np.inf, 1, 2, 3]], np.float32)) == 0
 
 
 def test_a_token_below_2_to_minus_40_is_never_drawn() -> None:

@@ -61,7 +61,7 @@ static PyMethodDef kernels_methods[] = {
                     "target_logits | None)"),
     METHOD(merge_pairs, "(stats, target_logprobs | None, targets | None, row_flags, pairs, target_logits | None)"),
     METHOD(sample,
-           "(tokens, logprobs, sampling_logprobs, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
+           "(tokens, logprobs, sampling_logprobs, kept, logits, stats, row_flags, temperature, top_p, min_p, top_k, seed, counter, forced, "
            "banned_starts, banned)"),
     METHOD(top_logprobs, "(ids, logprobs, logits, stats)"),
     METHOD(ranks, "(ranks, logits, tokens)"),

@@ -84,20 +84,21 @@ static rm_sample_params *sample_params(rm_op_call *c, PyObject *const *o, int64_
   return params;
 }
 
-// (tokens, logprobs, sampling_logprobs, logits, stats, row_flags, then the columns of sample_params)
+// (tokens, logprobs, sampling_logprobs, kept | None, logits, stats, row_flags, then the columns of sample_params)
 RM_KERNELS_METHOD(sample) {
-  CALL(15);
+  CALL(16);
   rm_sample_args a = {.rows = -1, .vocab = -1};
   int64_t two = 2;
-  a.logits = VIEW(&c, o[3], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
+  a.logits = VIEW(&c, o[4], "logits", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &a.vocab);
   rm_op_at_least(&c, "vocab", a.vocab, 1);
-  a.stats = VIEW(&c, o[4], "stats", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &two);
-  a.row_flags = VIEW(&c, o[5], "row_flags", NPY_UINT8, RM_ARRAY_IN, &a.rows);
+  a.stats = VIEW(&c, o[5], "stats", NPY_FLOAT32, RM_ARRAY_IN, &a.rows, &two);
+  a.row_flags = VIEW(&c, o[6], "row_flags", NPY_UINT8, RM_ARRAY_IN, &a.rows);
   a.tokens = VIEW(&c, o[0], "tokens", NPY_INT32, RM_ARRAY_WRITE, &a.rows);
   a.logprobs = VIEW(&c, o[1], "logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
   a.sampling_logprobs = VIEW(&c, o[2], "sampling_logprobs", NPY_FLOAT32, RM_ARRAY_WRITE, &a.rows);
+  a.kept = VIEW(&c, o[3], "kept", NPY_INT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, &a.rows);
   a.ld_logits = a.vocab;
-  rm_sample_params *params = sample_params(&c, o + 6, a.rows, a.vocab);
+  rm_sample_params *params = sample_params(&c, o + 7, a.rows, a.vocab);
   a.params = self->op_device ? rm_op_there(&c, params) : params;
   PyObject *result = NULL;
   if (!rm_op_begin(&c, (rm_limits){.max_rows = a.rows, .vocab = a.vocab})) {

@@ -43,6 +43,15 @@ static uint64_t measure(const filter *f, int by_weight) {
   return sum;
 }
 
+// Tokens that can be drawn.
+static int32_t count_kept(const filter *f) {
+  int32_t n = 0;
+  uint64_t weight;
+  int64_t ties_seen = 0;
+  for (int64_t v = 0; v < f->vocab; v++) n += is_left(f, v, &ties_seen, &weight) && weight;
+  return n;
+}
+
 // Narrows to the shortest prefix, in descending logit and ascending id, whose measure reaches `need`.
 static void keep_prefix(filter *f, uint64_t need, int by_weight) {
   const filter before = *f;
@@ -89,10 +98,12 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
   const int32_t likeliest = a->row_flags[from] ? -1 : greedy(logits, a->vocab, params);
   a->tokens[r] = -1;
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
+  if (a->kept) a->kept[r] = 0;
   if (likeliest < 0) return;
 
   int32_t token = params->forced >= 0 ? params->forced : likeliest;
   float under = token == likeliest ? 0.0f : -INFINITY;
+  int32_t kept = 1;
   if (params->temperature != 0.0f) {
     filter f = {.logits = logits, .vocab = a->vocab, .params = params, .max = logits[likeliest] + 0.0f, .key = 0, .ties = INT64_MAX};
     const int cuts_k = params->top_k > 0 && params->top_k < a->vocab;
@@ -102,10 +113,12 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
     if (total == 0) return;
     if (params->forced < 0) token = draw(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
     under = logprob_under(&f, token, total);
+    if (a->kept) kept = count_kept(&f);
   }
   a->tokens[r] = token;
   a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);
   a->sampling_logprobs[r] = rm_samples_the_model(params, a->vocab) ? a->logprobs[r] : under;
+  if (a->kept) a->kept[r] = kept;
 }
 
 void rm_sample_ref(const rm_ctx *ctx, const rm_sample_args *a) {

@@ -33,6 +33,7 @@ typedef struct row_view { // one row's work; arrays are carved from the thread's
   const float *logits; // [vocab], banned ones NaN
   int64_t vocab;
   float max;
+  int32_t *kept; // tokens left, or NULL; 0 at first
   float *maxima; // [pieces][16] largest of each lane of a piece
   uint64_t *sums; // [pieces] of weights
   token_list list; // room for [vocab↑1024]
@@ -101,6 +102,12 @@ static uint64_t sum_of(const uint64_t *weights, int64_t n) {
   return sum;
 }
 
+static int32_t count_of(const uint64_t *weights, int64_t n) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; i++) count += weights[i] != 0;
+  return count;
+}
+
 // The first of n weights at which the running sum exceeds target, given what stands before them.
 static int64_t exceeding(const uint64_t *weights, int64_t n, uint64_t before, uint64_t target) {
   int64_t i = 0;
@@ -122,6 +129,7 @@ static int32_t draw_from_all(row_view *v, float *under) {
     const int64_t n = rm_min64(PIECE, v->vocab - from);
     piece_weights(v, from, n, piece);
     total += v->sums[from / PIECE] = sum_of(piece, n);
+    if (v->kept) *v->kept += count_of(piece, n);
   }
   if (total == 0) return -1;
   int32_t token = v->params->forced;
@@ -245,6 +253,7 @@ static int32_t draw_filtered(row_view *v, float *under) {
   }
   const uint64_t total = sum_of(list->weights, list->n);
   if (total == 0) return -1;
+  if (v->kept) *v->kept = (int32_t)list->n; // all have a weight: collect
   int64_t at = 0;
   if (p->forced < 0) at = exceeding(list->weights, list->n, 0, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)));
   else
@@ -265,6 +274,7 @@ static void ban(row_view *v) {
 
 static int32_t pick_greedy(const row_view *v, float *under) {
   const int32_t likeliest = first_equal(v->logits, v->vocab, v->max);
+  if (v->kept) *v->kept = likeliest >= 0;
   if (likeliest < 0 || v->params->forced < 0) {
     *under = 0.0f;
     return likeliest;
@@ -280,6 +290,7 @@ static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   row_view v = carve(params, logits, a->vocab, memory);
   a->tokens[r] = -1;
   a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
+  if (a->kept) *(v.kept = a->kept + r) = 0;
   if (a->row_flags[from]) return;
   ban(&v);
   v.max = largest(&v);

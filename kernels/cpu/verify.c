@@ -139,7 +139,8 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
   static uint8_t flags[ROWS];
   const rm_ctx ctx = context();
   rm_sample_params params[ROWS];
-  float *logprobs = (float *)out + ROWS;
+  int32_t *kept = (int32_t *)out + 4 * ROWS;
+  float *logprobs = (float *)out + ROWS, *rest = (float *)out + 5 * ROWS;
   memset(flags, 0, sizeof flags);
   const rm_lm_head_args head = {.logits = in.logits,
                                 .stats = in.stats,
@@ -164,6 +165,7 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
   const rm_sample_args sample = {.tokens = out,
                                  .logprobs = logprobs,
                                  .sampling_logprobs = logprobs + ROWS,
+                                 .kept = kept,
                                  .logits = in.logits,
                                  .stats = in.stats,
                                  .params = params,
@@ -174,8 +176,8 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
   k->sample(&ctx, &sample);
   const rm_ranks_args ranks = {(int32_t *)out + 3 * ROWS, in.logits, sample.tokens, ROWS, WIDE, WIDE};
   k->ranks(&ctx, &ranks);
-  memcpy(logprobs + 3 * ROWS, in.stats, sizeof in.stats);
-  memcpy(logprobs + 5 * ROWS, in.logits, sizeof in.logits);
+  memcpy(rest, in.stats, sizeof in.stats);
+  memcpy(rest + 2 * ROWS, in.logits, sizeof in.logits);
 }
 
 static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {

@@ -225,9 +225,10 @@ __device__ bool is_left(const row_view &v, cut c, int32_t token, const scratch &
 struct drawn {
   int32_t token;  // −1: nothing can be drawn
   float under;    // its logprob under the distribution drawn from
+  int32_t kept;   // tokens that the filters leave, if they are counted
 };
 
-__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, const scratch &s) {
+__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts, const scratch &s) {
   cut c = {0, 0};
   uint64_t total;
   bool is_total = false;
@@ -235,18 +236,19 @@ __device__ drawn draw_row(const row_view &v, const rm_sample_params *p, const sc
     c = select_prefix(v, c, static_cast<uint64_t>(p->top_k), false, s, &total);
   if (p->top_p < 1.0f) {
     const uint64_t all = measure(v, c, true, s);
-    if (all == 0) return {-1, 0.0f};
+    if (all == 0) return {-1, 0.0f, 0};
     c = select_prefix(v, c, rm_top_p_need(p->top_p, all), true, s, &total);
     is_total = true;
   }
   if (!is_total) total = measure(v, c, true, s);
-  if (total == 0) return {-1, 0.0f};
+  if (total == 0) return {-1, 0.0f, 0};
+  const int32_t kept = counts ? static_cast<int32_t>(measure(v, c, false, s)) : 0;
   int32_t token = p->forced;
   if (token < 0) token = draw(v, c, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)), s);
-  else if (!is_left(v, c, token, s)) return {token, -INFINITY};
+  else if (!is_left(v, c, token, s)) return {token, -INFINITY, kept};
   const float x = logit_of(v, token);
   const bool possible = weight_of(v, x) != 0;
-  return {token, possible ? rm_canon(scaled(v, x) - rm_log(static_cast<float>(total) * 0x1p-40f)) : -INFINITY};
+  return {token, possible ? rm_canon(scaled(v, x) - rm_log(static_cast<float>(total) * 0x1p-40f)) : -INFINITY, kept};
 }
 
 // Bits of the row's banned tokens, for the whole block.
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
   const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
   row_view v = {a.logits + row * a.ld_logits, nullptr, a.vocab, 0.0f, p->temperature, p->min_p};
-  drawn d = {-1, 0.0f};
+  drawn d = {-1, 0.0f, 0};
   if (!a.row_flags[from]) {
     if (p->n_banned > 0) {
       uint32_t *bits = banned + blockIdx.x * ((a.vocab + 31) / 32);
@@ -286,13 +288,14 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(rm_sample_args a, uint3
     }
     const int32_t best = likeliest(v, s);
     if (best >= 0) v.max = v.logits[best] + 0.0f;
-    if (best >= 0 && p->temperature != 0.0f) d = draw_row(v, p, s);
-    else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f};
+    if (best >= 0 && p->temperature != 0.0f) d = draw_row(v, p, a.kept != nullptr, s);
+    else if (best >= 0) d = {p->forced >= 0 ? p->forced : best, p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f, 1};
   }
   if (threadIdx.x != 0) return;
   const float nan = rm_float(0x7fc00000u), model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * from);
   a.tokens[row] = d.token;
   a.logprobs[row] = model;
+  if (a.kept) a.kept[row] = d.kept;
   a.sampling_logprobs[row] = d.token < 0 ? nan : rm_samples_the_model(p, a.vocab) ? model : d.under;
 }
 

@@ -64,8 +64,12 @@ bool sample_case(int64_t rows, int64_t vocab, bool one_row = false) {
   char what[100];
   snprintf(what, sizeof what, "sample rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);
   const size_t bytes = static_cast<size_t>(rows) * 4;
-  return held(what, {{&a.tokens, bytes, rows}, {&a.logprobs, bytes, rows}, {&a.sampling_logprobs, bytes, rows}}, limits,
-              [&](const rm_kernels *table, const rm_ctx *ctx) { table->sample(ctx, &a); });
+  return held(what,
+              {{&a.tokens, bytes, rows},
+               {&a.logprobs, bytes, rows},
+               {&a.sampling_logprobs, bytes, rows},
+               {pick(3) ? &a.kept : nullptr, bytes, rows}},
+              limits, [&](const rm_kernels *table, const rm_ctx *ctx) { table->sample(ctx, &a); });
 }
 
 bool top_case(int64_t rows, int64_t vocab, int64_t k) {

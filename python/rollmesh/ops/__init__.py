@@ -413,11 +413,13 @@ def sample(
     *,
     forced: Array | None = None,
     row_flags: NDArray[np.uint8] | None = None,
+    kept: bool = False,
     isa: str | None = None,
     threads: int = 1,
 ) -> Sampled:
     """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows, or one each. forced [rows], if given,
-    stands in the place of each row's params.forced."""
+    stands in the place of each row's params.forced. kept: the tokens that the filters leave are counted, too; 1 at temperature 0, 0 in a
+    row without a token."""
     op, logits, stats, row_flags = op_over(isa, threads, logits=logits, stats=stats, row_flags=row_flags)
     rows = matrix_of("logits", logits).shape[0]
     given = params if isinstance(params, Sequence) else [params]
@@ -438,7 +440,8 @@ def sample(
         starts,
         np.array([token for p in each for token in p.banned], np.int32),
     )
-    sampled = Sampled(op.new((rows,), np.int32), op.new((rows,), np.float32), op.new((rows,), np.float32))
+    counts = op.new((rows,), np.int32) if kept else None
+    sampled = Sampled(op.new((rows,), np.int32), op.new((rows,), np.float32), op.new((rows,), np.float32), counts)
     flags = op.new((rows,), np.uint8, zeros=True) if row_flags is None else row_flags
     op.core.sample(*sampled, logits, stats, flags, *columns)
     return sampled

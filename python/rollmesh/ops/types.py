@@ -42,11 +42,13 @@ class Routing(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it was drawn from."""
+    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it was drawn from, and with kept=True
+    the number of tokens that it was drawn from: the first `kept` of the row's top_logprobs, where none is banned."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     sampling_logprobs: NDArray[np.float32]
+    kept: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,7 @@ static void build_sample(trial *t) {
   a->tokens = output(t, "tokens", s->rows, sizeof *a->tokens);
   a->logprobs = output(t, "logprobs", s->rows, sizeof *a->logprobs);
   a->sampling_logprobs = output(t, "sampling_logprobs", s->rows, sizeof *a->sampling_logprobs);
+  if (!t->timed && one_in(t, 2)) a->kept = output(t, "kept", s->rows, sizeof *a->kept);
   t->limits = (rm_limits){.max_rows = s->rows, .vocab = s->vocab};
 }
 
