@@ -33,7 +33,7 @@ def told(output: rm.RequestOutput) -> list[Any]:
         [type(output.error).__name__, str(output.error or "")],
         [
             [s.finish_reason, s.stop_reason, s.text, repr(s.contract)]
-            + [digest(a) for a in (s.token_ids, s.logprobs, s.sampling_logprobs, s.versions, s.routed_experts)]
+            + [digest(a) for a in (s.token_ids, s.logprobs, s.sampling_logprobs, s.versions, s.routed_experts, s.kept_tokens)]
             for s in output.outputs
         ],
         digest(output.prompt_logprobs),
@@ -57,7 +57,8 @@ def rolling(rank: Rank) -> Any:
         generator.sync_weights(rank.source(), cast=True)
         ids = generator.submit([PROMPTS[i % len(PROMPTS)] for i in range(8)], [params(i, n) for i, n in enumerate(lengths)])
         poll(min_outputs=2)
-        generator.submit([[9, 8, 7], "abc"], [params(20, 11, stop=["ab", "gc"]), params(21, 25, stop=["dd"], prompt_logprobs=1)])
+        filtered = params(21, 25, stop=["dd"], prompt_logprobs=1, top_k=6, top_p=0.7, kept_tokens=True)
+        generator.submit([[9, 8, 7], "abc"], [params(20, 11, stop=["ab", "gc"]), filtered])
         for _ in range(3):
             poll()
         generator.submit([[5] * 20], params(22, 40))

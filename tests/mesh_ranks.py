@@ -42,6 +42,7 @@ CASES = {
     "moe": helpers.Case("moe", helpers.tiny_config(True, **SIZES, num_experts=24, num_experts_per_tok=3), router_bias=True),
 }
 PROMPTS = [[7], [1, 2], [3, 1, 4, 1, 5], list(range(100, 117)), list(range(250, 281)), [7] * 19]
+FILTERED = rm.SamplingParams(n=2, max_tokens=5, seed=11, top_k=9, top_p=0.8, ignore_eos=True, kept_tokens=True)
 SAMPLED = rm.SamplingParams(n=2, max_tokens=5, seed=11, logprobs=3, prompt_logprobs=2, ignore_eos=True)
 N_ENDLESS = 4000  # steps at least
 ENDLESS = rm.SamplingParams(max_tokens=N_ENDLESS, seed=3, ignore_eos=True)
@@ -131,6 +132,7 @@ def answers(generator: rm.Generator) -> dict[str, str]:
         "logprobs": digest(*(s.logprobs for s in samples)),
         "sampling_logprobs": digest(*(s.sampling_logprobs for s in samples)),
         "top": digest(*(part for s in samples for part in (s.top_logprobs.ids, s.top_logprobs.logprobs))),
+        "kept": digest(*(s.kept_tokens for s in generator.generate(PROMPTS, FILTERED, use_tqdm=False)[0].outputs)),
         "routed": digest(*(s.routed_experts for s in samples)),
         "prompt": digest(*(o.prompt_logprobs for o in outputs), *(o.prompt_top_logprobs.ids for o in outputs)),
         "about": repr([(o.finished, o.error, [(s.finish_reason, s.contract) for s in o.outputs]) for o in outputs]),

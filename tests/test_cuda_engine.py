@@ -28,7 +28,7 @@ from rollmesh.runtime.messages import byte_text
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 6, [5]]
 PARAMS = [
     rm.SamplingParams(n=3, max_tokens=6, seed=3, logprobs=3, top_p=0.9, min_tokens=2, prompt_logprobs=2),
-    rm.SamplingParams(temperature=0.7, max_tokens=5, seed=5, top_k=5, min_p=0.01),
+    rm.SamplingParams(temperature=0.7, max_tokens=5, seed=5, top_k=5, min_p=0.01, n=2, kept_tokens=True),
     rm.SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0),
 ]
 DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
@@ -72,7 +72,7 @@ def told(outputs: list[rm.RequestOutput]) -> Any:
     return [
         (bits(o.prompt_token_ids), o.num_cached_tokens, bits(o.prompt_logprobs), bits(o.prompt_top_logprobs), str(o.error),
          [(bits(c.token_ids), bits(c.logprobs), bits(c.sampling_logprobs), bits(c.versions), bits(c.routed_experts), bits(c.top_logprobs),
-           c.finish_reason, c.cumulative_logprob) for c in o.outputs])
+           bits(c.kept_tokens), c.finish_reason, c.cumulative_logprob) for c in o.outputs])
         for o in outputs
     ]  # fmt: skip
 

@@ -57,7 +57,7 @@ def arrays(output: rm.RequestOutput) -> list[bytes | None]:
     for top in (output.prompt_top_logprobs, *(c.top_logprobs for c in output.outputs)):
         found += [top and top.ids, top and top.logprobs]
     for c in output.outputs:
-        found += [c.token_ids, c.logprobs, c.sampling_logprobs, c.routed_experts]
+        found += [c.token_ids, c.logprobs, c.sampling_logprobs, c.routed_experts, c.kept_tokens]
     return [None if x is None else x.tobytes() for x in found]
 
 
@@ -390,7 +390,7 @@ def test_in_flight_every_token_is_scores_at_its_version(config: helpers.Config, 
 
 @BOTH
 def test_in_flight_restart_is_the_new_version_from_the_beginning(config: helpers.Config) -> None:
-    params = Params(n=3, max_tokens=20, seed=4, prompt_logprobs=1, logprobs=2)
+    params = Params(n=3, max_tokens=20, seed=4, prompt_logprobs=1, logprobs=2, top_k=9, top_p=0.8, kept_tokens=True)
     with engine(config) as gen:
         gen.submit([prompt(30)], params)
         for _ in range(6):
@@ -577,6 +577,8 @@ def test_any_order_of_calls(config: helpers.Config, trial: int, rng: np.random.G
                 ids = [*stem[: rng.integers(0, 60)], *prompt(int(rng.integers(1, 40)), int(rng.integers(99)))]
                 n, seed = int(rng.integers(1, 5)), int(rng.integers(2**40))
                 records = {"prompt_logprobs": [None, 0, 2][rng.integers(3)], "logprobs": [None, 2][rng.integers(2)]}
+                if rng.integers(2):
+                    records |= {"top_k": 9, "top_p": 0.9, "kept_tokens": True}
                 params = Params(n=n, seed=seed, max_tokens=int(rng.integers(1, 40)), **records)
                 asked[gen.submit([ids], params)[0]] = (ids, params)
             elif choice < 0.12 and asked:

@@ -30,7 +30,7 @@ def asked(**changes: Any) -> Any:
     plain = {
         "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "has_seed": True, "seed": 7,
         "ignore_eos": False, "logprobs": 0, "prompt_logprobs": -1, "score": False, "score_sampling": False, "ranks": False,
-        "external_draws": False,
+        "external_draws": False, "kept_tokens": False,
     }  # fmt: skip
     return types.SimpleNamespace(**{**plain, **changes})
 
@@ -441,6 +441,12 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         step(own)
     with pytest.raises(rm.RequestError, match="expected an engine with an external scheduler"):
         add(own, [5], external_draws=True)
+    with pytest.raises(rm.RequestError, match="expected draws of the engine, got external_draws=True"):
+        add(engine, [5], external_draws=True, kept_tokens=True, top_k=3)
+    with pytest.raises(rm.RequestError, match="expected a generation, got a score"):
+        add(own, [5, 6], score=True, kept_tokens=True, top_k=3)
+    with pytest.raises(rm.RequestError, match="expected min_tokens=0, got 1"):
+        add(own, [5, 6], min_tokens=1, kept_tokens=True, top_k=3)
     with pytest.raises(rm.ConfigError, match="one rank in each process"):
         make_engine(tp=2)
 

@@ -61,7 +61,7 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.0, "logprobs": 5},
     {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02},
-    {"temperature": 1.3, "top_k": 12, "n": 3},
+    {"temperature": 1.3, "top_k": 12, "n": 3, "top_p": 0.95, "kept_tokens": True},
     {"temperature": 1.0, "n": 4, "min_tokens": 9, "stop_token_ids": tuple(range(0, 151, 7)), "logprobs": 2},
 ]
 
@@ -161,6 +161,7 @@ def pieces(output: rm.RequestOutput) -> Iterator[tuple[str, np.ndarray | None]]:
         yield f"[{c.index}].logprobs", c.logprobs
         yield f"[{c.index}].sampling_logprobs", c.sampling_logprobs
         yield f"[{c.index}].routed_experts", c.routed_experts
+        yield f"[{c.index}].kept_tokens", c.kept_tokens
         if c.top_logprobs is not None:
             yield f"[{c.index}].top.ids", c.top_logprobs.ids
             yield f"[{c.index}].top.logprobs", c.top_logprobs.logprobs

@@ -144,6 +144,9 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"stop_token_ids": ["a"]},
     {"stop_token_ids": 3},
     {"ignore_eos": 1},
+    {"kept_tokens": 1, "top_k": 3},
+    {"kept_tokens": True},
+    {"kept_tokens": True, "top_k": 3, "min_tokens": 2},
 ]
 
 

@@ -40,6 +40,7 @@ typedef struct rm_plan {
   uint8_t *out_flags;       // [n_out]
   float *target_logprobs;   // [n_out]
   int32_t *tokens, *ranks;  // [n_draws]; ranks: token ranks, 0 where none was requested
+  int32_t *kept;            // [n_draws] tokens that the filters kept, where a draw of the same call of the op wants it
   float *logprobs, *sampling_logprobs;
 } rm_plan;
 

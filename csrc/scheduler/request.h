@@ -28,6 +28,7 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
   int ranks;                    // also the rank of each sampled token, and of each of the prompt if that has logprobs
   int external_draws;               // its tokens are drawn by rm_engine_external_draw; with an external scheduler only
+  int kept_tokens;              // RM_GENERATE: also the tokens that the filters kept of each draw; top_k in [1, vocab], min_tokens = 0
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;
@@ -41,9 +42,10 @@ typedef struct rm_sample_view { // of one sample; valid until the next step or r
   const int64_t *versions;      // [n_tokens]
   const uint8_t *no_contract;   // [n_tokens] 1 where stale KV was used (keep_kv)
   const int32_t *ranks;         // [n_tokens] with ranks: tokens at least as likely, itself included; else NULL
-  int32_t n_top;                // logprobs of the request
+  int32_t n_top;                // logprobs of the request; with kept_tokens at least its top_k
   const int32_t *top_ids;       // [n_tokens][n_top]
   const float *top_logprobs;
+  const int32_t *kept;          // [n_tokens] with kept_tokens: the filters kept the first so many of top_ids; else NULL
   const int16_t *routed;        // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
 } rm_sample_view;
 

@@ -115,6 +115,7 @@ rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int
       .n_top = seq->group->top_logprobs,
       .top_ids = seq->top_ids,
       .top_logprobs = seq->top_logprobs,
+      .kept = seq->group->want_kept ? seq->kept : NULL,
       .routed = seq->routed,
   };
   return RM_OK;

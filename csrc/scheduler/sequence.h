@@ -45,8 +45,9 @@ typedef struct rm_sequence {
   int32_t external_row;             // of its logits on their way to the host, −1: none
   int external_begun;               // its first row is known
   // sampler.c
-  int32_t *top_ids;             // [capacity][logprobs]
+  int32_t *top_ids;             // [capacity][top_logprobs]
   float *top_logprobs;
+  int32_t *kept;                // [capacity] with kept_tokens
   // sequence_group.c only
   rm_sequence_group *group;
   int32_t index;                // which sample
@@ -66,7 +67,7 @@ struct rm_sequence_group {
   int64_t min_tokens;
   float temperature, top_p, min_p;
   int32_t top_k, top_logprobs, prompt_top;
-  int want_prompt_logprobs, score_sampling, want_token_ranks, external_draws;
+  int want_prompt_logprobs, score_sampling, want_token_ranks, want_kept, external_draws;
   float *logits_out;
   int wants_logits;             // they are computed, whether or not this rank returns them
   int32_t *stops;               // [n_stops] ascending: tokens that end a sequence

@@ -37,6 +37,19 @@ static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error
   return RM_OK;
 }
 
+// The tokens kept are the first of a row's top logprobs: none of them may be banned, and top_k bounds their number.
+static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *err) {
+  if (!request->kept_tokens) return RM_OK;
+  REFUSE_UNLESS(request->kind == RM_GENERATE, "kept_tokens=True: expected a generation, got a score; score without kept_tokens");
+  REFUSE_UNLESS(request->top_k >= 1 && request->top_k <= vocab,
+                "kept_tokens=True: expected top_k in [1, %lld], got %d; set top_k, which bounds the tokens kept", (long long)vocab,
+                request->top_k);
+  REFUSE_UNLESS(request->min_tokens == 0, "kept_tokens=True: expected min_tokens=0, got %lld; leave one of the two out",
+                (long long)request->min_tokens);
+  REFUSE_UNLESS(!request->external_draws, "kept_tokens=True: expected draws of the engine, got external_draws=True; leave kept_tokens out");
+  return RM_OK;
+}
+
 static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits, rm_error *err) {
   const long long n_prompt = request->n_prompt, longest = limits->max_model_len;
   REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "the prompt is empty");
@@ -75,6 +88,7 @@ rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limi
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if (draws && (code = check_sampling(request, err))) return code;
   if ((code = check_logprobs(request, limits->vocab, err))) return code;
+  if ((code = check_kept(request, limits->vocab, err))) return code;
   REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids=%lld", (long long)request->n_stop_ids);
   if ((code = check_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, limits->vocab, err))) return code;
   REFUSE_UNLESS(limits->external || !request->external_draws,
@@ -110,7 +124,7 @@ int rm_sequence_group_stops_at(const rm_sequence_group *group, int32_t token) {
 }
 
 // ---------------------------------------------------------------------------------------------- the allocation
-enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 9 };
+enum { GROUP_FIELDS = 9, SEQUENCE_FIELDS = 10 };
 
 static void group_fields(rm_sequence_group *group, const rm_request *request, const rm_request_limits *limits,
                          rm_field fields[GROUP_FIELDS]) {
@@ -143,6 +157,7 @@ static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group, co
       {&seq->ranks, group->want_token_ranks ? capacity : 0, sizeof *seq->ranks},
       {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
       {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
+      {&seq->kept, group->want_kept ? capacity : 0, sizeof *seq->kept},
   };
   memcpy(fields, all, sizeof all);
 }
@@ -187,11 +202,12 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .top_p = request->top_p,
       .min_p = request->min_p,
       .top_k = request->top_k == 0 ? -1 : request->top_k,
-      .top_logprobs = request->logprobs,
+      .top_logprobs = request->kept_tokens ? (int32_t)rm_max64(request->logprobs, request->top_k) : request->logprobs,
       .prompt_top = rm_max64(request->prompt_logprobs, 0),
       .want_prompt_logprobs = score || request->prompt_logprobs >= 0,
       .score_sampling = score && request->score_sampling,
       .want_token_ranks = request->ranks,
+      .want_kept = request->kept_tokens,
       .external_draws = request->external_draws,
       .logits_out = score ? request->logits_out : NULL,
       .wants_logits = score && (request->logits_out || request->wants_logits),

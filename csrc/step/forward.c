@@ -39,7 +39,7 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
 }
 
 // ---------------------------------------------------------------------------------------------- the step buffer
-enum { STEP_FIELDS = 16 };
+enum { STEP_FIELDS = 17 };
 
 static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs, size_t draws, rm_field fields[STEP_FIELDS]) {
   const size_t routed = (size_t)runner->routed_per_token;
@@ -56,6 +56,7 @@ static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows,
       {&b->out_flags, outs, sizeof *b->out_flags},
       {&b->tokens, draws, sizeof *b->tokens},
       {&b->ranks, draws, sizeof *b->ranks},
+      {&b->kept, draws, sizeof *b->kept},
       {&b->logprobs, draws, sizeof *b->logprobs},
       {&b->sampling_logprobs, draws, sizeof *b->sampling_logprobs},
       {&b->target_logprobs, outs, sizeof *b->target_logprobs},
@@ -94,6 +95,7 @@ static void fill(rm_runner *runner) {
   plan->target_logprobs = b->target_logprobs;
   plan->tokens = b->tokens;
   plan->ranks = b->ranks;
+  plan->kept = b->kept;
   plan->logprobs = b->logprobs;
   plan->sampling_logprobs = b->sampling_logprobs;
   plan->routed = b->routed;

@@ -25,7 +25,7 @@ typedef struct rm_step_buffer {
   int32_t *out_rows, *targets;  // [n_out]
   uint8_t *row_flags;           // [n_rows] zeros at first
   uint8_t *out_flags;           // [n_out] zeros at first
-  int32_t *tokens, *ranks;      // [n_draws]
+  int32_t *tokens, *ranks, *kept;   // [n_draws]
   float *logprobs, *sampling_logprobs;   // [n_draws]
   float *target_logprobs;       // [n_out]
   int16_t *routed;              // [n_rows][routed_per_token]

@@ -59,11 +59,12 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logit
 // ---------------------------------------------------------------------------------------------- ops over logits
 // Rows [row, row + n) of the pass.
 static void run_sample(rm_runner *runner, const rm_logits_pass *pass, int64_t row, int64_t n, int64_t ld_logits,
-                       const rm_sample_params *params, int32_t *tokens, float *logprobs, float *sampling_logprobs) {
+                       const rm_sample_params *params, int32_t *tokens, float *logprobs, float *sampling_logprobs, int32_t *kept) {
   const rm_sample_args args = {
       .tokens = tokens,
       .logprobs = logprobs,
       .sampling_logprobs = sampling_logprobs,
+      .kept = kept,
       .logits = runner->logits + row * runner->ld_logits,
       .stats = runner->stats + 2 * row,
       .params = params,
@@ -157,7 +158,7 @@ static rm_code score_sampling(rm_runner *runner, const rm_logits_pass *pass, int
   if (code) return code;
   const rm_sample_params *params = rm_results_input(results, runner->params, given);
   run_sample(runner, pass, row, n, runner->ld_logits, params, runner->unused_tokens, runner->unused_logprobs,
-             rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken));
+             rm_results_output(results, out->seq->group->prompt_sampling + out->position, taken), NULL);
   return RM_OK;
 }
 
@@ -255,13 +256,16 @@ static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t 
   const int64_t first = plan->draws[d].out - pass->first, n = end - d, ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
   int32_t *tokens = rm_on_device(runner, b->tokens + d);
-  int wanted = plan->is_captured && plan->with_token_ranks;
+  int with_ranks = plan->is_captured && plan->with_token_ranks, with_kept = 0;
   const rm_code code = params_of(runner, d, end, given, &params, err);
   if (code) return code;
-  for (int64_t i = d; i < end; i++) wanted |= plan->draws[i].seq->group->want_token_ranks;
+  for (int64_t i = d; i < end; i++) {
+    with_ranks |= plan->draws[i].seq->group->want_token_ranks;
+    with_kept |= plan->draws[i].seq->group->want_kept;
+  }
   run_sample(runner, pass, first, n, ld_logits, params, tokens, rm_on_device(runner, b->logprobs + d),
-             rm_on_device(runner, b->sampling_logprobs + d));
-  if (wanted) run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));
+             rm_on_device(runner, b->sampling_logprobs + d), with_kept ? rm_on_device(runner, b->kept + d) : NULL);
+  if (with_ranks) run_ranks(runner, first, n, ld_logits, tokens, rm_on_device(runner, b->ranks + d));
   return RM_OK;
 }
 
@@ -284,6 +288,13 @@ static void record_siblings(const rm_plan *plan) {
     if (!k || !is_sibling(plan, d)) continue;
     memcpy(seq->top_ids + at, other->top_ids + at, (size_t)k * sizeof *seq->top_ids);
     memcpy(seq->top_logprobs + at, other->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
+  }
+}
+
+static void record_kept(const rm_plan *plan) {
+  for (int64_t d = 0; d < plan->n_draws; d++) {
+    rm_sequence *seq = plan->draws[d].seq;
+    if (seq->group->want_kept) seq->kept[seq->n_tokens] = plan->kept[d];
   }
 }
 
@@ -405,4 +416,5 @@ rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
 void rm_record_outs(const rm_plan *plan) {
   record_prompts(plan);
   record_siblings(plan);
+  record_kept(plan);
 }

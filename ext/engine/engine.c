@@ -155,12 +155,13 @@ static const rm_attribute request_fields[] = {
     REQUEST("score_sampling", RM_ATTR_BOOL, score_sampling),
     REQUEST("ranks", RM_ATTR_BOOL, ranks),
     REQUEST("external_draws", RM_ATTR_BOOL, external_draws),
+    REQUEST("kept_tokens", RM_ATTR_BOOL, kept_tokens),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int), "`score` is read as the kind");
 
 static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request *request, PyObject *logits) {
   PyObject *key = PyLong_FromUnsignedLongLong(id);
-  PyObject *value = Py_BuildValue("(iiO)", (int)request->logprobs, (int)request->prompt_logprobs, logits);
+  PyObject *value = Py_BuildValue("(iO)", (int)request->prompt_logprobs, logits);
   if (key && value && !PyDict_SetItem(self->requests, key, value)) {
     Py_DECREF(value);
     return key;

@@ -16,7 +16,7 @@ typedef struct rm_engine_object {
   PyObject_HEAD
   rm_ranks *engine;    // owned; NULL once closed
   rm_spec *spec;       // owned; the engine's view
-  PyObject *requests;  // owned dict: id → (logprobs, prompt_logprobs, logits array or None) until release
+  PyObject *requests;  // owned dict: id → (prompt_logprobs, logits array or None) until release
   PyObject *done;      // owned set: ids of finished requests until release
   PyObject *ends;      // owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without
   int reads_gpus;      // its ranks run on GPUs

@@ -30,15 +30,15 @@ static PyObject *array_or_none(const void *data, int type, int n_dims, const int
   return data ? rm_array_new(type, n_dims, shape, data) : Py_NewRef(Py_None);
 }
 
-// logprobs and prompt_logprobs as they were asked for at add: the widths of the arrays of the view.
-static int asked_for(rm_engine_object *self, PyObject *id, int *logprobs, int *prompt_logprobs) {
+// prompt_logprobs as they were asked for at add: the width of the view's arrays.
+static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs) {
   PyObject *record = PyDict_GetItemWithError(self->requests, id);
   if (!record) {
     if (!PyErr_Occurred()) rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
     return -1;
   }
   PyObject *logits;
-  return PyArg_ParseTuple(record, "iiO", logprobs, prompt_logprobs, &logits) ? 0 : -1;
+  return PyArg_ParseTuple(record, "iO", prompt_logprobs, &logits) ? 0 : -1;
 }
 
 static PyObject *error_object(rm_engine_object *self, const rm_request_view *view) {
@@ -63,12 +63,12 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_v
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
-  int logprobs, prompt_logprobs;
+  int prompt_logprobs;
   if (rm_engine_enter(self)) return NULL;
   PyObject *dict = NULL;
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
-  if (asked_for(self, argument, &logprobs, &prompt_logprobs)) goto out;
+  if (asked_for(self, argument, &prompt_logprobs)) goto out;
   if (rm_ranks_view(self->engine, id, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
@@ -84,9 +84,9 @@ out:
   return dict;
 }
 
-static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view, int top) {
+static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view) {
   const rm_spec *spec = self->spec;
-  const int64_t n = view->n_tokens, fed = n > 0 ? n - 1 : 0;
+  const int64_t n = view->n_tokens, top = view->n_top, fed = n > 0 ? n - 1 : 0;
   const int64_t one[1] = {n}, ranked[2] = {n, top}, routed[3] = {fed, spec->n_moe_layers, spec->top_k};
   if (put(dict, "finish", finish_object(view->finish))) return -1;
   if (put(dict, "stop_token", PyLong_FromLong(view->stop_token))) return -1;
@@ -98,13 +98,14 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_vi
   if (put(dict, "ranks", array_or_none(view->ranks, NPY_INT32, 1, one))) return -1;
   if (put(dict, "top_ids", array_or_none(top > 0 ? view->top_ids : NULL, NPY_INT32, 2, ranked))) return -1;
   if (put(dict, "top_logprobs", array_or_none(top > 0 ? view->top_logprobs : NULL, NPY_FLOAT32, 2, ranked))) return -1;
+  if (put(dict, "kept", array_or_none(view->kept, NPY_INT32, 1, one))) return -1;
   if (!spec->n_moe_layers) return put(dict, "routed", Py_NewRef(Py_None));
   return put(dict, "routed", rm_array_new(NPY_INT16, 3, routed, fed ? view->routed : NULL));
 }
 
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   PyObject *argument;
-  int sample, logprobs, prompt_logprobs;
+  int sample, prompt_logprobs;
   if (!PyArg_ParseTuple(args, "Oi:sample", &argument, &sample)) return NULL;
   const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
   if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
@@ -112,13 +113,13 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   PyObject *dict = NULL;
   rm_sample_view view;
   rm_error err = RM_ERROR_INIT;
-  if (asked_for(self, argument, &logprobs, &prompt_logprobs)) goto out;
+  if (asked_for(self, argument, &prompt_logprobs)) goto out;
   if (rm_ranks_sample_view(self->engine, id, sample, &view, &err)) {
     rm_raise(rm_engine_module(self), &err);
     goto out;
   }
   dict = PyDict_New();
-  if (dict && put_sample(self, dict, &view, logprobs)) Py_CLEAR(dict);
+  if (dict && put_sample(self, dict, &view)) Py_CLEAR(dict);
 out:
   rm_engine_leave(self);
   return dict;

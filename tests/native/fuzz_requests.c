@@ -27,7 +27,7 @@ enum { VOCAB = 131, LONGEST = 64, PAGE = 16, MAX_SAMPLES = 16384, RUN_ONE_IN = 1
 // clang-format off
 typedef enum rule {
   KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS, TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
-  PROMPT_LOGPROBS, STOP_COUNT, STOP_NULL, STOP_ID, ALL_BANNED, CAPACITY, N_RULES,
+  PROMPT_LOGPROBS, KEPT_TOKENS, STOP_COUNT, STOP_NULL, STOP_ID, ALL_BANNED, CAPACITY, N_RULES,
 } rule;
 
 static const struct {
@@ -36,7 +36,7 @@ static const struct {
   {"kind", "kind="}, {"empty prompt", "prompt is empty"}, {"no prompt", "prompt is empty"}, {"long prompt", "max_model_len="},
   {"prompt id", "token id["}, {"n", "n="}, {"max_tokens", "max_tokens="}, {"min_tokens", "min_tokens="},
   {"temperature", "temperature="}, {"top_p", "top_p="}, {"min_p", "min_p="}, {"top_k", "top_k="}, {"logprobs", "logprobs="},
-  {"prompt_logprobs", "prompt_logprobs="}, {"stop count", "n_stop_ids="}, {"no stop ids", "stop_token_ids"},
+  {"prompt_logprobs", "prompt_logprobs="}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids="}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
 };
 // clang-format on
@@ -102,6 +102,7 @@ static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   RULE(TOP_K, !samples || r->top_k > -2);
   RULE(LOGPROBS, r->logprobs >= 0 && r->logprobs <= VOCAB);
   RULE(PROMPT_LOGPROBS, r->prompt_logprobs >= -1 && r->prompt_logprobs <= VOCAB);
+  RULE(KEPT_TOKENS, !r->kept_tokens || (generates && r->top_k >= 1 && r->top_k <= VOCAB && r->min_tokens == 0));
   RULE(STOP_COUNT, r->n_stop_ids >= 0);
   RULE(STOP_NULL, r->stop_ids || r->n_stop_ids <= 0);
   if (r->stop_ids && r->n_stop_ids > 0) RULE(STOP_ID, in_vocab(r->stop_ids, r->n_stop_ids));
@@ -147,6 +148,7 @@ static rm_request valid(scene *s) {
   r.logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : 0;
   r.prompt_logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : -1;
   r.score_sampling = fuzz_one_in(f, 2);
+  r.kept_tokens = r.kind == RM_GENERATE && r.top_k > 0 && r.top_k <= VOCAB && !r.min_tokens && fuzz_one_in(f, 2);
   return r;
 }
 
@@ -193,7 +195,7 @@ static void hostile_stops(scene *s, rm_request *r) {
 
 static void mutate(scene *s, rm_request *r) {
   fuzz *f = &s->f;
-  switch (fuzz_below(f, 18)) {
+  switch (fuzz_below(f, 19)) {
     case 0: r->kind = (rm_request_kind)fuzz_integer(f); break;
     case 1: put_prompt(s, r, hostile_length(f, r->kind == RM_SCORE ? LONGEST : LONGEST - 1)); break;
     case 2: r->prompt = fuzz_one_in(f, 2) ? NULL : r->prompt; break;
@@ -213,6 +215,7 @@ static void mutate(scene *s, rm_request *r) {
     case 14: r->prompt_logprobs = hostile_small(f, VOCAB); break;
     case 15: r->score_sampling = (int)fuzz_integer(f); break;
     case 16: r->ignore_eos = (int)fuzz_integer(f), r->has_seed = (int)fuzz_integer(f), r->seed = (uint64_t)fuzz_integer(f); break;
+    case 17: r->kept_tokens = fuzz_one_in(f, 2) ? 1 : (int)fuzz_integer(f); break;
     default: r->logits_out = r->kind == RM_SCORE && r->n_prompt <= LONGEST ? s->logits : (float *)(uintptr_t)64;   // unused in the others
   }
 }
@@ -238,6 +241,17 @@ static void check_top(scene *s, const int32_t *ids, const float *logprobs, int64
   }
 }
 
+// The token drawn is among those kept, which are the first of the top ids.
+static void check_kept(scene *s, const rm_request *r, const rm_sample_view *w) {
+  if (!w->kept != !r->kept_tokens) wrong(s, "kept tokens without being asked for, or none");
+  for (int64_t i = 0; w->kept && i < w->n_tokens; i++) {
+    const int32_t *ids = w->top_ids + i * w->n_top;
+    int found = 0;
+    for (int32_t j = 0; j < w->kept[i] && j < w->n_top; j++) found |= ids[j] == w->tokens[i];
+    if (!found || w->kept[i] > r->top_k) wrong(s, "a token that was not kept, or more kept than top_k");
+  }
+}
+
 static int stops_at(const place *at, const rm_request *r, int32_t token, int with_eos) {
   int found = 0;
   for (int64_t i = 0; i < r->n_stop_ids; i++) found |= r->stop_ids[i] == token;
@@ -259,7 +273,8 @@ static void check_sample(scene *s, const place *at, const rm_request *r, const r
   if (w->stop_token != (w->finish == RM_FINISH_STOP ? last : -1)) wrong(s, "a wrong stop token");
   check_logprobs(s, w->logprobs, w->n_tokens, 0);
   check_logprobs(s, w->sampling_logprobs, w->n_tokens, 0);
-  check_top(s, w->top_ids, w->top_logprobs, w->n_tokens, r->logprobs, w->tokens, w->logprobs);
+  check_top(s, w->top_ids, w->top_logprobs, w->n_tokens, w->n_top, w->tokens, w->logprobs);
+  check_kept(s, r, w);
   s->stopped += w->finish == RM_FINISH_STOP;
   s->full += w->finish == RM_FINISH_LENGTH;
 }
@@ -279,7 +294,8 @@ static void compare_samples(scene *s, const place *at, const rm_request *r, uint
   same(s, a.tokens, b.tokens, a.n_tokens, sizeof *a.tokens);
   same(s, a.logprobs, b.logprobs, a.n_tokens, sizeof(float));
   same(s, a.sampling_logprobs, b.sampling_logprobs, a.n_tokens, sizeof(float));
-  same(s, a.top_ids, b.top_ids, a.n_tokens * r->logprobs, sizeof(int32_t));
+  same(s, a.top_ids, b.top_ids, a.n_tokens * a.n_top, sizeof(int32_t));
+  same(s, a.kept, b.kept, a.n_tokens, sizeof(int32_t));
   same(s, a.routed, b.routed, (a.n_tokens - 1) * routed, sizeof(int16_t));
 }
 
@@ -377,6 +393,7 @@ static void one_case(scene *s) {
   for (int64_t n = (const int64_t[]){0, 1, 1, 1, 2, 2, 3, 8}[fuzz_below(f, 8)]; n > 0; n--) mutate(s, &r);
   if (r.kind == RM_SCORE && r.logits_out) r.logits_out = s->logits;
   if (r.n > RUN_SAMPLES && r.logprobs > 2) r.logprobs = 2;   // n · capacity · k · 8 bytes
+  if (r.n > RUN_SAMPLES && r.top_k > 2) r.kept_tokens = 0;
   const uint32_t broken = oracle(at, &r, f->plant);
   const rm_code want = verdict(broken);
   const rm_engine_stats before = look(at->engine);

@@ -56,6 +56,7 @@ class CompletionOutput:
     contract: Contract | None
     top_logprobs: TopLogprobs | None = None  # with SamplingParams.logprobs > 0
     routed_experts: NDArray[np.int16] | None = None  # [prompt + n - 1, moe_layers, k]; None in a dense model
+    kept_tokens: NDArray[np.int32] | None = None  # [n, top_k], with SamplingParams.kept_tokens: ids by descending logit, then -1
 
 
 @dataclass(frozen=True, slots=True)

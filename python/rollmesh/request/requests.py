@@ -46,6 +46,7 @@ class EngineRequest:
     score_sampling: bool
     ranks: bool = False
     external_draws: bool = False
+    kept_tokens: bool = False
     stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
 
     @classmethod
@@ -65,6 +66,7 @@ class EngineRequest:
             prompt_logprobs=0 if score else -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             score=score,
             score_sampling=score_sampling,
+            kept_tokens=params.kept_tokens and not score,
             stop=() if score else tuple(params.stop),
         )
 
@@ -232,7 +234,7 @@ class Requests:
 
     def _output(self, request: int, codec: TextCodec | None) -> RequestOutput:
         record, view = self._records[request], self._engine.request(request)
-        top, scored = _top(view["prompt_top_ids"], view["prompt_top_logprobs"]), view["num_scored"]
+        top, scored = _top(view["prompt_top_ids"], view["prompt_top_logprobs"], record.params.prompt_logprobs or 0), view["num_scored"]
         if view["prompt_logprobs"] is not None:
             view["prompt_logprobs"][scored:] = np.nan
         if top is not None:
@@ -299,13 +301,24 @@ class Requests:
             sampling_logprobs=sample["sampling_logprobs"],
             versions=versions,
             contract=contract,
-            top_logprobs=_top(sample["top_ids"], sample["top_logprobs"]),
+            top_logprobs=_top(sample["top_ids"], sample["top_logprobs"], record.params.logprobs or 0),
             routed_experts=_routed(view["prompt_routed"], sample["routed"], len(tokens)),
+            kept_tokens=_kept(sample["top_ids"], sample["kept"], record.params.top_k),
         )
 
 
-def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None) -> TopLogprobs | None:
-    return None if ids is None or logprobs is None else TopLogprobs(ids, logprobs)
+def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None, k: int) -> TopLogprobs | None:
+    """The first k, which were asked for; for kept_tokens the engine records more."""
+    if ids is None or logprobs is None or not k:
+        return None
+    return TopLogprobs(np.ascontiguousarray(ids[:, :k]), np.ascontiguousarray(logprobs[:, :k]))
+
+
+def _kept(ids: Ids | None, kept: Ids | None, top_k: int) -> Ids | None:
+    """[n, top_k]: the first `kept` of each row of ids, then -1."""
+    if ids is None or kept is None:
+        return None
+    return np.where(np.arange(top_k) < kept[:, None], ids[:, :top_k], np.int32(-1))
 
 
 def _routed(prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | None, num_tokens: int) -> NDArray[np.int16] | None:

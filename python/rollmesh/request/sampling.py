@@ -38,6 +38,7 @@ class SamplingParams:
     seed             0 <= seed < 2^64; None: the generator gives one
     logprobs         None or 0: of the sampled token only (always recorded); k > 0: also the k largest, `.top_logprobs`
     prompt_logprobs  None: none; 0: of each prompt token; k > 0: also the k largest
+    kept_tokens      record, for each token, which tokens the filters kept for its draw, `.kept_tokens`; needs top_k >= 1 and min_tokens = 0
     """
 
     n: int = 1
@@ -53,6 +54,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    kept_tokens: bool = False
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_INT32)
@@ -73,8 +75,13 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_INT32)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos: expected a bool, got {shown(self.ignore_eos)}")
+        for name in ("ignore_eos", "kept_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
+        if self.kept_tokens and self.top_k < 1:
+            raise RequestError(f"kept_tokens=True: expected top_k >= 1, got {self.top_k}; set top_k, which bounds the tokens kept")
+        if self.kept_tokens and self.min_tokens:
+            raise RequestError(f"kept_tokens=True: expected min_tokens=0, got {self.min_tokens}; leave one of the two out")
         object.__setattr__(self, "stop", self._strings())
         object.__setattr__(self, "stop_token_ids", self._ids())
 

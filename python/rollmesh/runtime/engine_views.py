@@ -37,8 +37,9 @@ class SampleView(TypedDict):
     versions: NDArray[np.int64]  # [n]
     no_contract: NDArray[np.uint8]  # [n]
     ranks: NDArray[np.int32] | None  # [n]
-    top_ids: NDArray[np.int32] | None  # [n, k]
+    top_ids: NDArray[np.int32] | None  # [n, k], k: logprobs, with kept_tokens at least top_k
     top_logprobs: NDArray[np.float32] | None  # [n, k]
+    kept: NDArray[np.int32] | None  # [n] the filters kept the first so many of top_ids
     routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]
 
 
