@@ -3,12 +3,14 @@
     python -m benchmarks.trainer same [--logprobs 10000000]    how many logprobs of both sides differ: 0, or exit status 1
     python -m benchmarks.trainer loop [--steps 200]            the same in training, generator on a mesh and on one rank
     python -m benchmarks.trainer cost                          time and memory of a trainer's step beside transformers
+    python -m benchmarks.trainer curves FILE.json              rewards with transformers' forward, corrected or not, and with rollmesh's
 
 `same` draws completions with chunked prefill, prefix hits and preemption, on each instruction set of this machine, and scores random
 sequences; the trainer computes all of them in padded batches. `loop` runs `rollmesh grpo` on the debug configs in float32 and bfloat16
 with tp=2, dp=2, ep=4 (dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a step (forward
 and backward, weights packed anew) of a patched model and of transformers in one process, best of each; the resident set's peak is measured
-in a process of its own for each.
+in a process of its own for each. `curves` trains the MoE debug config on a bfloat16 generator with each of ARMS and several seeds, and
+writes what `python docs/draw.py --curves FILE.json` draws.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,11 @@ COST = {  # (model, sequences, tokens of each)
     "0.6B-shaped, 4 layers": (Shape("stack", 1024, 4, 16, 8, 128, 16384, 3072), 8, 128),
 }
 DTYPES = ("float32", "bfloat16")
+ARMS = {  # the forward pass of the trainer, and what the loss does where it differs from the generator's
+    "transformers": ['train.kernels="torch"'],
+    "transformers, truncated importance sampling": ['train.kernels="torch"', 'correction.importance_sampling="token_truncate"'],
+    "rollmesh": ['train.kernels="rollmesh"'],
+}
 
 
 def model_of(shape: Shape, dtype: str = "float32") -> Any:
@@ -150,6 +158,35 @@ def loop(steps: int) -> int:
     return int(bad > 0)
 
 
+# ---------------------------------------------------------------------------------------------- curves
+def curves(file: Path, steps: int, seeds: int, threads: int) -> None:
+    """Runs of one thread each, as many at a time as there are threads."""
+    common = ['generator.dtype="bfloat16"', "sync.cast=true", "sync.self_test=0.0", "train.threads=1", "generator.threads=1"]
+
+    def train(arm: str, seed: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = run("qwen3_moe_debug.toml", Path(folder) / "run", steps, [*common, f"seed={seed}", *ARMS[arm]])
+        heldout = {m["step"]: m["eval_reward"] for m in metrics if "eval_reward" in m}
+        most, mean = max(m["logprob_diff_max"] for m in metrics), float(np.mean([m["kl_k3"] for m in metrics]))
+        last = heldout[max(heldout)]
+        print(f"{arm}, seed {seed}: held-out reward {last:.3f}, logprob_diff_max {most:.2g}, kl_k3 {mean:.2g}", flush=True)
+        return {
+            "arm": arm, "seed": seed, "heldout": heldout, "reward": {m["step"]: m["reward_mean"] for m in metrics},
+            "logprob_diff_max": most, "kl_k3": mean,
+        }  # fmt: skip
+
+    pairs = [(arm, seed) for seed in range(seeds) for arm in ARMS]
+    with ThreadPoolExecutor(threads) as pool:
+        runs = list(pool.map(lambda pair: train(*pair), pairs))
+    file.write_text(json.dumps({"config": "qwen3_moe_debug.toml", "changes": common, "arms": ARMS, "runs": runs}, indent=1) + "\n")
+    shown = sorted({step for step in (50, 100, 150) if step in runs[0]["heldout"]} | {steps})
+    print("held-out reward at step " + ", ".join(map(str, shown)) + ": mean of the seeds (lowest to highest)")
+    for arm in ARMS:
+        of_arm = [r["heldout"] for r in runs if r["arm"] == arm]
+        found = [[rewards[step] for rewards in of_arm] for step in shown]
+        print(f"{arm}: " + ", ".join(f"{np.mean(at):.3f} ({min(at):.3f} to {max(at):.3f})" for at in found))
+
+
 # ---------------------------------------------------------------------------------------------- cost
 def step_of(model: Any, ids: torch.Tensor, patched: bool) -> None:
     for parameter in model.parameters():
@@ -216,6 +253,10 @@ def main() -> int:
     parts.add_parser("same").add_argument("--logprobs", type=whole(1), default=10**7)
     parts.add_parser("loop").add_argument("--steps", type=whole(1), default=200)
     parts.add_parser("cost").add_argument("--rounds", type=whole(1), default=8)
+    rewards = parts.add_parser("curves")
+    rewards.add_argument("file", type=Path)
+    rewards.add_argument("--steps", type=whole(1), default=220)
+    rewards.add_argument("--seeds", type=whole(1), default=5)
     alone = parts.add_parser("peak")
     for name in ("name", "dtype", "patched"):
         alone.add_argument(name)
@@ -224,6 +265,7 @@ def main() -> int:
         "same": lambda: same(given.logprobs, given.threads),
         "loop": lambda: loop(given.steps),
         "cost": lambda: cost(given.rounds, given.threads),
+        "curves": lambda: curves(given.file, given.steps, given.seeds, given.threads),
         "peak": lambda: peak(given.name, given.dtype, given.patched == "1"),
     }
     return calls[given.part]() or 0
