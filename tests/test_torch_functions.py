@@ -93,6 +93,31 @@ def logprobs_at(temperature: float) -> Case:
     return Case(ours, lambda x, w: plain_logprobs(x, w, temperature), (ROWS, HIDDEN), (VOCAB, HIDDEN))
 
 
+def kept_tokens() -> Tensor:
+    """[ROWS, 6]: each row's target among one to six tokens."""
+    rows = [[(target + 31 * i) % VOCAB if i <= row % 6 else -1 for i in range(6)] for row, target in enumerate(targets().tolist())]
+    return torch.tensor([row[1 : 1 + i % 6] + row[:1] + row[1 + i % 6 :] for i, row in enumerate(rows)])
+
+
+def logprobs_among(temperature: float) -> Case:
+    """Of the tokens that filters kept."""
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        made = functions.token_logprobs(x, weight, targets(), kept_tokens=kept_tokens(), temperature=temperature, entropy=True)
+        assert made.entropy is not None
+        return torch.stack([made.logprobs, made.entropy])
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        found = []
+        for row, target, kept in zip(x @ weight.t() / temperature, targets().tolist(), kept_tokens(), strict=True):
+            among = kept[kept >= 0]
+            log_p = torch.log_softmax(row[among], -1)
+            found.append(torch.stack([log_p[among.tolist().index(target)], -(log_p.exp() * log_p).sum()]))
+        return torch.stack(found, 1)
+
+    return Case(ours, plain, (ROWS, HIDDEN), (VOCAB, HIDDEN))
+
+
 def moe_with(renormalize: bool) -> Case:
     def ours(*inputs: Tensor) -> Tensor:
         return functions.moe(*inputs, top_k=TOP_K, renormalize=renormalize).out
@@ -135,6 +160,8 @@ CASES = {
     "lm_head": Case(functions.lm_head, lambda x, w: x @ w.t(), (ROWS, HIDDEN), (VOCAB, HIDDEN)),
     "token_logprobs": logprobs_at(1.0),
     "token_logprobs at 0.6": logprobs_at(0.6),
+    "token_logprobs of kept tokens": logprobs_among(1.0),
+    "token_logprobs of kept tokens at 0.6": logprobs_among(0.6),
 }
 
 
@@ -227,14 +254,6 @@ def test_forward_passes_have_the_bits_of_the_ops(dtype: str) -> None:
             assert (words(tensor) == want[name]).all(), name
 
 
-def test_logprobs_of_tokens_that_no_sampler_draws() -> None:
-    """Such as other weights have drawn: finite, and as close to torch's as any."""
-    x, weight = drawn(CASES["lm_head"])
-    got = functions.token_logprobs(x, weight, targets(), temperature=0.02).logprobs
-    assert float(got.min()) < -40
-    assert torch.allclose(got, plain_logprobs(x, weight, 0.02)[0], rtol=1e-5, atol=1e-5)
-
-
 def test_logprobs_of_any_temperature_are_those_a_sampler_records() -> None:
     x, weight = drawn(CASES["lm_head"])
     head = ops.lm_head(words(x), ops.pack(weight.numpy(), dtype="float32"), VOCAB)
@@ -245,9 +264,45 @@ def test_logprobs_of_any_temperature_are_those_a_sampler_records() -> None:
         assert (functions.token_logprobs(x, weight, targets(), temperature=temperature).logprobs.numpy() == want).all()
 
 
-def test_logits_in_chunks_and_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_k": 200, "top_p": 0.7}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_logprobs_of_kept_tokens_are_those_a_sampler_records(temperature: float, filters: dict[str, Any]) -> None:
+    """What the filters keep: the tokens that, if forced, are not impossible."""
+    x, weight = drawn(CASES["lm_head"])
+    head = ops.lm_head(words(x), ops.pack(weight.numpy(), dtype="float32"), VOCAB)
+    assert head.logits is not None
+    forced = [
+        ops.sample(
+            head.logits, head.stats, ops.SampleParams(temperature, **filters), forced=np.full(ROWS, token, np.int32)
+        ).sampling_logprobs
+        for token in range(VOCAB)
+    ]
+    logprobs = torch.from_numpy(np.stack(forced, 1))  # [ROWS, VOCAB]
+    kept = torch.full((ROWS, 200), -1)
+    for row, possible in enumerate(~logprobs.isneginf()):
+        tokens = torch.nonzero(possible)[:, 0]
+        kept[row, : len(tokens)] = tokens.flip(0)
+    for place in range(int((kept >= 0).sum(1).min())):
+        target = kept[:, place]
+        made = functions.token_logprobs(x, weight, target, kept_tokens=kept, temperature=temperature)
+        assert (made.logprobs == logprobs.gather(1, target[:, None])[:, 0]).all()
+
+
+def test_tokens_that_no_sampler_draws_have_a_number_and_a_gradient() -> None:
+    """Such as other weights have drawn: the sampler gives a token below 2^-40 the weight 0."""
+    x, weight = (10 * t for t in drawn(CASES["lm_head"]))
+    case = logprobs_at(0.05)
+    got, got_gradients = gradients(case.ours, [x, weight], [torch.float32] * 2)
+    want, want_gradients = gradients(case.plain, [x, weight], [torch.float64] * 2)
+    assert got[0].min() < -1000
+    assert apart(got, want) < 1e-6
+    assert all(apart(mine, plain) < 1e-6 for mine, plain in zip(got_gradients, want_gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", ["token_logprobs", "token_logprobs of kept tokens"])
+def test_logits_in_chunks_and_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less room for logits changes no bit of the logprobs, and the gradients by rounding."""
-    case, inputs = CASES["token_logprobs"], drawn(CASES["token_logprobs"])
+    case, inputs = CASES[name], drawn(CASES[name])
     whole = gradients(case.ours, inputs, [torch.float32] * 2)
     monkeypatch.setattr(logits, "LOGITS_AT_ONCE", 3 * VOCAB)
     chunked = gradients(case.ours, inputs, [torch.float32] * 2)
@@ -344,6 +399,31 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a target": (lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 4])), rm.RequestError, r"in \[0, 4\), got 1 to 4"),
     "targets": (lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1])), rm.ShapeError, r"targets: .*\(2,\), got \(1,\)"),
+    "kept tokens": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.ones(2, 2)),
+        rm.ShapeError,
+        r"kept_tokens: expected integers of shape \(2, k\), got torch.float32 of shape \(2, 2\)",
+    ),
+    "rows of kept tokens": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.tensor([[1]])),
+        rm.ShapeError,
+        "kept_tokens: expected 2 rows, one for each target, got 1",
+    ),
+    "a kept token": (
+        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 4]])),
+        rm.RequestError,
+        r"kept_tokens: expected tokens in \[0, 4\), or -1 for none, got 1 to 4",
+    ),
+    "a token kept twice": (
+        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 2, 2]])),
+        rm.RequestError,
+        r"kept_tokens: expected each token of row 0 once, got \[1, 2, 2\]",
+    ),
+    "a target that was not kept": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 3]), kept_tokens=torch.tensor([[1, -1], [0, 1]])),
+        rm.RequestError,
+        r"kept_tokens: expected token 3 of row 1 among them, got \[0, 1\]",
+    ),
     "temperature": (
         lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=0.0),
         rm.RequestError,

@@ -64,8 +64,11 @@ class Scored(NamedTuple):
 class _Wanted:
     """What `logprobs` asks of a forward pass."""
 
-    def __init__(self, ids: Tensor, wanted: Tensor | None, temperature: float, entropy: bool, routed: bool):
+    def __init__(
+        self, ids: Tensor, wanted: Tensor | None, temperature: float, entropy: bool, routed: bool, kept_tokens: Tensor | None = None
+    ):
         self.ids, self.wanted, self.temperature, self.entropy, self.routed = ids, wanted, temperature, entropy, routed
+        self.kept_tokens = kept_tokens
         self.rows: Sequences | None = None  # that are computed: all but the last token of each sequence
         self.chosen: Tensor = ids  # of rows, those whose next token is wanted
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
@@ -192,7 +195,8 @@ class Patch:
         assert wanted.rows is not None
         targets = wanted.ids.reshape(-1).index_select(0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1)
         made = functions.token_logprobs(
-            x, weight, targets, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed, how=how
+            x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature, entropy=wanted.entropy, packed=packed,
+            how=how,
         )  # fmt: skip
         return torch.stack([made.logprobs, made.logprobs if made.entropy is None else made.entropy], -1)[None]
 
@@ -445,22 +449,26 @@ def logprobs(
     *,
     position_ids: Tensor | None = None,
     wanted: Tensor | None = None,
+    kept_tokens: Tensor | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
     routed_experts: bool = False,
 ) -> Scored:
     """Logprobs of the tokens of a batch [B, T] under a patched model, with gradients: those that a rollout recorded for them, bit for bit,
-    on the same weights. At temperature 1 they are `logprobs`, at any other `sampling_logprobs` of a request without filters.
+    on the same weights. At temperature 1 they are `logprobs`, at any other, and with kept_tokens, `sampling_logprobs`.
 
     attention_mask, position_ids  as the model takes them
     wanted                        bool [B, T]: the tokens whose logprob is asked for, such as completions; None: all
+    kept_tokens                   integers [n, k], a row for each of the n wanted tokens in their order: what the filters (top_p, top_k,
+                                  min_p) of its draw kept, as SamplingParams(kept_tokens=True) records it. Logprobs and entropy are of
+                                  the distribution over these tokens; the first token of a sequence has no row
     routed_experts                also the experts of each token (MoE)"""
     made = _patch_of(model)
     input_ids = _check_ids(input_ids)
     if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
         raise ShapeError(f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got {shown(getattr(wanted, 'shape', wanted))}")
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return _score(made, model, _Wanted(input_ids, wanted, temperature, entropy, routed_experts), given)
+    return _score(made, model, _Wanted(input_ids, wanted, temperature, entropy, routed_experts, kept_tokens), given)
 
 
 def _score_labels(inner: Any, temperature: float, entropy: bool, labels: Tensor, given: dict[str, Any]) -> Scored:

@@ -60,38 +60,39 @@ def _check_logits(flags: Any) -> None:
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """Over all tokens, or with kept_tokens over those of each row: then `among` are its logits at them, −∞ where a row has fewer, and a
+    column of −∞, which makes the sampler's formula that of a filtered draw."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, temperature: float, wants_entropy: bool, packed: Any, how: How
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, kept_tokens: Tensor | None, options: tuple[float, bool], packed: Any, how: How
     ) -> tuple[Tensor, Tensor]:
-        vocab, needs_grad = len(weight), any(ctx.needs_input_grad)
-        keep = needs_grad and len(x) * vocab <= LOGITS_KEPT
+        vocab, needs_grad, (temperature, wants_entropy) = len(weight), any(ctx.needs_input_grad), options
+        filtered = kept_tokens is not None
+        columns = vocab if kept_tokens is None else kept_tokens.shape[1] + 1
+        keep = needs_grad and len(x) * columns <= LOGITS_KEPT
         logprobs, entropy = torch.empty(len(x), device=x.device), torch.zeros(len(x), device=x.device)
         kept: list[Tensor] = []
         for at in _chunks(len(x), vocab):
-            wants_logits = keep or wants_entropy or temperature != 1
+            wants_logits = keep or wants_entropy or temperature != 1 or filtered
             with in_turn(x):
                 head = ops.lm_head(array_of(x[at]), packed, vocab, targets=array_of(targets[at]), keep_logits=wants_logits, **how)
                 _check_logits(head.row_flags)
-                found = head.target_logprobs
-                if temperature != 1:
-                    assert head.logits is not None
-                    params = ops.SampleParams(temperature=temperature)
-                    found = ops.sample(head.logits, head.stats, params, forced=host_of(targets[at]), **how).sampling_logprobs
-                logprobs[at] = tensor_of(found, torch.float32)
-                logits = tensor_of(head.logits, torch.float32) if wants_logits else None
-            if temperature != 1 and (never := torch.isneginf(logprobs[at])).any():
-                assert logits is not None
-                log_p = torch.log_softmax(logits[never] / temperature, -1)
-                logprobs[at][never] = log_p.gather(1, targets[at][never, None].long())[:, 0]
+                found, among, place = head.target_logprobs, None, targets[at]
+                if wants_logits:
+                    among, place = _among(tensor_of(head.logits, torch.float32), place, None if kept_tokens is None else kept_tokens[at])
+                if temperature != 1 or filtered:
+                    params = ops.SampleParams(temperature=temperature, top_k=columns - 1 if filtered else -1)
+                    found = ops.sample(array_of(among), head.stats, params, forced=host_of(place), **how).sampling_logprobs
+                logprobs[at] = _with_unlikely(tensor_of(found, torch.float32), among, place, temperature)
             if wants_entropy:
-                assert logits is not None
-                log_p = torch.log_softmax(logits / temperature, -1)
-                entropy[at] = -(log_p.exp() * log_p).sum(-1)
+                assert among is not None
+                p, log_p = _distribution(among / temperature)
+                entropy[at] = -(p * log_p).sum(-1)
             if keep:
-                assert logits is not None
-                kept.append(logits)
-        ctx.save_for_backward(x, weight, targets, *kept)
+                assert among is not None
+                kept.append(among)
+        ctx.save_for_backward(x, weight, targets, kept_tokens, *kept)
         ctx.temperature, ctx.wants_entropy = temperature, wants_entropy
         if not wants_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -100,26 +101,60 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, targets, *kept = ctx.saved_tensors
+        x, weight, targets, kept_tokens, *kept = ctx.saved_tensors
         dtype = matmul_dtype(x)
         by_x, matrix = torch.empty_like(x), weight.to(dtype)
         by_weight = None
         for i, at in enumerate(_chunks(len(x), len(weight))):
+            of_rows, place = None if kept_tokens is None else kept_tokens[at], targets[at]
             logits = kept[i] if kept else (x[at].to(dtype) @ matrix.t()).float()
-            scaled = logits if ctx.temperature == 1 else logits / ctx.temperature
+            among, place = (logits, _place(place, of_rows)) if kept else _among(logits, place, of_rows)
+            scaled = among if ctx.temperature == 1 else among / ctx.temperature
             if ctx.wants_entropy:
-                log_p = torch.log_softmax(scaled, -1)
-                p = log_p.exp()
+                p, log_p = _distribution(scaled)
                 by_logits = p * -(grad[at, None] + grad_entropy[at, None] * (log_p - (p * log_p).sum(-1, keepdim=True)))
             else:
                 by_logits = torch.softmax(scaled, -1).mul_(-grad[at, None])
-            by_logits.scatter_add_(1, targets[at, None].long(), grad[at, None])
+            by_logits.scatter_add_(1, place[:, None].long(), grad[at, None])
+            if of_rows is not None:
+                by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(1, of_rows.clamp(min=0).long(), by_logits[:, :-1])
             g = (by_logits if ctx.temperature == 1 else by_logits.div_(ctx.temperature)).to(dtype)
             by_x[at] = (g @ matrix).to(x.dtype)
             if ctx.needs_input_grad[1]:
                 part = (g.t() @ x[at].to(dtype)).to(weight.dtype)
                 by_weight = part if by_weight is None else by_weight.add_(part)
         return by_x, by_weight, None, None, None, None, None
+
+
+def _place(targets: Tensor, kept_tokens: Tensor | None) -> Tensor:
+    return targets if kept_tokens is None else (kept_tokens == targets[:, None]).int().argmax(1).int()
+
+
+def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the logits of the tokens that a draw could take, the column of each target)."""
+    if kept_tokens is None:
+        return logits, targets
+    among = logits.new_full((len(logits), kept_tokens.shape[1] + 1), -torch.inf)
+    among[:, :-1] = logits.gather(1, kept_tokens.clamp(min=0).long()).masked_fill_(kept_tokens < 0, -torch.inf)
+    return among, _place(targets, kept_tokens)
+
+
+def _distribution(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """(p, log p, 0 where p is)."""
+    log_p = torch.log_softmax(scaled, -1)
+    p = log_p.exp()
+    return p, log_p.masked_fill_(p == 0, 0.0)
+
+
+def _with_unlikely(logprobs: Tensor, among: Tensor | None, place: Tensor, temperature: float) -> Tensor:
+    """The sampler counts probabilities in steps of 2^-40, and a token below has the logprob −∞: no draw ever recorded one. A ratio or a KL
+    needs a number, with a gradient, and gets the real logprob."""
+    unlikely = torch.isneginf(logprobs)
+    if among is None or not unlikely.any():
+        return logprobs
+    log_p = torch.log_softmax(among[unlikely].double() / temperature, -1)
+    logprobs[unlikely] = log_p.gather(1, place[unlikely, None].long())[:, 0].float()
+    return logprobs
 
 
 def _chunks(rows: int, vocab: int) -> list[slice]:
@@ -132,6 +167,7 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     *,
+    kept_tokens: Tensor | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
     packed: Any = None,
@@ -139,8 +175,9 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """The logprob of one token a row under softmax(x · weight / temperature): at temperature 1 a rollout's `logprobs`, at any other its
     `sampling_logprobs`. Where a rollout would never draw the token, which is 27 or more below the most likely one, it is torch's
-    log_softmax instead of −inf. weight [vocab, hidden]; targets, integers [rows]. Logits are made in chunks, and those that need more
-    than 1 GiB are not kept for the backward pass but computed again."""
+    log_softmax instead of −inf. weight [vocab, hidden]; targets, integers [rows]. kept_tokens, integers [rows, k], −1 after a row's
+    last: the softmax is over these tokens alone, as that of a draw whose filters kept them. Logits are made in chunks, and those that
+    need more than 1 GiB are not kept for the backward pass but computed again."""
     x = rows_of("x", x)
     how = how or how_for(x)
     width_of("weight", [weight], x.shape[1])
@@ -151,6 +188,33 @@ def token_logprobs(
         raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {seen}")
     if len(x) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise RequestError(f"targets: expected tokens in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
+    if kept_tokens is not None:
+        kept_tokens = _check_kept(kept_tokens, targets, len(weight))
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
-    logprobs, of_row = _TokenLogprobs.apply(x, weight, targets.int().contiguous(), float(temperature), entropy, packed, how)  # type: ignore[no-untyped-call]
+    logprobs, of_row = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        x, weight, targets.int().contiguous(), kept_tokens, (float(temperature), entropy), packed, how
+    )  # fmt: skip
     return TokenLogprobs(logprobs, of_row if entropy else None)
+
+
+def _check_kept(kept_tokens: Any, targets: Tensor, vocab: int) -> Tensor:
+    if not isinstance(kept_tokens, Tensor) or kept_tokens.is_floating_point() or kept_tokens.dim() != 2 or not kept_tokens.shape[1]:
+        seen = f"{kept_tokens.dtype} of shape {tuple(kept_tokens.shape)}" if isinstance(kept_tokens, Tensor) else shown(kept_tokens)
+        raise ShapeError(f"kept_tokens: expected integers of shape ({len(targets)}, k), got {seen}")
+    if len(kept_tokens) != len(targets):
+        raise ShapeError(f"kept_tokens: expected {len(targets)} rows, one for each target, got {len(kept_tokens)}")
+    kept_tokens = kept_tokens.to(targets.device).int()
+    if len(targets) and not -1 <= int(kept_tokens.min()) <= int(kept_tokens.max()) < vocab:
+        raise RequestError(
+            f"kept_tokens: expected tokens in [0, {vocab}), or -1 for none, got {int(kept_tokens.min())} to {int(kept_tokens.max())}"
+        )
+    in_order = kept_tokens.sort(1).values
+    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
+    if twice.any():
+        row = int(torch.nonzero(twice.any(1))[0])
+        raise RequestError(f"kept_tokens: expected each token of row {row} once, got {kept_tokens[row].tolist()}")
+    missing = torch.nonzero(~(kept_tokens == targets[:, None]).any(1))[:, 0]
+    if len(missing):
+        row = int(missing[0])
+        raise RequestError(f"kept_tokens: expected token {int(targets[row])} of row {row} among them, got {kept_tokens[row].tolist()}")
+    return kept_tokens
