@@ -10,7 +10,7 @@ sequences; the trainer computes all of them in padded batches. `loop` runs `roll
 with tp=2, dp=2, ep=4 (dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a step (forward
 and backward, weights packed anew) of a patched model and of transformers in one process, best of each; the resident set's peak is measured
 in a process of its own for each. `curves` trains the MoE debug config on a bfloat16 generator with each of ARMS and several seeds, and
-writes what `python docs/draw.py --curves FILE.json` draws.
+writes what `python docs/draw.py FILE.json` draws.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 
 import rollmesh as rm
 import rollmesh.torch
+from benchmarks.machine import describe
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import Shape
 
@@ -170,15 +171,13 @@ def curves(file: Path, steps: int, seeds: int, threads: int) -> None:
         most, mean = max(m["logprob_diff_max"] for m in metrics), float(np.mean([m["kl_k3"] for m in metrics]))
         last = heldout[max(heldout)]
         print(f"{arm}, seed {seed}: held-out reward {last:.3f}, logprob_diff_max {most:.2g}, kl_k3 {mean:.2g}", flush=True)
-        return {
-            "arm": arm, "seed": seed, "heldout": heldout, "reward": {m["step"]: m["reward_mean"] for m in metrics},
-            "logprob_diff_max": most, "kl_k3": mean,
-        }  # fmt: skip
+        return {"arm": arm, "seed": seed, "logprob_diff_max": most, "kl_k3": mean, "heldout": heldout}
 
     pairs = [(arm, seed) for seed in range(seeds) for arm in ARMS]
     with ThreadPoolExecutor(threads) as pool:
         runs = list(pool.map(lambda pair: train(*pair), pairs))
-    file.write_text(json.dumps({"config": "qwen3_moe_debug.toml", "changes": common, "arms": ARMS, "runs": runs}, indent=1) + "\n")
+    record = {"machine": describe(), "config": "qwen3_moe_debug.toml", "changes": common, "arms": ARMS, "runs": runs}
+    file.write_text(json.dumps(record) + "\n")
     shown = sorted({step for step in (50, 100, 150) if step in runs[0]["heldout"]} | {steps})
     print("held-out reward at step " + ", ".join(map(str, shown)) + ": mean of the seeds (lowest to highest)")
     for arm in ARMS:

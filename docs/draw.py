@@ -2,12 +2,14 @@
 
 python docs/draw.py                        docs/architecture.svg, of docs/architecture.txt
 python docs/draw.py METRICS.jsonl          docs/learning.svg, of the metrics of a run of `rollmesh grpo`
+python docs/draw.py CURVES.json            docs/curves.svg, of what `python -m benchmarks.trainer curves CURVES.json` wrote
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -82,32 +84,69 @@ def architecture(description: str) -> str:
     return page(width, height, parts)
 
 
+class Plot:
+    """Axes of rewards from 0 to 1 by step, and what is drawn in them."""
+
+    left, top, width, height = 60.0, 30.0, 640.0, 220.0
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.parts: list[str] = []
+        for tenth in range(0, 11, 2):
+            y = self.top + (1 - tenth / 10) * self.height
+            self.parts.append(f"<path d='M{self.left:g} {y:g} h{self.width:g}' stroke='#e5e7eb'/>")
+            self.parts.append(text(self.left - 8, y + 4, f"{tenth / 10:g}", 12, anchor="end"))
+        for step in range(0, last + 1, 20):
+            self.parts.append(text(self.left + step / last * self.width, self.top + self.height + 18, str(step), 12))
+        self.parts.append(text(self.left + self.width / 2, self.top + self.height + 38, "step", 13))
+
+    def points(self, found: Iterable[tuple[int, float]]) -> str:
+        return " ".join(
+            f"{self.left + step / self.last * self.width:.1f},{self.top + (1 - value) * self.height:.1f}" for step, value in found
+        )
+
+    def line(self, found: Iterable[tuple[int, float]], colour: str) -> None:
+        self.parts.append(f"<polyline points='{self.points(found)}' fill='none' stroke='{colour}' stroke-width='2'/>")
+
+    def band(self, low: list[tuple[int, float]], high: list[tuple[int, float]], colour: str) -> None:
+        self.parts.append(f"<polygon points='{self.points([*low, *reversed(high)])}' fill='{colour}' fill-opacity='0.15'/>")
+
+    def label(self, colour: str, words: str, y: float, x: float = 450) -> None:
+        self.parts.append(f"<path d='M{self.left + x:g} {y:g} h24' stroke='{colour}' stroke-width='3'/>")
+        self.parts.append(text(self.left + x + 32, y + 4, words, 13, anchor="start"))
+
+    def page(self) -> str:
+        return page(730, 305, self.parts)
+
+
 def learning(metrics: list[dict[str, Any]]) -> str:
     """Reward of each step and of held-out prompts."""
-    left, top, width, height = 60.0, 30.0, 640.0, 220.0
-    last = max(line["step"] for line in metrics)
-
-    def points(name: str) -> str:
-        found = ((line["step"], line[name]) for line in metrics if name in line)
-        return " ".join(f"{left + step / last * width:.1f},{top + (1 - value) * height:.1f}" for step, value in found)
-
-    parts = []
-    for tenth in range(0, 11, 2):
-        y = top + (1 - tenth / 10) * height
-        parts.append(f"<path d='M{left:g} {y:g} h{width:g}' stroke='#e5e7eb'/>")
-        parts.append(text(left - 8, y + 4, f"{tenth / 10:g}", 12, anchor="end"))
-    for step in range(0, last + 1, 20):
-        parts.append(text(left + step / last * width, top + height + 18, str(step), 12))
-    parts.append(text(left + width / 2, top + height + 38, "step", 13))
+    plot = Plot(max(line["step"] for line in metrics))
     for name, colour, label, y in (("reward_mean", "#2563eb", "reward of the rollouts", 150), ("eval_reward", "#ea580c", "held out", 170)):
-        parts.append(f"<polyline points='{points(name)}' fill='none' stroke='{colour}' stroke-width='2'/>")
-        parts.append(f"<path d='M{left + 450:g} {y:g} h24' stroke='{colour}' stroke-width='3'/>")
-        parts.append(text(left + 482, y + 4, label, 13, anchor="start"))
-    return page(730, 305, parts)
+        plot.line(((line["step"], line[name]) for line in metrics if name in line), colour)
+        plot.label(colour, label, y)
+    return plot.page()
+
+
+def curves(runs: list[dict[str, Any]]) -> str:
+    """Held-out reward of each arm: mean of its seeds, and a band from the lowest to the highest."""
+    arms: dict[str, list[dict[int, float]]] = {}
+    for run in runs:
+        arms.setdefault(run["arm"], []).append({int(step): value for step, value in run["heldout"].items()})
+    steps = sorted(next(iter(arms.values()))[0])
+    plot = Plot(steps[-1])
+    for i, (arm, colour) in enumerate(zip(arms, ("#9333ea", "#ea580c", "#2563eb"), strict=True)):
+        found = [[seed[step] for seed in arms[arm]] for step in steps]
+        plot.band(list(zip(steps, map(min, found), strict=True)), list(zip(steps, map(max, found), strict=True)), colour)
+        plot.line(((step, sum(values) / len(values)) for step, values in zip(steps, found, strict=True)), colour)
+        plot.label(colour, arm, 150 + 20 * i, 320)
+    return plot.page()
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1].endswith(".json"):
+        (DOCS / "curves.svg").write_text(curves(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["runs"]), encoding="utf-8")
+    elif len(sys.argv) > 1:
         lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
         (DOCS / "learning.svg").write_text(learning([json.loads(line) for line in lines]), encoding="utf-8")
     else:

@@ -82,6 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if wants_logits:
                     among, place = _among(tensor_of(head.logits, torch.float32), place, None if kept_tokens is None else kept_tokens[at])
                 if temperature != 1 or filtered:
+                    assert among is not None
                     params = ops.SampleParams(temperature=temperature, top_k=columns - 1 if filtered else -1)
                     found = ops.sample(array_of(among), head.stats, params, forced=host_of(place), **how).sampling_logprobs
                 logprobs[at] = _with_unlikely(tensor_of(found, torch.float32), among, place, temperature)
@@ -197,9 +198,9 @@ def token_logprobs(
     return TokenLogprobs(logprobs, of_row if entropy else None)
 
 
-def _check_kept(kept_tokens: Any, targets: Tensor, vocab: int) -> Tensor:
+def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
     if not isinstance(kept_tokens, Tensor) or kept_tokens.is_floating_point() or kept_tokens.dim() != 2 or not kept_tokens.shape[1]:
-        seen = f"{kept_tokens.dtype} of shape {tuple(kept_tokens.shape)}" if isinstance(kept_tokens, Tensor) else shown(kept_tokens)
+        seen = f"{kept_tokens.dtype} of shape {tuple(kept_tokens.shape)}" if isinstance(kept_tokens, Tensor) else type(kept_tokens).__name__
         raise ShapeError(f"kept_tokens: expected integers of shape ({len(targets)}, k), got {seen}")
     if len(kept_tokens) != len(targets):
         raise ShapeError(f"kept_tokens: expected {len(targets)} rows, one for each target, got {len(kept_tokens)}")
