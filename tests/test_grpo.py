@@ -57,6 +57,8 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
         ("loss.aggregation=mean", r'\[loss\] aggregation: expected one of "token-mean", "sequence-mean", "constant", got "mean"'),
         ("rollout.samples=1", r"\[rollout\] samples: expected at least 2, got 1"),
         ("rollout.max_tokens=64", r"\[rollout\] max_tokens: expected below \[generator\] max_model_len=64, got 64"),
+        ("rollout.top_p=0.9", r"\[rollout\] top_k: expected above 0 with top_p = 0.9, min_p = 0 .*, got 0"),
+        ("rollout.top_p=0", r"\[rollout\] top_p: expected above 0, got 0"),
         ("train.betas=[0.9]", r"\[train\] betas: expected two numbers in \[0, 1\), got \[0.9\]"),
         ('model={path="a", hidden_size=3}', r"\[model\] hidden_size: not allowed beside path"),
         ("model={hidden_size=3}", r"\[model\]: give either path"),

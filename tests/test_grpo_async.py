@@ -58,6 +58,9 @@ def rollout_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "rollouts" and thread.is_alive()]
 
 
+FILTERS = ["rollout.top_k=9", "rollout.top_p=0.9"]
+
+
 def prepared(*changes: str, resume: Path | None = None) -> loop.Run:
     return loop.prepare(config.load(MOE, [*TINY, *changes]), resume)
 
@@ -82,7 +85,10 @@ def run(out: Path, *changes: str, resume: Path | None = None) -> tuple[list[dict
         (["rollout.async_level=-1"], r"\[rollout\] async_level: expected at least 0, got -1"),
         (["sync.inflight=keep"], r'\[sync\] inflight: expected "wait" with \[rollout\] async_level = 0, .*, got "keep"'),
         (["rollout.async_level=1", "sync.inflight=abort"], r'\[sync\] inflight: expected one of "wait", "keep", "restart", got "abort"'),
-        (["rollout.async_level=1", "generator.engine=vllm"], r'\[rollout\] async_level: expected 0 where .* engine is "vllm", got 1'),
+        (
+            ["rollout.async_level=1", "sync.inflight=keep", "generator.engine=vllm"],
+            r'\[sync\] inflight: expected "wait" where .* engine is "vllm", got "keep"',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes: list[str], message: str) -> None:
@@ -118,8 +124,8 @@ def test_a_run_that_waits_is_the_schedule_by_turns_bit_for_bit(level: int, tmp_p
 
 @LEVELS
 def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -> None:
-    """The checkpoint holds the batches of versions that are gone, with their routing."""
-    changes = [f"rollout.async_level={level}", "correction.routing_replay=true", "correction.importance_sampling=token_truncate"]
+    """The checkpoint holds the batches of versions that are gone, with their routing and the tokens that filters kept."""
+    changes = [f"rollout.async_level={level}", "correction.routing_replay=true", "correction.importance_sampling=token_truncate", *FILTERS]
     whole = run(tmp_path / "whole", *changes, "train.steps=4")
     first = run(tmp_path / "parts", *changes, "train.steps=2")
     assert first[1] != whole[1]
@@ -130,8 +136,9 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -
 
 def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
     """Every field of the rollouts comes back; a run with another option generates anew, and so does one at level 0."""
-    this = prepared("rollout.async_level=2", "correction.routing_replay=true")
-    c, level = this.config, ["rollout.async_level=2", "correction.routing_replay=true"]
+    level = ["rollout.async_level=2", "correction.routing_replay=true", *FILTERS]
+    this = prepared(*level)
+    c = this.config
     try:
         assert this.trainer is not None
         this.generator.sync_weights(this.trainer.state_dict(), version=2)
@@ -144,7 +151,7 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
         assert (before.prompts, before.token_ids, before.texts, before.stopped) == (
             after.prompts, after.token_ids, after.texts, after.stopped,
         )  # fmt: skip
-        for name in ("logprobs", "versions", "routed_experts"):
+        for name in ("logprobs", "versions", "routed_experts", "kept_tokens"):
             for a, b in zip(getattr(before, name), getattr(after, name), strict=True):
                 assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
         assert before.seconds == after.seconds

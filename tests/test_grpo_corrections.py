@@ -448,7 +448,7 @@ def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> Non
             )
             return [SimpleNamespace(outputs=[one]) for _ in prompts]
 
-    options = {"samples": 1, "max_tokens": 1, "temperature": 1.0, "run_seed": 0, "step": 0, "purpose": "rollout", "version": 0}
+    options = {"sampling": rm.SamplingParams(max_tokens=1), "run_seed": 0, "step": 0, "purpose": "rollout", "version": 0}
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     message = r"^\[correction\] routing_replay: expected false where Foreign records no routed experts, got true"
     with pytest.raises(rm.ConfigError, match=message):

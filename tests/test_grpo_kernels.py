@@ -32,6 +32,7 @@ TINY = [
     "train.threads=1", "generator.threads=1",
 ]  # fmt: skip
 BFLOAT16 = ['generator.dtype="bfloat16"', "sync.cast=true"]
+FILTERS = ["rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.01"]
 ZERO = ("logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_differ")
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
@@ -52,7 +53,9 @@ def ran(name: str, out: Path, *changes: str) -> list[dict[str, Any]]:
         pytest.param([], id="float32"),
         pytest.param(BFLOAT16, id="bfloat16"),
         pytest.param([*BFLOAT16, "rollout.temperature=0.7", "train.minibatches=true", "train.micro_batch=3"], id="all"),
+        pytest.param([*BFLOAT16, *FILTERS, "train.minibatches=true", "loss.kl=0.1"], id="filters"),
         full([*BFLOAT16, 'train.dtype="bfloat16"']),
+        full([*FILTERS, "rollout.temperature=0.7"]),
         full(["loss.kl=0.1", "rollout.temperature=1.3"]),
         pytest.param(["loss.kl=0.1", "rollout.temperature=0.1", "train.lr=0.03"], id="cold"),
     ],
@@ -93,6 +96,12 @@ def test_the_run_is_that_of_one_rank(changes: list[str], tmp_path: Path) -> None
 def test_torchs_kernels_are_apart_and_say_so(tmp_path: Path) -> None:
     lines = ran("moe", tmp_path, 'train.kernels="torch"', "sync.self_test=0.0", *BFLOAT16)
     assert min(line["logprob_diff_max"] for line in lines) > 1e-4
+
+
+def test_torchs_kernels_take_the_logprobs_of_kept_tokens(tmp_path: Path) -> None:
+    """In float32 they are the recorded ones to rounding; without the record they would be apart by about -log(0.9)."""
+    lines = ran("dense", tmp_path, 'train.kernels="torch"', *FILTERS)
+    assert 0 < max(line["logprob_diff_max"] for line in lines) < 1e-4
 
 
 def test_a_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's ext
 @pytest.mark.parametrize(
     "changes, message",
     [
+        (["generator.engine=vllm", "rollout.top_k=5"], r'\[rollout\] top_k: expected 0 where \[generator\] engine is "vllm", .*, got 5'),
         (["generator.engine=sglang"], r'\[generator\] engine: expected one of "rollmesh", "vllm", got "sglang"'),
         (
             ["generator.engine=vllm", "generator.comm=shm"],
@@ -160,10 +161,13 @@ def test_a_completion_that_is_none_is_an_error(changes: dict[str, Any], message:
 
 
 # -------------------------------------------------------------------------------------------------- with vLLM
-def started(out: Path, changes: list[str], *arguments: str) -> subprocess.Popen[str]:
+def started(out: Path, changes: list[str], *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+    """`path`: of modules that the config names."""
     command = [sys.executable, "-m", "rollmesh", "grpo", str(CONFIG), "--out", str(out), *arguments]
     command += [word for change in [*SHORT, *changes] for word in ("--set", change)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), environment.get("PYTHONPATH")]))
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
 
 
@@ -223,6 +227,31 @@ def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
     own(tmp_path / "own", [*BFLOAT16, REPLAY])
     on_vllm(tmp_path / "vllm", [*BFLOAT16, REPLAY, "generator.engine=vllm"], "--tp", "2", "--ep", "2")
     same(tmp_path / "vllm", tmp_path / "own", 2)
+
+
+@needs_vllm
+def test_rollouts_ahead_are_those_without_vllm(tmp_path: Path) -> None:
+    """At async_level 1, where vLLM's processes generate while this one learns."""
+    ahead = ["rollout.async_level=1", "train.steps=3"]
+    own(tmp_path / "own", ahead)
+    on_vllm(tmp_path / "vllm", ahead, "--generator", "vllm")
+    same(tmp_path / "vllm", tmp_path / "own", 3)
+
+
+@needs_vllm
+def test_an_error_while_vllm_generates_ends_the_run(tmp_path: Path) -> None:
+    """A reward that raises while the next batch is in flight: nothing waits for the other side."""
+    (tmp_path / "late.py").write_text(
+        "calls = []\n"
+        "def late(prompts, completions, **columns):\n"
+        "    calls.append(0)\n"
+        "    return [float(len(calls) / (4 - len(calls))) for _ in completions]\n"  # the fourth call divides by zero
+    )
+    changes = ["reward.functions=['late:late']", "rollout.async_level=1", "train.steps=9"]
+    process = started(tmp_path / "run", changes, "--generator", "vllm", path=tmp_path)
+    complaints = process.communicate(timeout=120)[1]
+    assert process.returncode != 0
+    assert "reward late:late raised ZeroDivisionError" in complaints
 
 
 @needs_vllm

@@ -39,6 +39,9 @@ LATER_KEYS = {
     "train.kernels": "torch",
     "train.mismatch": "raise",
     "rollout.async_level": 0,
+    "rollout.top_k": 0,
+    "rollout.top_p": 1.0,
+    "rollout.min_p": 0.0,
     "sync.inflight": "wait",
     **{f"correction.{f.name}": f.default for f in dataclasses.fields(CorrectionTable)},
 }
@@ -140,6 +143,8 @@ def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
             "stopped": np.array(r.stopped),
             "seconds": np.array([r.seconds]),
         }
+        if r.kept_tokens is not None:
+            arrays["kept_tokens"] = np.concatenate(r.kept_tokens)
         if r.routed_experts is not None:
             arrays["routed_experts"] = np.concatenate(r.routed_experts)
             arrays["positions"] = np.array([len(routed) for routed in r.routed_experts])
@@ -170,6 +175,7 @@ def _rollout(tensors: dict[str, NDArray[Any]], i: int, step: int, config: Config
         logprobs=split("logprobs", "lengths"),
         texts=[decode(tokenizer, ids, ended) for ids, ended in zip(token_ids, stopped, strict=True)],
         stopped=stopped,
+        kept_tokens=split("kept_tokens", "lengths") if f"{i}:kept_tokens" in tensors else None,
         routed_experts=split("routed_experts", "positions") if f"{i}:routed_experts" in tensors else None,
         versions=split("versions", "lengths"),
         seconds=float(tensors[f"{i}:seconds"][0]),

@@ -84,7 +84,11 @@ class RolloutTable:
     prompts: int = number(32, at_least=1)  # a step
     samples: int = number(16, at_least=2)  # of each prompt: the group
     max_tokens: int = number(128, at_least=1)
-    temperature: float = number(1.0, above=0)  # filters (top_p …) are not offered: the ratio would divide by a truncated law
+    temperature: float = number(1.0, above=0)
+    # Filters, as SamplingParams has them; all logprobs are then of the distribution over the tokens that they kept (docs/grpo.md).
+    top_k: int = number(0, at_least=0)  # 0: off; above 0 with either of the next two, since the tokens kept are recorded
+    top_p: float = number(1.0, above=0, at_most=1)
+    min_p: float = number(0.0, at_least=0, at_most=1)
     async_level: int = number(0, at_least=0, at_most=64)  # N: generated while the trainer learns, at most N versions behind it; 0: by turns
 
 
@@ -277,6 +281,7 @@ def _check_together(c: Config) -> None:
         raise rm.ConfigError(
             f"[rollout] max_tokens: expected below [generator] max_model_len={c.generator.max_model_len}, got {c.rollout.max_tokens}"
         )
+    _check_filters(c)
     _check_correction(c)
     _check_kernels(c)
     _check_async(c)
@@ -286,6 +291,17 @@ def _check_together(c: Config) -> None:
         _check_vllm(c.generator)
     else:
         _check_device(c.generator)
+
+
+def _check_filters(c: Config) -> None:
+    r = c.rollout
+    if not r.top_k and (r.top_p < 1 or r.min_p > 0):
+        seen = f"top_p = {r.top_p:g}, min_p = {r.min_p:g}"
+        raise rm.ConfigError(f"[rollout] top_k: expected above 0 with {seen} (at most so many tokens are kept, and recorded), got 0")
+    if r.top_k and c.generator.engine == "vllm":
+        raise rm.ConfigError(
+            f'[rollout] top_k: expected 0 where [generator] engine is "vllm", which does not return the tokens kept, got {r.top_k}'
+        )
 
 
 def kernels_of(c: Config) -> str:
@@ -336,8 +352,8 @@ def _check_async(c: Config) -> None:
         raise rm.ConfigError(
             f'[sync] inflight: expected "wait" with [rollout] async_level = 0, where nothing runs during a sync, got "{inflight}"'
         )
-    if level > 0 and c.generator.engine == "vllm":
-        raise rm.ConfigError(f'[rollout] async_level: expected 0 where [generator] engine is "vllm", got {level}')
+    if inflight != "wait" and c.generator.engine == "vllm":
+        raise rm.ConfigError(f'[sync] inflight: expected "wait" where [generator] engine is "vllm", got "{inflight}"')
 
 
 def _check_name(table: str, device: str) -> None:

@@ -28,6 +28,10 @@ class RolloutGenerator(Generates, Protocol):
         """Takes a whole state dict as `version`, or raises and keeps serving the old one."""
         ...
 
+    def abort(self) -> Any:
+        """Ends what another thread generates."""
+        ...
+
     def close(self) -> None: ...
 
 

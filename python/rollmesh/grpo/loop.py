@@ -139,8 +139,6 @@ def _batches(run: Run, version: int) -> range:
 
 
 def _async_rollouts(run: Run, overlap: Overlap) -> AsyncRollouts:
-    generator = run.generator
-    assert isinstance(generator, rm.Generator)
 
     def generate(batch: int, version: int) -> Rollout:
         overlap.start("generator")
@@ -150,7 +148,7 @@ def _async_rollouts(run: Run, overlap: Overlap) -> AsyncRollouts:
             overlap.stop("generator")
 
     # All ranks have to abort, and the others do not know: there the batch is finished.
-    return AsyncRollouts(generate, (lambda: None) if run.has_peers else generator.abort, run.ready)
+    return AsyncRollouts(generate, (lambda: None) if run.has_peers else run.generator.abort, run.ready)
 
 
 def _is_tested(run: Run, step: int) -> bool:
@@ -233,32 +231,27 @@ def _roll_out(run: Run, step: int, version: int | None = None) -> Rollout:
     version = step if version is None else version
     newest = version if run.config.sync.inflight == "wait" else step
     prompts = run.data.draw(run.config.seed, step, table.prompts)
-    return _generate(run, prompts, step, "rollout", table.samples, table.temperature, version, newest, keep)
+    filters: dict[str, Any] = {}
+    if table.top_k:
+        filters = {"top_k": table.top_k, "top_p": table.top_p, "min_p": table.min_p, "kept_tokens": True}
+    sampling = rm.SamplingParams(n=table.samples, max_tokens=table.max_tokens, temperature=table.temperature, **filters)
+    return _generate(run, prompts, step, "rollout", sampling, version, newest, keep)
 
 
 def _held_out(run: Run, step: int) -> Rollout:
     table = run.config.eval
-    return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", 1, table.temperature, step, step)
+    sampling = rm.SamplingParams(max_tokens=run.config.rollout.max_tokens, temperature=table.temperature)
+    return _generate(run, list(run.data.heldout[: table.prompts]), step, "held-out", sampling, step, step)
 
 
 def _generate(
-    run: Run,
-    prompts: list[Prompt],
-    step: int,
-    purpose: str,
-    samples: int,
-    temperature: float,
-    version: int,
-    newest: int,
-    routing: bool = False,
+    run: Run, prompts: list[Prompt], step: int, purpose: str, sampling: rm.SamplingParams, version: int, newest: int, routing: bool = False
 ) -> Rollout:
     return generate(
         run.generator,
         run.tokenizer,
         prompts,
-        samples=samples,
-        max_tokens=run.config.rollout.max_tokens,
-        temperature=temperature,
+        sampling=sampling,
         run_seed=run.config.seed,
         step=step,
         purpose=purpose,

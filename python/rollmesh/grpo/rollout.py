@@ -33,6 +33,7 @@ class Rollout:
     logprobs: list[NDArray[np.float32]]  # recorded by the generator, under the distribution drawn from
     texts: list[str]
     stopped: list[bool]  # ended by eos, not by max_tokens
+    kept_tokens: list[NDArray[np.int32]] | None = None  # [tokens, top_k] each, what the filters kept, −1 after the last; None: no filters
     routed_experts: list[NDArray[np.int16]] | None = None  # [prompt + n − 1, moe_layers, k] each; None: not asked for
     trainer_logprobs: list[NDArray[np.float32]] | None = None  # before the step's first update; None: not needed
     versions: list[NDArray[np.int64]] = dataclasses.field(default_factory=list)  # of the weights that drew each token
@@ -55,6 +56,7 @@ class Batch:
     targets_N: Tensor  # the token
     old_logprobs_N: Tensor  # recorded by the generator
     lengths_B: Tensor  # generated tokens of each sequence
+    kept_NK: Tensor | None = None  # int32: the tokens that the filters of each draw kept, −1 after the last
     routed_BTLK: Tensor | None = None  # int16 expert ids of the layers with experts; -1 where there is no record
     trainer_logprobs_N: Tensor | None = None  # before the step's first update
     versions_N: Tensor | None = None  # of the weights that drew each generated token; None: not known
@@ -70,9 +72,7 @@ def generate(
     tokenizer: Any,
     prompts: list[Prompt],
     *,
-    samples: int,
-    max_tokens: int,
-    temperature: float,
+    sampling: rm.SamplingParams,
     run_seed: int,
     step: int,
     purpose: str,
@@ -80,14 +80,12 @@ def generate(
     newest: int | None = None,
     routing: bool = False,
 ) -> Rollout:
-    """Samples every prompt; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's version: `version`,
-    or from there to `newest`. `routing`: routed experts are needed; else they are kept where the generator records them."""
+    """Samples every prompt as `sampling` says; the seed of each is a hash of (run seed, step, purpose and prompt). Checks each token's
+    version: `version`, or from there to `newest`. `routing`: routed experts are needed; else they are kept where the generator records
+    them."""
     began = time.perf_counter()
     params = [
-        rm.SamplingParams(
-            n=samples, temperature=temperature, max_tokens=max_tokens, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")
-        )
-        for i, p in enumerate(prompts)
+        dataclasses.replace(sampling, seed=seed_of(run_seed, step, f"{purpose}\0{i}\0{p.ids}")) for i, p in enumerate(prompts)
     ]
     outputs = generator.generate([list(p.ids) for p in prompts], params, use_tqdm=False)
     completions = [c for o in outputs for c in o.outputs]
@@ -98,11 +96,12 @@ def generate(
         raise rm.StateError(f"step {step}: tokens of weight versions {sorted(wrong)}, expected {wanted}")
     token_ids = [[int(t) for t in c.token_ids] for c in completions]
     return Rollout(
-        prompts=[p for p in prompts for _ in range(samples)],
+        prompts=[p for p in prompts for _ in range(sampling.n)],
         token_ids=token_ids,
         logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
         texts=[text_of(tokenizer, c) for c in completions],
         stopped=[c.finish_reason == "stop" for c in completions],
+        kept_tokens=[c.kept_tokens for c in completions] if getattr(sampling, "kept_tokens", False) else None,
         routed_experts=[_routed(c, generator) for c in completions] if routing or completions[0].routed_experts is not None else None,
         versions=[np.asarray(c.versions, np.int64) for c in completions],
         seconds=time.perf_counter() - began,
@@ -155,7 +154,9 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
     mask = at < (starts + lengths)[:, None]
     columns = np.concatenate([np.arange(len(p) - 1, len(p) - 1 + len(a)) for p, a in zip(prompts, answers, strict=True)])
     rows = np.repeat(np.arange(len(prompts)), lengths)
-    routed = trainer = None
+    routed = trainer = kept = None
+    if rollout.kept_tokens is not None:
+        kept = torch.from_numpy(np.concatenate([rollout.kept_tokens[i] for i in indices])).to(device)
     if rollout.routed_experts is not None:
         records = [rollout.routed_experts[i] for i in indices]
         padded = np.full((len(records), ids.shape[1] - 1, *records[0].shape[1:]), -1, np.int16)
@@ -173,6 +174,7 @@ def make_batch(rollout: Rollout, indices: list[int] | range, device: Any = "cpu"
         targets_N=torch.from_numpy(ids[rows, columns + 1]).to(device),
         old_logprobs_N=torch.from_numpy(np.concatenate([rollout.logprobs[i] for i in indices])).to(device),
         lengths_B=torch.from_numpy(lengths).to(device),
+        kept_NK=kept,
         routed_BTLK=routed,
         trainer_logprobs_N=trainer,
         versions_N=torch.from_numpy(np.concatenate([rollout.versions[i] for i in indices])).to(device) if rollout.versions else None,

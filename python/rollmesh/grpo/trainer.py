@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rollmesh.grpo.generator import Pushed, RolloutGenerator
 
 MAX_KL_EXPONENT = 40.0  # of [loss] kl; the gradient norm's squares overflow float32 soon above it
+NOT_KEPT = -1e30  # a logit
 
 
 class Trainer:
@@ -88,8 +89,9 @@ class Trainer:
         return self.model.state_dict()  # type: ignore[no-any-return]
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, model: Any = None, on_policy: bool = False) -> tuple[Tensor, Tensor]:
-        """float32 logprob of each generated token at the rollout's temperature, and (asked for, else zeros) its entropy. on_policy: the
-        weights are those that drew the tokens; with rollmesh's kernels every number must then be the recorded one ([train] mismatch)."""
+        """float32 logprob of each generated token at the rollout's temperature, among the tokens that its filters kept, and (asked for,
+        else zeros) the entropy. on_policy: the weights are those that drew the tokens; with rollmesh's kernels every number must then be
+        the recorded one ([train] mismatch)."""
         import torch
 
         model = self.model if model is None else model
@@ -97,8 +99,13 @@ class Trainer:
             return self._same_logprobs(batch, entropy, model, on_policy and self.config.train.mismatch == "raise")
         hidden_BTC = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
         logits_NV = model.lm_head(hidden_BTC[batch.rows_N, batch.columns_N]).float() / self.config.rollout.temperature
+        place_N = batch.targets_N
+        if batch.kept_NK is not None:
+            place_N = (batch.kept_NK == place_N[:, None]).int().argmax(1)
+            # Finite, so that the entropy of a token that was not kept is 0 · number.
+            logits_NV = logits_NV.gather(1, batch.kept_NK.clamp(min=0).long()).masked_fill(batch.kept_NK < 0, NOT_KEPT)
         all_NV = torch.log_softmax(logits_NV, dim=-1)
-        logprobs_N = all_NV.gather(1, batch.targets_N[:, None]).squeeze(1)
+        logprobs_N = all_NV.gather(1, place_N[:, None]).squeeze(1)
         if not entropy:
             return logprobs_N, torch.zeros_like(logprobs_N)
         return logprobs_N, -(all_NV.exp() * all_NV).sum(-1)
@@ -111,8 +118,8 @@ class Trainer:
         has_routing = batch.routed_BTLK is not None and self.config.rollout.async_level == 0
 
         scored = rollmesh.torch.logprobs(
-            model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT, temperature=self.config.rollout.temperature,
-            entropy=entropy, routed_experts=must_be_same and has_routing,
+            model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT, kept_tokens=batch.kept_NK,
+            temperature=self.config.rollout.temperature, entropy=entropy, routed_experts=must_be_same and has_routing,
         )  # fmt: skip
         chosen = batch.generated_BT[:, 1:]
         logprobs_N = scored.logprobs[chosen]

@@ -69,6 +69,7 @@ class VllmGenerator:
         write_config(hf_config, Path(self._folder.name))
         self._senders: dict[bool, AsyncWeightSender] = {}
         self._llm: Any = None
+        self._running: set[asyncio.Task[Any]] = set()  # of the loop: calls of generate
         self._loop = LoopThread()
         try:
             self._llm = self._loop.run(start(table, self._folder.name, routing))
@@ -98,7 +99,15 @@ class VllmGenerator:
             raise rm.RequestError("use_tqdm: expected False with vLLM, got True")
         return self._loop.run(self._generate(prompts, chosen))
 
+    def abort(self) -> None:
+        """Ends the calls of generate that run in other threads; they raise CancelledError."""
+        self._loop.call(lambda: [task.cancel() for task in self._running])
+
     async def _generate(self, prompts: Sequence[Sequence[int]], params: Sequence[rm.SamplingParams]) -> list[rm.RequestOutput]:
+        me = asyncio.current_task()
+        assert me is not None
+        self._running.add(me)
+        me.add_done_callback(self._running.discard)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._complete(list(ids), p)) for ids, p in zip(prompts, params, strict=True)]
