@@ -445,6 +445,7 @@ def test_a_generator_without_a_record_is_refused(routed: tuple[Any, Any]) -> Non
                 versions=np.int64([0]),
                 finish_reason="length",
                 routed_experts=None,
+                kept_tokens=None,
             )
             return [SimpleNamespace(outputs=[one]) for _ in prompts]
 

@@ -100,7 +100,7 @@ def test_torchs_kernels_are_apart_and_say_so(tmp_path: Path) -> None:
 
 def test_torchs_kernels_take_the_logprobs_of_kept_tokens(tmp_path: Path) -> None:
     """In float32 they are the recorded ones to rounding; without the record they would be apart by about -log(0.9)."""
-    lines = ran("dense", tmp_path, 'train.kernels="torch"', *FILTERS)
+    lines = ran("moe", tmp_path, 'train.kernels="torch"', *FILTERS)
     assert 0 < max(line["logprob_diff_max"] for line in lines) < 1e-4
 
 

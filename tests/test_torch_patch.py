@@ -308,6 +308,32 @@ def test_autocast(case: helpers.Case, dtype: str) -> None:
             assert all((got[name] == want[name]).all() for name in want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_logprobs_of_kept_tokens_are_those_of_the_rollout(
+    pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str
+) -> None:
+    """Under filters, and before and after an update of the weights: the ratio is of two distributions over the recorded tokens."""
+    model, generator = pair(case, dtype, max_num_batched_tokens=16)
+    prompts = helpers.prompts(case.config, (1, 5, 33))
+    for temperature, filters in ((1.0, {"top_k": 20, "top_p": 0.9}), (0.7, {"top_k": 50, "min_p": 0.05}), (1.3, {"top_k": 7})):
+        params = rm.SamplingParams(n=2, max_tokens=20, temperature=temperature, seed=3, ignore_eos=True, kept_tokens=True, **filters)
+        batch = Batch(generator.generate(prompts, params, use_tqdm=False))
+        kept = torch.from_numpy(np.concatenate([s.kept_tokens for s in batch.completions]))
+        got = scored(model, batch, temperature=temperature, kept_tokens=kept, entropy=True)
+        assert (batch.of(got) == batch.recorded).all()
+        logits = model(batch.ids, attention_mask=batch.mask).logits[:, :-1][batch.wanted[:, 1:]]
+        among = torch.full_like(logits, -torch.inf).scatter(1, kept.clamp(min=0).long(), 0.0) + logits / temperature
+        among[:, 0].masked_fill_(~(kept == 0).any(1), -torch.inf)
+        p = among.softmax(-1)
+        assert got.entropy is not None
+        assert torch.allclose(got.entropy[batch.wanted[:, 1:]], torch.special.entr(p).sum(-1), rtol=1e-4, atol=1e-5)
+    step(model, batch)
+    later = batch.of(scored(model, batch, temperature=temperature, kept_tokens=kept))
+    assert np.isfinite(later).all()
+    assert (later != batch.recorded).any()
+
+
 def test_entropy(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
     model, generator = pair(DENSE)
     batch = drawn(generator, DENSE)
@@ -684,6 +710,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "one token": (lambda m: rm.torch.logprobs(m, IDS[:, :1]), rm.RequestError, "at least 2 tokens"),
     "wanted": (lambda m: rm.torch.logprobs(m, IDS, wanted=IDS[:, 1:]), rm.ShapeError, r"wanted: expected a tensor of shape \(1, 3\)"),
     "temperature": (lambda m: rm.torch.logprobs(m, IDS, temperature=-1), rm.RequestError, "temperature: expected .*-1"),
+    "kept tokens": (
+        lambda m: rm.torch.logprobs(m, IDS, kept_tokens=torch.ones(3, 1, dtype=torch.int32)),
+        rm.ShapeError,
+        "kept_tokens: expected 2 rows, one for each target, got 3",
+    ),
     "a layer by itself": (lambda m: m.model.layers[0](torch.ones(1, 3, 64)), rm.StateError, "called by its model"),
     "a generator": (lambda m: rm.torch.push(m, "generator"), rm.UnsupportedTensorError, "expected a rollmesh.Generator, got a str"),
     "dropout": (lambda m: in_training(attention_dropout=0.5)(IDS), rm.ConfigError, "attention_dropout: expected 0 in training, got 0.5"),

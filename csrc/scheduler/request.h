@@ -28,7 +28,7 @@ typedef struct rm_request {     // all pointers are views during add, except log
   int score_sampling;           // RM_SCORE: also logprobs under (temperature, top_p, …)
   int ranks;                    // also the rank of each sampled token, and of each of the prompt if that has logprobs
   int external_draws;               // its tokens are drawn by rm_engine_external_draw; with an external scheduler only
-  int kept_tokens;              // RM_GENERATE: also the tokens that the filters kept of each draw; top_k in [1, vocab], min_tokens = 0
+  int kept_tokens;              // RM_GENERATE: also the tokens that the filters kept of each draw; top_k in [1, vocab), min_tokens = 0
 } rm_request;
 
 typedef enum rm_finish { RM_RUNNING, RM_FINISH_STOP, RM_FINISH_LENGTH, RM_FINISH_ABORT, RM_FINISH_ERROR } rm_finish;

@@ -41,8 +41,8 @@ static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error
 static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *err) {
   if (!request->kept_tokens) return RM_OK;
   REFUSE_UNLESS(request->kind == RM_GENERATE, "kept_tokens=True: expected a generation, got a score; score without kept_tokens");
-  REFUSE_UNLESS(request->top_k >= 1 && request->top_k <= vocab,
-                "kept_tokens=True: expected top_k in [1, %lld], got %d; set top_k, which bounds the tokens kept", (long long)vocab,
+  REFUSE_UNLESS(request->top_k >= 1 && request->top_k < vocab,
+                "kept_tokens=True: expected top_k in [1, %lld), got %d; set top_k, which bounds the tokens kept", (long long)vocab,
                 request->top_k);
   REFUSE_UNLESS(request->min_tokens == 0, "kept_tokens=True: expected min_tokens=0, got %lld; leave one of the two out",
                 (long long)request->min_tokens);

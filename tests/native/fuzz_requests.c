@@ -102,7 +102,7 @@ static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   RULE(TOP_K, !samples || r->top_k > -2);
   RULE(LOGPROBS, r->logprobs >= 0 && r->logprobs <= VOCAB);
   RULE(PROMPT_LOGPROBS, r->prompt_logprobs >= -1 && r->prompt_logprobs <= VOCAB);
-  RULE(KEPT_TOKENS, !r->kept_tokens || (generates && r->top_k >= 1 && r->top_k <= VOCAB && r->min_tokens == 0));
+  RULE(KEPT_TOKENS, !r->kept_tokens || (generates && r->top_k >= 1 && r->top_k < VOCAB && r->min_tokens == 0));
   RULE(STOP_COUNT, r->n_stop_ids >= 0);
   RULE(STOP_NULL, r->stop_ids || r->n_stop_ids <= 0);
   if (r->stop_ids && r->n_stop_ids > 0) RULE(STOP_ID, in_vocab(r->stop_ids, r->n_stop_ids));
@@ -148,7 +148,7 @@ static rm_request valid(scene *s) {
   r.logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : 0;
   r.prompt_logprobs = fuzz_one_in(f, 4) ? (int32_t)fuzz_below(f, 6) : -1;
   r.score_sampling = fuzz_one_in(f, 2);
-  r.kept_tokens = r.kind == RM_GENERATE && r.top_k > 0 && r.top_k <= VOCAB && !r.min_tokens && fuzz_one_in(f, 2);
+  r.kept_tokens = r.kind == RM_GENERATE && r.top_k > 0 && r.top_k < VOCAB && !r.min_tokens && fuzz_one_in(f, 2);
   return r;
 }
 

@@ -101,7 +101,7 @@ def generate(
         logprobs=[np.asarray(c.sampling_logprobs, np.float32) for c in completions],
         texts=[text_of(tokenizer, c) for c in completions],
         stopped=[c.finish_reason == "stop" for c in completions],
-        kept_tokens=[c.kept_tokens for c in completions] if getattr(sampling, "kept_tokens", False) else None,
+        kept_tokens=[c.kept_tokens for c in completions if c.kept_tokens is not None] or None,
         routed_experts=[_routed(c, generator) for c in completions] if routing or completions[0].routed_experts is not None else None,
         versions=[np.asarray(c.versions, np.int64) for c in completions],
         seconds=time.perf_counter() - began,
