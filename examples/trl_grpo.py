@@ -38,7 +38,8 @@ PROMPTS = 32  # a step
 
 
 def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
-    """Random weights. vLLM is given the folder, for its config.json; the weights come from the trainer."""
+    """Random weights. vLLM is given the folder, for its config.json; the weights come from the trainer. A reference model is loaded from
+    it."""
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
@@ -48,13 +49,13 @@ def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCa
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    model.name_or_path = str(folder)
+    model.name_or_path = config.name_or_path = str(folder)
     return model
 
 
-def train(out: Path, steps: int) -> list[dict[str, Any]]:
+def train(out: Path, steps: int, beta: float) -> list[dict[str, Any]]:
     """TRL's log: one dict a step."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "chars")
     model = rollmesh.torch.patch(new_model(out / "model", tokenizer))
@@ -70,7 +71,7 @@ def train(out: Path, steps: int) -> list[dict[str, Any]]:
         max_completion_length=6,
         learning_rate=2e-3,
         lr_scheduler_type="constant",
-        beta=0.0,
+        beta=beta,
         epsilon_high=0.5,
         entropy_coef=0.05,
         router_aux_loss_coef=0.0,  # a patched model returns no router logits
@@ -85,6 +86,8 @@ def train(out: Path, steps: int) -> list[dict[str, Any]]:
     )
     dataset = load_dataset("json", data_files=str(DATA / "upper_train.jsonl"), split="train", cache_dir=str(out / "datasets"))
     trainer = GRPOTrainer(model=model, reward_funcs=char_match, args=args, train_dataset=dataset, processing_class=tokenizer)
+    if trainer.ref_model is not None:
+        rollmesh.torch.patch(trainer.ref_model)
     trainer.train()
     return [line for line in trainer.state.log_history if "reward" in line]
 
@@ -93,10 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="TRL's GRPOTrainer on vLLM on rollmesh, on the CPU.")
     parser.add_argument("--out", type=Path, help="default: a new temporary folder")
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps; each two of them share their completions")
+    parser.add_argument("--beta", type=float, default=0.0, help="of the KL term; above 0 TRL has a reference model")
     given = parser.parse_args()
     out = given.out or Path(tempfile.mkdtemp(prefix="trl-"))
     out.mkdir(parents=True, exist_ok=True)
-    lines = train(out, given.steps)
+    lines = train(out, given.steps, given.beta)
     (out / "trl_metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rewards = [line["reward"] for line in lines]
     apart = max(line["sampling/sampling_logp_difference/max"] for line in lines)

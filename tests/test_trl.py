@@ -39,9 +39,9 @@ from trl.trainer.utils import add_fused_lm_head
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples/trl_grpo.py"
 
 
-def train(out: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
+def train(out: Path, steps: int, seconds: float, *options: str) -> list[dict[str, Any]]:
     """TRL's log, an object for each two optimizer steps: they share their completions."""
-    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps)]
+    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")} | {"VLLM_PLUGINS": "rollmesh"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
@@ -68,6 +68,15 @@ def test_every_rollout_is_of_the_weights_that_trl_pushed_last(tmp_path: Path) ->
     assert len(lines) == 3
     assert len({line["entropy"] for line in lines}) == 3  # the weights moved
     assert apart(lines) == 0.0
+
+
+@pytest.mark.full
+def test_a_reference_model(tmp_path: Path) -> None:
+    """It is the policy's function too: before the first update TRL's KL is exactly 0."""
+    lines = train(tmp_path, 4, 400, "--beta", "0.05")
+    assert apart(lines) == 0.0
+    assert lines[0]["kl"] == 0.0
+    assert lines[1]["kl"] > 0.0
 
 
 @pytest.mark.slow
