@@ -23,20 +23,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rollmesh import ops
 from rollmesh.errors import ConfigError, LayoutError
+from rollmesh.torch.arrays import array_of, tensor_of
 
 Array = NDArray[Any]
 BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # block_size and head_dim are multiples of these
-
-
-def words_of(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as the ops take it (bfloat16 as uint16), without a copy if it is contiguous."""
-    tensor = tensor.contiguous()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-def tensor_of(words: Array) -> torch.Tensor:
-    """The inverse of words_of."""
-    return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16) if words.dtype == np.uint16 else torch.from_numpy(words)
 
 
 @dataclass(frozen=True)
@@ -139,8 +129,8 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         if not kv_cache.is_contiguous():
             raise LayoutError(f"expected a contiguous KV cache (layout LBHNC), got strides {kv_cache.stride()}")
         n, (blocks, kv_heads, positions, _) = step.num_rows, kv_cache.shape
-        qkv = words_of(torch.cat([part[:n].flatten(1) for part in (query, key, value)], 1))
-        pages = words_of(kv_cache).reshape(2 * blocks, kv_heads, positions * self.head_size)
+        qkv = array_of(torch.cat([part[:n].flatten(1) for part in (query, key, value)], 1))
+        pages = array_of(kv_cache).reshape(2 * blocks, kv_heads, positions * self.head_size)
         caches = (pages[:-1], pages[1:])
         q = ops.qk_rope_kv(
             qkv, weights["q_norm"], weights["k_norm"], rope.cos.numpy(), rope.sin.numpy(), step.positions, step.slots, *caches,

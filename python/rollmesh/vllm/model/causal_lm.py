@@ -35,7 +35,8 @@ from rollmesh.errors import ConfigError, NotSyncedError, NumericsError, StateErr
 from rollmesh.generator import Generator
 from rollmesh.model.placement import placements
 from rollmesh.model.spec import ModelSpec
-from rollmesh.vllm.model.attention import HEAD_DIMS, RollmeshAttentionBackend, Rope, tensor_of, words_of
+from rollmesh.torch.arrays import array_of, tensor_of
+from rollmesh.vllm.model.attention import HEAD_DIMS, RollmeshAttentionBackend, Rope
 from rollmesh.vllm.model.columns import Columns
 from rollmesh.vllm.model.logits import logits_with
 from rollmesh.vllm.platforms import config
@@ -74,7 +75,7 @@ class Block(torch.nn.Module):
         """x [rows, hidden], normed → attention's output after o_proj."""
         w, here, spec = self.weights, model.columns, model.spec
         qkv = ops.gemm(x, w["qkv"], sum(self.sizes), bias=w.get("qkv_bias"), **model.how)
-        attended = words_of(self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1))))
+        attended = array_of(self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1))))
         attended = here.whole(attended, "heads", spec.head_dim)
         out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
         return here.whole(out, "hidden")
@@ -197,7 +198,7 @@ class Model(torch.nn.Module):
             return torch.zeros(len(positions), self.spec.hidden_size, dtype=getattr(torch, self.dtype))
         self._require_weights()
         if inputs_embeds is not None:
-            residual = words_of(inputs_embeds).copy()
+            residual = array_of(inputs_embeds).copy()
         elif input_ids is not None:
             residual = self._embed(input_ids.to(torch.int32).numpy())
         else:
@@ -237,7 +238,7 @@ class Model(torch.nn.Module):
         vocab, rows = self.spec.vocab_size, len(hidden_states)
         if self._served is None:
             return torch.zeros(rows, vocab)  # vLLM's profiling pass
-        x, w, here = words_of(hidden_states), self._ends["lm_head"], self.columns
+        x, w, here = array_of(hidden_states.contiguous()), self._ends["lm_head"], self.columns
         if here.size == 1:
             head = ops.lm_head(x, w, vocab, **self.how)
             logits = head.logits
