@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rollmesh as rm
-from rollmesh.grpo.config import Config, ModelTable, TrainTable, kernels_of
+from rollmesh.grpo.config import Config, ModelTable, TrainTable
+from rollmesh.grpo.forward import forward_of
 from rollmesh.grpo.loss import correction_weights, grpo_loss, token_weights
-from rollmesh.grpo.mismatch import check_same, corrections, largest_kl
+from rollmesh.grpo.mismatch import corrections, largest_kl
 from rollmesh.grpo.rollout import Batch, Rollout, make_batch, with_trainer_logprobs
 from rollmesh.grpo.routing_replay import replay, routers
 from rollmesh.grpo.seeds import seed_of
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from rollmesh.grpo.generator import Pushed, RolloutGenerator
 
 MAX_KL_EXPONENT = 40.0  # of [loss] kl; the gradient norm's squares overflow float32 soon above it
-NOT_KEPT = -1e30  # a logit
 
 
 class Trainer:
@@ -52,36 +52,23 @@ class Trainer:
         self.version: int | None = None  # of the weights, since the last push
         self.device = torch_device(table.device)
         check_devices(self.device, config)
-        self.kernels = kernels_of(config)
-        self.model = self._patched(load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer))
+        self.forward = forward_of(config)
+        model = load_model(checkpoint, table.dtype) if checkpoint else build_model(config, tokenizer)
+        self.model = self.forward.prepared(model.to(self.device))
         if config.correction.routing_replay:
             routers(self.model)
         self.model.eval()  # no dropout: the policy that is trained is the one that generates
-        self.reference = self._patched(build_reference(config, tokenizer)) if config.loss.kl > 0 else None
+        self.reference = self.forward.prepared(build_reference(config, tokenizer).to(self.device)) if config.loss.kl > 0 else None
         torch.manual_seed(seed_of(config.seed, 0, "run"))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=table.lr, betas=(table.betas[0], table.betas[1]), weight_decay=table.weight_decay, foreach=True
         )
 
-    def _patched(self, model: Any) -> Any:
-        """On its device, with [train] kernels."""
-        model, g = model.to(self.device), self.config.generator
-        if self.kernels == "torch":
-            return model
-        import rollmesh.torch
-
-        return rollmesh.torch.patch(model, dtype=g.dtype, max_model_len=g.max_model_len)
-
     def push(self, generator: RolloutGenerator, version: int) -> Pushed:
         """The weights become the generator's version. A generator of this process shares its packed copy with rollmesh's kernels."""
         table = self.config.sync
         options: dict[str, Any] = {"cast": table.cast} if table.inflight == "wait" else {"cast": table.cast, "inflight": table.inflight}
-        if self.kernels == "torch" or not isinstance(generator, rm.Generator):
-            report: Pushed = generator.sync_weights(self.state_dict(), version=version, **options)
-        else:
-            import rollmesh.torch
-
-            report = rollmesh.torch.push(self.model, generator, version, **options)
+        report = self.forward.push(self.model, generator, version, **options)
         self.version = version
         return report
 
@@ -92,41 +79,7 @@ class Trainer:
         """float32 logprob of each generated token at the rollout's temperature, among the tokens that its filters kept, and (asked for,
         else zeros) the entropy. on_policy: the weights are those that drew the tokens; with rollmesh's kernels every number must then be
         the recorded one ([train] mismatch)."""
-        import torch
-
-        model = self.model if model is None else model
-        if self.kernels == "rollmesh":
-            return self._same_logprobs(batch, entropy, model, on_policy and self.config.train.mismatch == "raise")
-        hidden_BTC = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
-        logits_NV = model.lm_head(hidden_BTC[batch.rows_N, batch.columns_N]).float() / self.config.rollout.temperature
-        place_N = batch.targets_N
-        if batch.kept_NK is not None:
-            place_N = (batch.kept_NK == place_N[:, None]).int().argmax(1)
-            # Finite, so that the entropy of a token that was not kept is 0 · number.
-            logits_NV = logits_NV.gather(1, batch.kept_NK.clamp(min=0).long()).masked_fill(batch.kept_NK < 0, NOT_KEPT)
-        all_NV = torch.log_softmax(logits_NV, dim=-1)
-        logprobs_N = all_NV.gather(1, place_N[:, None]).squeeze(1)
-        if not entropy:
-            return logprobs_N, torch.zeros_like(logprobs_N)
-        return logprobs_N, -(all_NV.exp() * all_NV).sum(-1)
-
-    def _same_logprobs(self, batch: Batch, entropy: bool, model: Any, must_be_same: bool) -> tuple[Tensor, Tensor]:
-        """By rollmesh's kernels: on the weights that drew the tokens those that the generator recorded, bit for bit."""
-        import rollmesh.torch
-
-        # With syncs in flight samples of one prompt share its record of routing, whichever version each is of.
-        has_routing = batch.routed_BTLK is not None and self.config.rollout.async_level == 0
-
-        scored = rollmesh.torch.logprobs(
-            model, batch.tokens_BT, batch.mask_BT, wanted=batch.generated_BT, kept_tokens=batch.kept_NK,
-            temperature=self.config.rollout.temperature, entropy=entropy, routed_experts=must_be_same and has_routing,
-        )  # fmt: skip
-        chosen = batch.generated_BT[:, 1:]
-        logprobs_N = scored.logprobs[chosen]
-        if must_be_same:
-            # The last token of each sequence was drawn and never computed.
-            check_same(logprobs_N, None if scored.routed_experts is None else scored.routed_experts[:, :-1], batch, self.version)
-        return logprobs_N, logprobs_N.new_zeros(len(logprobs_N)) if scored.entropy is None else scored.entropy[chosen]
+        return self.forward.logprobs(self.model if model is None else model, batch, entropy, on_policy, self.version)
 
     def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
         """Of all generated tokens of a rollout, without gradient, on the weights that drew them: [tokens]."""
@@ -144,18 +97,9 @@ class Trainer:
         """float32 [len - 1] per sequence at temperature 1: the scorer of rm.Generator.self_test."""
         import torch
 
-        out = []
         with torch.no_grad():
-            for ids in sequences:
-                tokens_T = torch.from_numpy(ids.astype(np.int64)).to(self.device)
-                if self.kernels == "rollmesh":
-                    import rollmesh.torch
-
-                    out.append(rollmesh.torch.logprobs(self.model, tokens_T[None]).logprobs[0].cpu().numpy())
-                    continue
-                logits_TV = self.model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
-                out.append(torch.log_softmax(logits_TV[:-1], -1).gather(1, tokens_T[1:, None]).squeeze(1).cpu().numpy())
-        return out
+            tokens = [torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in sequences]
+            return [self.forward.score(self.model, tokens_T).cpu().numpy() for tokens_T in tokens]
 
     def learn(self, rollout: Rollout, advantages: NDArray[np.float64], step: int) -> tuple[dict[str, float], NDArray[np.float32]]:
         """The step's optimizer updates. Returns their metrics and the logprobs of the rollout's tokens before the first of them."""
