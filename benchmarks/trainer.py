@@ -3,14 +3,15 @@
     python -m benchmarks.trainer same [--logprobs 10000000]    how many logprobs of both sides differ: 0, or exit status 1
     python -m benchmarks.trainer loop [--steps 200]            the same in training, generator on a mesh and on one rank
     python -m benchmarks.trainer cost                          time and memory of a trainer's step beside transformers
+    python -m benchmarks.trainer ahead                         tokens/s of a run whose rollouts are ahead of its trainer
     python -m benchmarks.trainer curves FILE.json              rewards with transformers' forward, corrected or not, and with rollmesh's
 
 `same` draws completions with chunked prefill, prefix hits and preemption, on each instruction set of this machine, and scores random
 sequences; the trainer computes all of them in padded batches. `loop` runs `rollmesh grpo` on the debug configs in float32 and bfloat16
 with tp=2, dp=2, ep=4 (dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a step (forward
 and backward, weights packed anew) of a patched model and of transformers in one process, best of each; the resident set's peak is measured
-in a process of its own for each. `curves` trains the MoE debug config on a bfloat16 generator with each of ARMS and several seeds, and
-writes what `python docs/draw.py FILE.json` draws.
+in a process of its own for each. `ahead` alternates between the levels of [rollout] async_level, best of each. `curves` trains the MoE
+debug config on a bfloat16 generator with each of ARMS and several seeds, and writes what `python docs/draw.py FILE.json` draws.
 """
 
 from __future__ import annotations
@@ -159,6 +160,27 @@ def loop(steps: int) -> int:
     return int(bad > 0)
 
 
+# ---------------------------------------------------------------------------------------------- ahead
+def ahead(rounds: int, steps: int) -> None:
+    """Tokens of rollouts by the time of the steps, without the first two. A level above 0 has one thread for each side; level 0, where the
+    sides take turns, one or two."""
+    ways = {f"level 0, {n} thread{'s' * (n > 1)}": (0, n, "wait") for n in (1, 2)}
+    ways |= {f"level {level}, {how}, 1 thread each": (level, 1, how) for level, how in ((1, "wait"), (2, "keep"))}
+    best = dict.fromkeys(ways, 0.0)
+    shares: dict[str, str] = {}
+    for _ in range(rounds):
+        for way, (level, threads, how) in ways.items():
+            changes = [f"rollout.async_level={level}", f'sync.inflight="{how}"', f"train.threads={threads}", f"generator.threads={threads}"]
+            with tempfile.TemporaryDirectory() as folder:
+                lines = run("qwen3_moe_debug.toml", Path(folder) / "run", steps, [*changes, "eval.every=1000"])[2:-1]
+            rate = sum(m["tokens"] for m in lines) / sum(m["step_s"] for m in lines)
+            if rate > best[way]:
+                best[way] = rate
+                shares[way] = f", both sides work {np.mean([m['both_share'] for m in lines]):.0%} of the time" if level else ""
+    for way, rate in best.items():
+        print(f"{way}: {rate:,.0f} tokens/s, {rate / best['level 0, 2 threads']:.2f} × level 0{shares[way]}")
+
+
 # ---------------------------------------------------------------------------------------------- curves
 def curves(file: Path, steps: int, seeds: int, threads: int) -> None:
     """Runs of one thread each, as many at a time as there are threads."""
@@ -252,6 +274,9 @@ def main() -> int:
     parts.add_parser("same").add_argument("--logprobs", type=whole(1), default=10**7)
     parts.add_parser("loop").add_argument("--steps", type=whole(1), default=200)
     parts.add_parser("cost").add_argument("--rounds", type=whole(1), default=8)
+    levels = parts.add_parser("ahead")
+    levels.add_argument("--rounds", type=whole(1), default=3)
+    levels.add_argument("--steps", type=whole(4), default=40)
     rewards = parts.add_parser("curves")
     rewards.add_argument("file", type=Path)
     rewards.add_argument("--steps", type=whole(1), default=220)
@@ -264,6 +289,7 @@ def main() -> int:
         "same": lambda: same(given.logprobs, given.threads),
         "loop": lambda: loop(given.steps),
         "cost": lambda: cost(given.rounds, given.threads),
+        "ahead": lambda: ahead(given.rounds, given.steps),
         "curves": lambda: curves(given.file, given.steps, given.seeds, given.threads),
         "peak": lambda: peak(given.name, given.dtype, given.patched == "1"),
     }

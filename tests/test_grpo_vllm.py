@@ -160,6 +160,17 @@ def test_a_completion_that_is_none_is_an_error(changes: dict[str, Any], message:
         vllm_engine.output_of(output, 9, rm.SamplingParams(), frozenset())
 
 
+@needs_vllm
+def test_what_vllm_does_not_do_is_refused() -> None:
+    for option, message in (
+        ({"kept_tokens": True, "top_k": 3}, "kept_tokens: expected False with vLLM, .*, got True"),
+        ({"stop": "x"}, r"stop: expected none, got \['x'\]"),
+        ({"seed": None}, "seed: expected a number, got None"),
+    ):
+        with pytest.raises(rm.RequestError, match=f"^{message}"):
+            vllm_engine.vllm_params(rm.SamplingParams(**{"seed": 0, **option}), [])
+
+
 # -------------------------------------------------------------------------------------------------- with vLLM
 def started(out: Path, changes: list[str], *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
     """`path`: of modules that the config names."""

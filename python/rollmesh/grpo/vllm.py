@@ -236,6 +236,8 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
 
     if params.seed is None:
         raise rm.RequestError("seed: expected a number, got None; without one samples would depend on the engine")
+    if params.kept_tokens:
+        raise rm.RequestError("kept_tokens: expected False with vLLM, which does not return the tokens kept, got True")
     if params.stop:
         raise rm.RequestError(f"stop: expected none, got {list(params.stop)}; the engine has no tokenizer")
     return SamplingParams(
