@@ -398,7 +398,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "qkv: expected 11 rows",
     ),
     "a target": (lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 4])), rm.RequestError, r"in \[0, 4\), got 1 to 4"),
-    "targets": (lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1])), rm.ShapeError, r"targets: .*\(2,\), got \(1,\)"),
+    "targets": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1])),
+        rm.ShapeError,
+        r"targets: .*\(2,\), got .* \(1,\)",
+    ),
+    "complex targets": (
+        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1 + 0j])),
+        rm.ShapeError,
+        r"targets: expected integers of shape \(1,\), got torch.complex64 of shape \(1,\)",
+    ),
     "kept tokens": (
         lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.ones(2, 2)),
         rm.ShapeError,
@@ -419,6 +428,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         rm.RequestError,
         r"kept_tokens: expected each token of row 0 once, got \[1, 2, 2\]",
     ),
+    "a kept token of more than 32 bits": (
+        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[1, 2 + 2**32]])),
+        rm.RequestError,
+        r"kept_tokens: expected tokens in \[0, 4\), or -1 for none, got 1 to 4294967298",
+    ),
+    "a mask of kept tokens": (
+        lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1]), kept_tokens=torch.tensor([[False, True]])),
+        rm.ShapeError,
+        r"kept_tokens: expected integers of shape \(1, k\), got torch.bool of shape \(1, 2\)",
+    ),
     "a target that was not kept": (
         lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 3]), kept_tokens=torch.tensor([[1, -1], [0, 1]])),
         rm.RequestError,
@@ -428,6 +447,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=0.0),
         rm.RequestError,
         "temperature: .*got 0.0",
+    ),
+    "a temperature that is 0 as a float32": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=1e-50),
+        rm.RequestError,
+        "temperature: .*got 1e-50",
     ),
     "a weight that is not finite": (
         lambda: functions.linear(f32(2, 8), f32(4, 8) / 0),

@@ -10,6 +10,7 @@ from torch import Tensor
 from rollmesh import ops
 from rollmesh.errors import NumericsError, RequestError, ShapeError
 from rollmesh.ops.arguments import is_real
+from rollmesh.request.sampling import MAX_FLOAT32, MIN_FLOAT32
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
@@ -17,6 +18,7 @@ from rollmesh.torch.functions.common import How, backward_pass, how_for, matmul_
 
 LOGITS_AT_ONCE = 1 << 25  # float32 numbers of a pass over the vocabulary, beside those that are kept
 LOGITS_KEPT = 1 << 28  # up to so many are kept for the backward pass; more are computed again
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class TokenLogprobs(NamedTuple):
@@ -182,11 +184,10 @@ def token_logprobs(
     x = rows_of("x", x)
     how = how or how_for(x)
     width_of("weight", [weight], x.shape[1])
-    if not is_real(temperature) or not 0 < temperature < float("inf"):
-        raise RequestError(f"temperature: expected a finite number above 0, got {shown(temperature)}")
-    if not isinstance(targets, Tensor) or targets.shape != x.shape[:1] or targets.is_floating_point():
-        seen = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {seen}")
+    if not is_real(temperature) or not MIN_FLOAT32 <= temperature <= MAX_FLOAT32:
+        raise RequestError(f"temperature: expected a finite number above 0, a normal float32, got {shown(temperature)}")
+    if not isinstance(targets, Tensor) or targets.shape != x.shape[:1] or targets.dtype not in INTEGERS:
+        raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {_seen(targets)}")
     if len(x) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise RequestError(f"targets: expected tokens in [0, {len(weight)}), got {int(targets.min())} to {int(targets.max())}")
     if kept_tokens is not None:
@@ -198,13 +199,17 @@ def token_logprobs(
     return TokenLogprobs(logprobs, of_row if entropy else None)
 
 
+def _seen(given: Any) -> str:
+    return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+
+
 def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
-    if not isinstance(kept_tokens, Tensor) or kept_tokens.is_floating_point() or kept_tokens.dim() != 2 or not kept_tokens.shape[1]:
-        seen = f"{kept_tokens.dtype} of shape {tuple(kept_tokens.shape)}" if isinstance(kept_tokens, Tensor) else type(kept_tokens).__name__
-        raise ShapeError(f"kept_tokens: expected integers of shape ({len(targets)}, k), got {seen}")
+    """int32, a copy."""
+    if not isinstance(kept_tokens, Tensor) or kept_tokens.dtype not in INTEGERS or kept_tokens.dim() != 2 or not kept_tokens.shape[1]:
+        raise ShapeError(f"kept_tokens: expected integers of shape ({len(targets)}, k), got {_seen(kept_tokens)}")
     if len(kept_tokens) != len(targets):
         raise ShapeError(f"kept_tokens: expected {len(targets)} rows, one for each target, got {len(kept_tokens)}")
-    kept_tokens = kept_tokens.to(targets.device).int()
+    kept_tokens = kept_tokens.to(targets.device).long()
     if len(targets) and not -1 <= int(kept_tokens.min()) <= int(kept_tokens.max()) < vocab:
         raise RequestError(
             f"kept_tokens: expected tokens in [0, {vocab}), or -1 for none, got {int(kept_tokens.min())} to {int(kept_tokens.max())}"
@@ -218,4 +223,4 @@ def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
     if len(missing):
         row = int(missing[0])
         raise RequestError(f"kept_tokens: expected token {int(targets[row])} of row {row} among them, got {kept_tokens[row].tolist()}")
-    return kept_tokens
+    return kept_tokens.int()
