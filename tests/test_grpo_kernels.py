@@ -93,6 +93,12 @@ def test_the_run_is_that_of_one_rank(changes: list[str], tmp_path: Path) -> None
     assert ran("moe", tmp_path / "mesh", *BFLOAT16, *changes) == ran("moe", tmp_path / "one", *BFLOAT16)
 
 
+def test_filters_that_a_vocabulary_is_too_small_for(tmp_path: Path) -> None:
+    """Before anything is generated."""
+    with pytest.raises(rm.ConfigError, match=r"^\[rollout\] top_k: expected below the 101 tokens of the model's vocabulary, got 101$"):
+        ran("dense", tmp_path, "rollout.top_k=101")
+
+
 def test_torchs_kernels_are_apart_and_say_so(tmp_path: Path) -> None:
     lines = ran("moe", tmp_path, 'train.kernels="torch"', "sync.self_test=0.0", *BFLOAT16)
     assert min(line["logprob_diff_max"] for line in lines) > 1e-4

@@ -37,7 +37,9 @@ class RolloutGenerator(Generates, Protocol):
 
 def make_generator(config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None) -> RolloutGenerator:
     """`hf_config`: of the model whose weights will be pushed. `comm`: this process is one rank of the generator's mesh."""
-    g, eos = config.generator, eos_ids(tokenizer, hf_config)
+    g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
+    if top_k >= hf_config.vocab_size:
+        raise rm.ConfigError(f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's vocabulary, got {top_k}")
     if g.engine == "vllm":
         from rollmesh.grpo.vllm import VllmGenerator
 
