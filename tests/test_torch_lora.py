@@ -115,6 +115,28 @@ def test_lora_that_no_rollout_has() -> None:
 
 
 @pefts
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # of peft, about norms
+def test_adapters_of_other_parts_and_kinds() -> None:
+    """Where the forward pass would leave them out, and where a push cannot merge them."""
+    peft = pytest.importorskip("peft")
+    experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    for case, config, words in (
+        (DENSE, peft.LNTuningConfig(target_modules=["input_layernorm"]), "got one of a norm, a LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["q_norm"]), "got one of a norm, a LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["post_attention_layernorm"]), "got one of a norm, a LNTuningLayer"),
+        (DENSE, peft.LNTuningConfig(target_modules=["model.norm"]), "got one of a norm, a LNTuningLayer"),
+        (DENSE, peft.LoHaConfig(r=2, target_modules=["q_proj"]), "expected LoRA layers of peft, got a Linear"),
+        (DENSE, peft.HRAConfig(r=2, target_modules=["q_proj"]), "expected LoRA layers of peft, got a HRALinear"),
+        (helpers.CASES_BY_NAME["moe"], experts, "got one of the router or of experts"),
+    ):
+        model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(case), config))
+        with pytest.raises(rm.ConfigError, match=words):
+            rm.torch.logprobs(model, torch.tensor([[1, 2]]))
+        with pytest.raises(rm.ConfigError, match=r"expected (adapters of attention and dense MLPs|LoRA layers of peft)"):
+            rm.torch.state_dict(model)
+
+
+@pefts
 def test_adapters_that_are_switched() -> None:
     """Off (the usual reference model), to another one, and to another scale: what was packed or pushed before is not used."""
     peft = pytest.importorskip("peft")

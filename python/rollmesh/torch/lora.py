@@ -11,6 +11,8 @@ from torch import Tensor
 from rollmesh.errors import ConfigError
 from rollmesh.torch.kept import Source
 
+ELSEWHERE = "expected adapters of attention and dense MLPs only, got one of {}"
+
 
 def base_of(module: Any) -> Any:
     return getattr(module, "base_layer", module)
@@ -28,7 +30,7 @@ def state_of(model: Any) -> dict[str, Tensor]:
     """Weights by their Hugging Face names: adapters merged, of parts that are trained whole the copy in use."""
     modules = list(model.named_modules())
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    state |= {f"{name}.weight": with_lora(module, base_of(module).weight) for name, module in modules if module is not base_of(module)}
+    state |= {f"{name}.weight": with_lora(module, _base_weight(module)) for name, module in modules if module is not base_of(module)}
     for name, module in reversed(modules):  # inner parts first
         used = in_use(module)
         if used is not module:
@@ -39,6 +41,19 @@ def state_of(model: Any) -> dict[str, Tensor]:
                 if key.startswith(f"{part}.") or not key.startswith(f"{name}.")
             }
     return state
+
+
+def _base_weight(module: Any) -> Tensor:
+    weight = getattr(base_of(module), "weight", None)
+    if weight is None:  # experts have other names
+        raise ConfigError(ELSEWHERE.format("the router or of experts"))
+    return weight  # type: ignore[no-any-return]
+
+
+def norm_weight_of(module: Any) -> Tensor:
+    if module is not base_of(module):
+        raise ConfigError(ELSEWHERE.format(f"a norm, a {type(module).__name__}"))
+    return module.weight  # type: ignore[no-any-return]
 
 
 def check_no_bias(module: Any) -> None:
@@ -63,7 +78,7 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
     """W + Σ scaling · B · A of the active adapters of a peft layer: what is pushed and what the forward pass uses."""
     if module is base_of(module) or module.merged or module.disable_adapters:
         return weight
-    if not hasattr(module, "get_delta_weight"):
+    if not hasattr(module, "lora_A") or not hasattr(module, "get_delta_weight"):
         raise ConfigError(f"expected LoRA layers of peft, got a {type(module).__name__}")
     for adapter in module.active_adapters:
         if adapter not in module.lora_A:
@@ -84,5 +99,5 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
 def expert_weights_of(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
     for module in (mlp.gate, mlp.experts):
         if module is not base_of(module):
-            raise ConfigError("expected adapters of attention and dense MLPs only, got one of the router or of experts")
+            raise ConfigError(ELSEWHERE.format("the router or of experts"))
     return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj

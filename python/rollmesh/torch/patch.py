@@ -37,7 +37,7 @@ from rollmesh.torch import functions, packing
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.kept import KeptWeights, Key, Source, WeightUse, count_optimizer_steps
-from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, state_of, weights_of
+from rollmesh.torch.lora import base_of, check_no_bias, expert_weights_of, in_use, norm_weight_of, state_of, weights_of
 from rollmesh.torch.sequences import Sequences
 
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -151,7 +151,7 @@ class Patch:
         biases = [base_of(module).bias for module in qkv]
         bias = None if biases[0] is None else torch.cat(biases)
         made = functions.linear(x, *weights, bias=bias, packed=packed, how=how)
-        norms = attention.q_norm.weight, attention.k_norm.weight
+        norms = norm_weight_of(attention.q_norm), norm_weight_of(attention.k_norm)
         attended = functions.attention(made, *norms, self.rope(rows, x.device), rows, self.heads[index], how=how)
         weights, packed = self.rows_of((index, "o"), [attention.o_proj], how)
         return functions.linear(attended, *weights, bias=base_of(attention.o_proj).bias, packed=packed, how=how)
@@ -179,9 +179,9 @@ class Patch:
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         how, eps = self.how(hidden), self.spec.rms_norm_eps
-        x = functions.rms_norm(hidden, layer.input_layernorm.weight, eps, how=how)
+        x = functions.rms_norm(hidden, norm_weight_of(layer.input_layernorm), eps, how=how)
         x = self.attend(layer.self_attn, index, x, rows, how)
-        x, hidden = functions.add_rms_norm(hidden, x, layer.post_attention_layernorm.weight, eps, how=how)
+        x, hidden = functions.add_rms_norm(hidden, x, norm_weight_of(layer.post_attention_layernorm), eps, how=how)
         mix = self.mix_experts if self.spec.is_moe_layer[index] else self.mix_dense
         return functions.add(hidden, mix(layer.mlp, index, x, how), how=how)
 
@@ -257,7 +257,7 @@ class _Base(_Part):
         hidden = me.embed_tokens(ids).to(patch.dtype)  # moves of bits, which are torch's as well
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
-        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=patch.how(hidden))
+        hidden = functions.rms_norm(hidden, norm_weight_of(me.norm), patch.spec.rms_norm_eps, how=patch.how(hidden))
         rows.forget_caches()
         wanted = patch.wanted
         if wanted is None:
