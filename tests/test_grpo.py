@@ -193,6 +193,17 @@ def test_clipping_stops_the_gradient_on_the_far_side_only() -> None:
     assert float(terms.clipped) == 2.0
 
 
+def test_a_ratio_that_no_float_holds() -> None:
+    """It matters only where the loss grows with it: not where it is clipped, nor where the advantage or the token's weight is 0."""
+    for advantage, correction, is_finite in ((1.0, 1.0, True), (0.0, 1.0, True), (-1.0, 0.0, True), (-1.0, 1.0, False)):
+        lp, zero, one = torch.tensor([-0.1], requires_grad=True), torch.zeros(1), torch.ones(1)
+        terms = grpo_loss(lp, zero, zero - 120, one * advantage, one, LossTable(), correction_N=one * correction)
+        terms.loss.backward()
+        assert lp.grad is not None
+        assert bool(lp.grad.isfinite()) == bool(terms.loss.isfinite()) == is_finite
+        assert not is_finite or lp.grad == 0
+
+
 def test_token_weights_by_hand() -> None:
     lengths = torch.tensor([1, 3])
     assert np.allclose(token_weights(lengths, "token-mean", 8), [0.25] * 4)

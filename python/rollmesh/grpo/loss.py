@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MAX_EXPONENT = 80.0  # of a ratio that is clipped or has the factor 0: the gradient of more would be 0 · inf
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """Sums of w_t·x_t, so that micro batches add up to the batch."""
@@ -92,7 +95,9 @@ def grpo_loss(
     """N tokens, flat. Gradients flow through logprobs_N and entropy_N alone. correction_N: c of each token, None: 1."""
     import torch
 
-    ratio_N = torch.exp(logprobs_N - old_logprobs_N)
+    log_ratio_N = logprobs_N - old_logprobs_N
+    is_bounded_N = advantages_N >= 0 if correction_N is None else (advantages_N >= 0) | (correction_N == 0)
+    ratio_N = torch.exp(torch.where(is_bounded_N, log_ratio_N.clamp(max=MAX_EXPONENT), log_ratio_N))
     plain_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - table.clip_low, 1 + table.clip_high) * advantages_N
     policy_N = -torch.minimum(plain_N, clipped_N)
