@@ -322,32 +322,57 @@ void RM_FN(sample)(const rm_ctx *ctx, const rm_sample_args *a) {
 size_t RM_FN(sample_workspace)(const rm_limits *l) { return (size_t)(l->n_threads * thread_bytes(l->vocab)); }
 
 // ------------------------------------------------------------------------------------------------ top logprobs
-typedef struct top_list { // the best so far, best first
+typedef struct top_list { // a heap: every token is worse than its two children, the worst so far is first
   int32_t *ids;
   const float *logits;
   int64_t k, n;
-  uint32_t worst; // key of the last one when the list is full
 } top_list;
 
+static uint32_t key_at(const top_list *top, int64_t i) { return rm_order_key(top->logits[top->ids[i]]); }
+
+static int is_worse(const top_list *top, int64_t i, int64_t j) {
+  const uint32_t a = key_at(top, i), b = key_at(top, j);
+  return a != b ? a < b : top->ids[i] > top->ids[j];
+}
+
+static void swap_ids(top_list *top, int64_t i, int64_t j) {
+  const int32_t id = top->ids[i];
+  top->ids[i] = top->ids[j];
+  top->ids[j] = id;
+}
+
+// Moves the token at i, of which alone it may be untrue, to where it is worse than its children.
+static void sift(top_list *top, int64_t i) {
+  for (int64_t child; (child = 2 * i + 1) < top->n; i = child) {
+    if (child + 1 < top->n && is_worse(top, child + 1, child)) child++;
+    if (is_worse(top, i, child)) return;
+    swap_ids(top, i, child);
+  }
+}
+
+// Tokens come in ascending id, so one of an equal logit is worse than all before.
 static void offer(top_list *top, int64_t id) {
-  const uint32_t key = rm_order_key(top->logits[id]);
-  if (top->n == top->k && key <= top->worst) return;
-  int64_t i = top->n < top->k ? top->n++ : top->n - 1;
-  for (; i > 0 && rm_order_key(top->logits[top->ids[i - 1]]) < key; i--) top->ids[i] = top->ids[i - 1];
-  top->ids[i] = (int32_t)id;
-  top->worst = rm_order_key(top->logits[top->ids[top->n - 1]]);
+  if (rm_order_key(top->logits[id]) <= key_at(top, 0)) return;
+  top->ids[0] = (int32_t)id;
+  sift(top, 0);
 }
 
 static void top_row(const rm_top_logprobs_args *a, int64_t r) {
-  top_list top = {.ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k};
+  top_list top = {.ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k, .n = a->k};
   int64_t v = 0;
-  for (; v < a->vocab && (top.n < top.k || top.worst == 0); v++) offer(&top, v);
+  for (; v < top.k; v++) top.ids[v] = (int32_t)v;
+  for (int64_t i = top.k / 2; i-- > 0;) sift(&top, i);
+  for (; v < a->vocab && key_at(&top, 0) == 0; v++) offer(&top, v); // a NaN is no bound for the comparison of lanes
   for (; v + RM_LANES <= a->vocab; v += RM_LANES) { // few of the rest are better than the worst of the list
-    const vf worst = vf_set1(top.logits[top.ids[top.k - 1]]);
+    const vf worst = vf_set1(top.logits[top.ids[0]]);
     for (uint32_t better = vi_lanes(vf_gt(vf_load(top.logits + v), worst)); better; better &= better - 1)
       offer(&top, v + __builtin_ctz(better));
   }
   for (; v < a->vocab; v++) offer(&top, v);
+  for (top.n--; top.n > 0; top.n--) { // the worst to the end
+    swap_ids(&top, 0, top.n);
+    sift(&top, 0);
+  }
   for (int64_t k = 0; k < a->k; k++) a->logprobs[r * a->k + k] = rm_logprob(top.logits[top.ids[k]], a->stats + 2 * r);
 }
 
