@@ -8,8 +8,8 @@ one parameter a call and asks vLLM for 512 completions with the logprob of each 
 logprobs by the model: how far the two are apart is its metric sampling_logp_difference. Both sides are one function of the weights, so it
 is 0, and the importance sampling ratio that TRL corrects its loss with is 1.
 
-Needs vllm and trl (docs/vllm.md says which). DIR/trl_metrics.jsonl has TRL's log, one object for each two optimizer steps, which share
-their completions.
+Needs vllm and trl with its datasets (docs/vllm.md says which versions). DIR/trl_metrics.jsonl has TRL's log, one object for each two
+optimizer steps, which share their completions.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ def patch(
     if threads is not None:
         integer("threads", threads, 1, 256)
     if type(embedding := in_use(inner.model.embed_tokens)) is not torch.nn.Embedding:
-        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(embedding).__name__}")
+        raise ConfigError(f"embed_tokens: expected a torch.nn.Embedding, got a {type(embedding).__module__}.{type(embedding).__name__}")
     for module in (inner.lm_head, *(layer.mlp.down_proj for layer in inner.model.layers if hasattr(layer.mlp, "down_proj"))):
         check_no_bias(module)
     made = Patch(inner, spec, used, isa, threads, most)
