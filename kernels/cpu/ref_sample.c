@@ -1,5 +1,5 @@
 // ref_sample.c: token choice of docs/numerics.md §7. Weights are integers, so the order in which they are added is free; here
-// each pass over the vocabulary computes them again, and a threshold is found by bisection over keys, one bit a pass.
+// each pass over the vocabulary computes them again, and a threshold is found by bisection, over keys and then over ties.
 #include "ref.h"
 
 #include "philox.h"
@@ -63,8 +63,13 @@ static void keep_prefix(filter *f, uint64_t need, int by_weight) {
     if (at.key < before.key || measure(&at, by_weight) >= need) key = at.key;
   }
   f->key = key;
-  const int64_t all = key == before.key ? rm_min64(before.ties, f->vocab) : f->vocab;
-  for (f->ties = 0; f->ties < all && measure(f, by_weight) < need; f->ties++) continue;
+  int64_t low = 0, high = key == before.key ? rm_min64(before.ties, f->vocab) : f->vocab;
+  while (low < high) {
+    f->ties = (low + high) / 2;
+    if (measure(f, by_weight) >= need) high = f->ties;
+    else low = f->ties + 1;
+  }
+  f->ties = low;
 }
 
 static int32_t greedy(const float *logits, int64_t vocab, const rm_sample_params *params) {
