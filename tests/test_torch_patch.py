@@ -577,6 +577,7 @@ print([values.tolist() for values in (first, stepped, again)])
 """
 
 
+@pytest.mark.full
 def test_a_model_that_is_saved_whole_and_loaded_by_another_process(tmp_path: Path) -> None:
     """It is patched there as it was, and sees the steps of optimizers."""
     model = rm.torch.patch(helpers.hf_model(MOE).requires_grad_(), dtype="bfloat16", threads=2)
@@ -652,6 +653,7 @@ def fsdp_rank(rank: int, store: str) -> None:
     sys.stdout.write("OK\n")
 
 
+@pytest.mark.full
 def test_fsdp2(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
