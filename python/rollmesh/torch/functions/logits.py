@@ -80,14 +80,15 @@ class _TokenLogprobs(torch.autograd.Function):
             with in_turn(x):
                 head = ops.lm_head(array_of(x[at]), packed, vocab, targets=array_of(targets[at]), keep_logits=wants_logits, **how)
                 _check_logits(head.row_flags)
-                found, among, place = head.target_logprobs, None, targets[at]
+                found, among, place = tensor_of(head.target_logprobs, torch.float32), None, targets[at]
                 if wants_logits:
                     among, place = _among(tensor_of(head.logits, torch.float32), place, None if kept_tokens is None else kept_tokens[at])
                 if temperature != 1 or filtered:
                     assert among is not None
                     params = ops.SampleParams(temperature=temperature, top_k=columns - 1 if filtered else -1)
-                    found = ops.sample(array_of(among), head.stats, params, forced=host_of(place), **how).sampling_logprobs
-                logprobs[at] = _with_unlikely(tensor_of(found, torch.float32), among, place, temperature)
+                    drawn = ops.sample(array_of(among), head.stats, params, forced=host_of(place), **how).sampling_logprobs
+                    found = _with_unlikely(tensor_of(drawn, torch.float32), among, place, temperature)
+                logprobs[at] = found
             if wants_entropy:
                 assert among is not None
                 p, log_p = _distribution(among / temperature)
@@ -149,11 +150,11 @@ def _distribution(scaled: Tensor) -> tuple[Tensor, Tensor]:
     return p, log_p.masked_fill_(p == 0, 0.0)
 
 
-def _with_unlikely(logprobs: Tensor, among: Tensor | None, place: Tensor, temperature: float) -> Tensor:
+def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: float) -> Tensor:
     """The sampler counts probabilities in steps of 2^-40, and a token below has the logprob −∞: no draw ever recorded one. A ratio or a KL
     needs a number, with a gradient, and gets the real logprob."""
     unlikely = torch.isneginf(logprobs)
-    if among is None or not unlikely.any():
+    if not unlikely.any():
         return logprobs
     log_p = torch.log_softmax(among[unlikely].double() / temperature, -1)
     logprobs[unlikely] = log_p.gather(1, place[unlikely, None].long())[:, 0].float()
