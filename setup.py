@@ -66,6 +66,7 @@ ONCE = {
     "rope_table.c": ["-O2", "-mfma"],
     "pack.c": ["-mavx2"],  # shared by the variants
     "fp.c": [],
+    "profile.c": [],
     "select_isa.c": [],
     "verify.c": ["-O2"],
 }

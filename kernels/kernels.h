@@ -80,6 +80,7 @@ typedef struct rm_ctx {
   int n_threads;            // ≥ 1
   void (*run)(void *team, rm_task_fn fn, void *arg);   // fn on every thread, back when all are done; NULL: on the caller alone
   void *team;
+  struct rm_profile *profile;   // with its table (profile.h); else not used
 } rm_ctx;
 
 // Bounds for the size of a workspace.

@@ -91,6 +91,7 @@ static void init_runner(rm_engine *engine, const rm_rank *rank) {
                 .max_rows = options->max_num_batched_tokens,
                 .max_positions = options->max_model_len,
                 .page_size = options->page_size,
+                .profile = engine->profile,
                 .cublas_library = options->cublas_library,
                 .rank = rank},
       .max_num_seqs = options->max_num_seqs,
@@ -130,6 +131,14 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   rm_engine *engine = rm_alloc(1, sizeof *engine);
   if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
   engine->spec = spec;
+  if (options->profile && !options->device) {
+    if (!(engine->profile = rm_alloc(1, sizeof *engine->profile))) {
+      rm_free(engine);
+      return rm_fail(err, RM_E_MEMORY, "no memory for the profile");
+    }
+    rm_profile_init(engine->profile, kernels);
+    kernels = &engine->profile->table;
+  }
   engine->cpu = rm_device_cpu(kernels);
   engine->device = options->device ? options->device : &engine->cpu;
   engine->options = *options;
@@ -167,6 +176,7 @@ void rm_engine_destroy(rm_engine *engine) {
   rm_team_destroy(engine->team);
   rm_free((void *)engine->options.eos_ids);
   rm_error_clear(&engine->lost);
+  rm_free(engine->profile);
   rm_leave(engine, saved);
   rm_free(engine);
 }
@@ -320,6 +330,7 @@ void rm_engine_pause(rm_engine *engine, int paused) { engine->scheduler.paused =
 void rm_engine_reset_prefix_cache(rm_engine *engine) { rm_kv_reset(engine->scheduler.cache); }
 
 // ---------------------------------------------------------------------------------------------- statistics
+rm_profile *rm_engine_profile(rm_engine *engine) { return engine->profile; }
 const rm_params *rm_engine_params(const rm_engine *engine) { return engine->params; }
 rm_store *rm_engine_store(rm_engine *engine) { return engine->store; }
 

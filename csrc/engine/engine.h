@@ -33,6 +33,7 @@ typedef struct rm_engine_options {
   uint64_t memory;              // identifies that memory, equal on ranks that share it (rm_memory_name)
   uint64_t seed;                // for requests without one
   int prefix_caching;
+  int profile;                  // time every op (rm_engine_profile); on the CPU only
   int enforce_eager;            // capture no graphs (step/graph_replay.h)
   int64_t external_pages;           // > 0: an external scheduler with so many pages; kv_bytes is ignored (external_scheduler.h)
   int64_t n_eos;
@@ -117,5 +118,7 @@ typedef struct rm_engine_stats {
   double comm_seconds;          // inside exchanges, without those of captured graphs
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
+// What was timed since the last reset; NULL without options.profile. Not during a step.
+rm_profile *rm_engine_profile(rm_engine *engine);
 const rm_params *rm_engine_params(const rm_engine *engine);
 rm_store *rm_engine_store(rm_engine *engine);   // for the version and digest; not for syncing

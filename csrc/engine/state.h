@@ -12,6 +12,7 @@ struct rm_engine {
   rm_engine_options options;    // eos_ids: owned; rank: zeros, the runner has it
   rm_device cpu;                // what `device` is where the options name none
   const rm_device *device;      // view
+  rm_profile *profile;          // owned; NULL without options.profile
   rm_team *team;                // owned, as all below
   rm_params *params;
   rm_model *model;

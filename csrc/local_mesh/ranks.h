@@ -84,4 +84,4 @@ void rm_ranks_abort_groups(rm_ranks *ranks);
 // The device whose stream DLPack producers synchronize with for tensors of that ordinal (device/ready_streams.h). A view.
 int rm_ranks_reads_gpus(const rm_ranks *ranks);
 rm_code rm_ranks_ready_queue(rm_ranks *ranks, int ordinal, const rm_device **out, rm_error *err);
-rm_engine *rm_ranks_engine(rm_ranks *ranks, int member); // a view; for the manifest and the version
+rm_engine *rm_ranks_engine(rm_ranks *ranks, int member); // a view; for the manifest, the version and the profile

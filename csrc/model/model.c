@@ -134,6 +134,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   model->ctx.stream = model->device->stream;
   model->ctx.run = rm_team_run;
   model->ctx.team = team;
+  model->ctx.profile = options->profile;
   return fill_rope_table(model, err);
 }
 

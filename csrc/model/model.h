@@ -10,6 +10,7 @@
 #include "device/devices.h"
 #include "model/params.h"
 #include "model/rank.h"
+#include "profile.h"
 
 typedef struct rm_model rm_model;
 
@@ -21,6 +22,7 @@ typedef struct rm_model_options {
   int64_t page_size;
   int64_t static_rows;          // max rows of a forward whose exchanges have fixed sizes (rm_model_is_static); 0: none
   const rm_rank *rank;          // view, with the comms for device memory; until destroy
+  rm_profile *profile;          // whose table the device has; NULL: none. View
   const char *cublas_library;   // for matmuls of plain params; NULL: params are packed. View during create
 } rm_model_options;
 

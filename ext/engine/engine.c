@@ -365,6 +365,7 @@ static PyMethodDef methods[] = {
     METHOD(sample, METH_VARARGS, "(id, i): tokens and records of one sample, as a dict."),
     METHOD(tokens, METH_VARARGS, "(id, i, start): (finish, token ids from start on)."),
     METHOD(stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
+    METHOD(profile, METH_NOARGS, "What every op has taken since the last call, as dicts; empty without the option profile."),
     METHOD(manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
     // weights.c
     METHOD(weights, METH_NOARGS, "Views of the serving weights, valid until the next commit; None before the first."),

@@ -40,6 +40,7 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_ranks_op
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *id);
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
 PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
 // external_scheduler.c

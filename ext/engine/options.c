@@ -22,6 +22,7 @@ static const rm_attribute option_fields[] = {
     OPTION("external_pages", RM_ATTR_I64, engine.external_pages),
     OPTION("seed", RM_ATTR_U64, engine.seed),
     OPTION("enable_prefix_caching", RM_ATTR_BOOL, engine.prefix_caching),
+    OPTION("profile", RM_ATTR_BOOL, engine.profile),
     OPTION("enforce_eager", RM_ATTR_BOOL, engine.enforce_eager),
     OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
     OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),

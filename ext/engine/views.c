@@ -187,6 +187,29 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
+static const rm_attribute profile_fields[] = {
+    {"op", RM_ATTR_TEXT, offsetof(rm_profile_entry, op)},      {"n", RM_ATTR_I64, offsetof(rm_profile_entry, n)},
+    {"k", RM_ATTR_I64, offsetof(rm_profile_entry, k)},         {"calls", RM_ATTR_I64, offsetof(rm_profile_entry, calls)},
+    {"rows", RM_ATTR_I64, offsetof(rm_profile_entry, rows)},   {"seconds", RM_ATTR_F64, offsetof(rm_profile_entry, seconds)},
+    {"flops", RM_ATTR_F64, offsetof(rm_profile_entry, flops)}, {"weight_bytes", RM_ATTR_F64, offsetof(rm_profile_entry, weight_bytes)},
+};
+
+// What rank 0 of this process has timed since the last call.
+PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
+  (void)ignored;
+  if (rm_engine_enter(self)) return NULL;
+  rm_profile *profile = rm_engine_profile(rm_ranks_engine(self->engine, 0));
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list && profile && i < profile->n_entries; i++) {
+    PyObject *entry = rm_attributes_dict(&profile->entries[i], profile_fields, RM_LENGTH(profile_fields));
+    if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
+    Py_XDECREF(entry);
+  }
+  if (list && profile) rm_profile_reset(profile);
+  rm_engine_leave(self);
+  return list;
+}
+
 static PyObject *manifest_entry(const rm_param *param) {
   char name[256];
   rm_param_name(param, name, sizeof name);

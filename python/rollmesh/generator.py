@@ -47,6 +47,7 @@ from rollmesh.runtime.arguments import (
 )
 from rollmesh.runtime.devices import device_of
 from rollmesh.runtime.engine_options import EngineOptions
+from rollmesh.runtime.engine_views import OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.turn import Turn
 from rollmesh.weights.self_test import Scorer, run_self_test
@@ -92,6 +93,7 @@ class Generator:
     fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt. Their sums may depend on the
                             batch, so samples have no contract, metrics()["invariant"] is False, and score() equals generate() only
                             up to rounding. Experts, router and lm_head stay rollmesh's kernels (cuda_mma if isa=None)
+    profile                 on the CPU: time every op, for profile()
     isa                     CPU: an instruction set ("ref", "avx2", …), None: the fastest. GPU: "cuda_fma" (default) has the bits of
                             the CPU; "cuda_mma" uses tensor cores for bfloat16, with bits of its own
 
@@ -126,6 +128,7 @@ class Generator:
         seed: int = 0,
         isa: str | None = None,
         fast: bool = False,
+        profile: bool = False,
     ):
         if not isinstance(spec, ModelSpec):
             raise ConfigError(f"spec: expected a ModelSpec (ModelSpec.from_hf makes one), got a {type(spec).__name__}")
@@ -158,6 +161,7 @@ class Generator:
             seed=integer("seed", seed, 0, 2**64 - 1),
             enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
             enforce_eager=boolean("enforce_eager", enforce_eager),
+            profile=_profile(profile, self._on_gpu),
             eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
             tp=self.mesh.tp,
             dp=self.mesh.dp,
@@ -237,6 +241,12 @@ class Generator:
         asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
         own = {"version": self._weights.version, "asleep": asleep, "paused": self._engine.paused, "kv_usage": usage}
         return {**stats, **own, "nccl": self._nccl, "cublas": self._cublas and str(self._cublas), "invariant": self._cublas is None}
+
+    def profile(self) -> list[OpTime]:
+        """With profile=True what each op took since the last call, by op and shape of weights: seconds, calls, rows, and of products and
+        attention FLOPs and the bytes of weights that had to be read. Of rank 0 of this process. Times of a whole step: metrics()."""
+        with self._turn.take():
+            return self._engine.profile()
 
     # ---------------------------------------------------------------------------------------- generation
     def generate(
@@ -482,3 +492,9 @@ class Generator:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _profile(wanted: bool, on_gpu: bool) -> bool:
+    if boolean("profile", wanted) and on_gpu:
+        raise ConfigError("profile: expected False on a GPU, whose ops end later than they return, got True; Nsight Systems shows them")
+    return wanted

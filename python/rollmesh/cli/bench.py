@@ -2,13 +2,14 @@
 
 A first look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
 over whole `generate` calls, so scheduling and sampling count; a step reads the weights that its tokens use once, and that is
-the GB/s shown. Prefill counts 2 flops a weight and token, attention left out.
+the GB/s shown. Prefill counts 2 flops a weight and token, attention left out. --profile says where the time of each point goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (on the CPU)")
     add_engine(parser)
 
 
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_num_seqs=max(args.batch),
         enable_prefix_caching=False,
+        profile=args.profile,
     ) as generator:
         report = generator.sync_weights(random_weights(generator, args.seed), cast=True)
         metrics = generator.metrics()
@@ -61,9 +64,14 @@ def run(args: argparse.Namespace) -> int:
 def _prefill(generator: rm.Generator, length: int, parameters: Parameters) -> None:
     ids = np.random.default_rng(0).integers(0, generator.spec.vocab_size, length).tolist()
     params = rm.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    seconds = _best_of(lambda: generator.generate([ids], params, use_tqdm=False))
+
+    def call() -> object:
+        return generator.generate([ids], params, use_tqdm=False)
+
+    seconds = _best_of(call)
     flops = 2 * parameters.active_body * length
     print(f"prefill  {length / seconds:8,.0f} tokens/s  {flops / seconds / 1e9:8.1f} GFLOP/s  ({length} tokens)")
+    _show(_times(generator, call), 1)
 
 
 def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int) -> None:
@@ -71,14 +79,52 @@ def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_e
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, generator.spec.vocab_size, 16).tolist() for _ in range(batch)]
 
-    def seconds(tokens: int) -> float:
+    def call(tokens: int) -> Callable[[], object]:
         params = rm.SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
-        return _best_of(lambda: generator.generate(prompts, params, use_tqdm=False))
+        return lambda: generator.generate(prompts, params, use_tqdm=False)
 
-    step = max((seconds(DECODE_TOKENS) - seconds(1)) / (DECODE_TOKENS - 1), 1e-9)
+    step = max((_best_of(call(DECODE_TOKENS)) - _best_of(call(1))) / (DECODE_TOKENS - 1), 1e-9)
     read = parameters.read_by(batch) * bytes_each
     together = f"{batch} sequence{'' if batch == 1 else 's'}"
     print(f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({together}, {step * 1e3:.2f} ms a step)")
+    long, short = _times(generator, call(DECODE_TOKENS)), _times(generator, call(1))
+    _show(defaultdict(float, {key: long[key] - short[key] for key in list(long)}), DECODE_TOKENS - 1)
+
+
+Times = defaultdict[tuple[str, str], float]  # of (what, seconds | flops | bytes)
+
+
+def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
+    """Where the time of one call goes; empty without a profile."""
+    before = generator.metrics()
+    generator.profile()
+    start = time.perf_counter()
+    call()
+    wall = time.perf_counter() - start
+    ops, after = generator.profile(), generator.metrics()
+    times: Times = defaultdict(float)
+    if not ops:
+        return times
+    for op in ops:
+        name = f"{op['op']} {op['n']}×{op['k']}" if op["n"] else op["op"]
+        times[name, "seconds"] += op["seconds"]
+        times[name, "flops"] += op["flops"]
+        times[name, "bytes"] += op["weight_bytes"]
+    forward, schedule, commit = (after[f"{part}_seconds"] - before[f"{part}_seconds"] for part in ("forward", "schedule", "commit"))
+    times["between ops", "seconds"] = forward - sum(op["seconds"] for op in ops)
+    times["schedule, commit", "seconds"] = schedule + commit
+    times["Python", "seconds"] = wall - forward - schedule - commit
+    return times
+
+
+def _show(times: Times, steps: int) -> None:
+    total = sum(value for (_, unit), value in times.items() if unit == "seconds")
+    for name in sorted({name for name, _ in times}, key=lambda name: -times[name, "seconds"]):
+        seconds, rates = times[name, "seconds"], []
+        for unit, label in (("flops", "GFLOP/s"), ("bytes", "GB/s")):
+            if times[name, unit] > 0 and seconds > 0:
+                rates.append(f"{times[name, unit] / seconds / 1e9:8.1f} {label}")
+        print(f"    {seconds / total:6.1%}  {seconds / steps * 1e3:9.3f} ms  {name:28} {'  '.join(rates)}".rstrip())
 
 
 def _best_of(call: Callable[[], object], times: int = 3) -> float:

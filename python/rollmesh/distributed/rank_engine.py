@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.errors import CollectiveMismatchError, CollectiveTimeoutError, DeadlineError, DeviceError, RankLostError
-from rollmesh.runtime.engine_views import Finish, Ids, RequestView, SampleView, Stats
+from rollmesh.runtime.engine_views import Finish, Ids, OpTime, RequestView, SampleView, Stats
 
 # Errors that one rank may raise while the others do not.
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)
@@ -125,6 +125,9 @@ class RankEngine:
 
     def stats(self) -> Stats:
         return self._engine.stats()
+
+    def profile(self) -> list[OpTime]:
+        return self._engine.profile()
 
     # ---------------------------------------------------------------------------------------- weights
     def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:

@@ -29,6 +29,7 @@ class EngineOptions:
     sequence_parallel: bool
     external_pages: int = 0  # > 0: an external scheduler (vLLM's) hands out so many KV pages
     enforce_eager: bool = False  # no CUDA graphs
+    profile: bool = False  # time every op; on the CPU
     memory_fraction: float = 0.0  # > 0, with kv_bytes = 0: share of the device's free memory for weights and KV cache
     cuda_library: str | None = None  # None: the CPU. This and the next: devices.Device
     cuda_ordinal: int = -1

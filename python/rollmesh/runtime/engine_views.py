@@ -43,6 +43,19 @@ class SampleView(TypedDict):
     routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]
 
 
+class OpTime(TypedDict):
+    """The calls of one op with one shape of weights."""
+
+    op: str
+    n: int  # columns of a product's weights, 0 for other ops
+    k: int  # rows of them
+    calls: int
+    rows: int  # of all calls
+    seconds: float
+    flops: float  # of products and attention
+    weight_bytes: float  # that the calls had to read
+
+
 class Stats(TypedDict):
     version: int  # -1: not synced
     waiting: int

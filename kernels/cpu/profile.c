@@ -1,0 +1,104 @@
+// profile.c: see profile.h.
+#include "profile.h"
+
+#include "clock.h"
+
+static rm_profile_entry *entry_of(rm_profile *profile, const char *op, int64_t n, int64_t k) {
+  for (int i = 0; i < profile->n_entries; i++) {
+    rm_profile_entry *entry = &profile->entries[i];
+    if (entry->op == op && entry->n == n && entry->k == k) return entry;
+  }
+  if (profile->n_entries == RM_PROFILE_ENTRIES) {
+    rm_profile_entry *last = &profile->entries[RM_PROFILE_ENTRIES - 1];
+    last->op = "other";
+    last->n = last->k = 0;
+    return last;
+  }
+  rm_profile_entry *entry = &profile->entries[profile->n_entries++];
+  *entry = (rm_profile_entry){.op = op, .n = n, .k = k};
+  return entry;
+}
+
+static void count(rm_profile *profile, double start, rm_profile_entry call) {
+  const double seconds = rm_now() - start;
+  rm_profile_entry *entry = entry_of(profile, call.op, call.n, call.k);
+  entry->calls++;
+  entry->seconds += seconds;
+  entry->rows += call.rows;
+  entry->flops += call.flops;
+  entry->weight_bytes += call.weight_bytes;
+}
+
+// A product of `rows` rows with packed weights [n]×[k], of which `matrices` are read.
+static rm_profile_entry product(const char *op, int64_t rows, int64_t n, int64_t k, int64_t matrices, rm_dtype dtype) {
+  return (rm_profile_entry){
+      .op = op,
+      .n = n,
+      .k = k,
+      .rows = rows,
+      .flops = 2.0 * (double)rows * (double)n * (double)k,
+      .weight_bytes = (double)matrices * (double)rm_packed_elems(n, k) * (double)rm_dtype_bytes(dtype),
+  };
+}
+
+static rm_profile_entry of_gemm(const char *op, const rm_gemm_args *a, int64_t n) {
+  int64_t matrices = a->group_rows ? 0 : 1;
+  for (int64_t g = 0; a->group_rows && g < a->n_groups; g++) matrices += a->group_rows[g + 1] > a->group_rows[g];
+  return product(op, a->group_rows ? a->group_rows[a->n_groups] : a->m, n, a->k, matrices, a->dtype);
+}
+
+static rm_profile_entry of_attention(const rm_attention_args *a) {
+  double positions = 0;
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int64_t seen = a->positions[r] + 1;
+    positions += (double)(a->window > 0 ? rm_min64(seen, a->window) : seen);
+  }
+  return (rm_profile_entry){.op = "attention", .rows = a->rows, .flops = 4.0 * positions * (double)(a->n_heads * a->head_dim)};
+}
+
+#define TIMED(name, args_type, call) \
+  static void name(const rm_ctx *ctx, args_type *a) { \
+    const double start = rm_now(); \
+    ctx->profile->of->name(ctx, a); \
+    count(ctx->profile, start, call); \
+  }
+#define ROWS(name) ((rm_profile_entry){.op = #name, .rows = a->rows})
+TIMED(embed, const rm_embed_args, ROWS(embed))
+TIMED(gather_rows, const rm_gather_rows_args, ROWS(gather_rows))
+TIMED(rms_norm, const rm_rms_norm_args, ROWS(rms_norm))
+TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))
+TIMED(gemm_swiglu, const rm_gemm_args, of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
+TIMED(qk_rope_kv, const rm_qk_rope_kv_args, ROWS(qk_rope_kv))
+TIMED(attention, const rm_attention_args, of_attention(a))
+TIMED(router, const rm_router_args, product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
+TIMED(permute, const rm_permute_args, ROWS(permute))
+TIMED(static_dispatch, const rm_static_dispatch_args, ((rm_profile_entry){.op = "static_dispatch", .rows = a->homes * a->home_rows}))
+TIMED(combine, const rm_combine_args, ROWS(combine))
+TIMED(lm_head, const rm_lm_head_args, product("lm_head", a->rows, a->vocab, a->hidden, 1, a->dtype))
+TIMED(merge_pairs, const rm_merge_pairs_args, ROWS(merge_pairs))
+TIMED(sample, const rm_sample_args, ROWS(sample))
+TIMED(top_logprobs, const rm_top_logprobs_args, ROWS(top_logprobs))
+TIMED(ranks, const rm_ranks_args, ROWS(ranks))
+
+void rm_profile_init(rm_profile *profile, const rm_kernels *of) {
+  *profile = (rm_profile){.of = of, .table = *of};
+  rm_kernels *table = &profile->table;
+  table->embed = embed;
+  table->gather_rows = gather_rows;
+  table->rms_norm = rms_norm;
+  table->gemm = gemm;
+  table->gemm_swiglu = gemm_swiglu;
+  table->qk_rope_kv = qk_rope_kv;
+  table->attention = attention;
+  table->router = router;
+  table->permute = permute;
+  table->static_dispatch = static_dispatch;
+  table->combine = combine;
+  table->lm_head = lm_head;
+  table->merge_pairs = merge_pairs;
+  table->sample = sample;
+  table->top_logprobs = top_logprobs;
+  table->ranks = ranks;   // pack is part of a weight sync, not of a step
+}
+
+void rm_profile_reset(rm_profile *profile) { profile->n_entries = 0; }
