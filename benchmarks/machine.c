@@ -5,9 +5,11 @@
 // read: all threads sweep one buffer far larger than the last cache, by several access patterns (one stream, one with software
 // prefetch, four), because which one is fastest differs between memory controllers; the best is the limit. copy: memcpy from
 // one half to the other, bytes counted once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that
-// never leave the registers: the roof of every float32 matmul. Each rate is the best of several runs, since other work
-// on the machine can only slow one down. Compiled by benchmarks/machine.py with plain gcc: the wider parts carry their target.
+// never leave the registers: the roof of every float32 matmul. bf16 and amx: the same of vdpbf16ps and tdpbf16ps, the roofs of
+// bfloat16 matmuls, 0 where there are none. Each rate is the best of several runs, since other work on the machine can only
+// slow one down. Compiled by benchmarks/machine.py with plain gcc: the wider parts carry their target.
 #define _GNU_SOURCE
+#include <cpuid.h>
 #include <immintrin.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -15,11 +17,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
-enum { MAX_THREADS = 256, FMA_CHAINS = 12, FMA_ROUNDS = 10 * 1000 * 1000 };
+enum { MAX_THREADS = 256, FMA_CHAINS = 12, FMA_ROUNDS = 10 * 1000 * 1000, AMX_CHAINS = 4, AMX_ROUNDS = 1000 * 1000 };
 
-typedef enum work { READ_PLAIN, READ_PREFETCH, READ_FOUR, COPY, FMA256, FMA512, N_WORK } work;
+typedef enum work { READ_PLAIN, READ_PREFETCH, READ_FOUR, COPY, FMA256, FMA512, BF16, AMX, N_WORK } work;
 
 static int n_threads;
 static char *buffer;
@@ -93,6 +97,65 @@ __attribute__((target("avx512f"))) static void fma512(void) {
   sink = (int)_mm512_cvtss_f32(r[0]);
 }
 
+__attribute__((target("avx512f,avx512bf16"))) static void bf16(void) {
+  __m512 r[FMA_CHAINS];
+  for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm512_set1_ps((float)i);
+  const __m512bh x = (__m512bh)_mm512_set1_epi32(0x3f803f80), y = (__m512bh)_mm512_set1_epi32(0x30003000);  // pairs of 1 and of 2⁻³¹
+  for (int k = 0; k < FMA_ROUNDS; k++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < FMA_CHAINS; i++) r[i] = _mm512_dpbf16_ps(r[i], x, y);
+  }
+  for (int i = 1; i < FMA_CHAINS; i++) r[0] = _mm512_add_ps(r[0], r[i]);
+  sink = (int)_mm512_cvtss_f32(r[0]);
+}
+
+// Four sums of 16 × 16 from two tiles of either operand, as a matmul's block has them.
+__attribute__((target("amx-tile,amx-bf16"))) static void amx(void) {
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } config = {.palette = 1};
+  static const uint16_t zeros[16 * 32];
+  for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+  _tile_loadconfig(&config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(4, zeros, 64);
+  _tile_loadd(5, zeros, 64);
+  _tile_loadd(6, zeros, 64);
+  _tile_loadd(7, zeros, 64);
+  for (int k = 0; k < AMX_ROUNDS; k++) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+}
+
+// What keeps this process from AMX; "" when nothing does. Linux maps a thread's tiles only for a process that has asked.
+static const char *no_amx(void) {
+  enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1u << 22) || !(d & 1u << 24)) return "the processor has no AMX with bfloat16";
+  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return "the system refuses arch_prctl(ARCH_REQ_XCOMP_PERM)";
+  return "";
+}
+
+static const char *amx_missing;
+
+static int has(work which) {
+  switch (which) {
+    case FMA512: return __builtin_cpu_supports("avx512f");
+    case BF16: return __builtin_cpu_supports("avx512bf16");
+    case AMX: return !*amx_missing;
+    default: return 1;
+  }
+}
+
 // Runs one piece of work on this thread's share; returns how much it was (bytes, or floating-point operations).
 static double run(work which, char *mine) {
   switch (which) {
@@ -102,6 +165,8 @@ static double run(work which, char *mine) {
     case COPY: memcpy(mine, mine + bytes_per_thread / 2, bytes_per_thread / 2); return (double)bytes_per_thread / 2;
     case FMA256: fma256(); return (double)FMA_ROUNDS * FMA_CHAINS * 8 * 2;
     case FMA512: fma512(); return (double)FMA_ROUNDS * FMA_CHAINS * 16 * 2;
+    case BF16: bf16(); return (double)FMA_ROUNDS * FMA_CHAINS * 16 * 4;
+    case AMX: amx(); return (double)AMX_ROUNDS * AMX_CHAINS * 16 * 16 * 32 * 2;
     default: return 0;
   }
 }
@@ -111,7 +176,7 @@ static void *thread(void *argument) {
   char *mine = buffer + (size_t)id * bytes_per_thread;
   memset(mine, 1, bytes_per_thread);
   for (work which = READ_PLAIN; which < N_WORK; which++) {
-    if (which == FMA512 && !__builtin_cpu_supports("avx512f")) continue;
+    if (!has(which)) continue;
     const double deadline = now() + seconds_per_work;
     do {
       pthread_barrier_wait(&barrier);
@@ -147,6 +212,7 @@ int main(int argc, char **argv) {
     fprintf(stderr, "machine: this processor has no AVX2 with FMA\n");
     return 3;
   }
+  amx_missing = no_amx();
   bytes_per_thread = (size_t)(gib * 1024 * 1024 * 1024) / (size_t)n_threads / 16384 * 16384;
   const size_t total = bytes_per_thread * (size_t)n_threads + 65536;  // a prefetch may point past the end, but not far
   buffer = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -162,7 +228,8 @@ int main(int argc, char **argv) {
   }
   for (int i = 0; i < n_threads; i++) pthread_join(threads[i], NULL);
   printf("{\"threads\": %d, \"read_plain_gb_s\": %.2f, \"read_prefetch_gb_s\": %.2f, \"read_four_gb_s\": %.2f, \"copy_gb_s\": %.2f, "
-         "\"fma256_gflop_s\": %.1f, \"fma512_gflop_s\": %.1f}\n",
-         n_threads, best[READ_PLAIN], best[READ_PREFETCH], best[READ_FOUR], best[COPY], best[FMA256], best[FMA512]);
+         "\"fma256_gflop_s\": %.1f, \"fma512_gflop_s\": %.1f, \"bf16_gflop_s\": %.1f, \"amx_gflop_s\": %.1f, \"no_amx\": \"%s\"}\n",
+         n_threads, best[READ_PLAIN], best[READ_PREFETCH], best[READ_FOUR], best[COPY], best[FMA256], best[FMA512], best[BF16], best[AMX],
+         amx_missing);
   return 0;
 }

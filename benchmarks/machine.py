@@ -1,7 +1,8 @@
-"""What this machine can do at best, measured: memory read, copy, float32 FMA.  python -m benchmarks.machine
+"""What this machine can do at best, measured: memory read, copy, products.  python -m benchmarks.machine
 
 The program in machine.c is compiled, by gcc or what CC names, into a temporary folder and run with one thread and with all; a
-limit is the best that either saw. The figures are ceilings for the other benchmarks' fractions.
+limit is the best that either saw. Products are float32 FMA, vdpbf16ps and AMX's tdpbf16ps. The figures are ceilings for the
+other benchmarks' fractions.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ ROOT = SOURCE.parent.parent
 
 @dataclass(frozen=True)
 class Limits:
-    """Rates in 1e9 per second: bytes read, bytes copied (counted once), float32 operations (an FMA is two)."""
+    """Rates in 1e9 per second: bytes read, bytes copied (counted once), operations (a product and its sum are two)."""
 
     threads: int
     read_gb_s: float
     copy_gb_s: float
     fma_gflop_s: float
+    bf16_gflop_s: float = 0.0  # of vdpbf16ps; 0 where the processor has none
+    amx_gflop_s: float = 0.0  # of tdpbf16ps, likewise
+    no_amx: str = ""  # why that is 0
 
 
 def run(command: list[str]) -> str:
@@ -44,7 +48,7 @@ def run(command: list[str]) -> str:
 
 
 def measure(threads: int, *, gib: float = 1.0, seconds: float = 1.0) -> Limits:
-    """The limits with up to `threads` threads; a buffer of `gib` GiB and `seconds` for each of five or six measurements."""
+    """The limits with up to `threads` threads; a buffer of `gib` GiB and `seconds` for each of five to eight measurements."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
         program = Path(folder) / "machine"
         run([*shlex.split(os.environ.get("CC", "gcc")), "-O2", "-o", str(program), str(SOURCE), "-pthread"])
@@ -54,6 +58,9 @@ def measure(threads: int, *, gib: float = 1.0, seconds: float = 1.0) -> Limits:
         read_gb_s=max(one[key] for one in runs for key in one if key.startswith("read_")),
         copy_gb_s=max(one["copy_gb_s"] for one in runs),
         fma_gflop_s=max(one[key] for one in runs for key in one if key.startswith("fma")),
+        bf16_gflop_s=max(one["bf16_gflop_s"] for one in runs),
+        amx_gflop_s=max(one["amx_gflop_s"] for one in runs),
+        no_amx=runs[-1]["no_amx"],
     )
 
 
@@ -98,6 +105,8 @@ def main() -> None:
     print(f"read       {limits.read_gb_s:.1f} GB/s")
     print(f"copy       {limits.copy_gb_s:.1f} GB/s")
     print(f"fma        {limits.fma_gflop_s:.0f} GFLOP/s float32")
+    print(f"vdpbf16ps  {limits.bf16_gflop_s:.0f} GFLOP/s")
+    print(f"amx        {limits.amx_gflop_s:.0f} GFLOP/s" + (f" ({limits.no_amx})" if limits.no_amx else ""))
 
 
 if __name__ == "__main__":
