@@ -131,8 +131,8 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
     if (!any_live(u, t, t + RM_LANES)) continue; // its page may not exist
     const void *keys = keys_at(T, u, t);
     const int more = any_live(u, t_next, t_next + RM_LANES);
-    const int64_t ahead = more ? (const char *)keys_at(T, u, t_next) - (const char *)keys : 0;
-    score_dots(T, u->queries, u->n_q, keys, u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, ahead);
+    const fetch soon = more ? fetch_all(T, keys_at(T, u, t_next), 1) : (fetch){0};
+    score_dots(T, u->queries, u->n_q, keys, u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, &soon);
     values.half[half] = values_at(T, u, t);
     if (more) next[half] = values_at(T, u, t_next);
   }

@@ -6,15 +6,14 @@
 // Two shapes of inner loop, the same sums. Three rows and more take the 16 even steps first, then the 16 odd ones: rows × 2
 // registers hold the chains and each weight vector meets every row. One and two rows keep both chains in flight, since with
 // fewer chains the FMA's latency shows; the processor overlaps one k block with the next, as each begins its chains anew, and a
-// decode step runs at the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.) With many rows
-// bf16 weights are widened once into the L1 cache, not once per register block.
+// decode step runs at the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.)
 #pragma once
 
 #include "vec.h"
 
 enum {
   TILE = RM_N_TILE * RM_K_BLOCK,  // elements of a tile: 16 columns of one k block
-  PREFETCH = 1024,                // bytes that a stream of weights is fetched ahead
+  LINE = 64,                      // bytes of a cache line
   MOST_ROWS = 8,                  // of a register block, on any instruction set
 };
 
@@ -36,10 +35,29 @@ VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
 VEC k_block packed_block(rm_dtype dtype, const void *w) {
   return (k_block){{w, at(dtype, w, TILE / 2)}, dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE};
 }
-VEC void prefetch_row(rm_dtype dtype, const void *w, int64_t ahead, int p) {
-  const char *line = (const char *)w + ahead + p * (dtype == RM_BF16 ? 64 : 128);
-  vec_prefetch(line);
-  if (dtype == RM_F32) vec_prefetch(line + 64);
+VEC int64_t tile_bytes(rm_dtype dtype) { return TILE * (dtype == RM_BF16 ? 2 : 4); }
+
+// What is fetched while blocks are worked on: `lines` lines of as many blocks, `block` bytes apart.
+typedef struct fetch {
+  const char *from;
+  int64_t block, lines;
+  int near;                       // into the L1 cache; else into L2
+} fetch;
+
+VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
+  return (fetch){(const char *)from, tile_bytes(dtype), tile_bytes(dtype) / LINE, near};
+}
+// The share of rows [r, r + n) of `rows`: asked for evenly, since the processor has few requests to memory at a time.
+VEC fetch fetch_share(fetch f, int64_t r, int64_t n, int64_t rows) {
+  const int64_t first = f.lines * r / rows;
+  return (fetch){f.from + first * LINE, f.block, f.lines * (r + n) / rows - first, f.near};
+}
+VEC void fetch_block(const fetch *f, int64_t b) {
+  for (int64_t i = 0; i < f->lines; i++) {
+    const char *line = f->from + b * f->block + i * LINE;
+    if (f->near) vec_prefetch(line);
+    else vec_prefetch_l2(line);
+  }
 }
 
 VEC void add_to(float *acc, vf even, vf odd) { vf_store(acc, vf_add(vf_load(acc), vf_add(even, odd))); }
@@ -88,12 +106,10 @@ VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *
 
 // All blocks of a tile column, `next` floats from a block of x to the next.
 VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w, int64_t n_blocks, float *acc, const int lda,
-                   int64_t ahead) {
+                   const fetch f) {
   for (int64_t b = 0; b < n_blocks; b++, x += next) {
-    const void *tile = at(dtype, w, b * TILE);
-    const k_block block = packed_block(dtype, tile);
-    if (ahead)
-      for (int p = 0; p < 16; p++) prefetch_row(dtype, tile, ahead, p);
+    const k_block block = packed_block(dtype, at(dtype, w, b * TILE));
+    fetch_block(&f, b);
     block_rows(dtype, R, x, &block, acc, lda);
   }
 }
@@ -125,18 +141,16 @@ VEC int rows_at_once(int64_t left) {
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
-// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on;
-// memory `ahead` bytes behind w is prefetched meanwhile (0: none).
+// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, any number of rows. x is a panel, or from one of its blocks on.
 VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const int lda,
-                      int64_t ahead) {
+                      const fetch *soon) {
   const int64_t next = rows * RM_K_BLOCK;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * lda;
-    WITH_ROWS(n, rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, ahead));
+    WITH_ROWS(n, rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, fetch_share(*soon, r, n, rows)));
     r += n;
-    ahead = 0;  // prefetched by the first register block
   }
 }
 
@@ -144,8 +158,8 @@ VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *
 // size of a register block into every caller made the compiler take ten times as long, and nothing faster.
 #define DOTS_FUNCTION static __attribute__((noinline, unused))
 #define TILE_DOTS(name, dtype, lda) \
-  DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, int64_t ahead) { \
-    tile_dots_of(dtype, x, rows, w, n_blocks, acc, lda, ahead); \
+  DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) { \
+    tile_dots_of(dtype, x, rows, w, n_blocks, acc, lda, soon); \
   }
 TILE_DOTS(tile_dots_bf16, RM_BF16, RM_N_TILE)
 TILE_DOTS(tile_dots_f32, RM_F32, RM_N_TILE)
@@ -153,14 +167,14 @@ TILE_DOTS(score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
 TILE_DOTS(score_dots_f32, RM_F32, RM_ATTN_BLOCK)
 
 // acc [rows][16].
-VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, int64_t ahead) {
-  if (dtype == RM_BF16) tile_dots_bf16(x, rows, w, n_blocks, acc, ahead);
-  else tile_dots_f32(x, rows, w, n_blocks, acc, ahead);
+VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
+  if (dtype == RM_BF16) tile_dots_bf16(x, rows, w, n_blocks, acc, soon);
+  else tile_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 // acc [rows][32], of which w's 16 columns are one half: scores of attention.
-VEC void score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, int64_t ahead) {
-  if (dtype == RM_BF16) score_dots_bf16(x, rows, w, n_blocks, acc, ahead);
-  else score_dots_f32(x, rows, w, n_blocks, acc, ahead);
+VEC void score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
+  if (dtype == RM_BF16) score_dots_bf16(x, rows, w, n_blocks, acc, soon);
+  else score_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 
 // One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile.

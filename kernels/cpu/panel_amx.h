@@ -58,7 +58,7 @@ VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_
 
 // M × N tiles, each 1 or 2: rows [row, …) of the panel against tile columns w and w + n_blocks tiles.
 VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row, const uint16_t *w, int64_t n_blocks,
-                    float *acc, const int fetch) {
+                    float *acc, const int ahead) {
   const int64_t all = panel_rows(rows), column = n_blocks * TILE;
   _tile_zero(0);
   if (N > 1) _tile_zero(1);
@@ -66,9 +66,9 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
   if (M > 1 && N > 1) _tile_zero(3);
   for (int64_t b = 0; b < n_blocks; b++, w += TILE) {
     const uint16_t *x = panel + (b * all + row) * RM_K_BLOCK;
-    for (int p = 0; fetch && p < 16; p++) {
-      prefetch_row(RM_BF16, w, PREFETCH, p);
-      if (N > 1) prefetch_row(RM_BF16, w + column, PREFETCH, p);
+    for (int t = 0; ahead && t < N; t++) {
+      const fetch f = fetch_ahead(RM_BF16, w + t * column, 1);
+      fetch_block(&f, 0);
     }
     _tile_loadd(4, x, 64);
     _tile_loadd(6, w, 64);
@@ -96,11 +96,11 @@ DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const ui
     for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
       const uint16_t *columns = w + t * n_blocks * TILE;
       float *to = acc + (t * rows + row) * RM_N_TILE;
-      const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1, fetch = row == 0;
-      if (two_rows && two_columns) tile_block(2, 2, panel, rows, row, columns, n_blocks, to, fetch);
-      else if (two_rows) tile_block(2, 1, panel, rows, row, columns, n_blocks, to, fetch);
-      else if (two_columns) tile_block(1, 2, panel, rows, row, columns, n_blocks, to, fetch);
-      else tile_block(1, 1, panel, rows, row, columns, n_blocks, to, fetch);
+      const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1, ahead = row == 0;
+      if (two_rows && two_columns) tile_block(2, 2, panel, rows, row, columns, n_blocks, to, ahead);
+      else if (two_rows) tile_block(2, 1, panel, rows, row, columns, n_blocks, to, ahead);
+      else if (two_columns) tile_block(1, 2, panel, rows, row, columns, n_blocks, to, ahead);
+      else tile_block(1, 1, panel, rows, row, columns, n_blocks, to, ahead);
     }
   _tile_release();
 }

@@ -100,6 +100,7 @@ VEC vf vf_to_bf16(vf x) {
 VEC void vf_store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16))); }
 
 VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
 // trunc(e·2^40) of 16 lanes into p[0 … 16), as rm_token_weight.
 VEC void vec_token_weights(uint64_t *p, vf e) {
