@@ -75,7 +75,7 @@ ISAS = {
     "avx2": Isa("vec_avx2.h", "panel_float.h", ("-mavx2", "-mfma")),
     "avx512f": Isa("vec_avx512f.h", "panel_float.h", ("-mavx512f", "-mfma")),
     "avx512bf16": Isa("vec_avx512bf16.h", "panel_bf16.h", ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma")),
-    "amx": Isa("vec_amx.h", "panel_amx.h", ("-mavx512f", "-mfma", "-mamx-tile", "-mamx-bf16")),
+    "amx": Isa("vec_amx.h", "panel_amx.h", ("-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16")),
 }
 
 # ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their instructions do (tests/emulated).

@@ -3,11 +3,12 @@
 // A page of K is a packed matrix and a page of V a k block, so both products are dots.h's. On a rank of a mesh the first and the
 // last kv head may have fewer query heads than the others, and their units fewer queries.
 //
-// A block is computed for all queries of a unit; queries without a live position in it get P = 0 and alpha = 1, which does not change their
+// The softmax of a block goes over all queries of a unit: what is one number per query (maxima, alpha, sums) is computed for sixteen of
+// them at once. A block is computed for all queries of a unit; queries without a live position in it get P = 0 and alpha = 1, which does not change their
 // state. Threads take units from a counter, since contexts differ in length; which thread computes a unit changes no bit.
 #include <stdatomic.h>
 
-#include "dots.h"
+#include "panel.h"
 #include "variant.h"
 
 enum { UNIT_QUERIES = 24 }; // query heads of a unit, unless one row has more
@@ -25,11 +26,13 @@ typedef struct attention_job {
 typedef struct unit {
   const rm_attention_args *a;
   int64_t n_q, kv_head, width_k, width_v; // head_dim padded to 32 and to 16
+  int64_t farthest; // the last live position of any query
   const int32_t *pages;
   float *queries; // a panel, [width_k / 32][n_q][32]
-  float *p; // [n_q][32] scores, then probabilities: a panel of one block
+  float *p; // [n_q][32] scores, then probabilities
   float *acc, *merged; // [width_v / 16][n_q][16] of the segment, of the segments before
-  float *m, *l, *m_all, *l_all; // [n_q]
+  float *m, *l, *m_all, *l_all; // [n_q↑16]
+  float *top, *alpha, *sum; // [n_q↑16] of the block: the new m, its alpha, the sum of its p
   int64_t *first, *last; // [n_q] live positions
 } unit;
 
@@ -37,22 +40,23 @@ typedef struct unit {
 static int64_t most_heads(int64_t group, int64_t n_heads) { return rm_min64(group, n_heads); }
 
 static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
-  const int64_t per_query = rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE) + 4 + 4;
-  return rm_round_up(rm_max64(UNIT_QUERIES, most_heads(group, n_heads)) * per_query, RM_LANES);
+  const int64_t n_q = rm_max64(UNIT_QUERIES, most_heads(group, n_heads));
+  const int64_t per_query = rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
+  return rm_round_up(n_q, RM_LANES) * (per_query + 7 + 4); // m … sum; first and last, which take the room of two floats each
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
   unit u = {.a = a, .n_q = n_q, .width_k = rm_round_up(a->head_dim, RM_K_BLOCK), .width_v = rm_round_up(a->head_dim, RM_N_TILE)};
+  const int64_t lanes = rm_round_up(n_q, RM_LANES);
+  float **const per_query[] = {&u.m, &u.l, &u.m_all, &u.l_all, &u.top, &u.alpha, &u.sum};
   u.queries = memory;
   u.p = u.queries + n_q * u.width_k;
   u.acc = u.p + n_q * RM_ATTN_BLOCK;
   u.merged = u.acc + n_q * u.width_v;
   u.first = (int64_t *)(u.merged + n_q * u.width_v);
   u.last = u.first + n_q;
-  u.m = (float *)(u.last + n_q);
-  u.l = u.m + n_q;
-  u.m_all = u.l + n_q;
-  u.l_all = u.m_all + n_q;
+  float *next = (float *)(u.last + n_q);
+  for (size_t i = 0; i < sizeof per_query / sizeof *per_query; i++, next += lanes) *per_query[i] = next;
   return u;
 }
 
@@ -62,6 +66,7 @@ static int64_t lanes_at(const unit *u, int64_t tile, int64_t q) { return (tile *
 static int is_live(const unit *u, int64_t q, int64_t from, int64_t to) { return u->first[q] < to && u->last[q] >= from; }
 
 static int any_live(const unit *u, int64_t from, int64_t to) {
+  if (u->a->window == 0) return from <= u->farthest;
   for (int64_t q = 0; q < u->n_q; q++)
     if (is_live(u, q, from, to)) return 1;
   return 0;
@@ -75,36 +80,59 @@ VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
-// Scores of q in p become probabilities; m, l and acc advance. The scores of lanes that are not live are undefined.
-VEC void softmax_step(rm_dtype T, unit *u, int64_t q, int64_t t0) {
+// The scores of q in p, of which those that are not live are undefined, times scale and masked; top: their maximum with m.
+VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
   float *p = u->p + q * RM_ATTN_BLOCK;
-  if (!is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) {
-    vf_store(p, vf_zero());
-    vf_store(p + RM_LANES, vf_zero());
-    return;
-  }
-  const int whole = u->first[q] <= t0 && u->last[q] >= t0 + RM_ATTN_BLOCK - 1;
   const vf scale = vf_set1(u->a->scale), none = vf_set1(-INFINITY);
   vf s0 = vf_mul(vf_load(p), scale), s1 = vf_mul(vf_load(p + RM_LANES), scale);
-  if (!whole) {
+  if (u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1) {
     s0 = vf_pick(live_lanes(u, q, t0, 0), s0, none);
     s1 = vf_pick(live_lanes(u, q, t0, 1), s1, none);
   }
-  const float m = u->m[q], next = vf_max16(vf_max(s1, vf_max(s0, vf_set1(m))));
-  const float fall = m - next, alpha = m == -INFINITY ? 0.0f : fall == 0.0f ? 1.0f : rm_exp(fall);
-  vf p0 = vf_exp(vf_sub(s0, vf_set1(next))), p1 = vf_exp(vf_sub(s1, vf_set1(next)));
-  if (!whole) {
+  vf_store(p, s0);
+  vf_store(p + RM_LANES, s1);
+  u->top[q] = vf_max16(vf_max(s1, vf_max(s0, vf_set1(u->m[q]))));
+}
+
+// Masked scores become probabilities; sum: theirs, unrounded.
+VEC void exponentials(rm_dtype T, unit *u, int64_t q, int64_t t0) {
+  float *p = u->p + q * RM_ATTN_BLOCK;
+  const vf top = vf_set1(u->top[q]);
+  vf p0 = vf_exp(vf_sub(vf_load(p), top)), p1 = vf_exp(vf_sub(vf_load(p + RM_LANES), top));
+  if (u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1) {
     p0 = vf_keep(p0, live_lanes(u, q, t0, 0));
     p1 = vf_keep(p1, live_lanes(u, q, t0, 1));
   }
-  u->l[q] = fmaf(u->l[q], alpha, vf_tree16(vf_add(p0, p1)));
-  u->m[q] = next;
-  vf_store(p, T == RM_BF16 ? vf_to_bf16(p0) : p0);
-  vf_store(p + RM_LANES, T == RM_BF16 ? vf_to_bf16(p1) : p1);
-  for (int64_t tile = 0; alpha != 1.0f && tile < u->width_v / RM_LANES; tile++) {
-    float *acc = u->acc + lanes_at(u, tile, q);
-    vf_store(acc, vf_mul(vf_load(acc), vf_set1(alpha)));
+  u->sum[q] = vf_tree16(vf_add(p0, p1));
+  store_probabilities(T, p, p0, p1);
+}
+
+// Scores in p become probabilities; m, l and acc advance, but not of a query without a live position: its P is 0, its alpha 1.
+VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
+  for (int64_t q = 0; q < u->n_q; q++) {
+    if (is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) mask_scores(u, q, t0);
+    else u->top[q] = u->m[q];
   }
+  for (int64_t q = 0; q < u->n_q; q += RM_LANES) {
+    const vf m = vf_load(u->m + q), top = vf_load(u->top + q), none = vf_set1(-INFINITY);
+    vf_store(u->alpha + q, vf_pick(vf_gt(m, none), vf_exp(vf_sub(m, top)), vf_zero()));
+    vf_store(u->m + q, top);
+  }
+  for (int64_t q = 0; q < u->n_q; q++) {
+    if (is_live(u, q, t0, t0 + RM_ATTN_BLOCK)) {
+      exponentials(T, u, q, t0);
+      continue;
+    }
+    store_probabilities(T, u->p + q * RM_ATTN_BLOCK, vf_zero(), vf_zero());
+    u->alpha[q] = 1.0f;
+    u->sum[q] = 0.0f;
+  }
+  for (int64_t q = 0; q < u->n_q; q += RM_LANES) vf_store(u->l + q, vf_fma(vf_load(u->l + q), vf_load(u->alpha + q), vf_load(u->sum + q)));
+  for (int64_t q = 0; q < u->n_q; q++)
+    for (int64_t tile = 0; u->alpha[q] != 1.0f && tile < u->width_v / RM_LANES; tile++) {
+      float *acc = u->acc + lanes_at(u, tile, q);
+      vf_store(acc, vf_mul(vf_load(acc), vf_set1(u->alpha[q])));
+    }
 }
 
 // The page of position t for this kv head, as an index into pages of one head.
@@ -138,10 +166,10 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
   }
   if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers: their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
-  for (int64_t q = 0; q < u->n_q; q++) softmax_step(T, u, q, t0);
+  softmax_step(T, u, t0);
   for (int half = 0; half < 2; half++)
     for (int64_t i = 0; next[half] && i < RM_LANES * u->width_v; i += T == RM_BF16 ? 32 : 16) vec_prefetch(at(T, next[half], i));
-  block_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc);
+  value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc);
 }
 
 // The segment that ends: the first live one of a query is taken over, later ones are merged.
@@ -163,9 +191,11 @@ static void end_segment(unit *u, int64_t from) {
 
 static void begin_segment(unit *u) {
   memset(u->acc, 0, (size_t)(u->n_q * u->width_v) * sizeof *u->acc);
-  for (int64_t q = 0; q < u->n_q; q++) {
-    u->m[q] = -INFINITY;
-    u->l[q] = 0.0f;
+  for (int64_t q = 0; q < u->n_q; q += RM_LANES) {
+    vf_store(u->m + q, vf_set1(-INFINITY));
+    vf_store(u->l + q, vf_zero());
+    vf_store(u->top + q, vf_zero());
+    vf_store(u->sum + q, vf_zero());
   }
 }
 
@@ -183,9 +213,10 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     first = rm_min64(first, u.first[q]);
     last = rm_max64(last, u.last[q]);
   }
+  u.farthest = last;
   for (int64_t r = row0; r < row1; r++)
     for (int64_t h = 0; h < per; h++)
-      fill_row(T, u.queries, u.n_q, (r - row0) * per + h, at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
+      fill_query(T, u.queries, u.n_q, (r - row0) * per + h, at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
   for (int64_t from = first / RM_ATTN_SEGMENT * RM_ATTN_SEGMENT; from <= last; from += RM_ATTN_SEGMENT) {
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK), end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
     begin_segment(&u);

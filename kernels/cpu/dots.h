@@ -163,8 +163,8 @@ VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *
   }
 TILE_DOTS(tile_dots_bf16, RM_BF16, RM_N_TILE)
 TILE_DOTS(tile_dots_f32, RM_F32, RM_N_TILE)
-TILE_DOTS(score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
-TILE_DOTS(score_dots_f32, RM_F32, RM_ATTN_BLOCK)
+TILE_DOTS(fma_score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
+TILE_DOTS(fma_score_dots_f32, RM_F32, RM_ATTN_BLOCK)
 
 // acc [rows][16].
 VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
@@ -172,9 +172,9 @@ VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, 
   else tile_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 // acc [rows][32], of which w's 16 columns are one half: scores of attention.
-VEC void score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
-  if (dtype == RM_BF16) score_dots_bf16(x, rows, w, n_blocks, acc, soon);
-  else score_dots_f32(x, rows, w, n_blocks, acc, soon);
+VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
+  if (dtype == RM_BF16) fma_score_dots_bf16(x, rows, w, n_blocks, acc, soon);
+  else fma_score_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 
 // One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile.
@@ -186,7 +186,7 @@ VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, in
   }
 }
 
-VEC void block_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
   const int64_t next = rows * RM_LANES;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
@@ -196,15 +196,21 @@ VEC void block_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_blo
     r += n;
   }
 }
-DOTS_FUNCTION void block_dots_bf16(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
-  block_dots_of(RM_BF16, x, rows, w, n_tiles, acc);
+DOTS_FUNCTION void fma_value_dots_bf16(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  value_dots_of(RM_BF16, x, rows, w, n_tiles, acc);
 }
-DOTS_FUNCTION void block_dots_f32(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
-  block_dots_of(RM_F32, x, rows, w, n_tiles, acc);
+DOTS_FUNCTION void fma_value_dots_f32(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  value_dots_of(RM_F32, x, rows, w, n_tiles, acc);
 }
-VEC void block_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
-  if (dtype == RM_BF16) block_dots_bf16(x, rows, w, n_tiles, acc);
-  else block_dots_f32(x, rows, w, n_tiles, acc);
+VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+  if (dtype == RM_BF16) fma_value_dots_bf16(x, rows, w, n_tiles, acc);
+  else fma_value_dots_f32(x, rows, w, n_tiles, acc);
+}
+
+// A query's probabilities of one block as fma_value_dots reads them.
+VEC void fma_store_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
+  vf_store(p, dtype == RM_BF16 ? vf_to_bf16(p0) : p0);
+  vf_store(p + RM_LANES, dtype == RM_BF16 ? vf_to_bf16(p1) : p1);
 }
 
 // Widens one row x[0 … k) into row r of a panel of `rows` rows, +0 behind k.

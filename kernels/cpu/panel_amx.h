@@ -5,10 +5,10 @@
 //
 // The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end, or, below 16 rows, tiles of just so many. Tiles are
 // configured and released in each call, some hundred cycles of thousands, so that no thread is left with live tile state, which
-// every context switch would have to save. float32 goes by FMA.
+// every context switch would have to save. float32 goes by FMA, attention by vdpbf16ps.
 #pragma once
 
-#include "panel_fma.h"
+#include "pairs.h"
 
 enum { TILE_ROWS = 16 };
 

@@ -74,8 +74,8 @@ static const char *lacking(const machine *m, rm_isa isa) {
   if (!(m->seven_b & bit_AVX512F)) return "the processor lacks AVX512F";
   if ((m->saved & ZMM_STATE) != ZMM_STATE) return unsaved;
   if (isa == RM_ISA_AVX512F) return NULL;
-  if (isa == RM_ISA_AVX512BF16)
-    return (m->seven_one_a & BIT_AVX512BF16) && (m->seven_b & bit_AVX512BW) ? NULL : "the processor lacks AVX512BF16";
+  if (!(m->seven_one_a & BIT_AVX512BF16) || !(m->seven_b & bit_AVX512BW)) return "the processor lacks AVX512BF16";
+  if (isa == RM_ISA_AVX512BF16) return NULL;
   if (!(m->seven_d & BIT_AMX_TILE) || !(m->seven_d & BIT_AMX_BF16)) return "the processor lacks AMX-BF16";
   if ((m->saved & TILE_STATE) != TILE_STATE) return unsaved;
   return may_use_tiles() ? NULL : "the operating system refuses tile registers to this process";
