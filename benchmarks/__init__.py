@@ -1,5 +1,6 @@
 """Benchmarks: rates beside the machine's measured limits, and beside a named peer in the same run.
 
+rollmesh bench --suite cpu       the CPU: the whole table, with targets and peers
 python -m benchmarks.machine     what this machine can do: memory read, copy, products
 python -m benchmarks.generate    decode and prefill of a dense 0.6B and a MoE 1B shape, beside transformers
 python -m benchmarks.sync        weight sync beside a plain copy

