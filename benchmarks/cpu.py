@@ -30,7 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -180,6 +181,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, pythons: dict[str, str], limits: machine.Limits):
         self.args, self.pythons, self.limits = args, pythons, limits
+        self.makers: list[Callable[[machine.Limits], Row]] = []
         self.rows: list[Row] = []
         self.notes: list[str] = []
 
@@ -187,11 +189,14 @@ class Run:
         if words not in self.notes:
             self.notes.append(words)
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        print(
-            f"  {row.name}", *(f"{row.seconds:.4g} s" if row.seconds else "", f"{row.value:.3g} {row.unit}" if row.unit else ""), flush=True
-        )
+    def add(self, make: Callable[[machine.Limits], Row]) -> None:
+        """A row, of which the fraction follows from the limits that are known at the end."""
+        self.makers.append(make)
+        row = make(self.limits)
+        print(f"  {row.name}: {row.measured()}", flush=True)
+
+    def amount(self, shape: str, name: str, value: float, unit: str, most: float) -> None:
+        self.add(lambda _: Row(shape, name, value=value, unit=unit, most=most))
 
     def wanted(self, shape: str, *points: str) -> bool:
         return not self.args.points or any(word in f"{shape} {point}" for word in self.args.points for point in points)
@@ -245,13 +250,14 @@ class Run:
                 if engine.name not in best or answer["seconds"] < best[engine.name]["seconds"]:
                     best[engine.name] = answer
         if job["do"] != "generate":
-            self.add(row_of(shape, point, job, best, self.limits))
+            self.add(partial(row_of, shape, point, job, best))
             return
         ours, tokens = best[OURS], job["sequences"] * job["tokens"]
         peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
-        self.add(Row(shape.name, point.name, ours["seconds"], tokens / ours["seconds"], "", None, None, peers, point.against, point.ratio))
-        self.add(Row(shape.name, "engine, a step", value=ours["step_us"], unit="µs", most=30.0))
-        self.add(Row(shape.name, "engine, a token", value=ours["token_us"], unit="µs", most=0.2))
+        row = Row(shape.name, point.name, ours["seconds"], tokens / ours["seconds"], "", None, None, peers, point.against, point.ratio)
+        self.add(lambda _: row)
+        self.amount(shape.name, "engine, a step", ours["step_us"], "µs", 30.0)
+        self.amount(shape.name, "engine, a token", ours["token_us"], "µs", 0.2)
 
     def foreign(self, shape: Shape, job: dict[str, Any], ours: Process) -> None:
         """The share of speed that is lost: medians of rounds alone and beside one process that computes."""
@@ -265,7 +271,7 @@ class Run:
                 busy.kill()
                 busy.wait()
         lost = 100 * (1 - median(alone) / median(beside))
-        self.add(Row(shape.name, FOREIGN.name, value=max(lost, 0.0), unit="% of its speed lost", most=45.0))
+        self.amount(shape.name, FOREIGN.name, max(lost, 0.0), "% of its speed lost", 45.0)
 
     def sync(self, shape: Shape) -> None:
         """First and later syncs of new generators from this process and from another one, beside memcpy."""
@@ -309,9 +315,15 @@ class Run:
             _, other = rates(lambda generator: generator.sync_weights(reader))
         pipe.send(False)
         process.join()
-        for name, rate, least in ((SYNCS[0], later, 0.8), (SYNCS[1], other, 0.6)):
-            self.add(Row(shape.name, name, size / rate, None, "memcpy", rate / copy, least))
-        self.add(Row(shape.name, SYNCS[2], value=later / first, unit="×", most=1.5))
+        copied = {SYNCS[0]: (later, 0.8), SYNCS[1]: (other, 0.6)}
+
+        def row(name: str, limits: machine.Limits) -> Row:
+            rate, least = copied[name]
+            return Row(shape.name, name, size / rate, None, "memcpy", rate / max(copy, limits.copy_gb_s), least)
+
+        for name in copied:
+            self.add(partial(row, name))
+        self.amount(shape.name, SYNCS[2], later / first, "×", 1.5)
 
     def starts(self) -> None:
         """Wall time of fresh processes; of the generator only its creation."""
@@ -328,7 +340,7 @@ class Run:
                 done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True, cwd=machine.ROOT)
                 seconds = time.perf_counter() - begin
                 best = min(best, seconds if "print" not in words[-1] else float(done.stdout))
-            self.add(Row("start", name, value=best, unit="s", most=most))
+            self.amount("start", name, best, "s", most)
 
     def all(self) -> None:
         """Every part; --quick leaves out what takes minutes, and has fewer layers."""
@@ -368,12 +380,16 @@ class Run:
 
 
 def measured(args: argparse.Namespace, pythons: dict[str, str], notes: list[str]) -> Run:
-    few = 0.01 if args.smoke else 0.3
-    limits = machine.measure(args.threads, gib=0.25 if args.smoke else 1.0, seconds=few if args.smoke or args.quick else 1.0)
+    """A run between two measurements of the limits, of which the better ones count: a limit too is only slowed down by other work."""
+    seconds = 0.01 if args.smoke else 0.3 if args.quick else 1.0
+    limits = machine.measure(args.threads, gib=0.25 if args.smoke else 1.0, seconds=seconds)
     print(limits_line(limits), flush=True)
     run = Run(args, pythons, limits)
     run.notes += notes
     run.all()
+    after = asdict(machine.measure(args.threads, gib=0.25 if args.smoke else 1.0, seconds=seconds))
+    run.limits = replace(limits, **{name: max(value, after[name]) for name, value in asdict(limits).items() if name.endswith("_s")})
+    run.rows = [make(run.limits) for make in run.makers]
     return run
 
 

@@ -98,7 +98,7 @@ def as_json(rows: list[Row], limits: Limits, about: dict[str, str], notes: list[
 
 def picture(rows: list[Row], peers: list[str], limits: Limits, about: dict[str, str]) -> str:
     """Horizontal bars of the fraction of the limit: ours, a mark where its target is, and each peer's below."""
-    left, width, bar = 300.0, 520.0, 12.0
+    left, width, bar = 360.0, 520.0, 12.0
     parts = [
         text(20, 28, "Fraction of the machine's limit", 17, "bold", "start"),
         text(20, 48, ", ".join(about[key] for key in ("processor", "memory", "date", "commit")), 12, anchor="start"),
@@ -107,6 +107,8 @@ def picture(rows: list[Row], peers: list[str], limits: Limits, about: dict[str, 
     for i, engine in enumerate([OURS, *peers]):
         parts.append(f"<rect x='{20 + 130 * i}' y='78' width='12' height='12' fill='{COLOURS[engine]}'/>")
         parts.append(text(38 + 130 * i, 88, engine, 12, anchor="start"))
+    marked = 20 + 130 * (1 + len(peers))
+    parts += [f"<path d='M{marked} 76 v16' stroke='#111827' stroke-width='2'/>", text(marked + 10, 88, "target", 12, anchor="start")]
     y = 122.0
     top = y - 10
     for row in rows:
@@ -114,13 +116,15 @@ def picture(rows: list[Row], peers: list[str], limits: Limits, about: dict[str, 
             continue
         bars = {OURS: row.fraction} | {peer: row.fraction / ratio for peer, ratio in row.ratios().items()}
         parts.append(text(left - 12, y + 10, f"{row.name} ({row.bound})", 12, anchor="end"))
-        if row.least_fraction is not None:
-            parts.append(f"<path d='M{left + row.least_fraction * width:.1f} {y - 3:g} v{bar + 6:g}' stroke='#111827' stroke-width='2'/>")
+        first = y
         for engine, fraction in bars.items():
             across = min(fraction, 1.2) * width
             parts.append(f"<rect x='{left:g}' y='{y:g}' width='{across:.1f}' height='{bar - 2:g}' fill='{COLOURS[engine]}'/>")
             parts.append(text(left + across + 6, y + 9, f"{fraction:.0%}", 11, anchor="start"))
             y += bar
+        if row.least_fraction is not None:
+            at = left + row.least_fraction * width
+            parts.append(f"<path d='M{at:.1f} {first - 3:g} v{bar + 6:g}' stroke='#111827' stroke-width='2'/>")
         y += 12
     axis = [f"<path d='M{left + f * width:g} {top:g} V{y:g}' stroke='#d1d5db'/>" for f in (0, 0.25, 0.5, 0.75, 1)]
     axis += [text(left + f * width, y + 16, f"{f:.0%}", 12) for f in (0, 0.25, 0.5, 0.75, 1)]
