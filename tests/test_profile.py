@@ -42,6 +42,7 @@ def test_a_profile_counts_every_op_and_changes_no_bit(name: str) -> None:
     by_name = {(op["op"], op["n"], op["k"]): op for op in ops}
     assert len(by_name) == len(ops)
     inside = sum(op["seconds"] for op in ops)
+    assert all(0 <= op["waited"] < op["seconds"] for op in ops)
     assert 0 < inside < after["forward_seconds"] - before["forward_seconds"]
     qkv = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
     product = by_name["gemm", qkv, spec.hidden_size]

@@ -188,10 +188,15 @@ PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
 }
 
 static const rm_attribute profile_fields[] = {
-    {"op", RM_ATTR_TEXT, offsetof(rm_profile_entry, op)},      {"n", RM_ATTR_I64, offsetof(rm_profile_entry, n)},
-    {"k", RM_ATTR_I64, offsetof(rm_profile_entry, k)},         {"calls", RM_ATTR_I64, offsetof(rm_profile_entry, calls)},
-    {"rows", RM_ATTR_I64, offsetof(rm_profile_entry, rows)},   {"seconds", RM_ATTR_F64, offsetof(rm_profile_entry, seconds)},
-    {"flops", RM_ATTR_F64, offsetof(rm_profile_entry, flops)}, {"weight_bytes", RM_ATTR_F64, offsetof(rm_profile_entry, weight_bytes)},
+    {"op", RM_ATTR_TEXT, offsetof(rm_profile_entry, op)},
+    {"n", RM_ATTR_I64, offsetof(rm_profile_entry, n)},
+    {"k", RM_ATTR_I64, offsetof(rm_profile_entry, k)},
+    {"calls", RM_ATTR_I64, offsetof(rm_profile_entry, calls)},
+    {"rows", RM_ATTR_I64, offsetof(rm_profile_entry, rows)},
+    {"seconds", RM_ATTR_F64, offsetof(rm_profile_entry, seconds)},
+    {"waited", RM_ATTR_F64, offsetof(rm_profile_entry, waited)},
+    {"flops", RM_ATTR_F64, offsetof(rm_profile_entry, flops)},
+    {"weight_bytes", RM_ATTR_F64, offsetof(rm_profile_entry, weight_bytes)},
 };
 
 // What rank 0 of this process has timed since the last call.

@@ -1,6 +1,8 @@
 // profile.c: see profile.h.
 #include "profile.h"
 
+#include <stdatomic.h>
+
 #include "clock.h"
 
 static rm_profile_entry *entry_of(rm_profile *profile, const char *op, int64_t n, int64_t k) {
@@ -19,11 +21,42 @@ static rm_profile_entry *entry_of(rm_profile *profile, const char *op, int64_t n
   return entry;
 }
 
+// A run of the team whose threads note how long they worked.
+typedef struct timed_run {
+  rm_task_fn fn;
+  void *arg;
+  _Atomic int64_t nanoseconds;  // of all threads
+} timed_run;
+
+static void timed_task(void *arg, int thread, int n_threads) {
+  timed_run *run = arg;
+  const double start = rm_now();
+  run->fn(run->arg, thread, n_threads);
+  atomic_fetch_add(&run->nanoseconds, (int64_t)((rm_now() - start) * 1e9));
+}
+
+static void run_team(void *opaque, rm_task_fn fn, void *arg) {
+  const rm_ctx *ctx = opaque;
+  timed_run run = {.fn = fn, .arg = arg};
+  const double start = rm_now();
+  ctx->run(ctx->team, timed_task, &run);
+  ctx->profile->waited += rm_now() - start - 1e-9 * (double)run.nanoseconds / ctx->n_threads;
+}
+
+static rm_ctx timed_ctx(const rm_ctx *ctx) {
+  rm_ctx timed = *ctx;
+  ctx->profile->waited = 0;
+  if (ctx->run) timed.run = run_team;
+  timed.team = (void *)ctx;
+  return timed;
+}
+
 static void count(rm_profile *profile, double start, rm_profile_entry call) {
   const double seconds = rm_now() - start;
   rm_profile_entry *entry = entry_of(profile, call.op, call.n, call.k);
   entry->calls++;
   entry->seconds += seconds;
+  entry->waited += profile->waited;
   entry->rows += call.rows;
   entry->flops += call.flops;
   entry->weight_bytes += call.weight_bytes;
@@ -58,8 +91,9 @@ static rm_profile_entry of_attention(const rm_attention_args *a) {
 
 #define TIMED(name, args_type, call) \
   static void name(const rm_ctx *ctx, args_type *a) { \
+    const rm_ctx timed = timed_ctx(ctx); \
     const double start = rm_now(); \
-    ctx->profile->of->name(ctx, a); \
+    ctx->profile->of->name(&timed, a); \
     count(ctx->profile, start, call); \
   }
 #define ROWS(name) ((rm_profile_entry){.op = #name, .rows = a->rows})

@@ -3,7 +3,8 @@ table of benchmarks/cpu.py, beside the machine's limits and peers, in the root o
 
 The first is a look, not a measurement to quote: benchmarks/ compares with the machine's measured limits and with peers. Decode is timed
 over whole `generate` calls, so scheduling and sampling count; a step reads the weights that its tokens use once, and that is
-the GB/s shown. Prefill counts 2 flops a weight and token, attention left out. --profile says where the time of each point goes.
+the GB/s shown. Prefill counts 2 flops a weight and token, attention left out. --profile says where the time of each point goes,
+and how much of it threads waited for one another.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_e
     _show(defaultdict(float, {key: long[key] - short[key] for key in list(long)}), DECODE_TOKENS - 1)
 
 
-Times = defaultdict[tuple[str, str], float]  # of (what, seconds | flops | bytes)
+Times = defaultdict[tuple[str, str], float]  # of (what, seconds | waited | flops | bytes)
 
 
 def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
@@ -147,6 +148,7 @@ def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
     for op in ops:
         name = f"{op['op']} {op['n']}×{op['k']}" if op["n"] else op["op"]
         times[name, "seconds"] += op["seconds"]
+        times[name, "waited"] += op["waited"]
         times[name, "flops"] += op["flops"]
         times[name, "bytes"] += op["weight_bytes"]
     forward, schedule, commit = (after[f"{part}_seconds"] - before[f"{part}_seconds"] for part in ("forward", "schedule", "commit"))
@@ -163,6 +165,8 @@ def _show(times: Times, steps: int) -> None:
         for unit, label in (("flops", "GFLOP/s"), ("bytes", "GB/s")):
             if times[name, unit] > 0 and seconds > 0:
                 rates.append(f"{times[name, unit] / seconds / 1e9:8.1f} {label}")
+        if times[name, "waited"] > 0 and seconds > 0:
+            rates.append(f"{times[name, 'waited'] / seconds:4.0%} waiting")
         print(f"    {seconds / total:6.1%}  {seconds / steps * 1e3:9.3f} ms  {name:28} {'  '.join(rates)}".rstrip())
 
 

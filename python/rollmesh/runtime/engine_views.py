@@ -52,6 +52,7 @@ class OpTime(TypedDict):
     calls: int
     rows: int  # of all calls
     seconds: float
+    waited: float  # of these, until all threads had begun and ended: a mean over threads, where several worked
     flops: float  # of products and attention
     weight_bytes: float  # that the calls had to read
 
