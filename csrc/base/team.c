@@ -2,7 +2,7 @@
 // one store to `epoch`, which the workers poll. They spin for some microseconds, since the next op usually follows at once, and then sleep
 // on it as a futex. With more threads than cores they do not spin.
 //
-// Work stealing was rejected: ops split evenly over rows, columns or heads.
+// How an op's work is divided is the op's business: products and attention let threads take parts in turn, small ops split evenly.
 #define _GNU_SOURCE
 #include "base/team.h"
 

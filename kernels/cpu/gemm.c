@@ -1,8 +1,7 @@
 // gemm.c: y = x·Wᵀ on packed weights, plain, with a bias, with SwiGLU, or one matrix per group of rows (experts).
 //
-// Threads share columns: each takes a contiguous range of tile columns over all groups, weighed by their rows, so that every
-// weight is read by one thread once per 96 rows, in order. Few columns and many rows are split by rows instead. Neither
-// changes a sum: a column's dot product is one thread's.
+// A unit of work is one tile column for one panel of rows, panel by panel; threads take runs of them in turn. Neither who takes which nor
+// where a run ends changes a sum: a column's dot product is one thread's. Groups differ in their rows, so their columns count by cost.
 #include "panel.h"
 #include "variant.h"
 
@@ -11,8 +10,11 @@ typedef struct gemm_job {
   int swiglu;
   float *workspace;
   int64_t tiles;                // tile columns of y
-  int by_rows;
+  int64_t panel_rows;           // of a panel: fewer than PANEL_ROWS where columns alone are too few for all threads
+  rm_work work;                 // units; with groups their cost
 } gemm_job;
+
+enum { LEAST_ROWS = 32 }; // cost of the smallest part that a thread takes: some columns of few rows, so that memory is read in a row
 
 // A column costs its rows, and about four more for being read from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
@@ -36,29 +38,36 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
   for (int64_t t = 0; t < n_tiles; t++)
     for (int64_t r = 0; r < rows; r++) {
       const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col), both = 2 * (row + r) * a->n + col;
-      const float *sum = acc + (2 * t * rows + r) * RM_N_TILE;  // the up tile stands behind the gate's
+      const float *sum = acc + (2 * t * rows + r) * RM_N_TILE; // the up tile stands behind the gate's
       const vf gate = vt_round(T, vf_load(sum)), up = vt_round(T, vf_load(sum + rows * RM_N_TILE));
       const vf silu = vt_round(T, vf_div(gate, vf_add(vf_set1(1.0f), vf_exp(vf_neg(gate)))));
       vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(silu, up)), n);
       if (!a->gate_up) continue;
-      vt_store_n(T, a->gate_up, both, vt_round(T, gate), n);   // again, as what is stored always is: an emulator may not flush denormals
+      vt_store_n(T, a->gate_up, both, vt_round(T, gate), n); // again, as what is stored always is: an emulator may not flush denormals
       vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
     }
 }
 
+// A thread's scratch: a panel, of the rows from `row` on (−1: of none), and sums.
+typedef struct scratch {
+  float *panel;
+  int64_t row;
+} scratch;
+
 // Rows [row0, row1) of x against tile columns [tile0, tile1) of matrix w.
-VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, float *scratch, const void *w, int64_t row0, int64_t row1, int64_t tile0,
+VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const void *w, int64_t row0, int64_t row1, int64_t tile0,
                 int64_t tile1) {
   const rm_gemm_args *a = job->a;
-  const int per = job->swiglu ? 2 : 1;  // weight tiles per tile of y
+  const int per = job->swiglu ? 2 : 1; // weight tiles per tile of y
   const int64_t n_blocks = rm_round_up(a->k, RM_K_BLOCK) / RM_K_BLOCK, at_once = PANEL_TILES / per;
-  float *panel = scratch, *acc = scratch + PANEL_ROWS * n_blocks * RM_K_BLOCK;
+  float *acc = s->panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   for (int64_t row = row0; row < row1; row += PANEL_ROWS) {
     const int64_t rows = rm_min64(PANEL_ROWS, row1 - row);
-    fill_panel(T, panel, at(T, a->x, row * a->ldx), a->ldx, rows, a->k);
+    if (row != s->row) fill_panel(T, s->panel, at(T, a->x, row * a->ldx), a->ldx, rows, a->k);
+    s->row = row;
     for (int64_t tile = tile0; tile < tile1; tile += at_once) {
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
-      panel_dots(T, panel, rows, at(T, w, tile * per * n_blocks * TILE), n_tiles * per, n_blocks, acc);
+      panel_dots(T, s->panel, rows, at(T, w, tile * per * n_blocks * TILE), n_tiles * per, n_blocks, acc);
       if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
       else store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
     }
@@ -66,15 +75,15 @@ VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, float *scratch, con
 }
 
 #define REGION(name, T, Y) \
-  static __attribute__((noinline)) void name(const gemm_job *job, float *scratch, const void *w, int64_t row0, int64_t row1, \
-                                             int64_t tile0, int64_t tile1) { \
-    region(T, Y, job, scratch, w, row0, row1, tile0, tile1); \
+  static __attribute__((noinline)) void name(const gemm_job *job, scratch *s, const void *w, int64_t row0, int64_t row1, int64_t tile0, \
+                                             int64_t tile1) { \
+    region(T, Y, job, s, w, row0, row1, tile0, tile1); \
   }
 REGION(region_bf16, RM_BF16, RM_BF16)
 REGION(region_bf16_f32, RM_BF16, RM_F32)
 REGION(region_f32, RM_F32, RM_F32)
 
-typedef void (*region_fn)(const gemm_job *, float *, const void *, int64_t, int64_t, int64_t, int64_t);
+typedef void (*region_fn)(const gemm_job *, scratch *, const void *, int64_t, int64_t, int64_t, int64_t);
 
 static region_fn region_for(const rm_gemm_args *a) {
   if (a->dtype == RM_F32) return region_f32;
@@ -87,43 +96,47 @@ static int64_t groups_cost(const rm_gemm_args *a, int64_t tiles) {
   return cost;
 }
 
-// The columns whose cost begins in this thread's part of the total.
-static void grouped(const gemm_job *job, float *scratch, int thread, int n_threads) {
+// The columns whose cost begins in [from, to).
+static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
   const rm_gemm_args *a = job->a;
-  int64_t from, to, start = 0;
-  rm_split(groups_cost(a, job->tiles), thread, n_threads, &from, &to);
-  for (int64_t g = 0; g < a->n_groups; g++) {
+  int64_t start = 0;
+  for (int64_t g = 0; g < a->n_groups && start < to; g++) {
     const int64_t row0 = a->group_rows[g], row1 = a->group_rows[g + 1], cost = column_cost(row1 - row0);
     if (cost == 0) continue;
     const int64_t tile0 = rm_max64(0, (from - start + cost - 1) / cost), tile1 = rm_min64(job->tiles, (to - start + cost - 1) / cost);
-    if (from - start < job->tiles * cost && to > start && tile0 < tile1)
-      region_for(a)(job, scratch, at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
+    if (from - start < job->tiles * cost && tile0 < tile1)
+      region_for(a)(job, s, at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
     start += job->tiles * cost;
   }
 }
 
+static void plain(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
+  for (int64_t next; from < to; from = next) {
+    const int64_t panel = from / job->tiles, tile = from % job->tiles, row = panel * job->panel_rows;
+    next = rm_min64(to, (panel + 1) * job->tiles);
+    region_for(job->a)(job, s, job->a->w, row, rm_min64(job->a->m, row + job->panel_rows), tile, tile + next - from);
+  }
+}
+
 static void gemm_task(void *arg, int thread, int n_threads) {
-  const gemm_job *job = arg;
-  const rm_gemm_args *a = job->a;
-  float *scratch = job->workspace + thread * dots_floats(a->k);
+  gemm_job *job = arg;
+  scratch s = {job->workspace + thread * dots_floats(job->a->k), -1};
   int64_t from, to;
-  if (a->group_rows) {
-    grouped(job, scratch, thread, n_threads);
-  } else if (job->by_rows) {
-    rm_split(a->m, thread, n_threads, &from, &to);
-    if (from < to) region_for(a)(job, scratch, a->w, from, to, 0, job->tiles);
-  } else {
-    rm_split(job->tiles, thread, n_threads, &from, &to);
-    if (from < to) region_for(a)(job, scratch, a->w, 0, a->m, from, to);
+  while (rm_take(&job->work, n_threads, &from, &to)) {
+    if (job->a->group_rows) grouped(job, &s, from, to);
+    else plain(job, &s, from, to);
   }
 }
 
 static void run(const rm_ctx *ctx, const rm_gemm_args *a, int swiglu) {
   if (a->m == 0 || a->n == 0) return;
   gemm_job job = {.a = a, .swiglu = swiglu, .workspace = ctx->workspace, .tiles = (a->n + RM_N_TILE - 1) / RM_N_TILE};
-  job.by_rows = job.tiles < 4 * ctx->n_threads && a->m >= 2 * RM_VEC_ROWS * ctx->n_threads;
   const int64_t columns = a->group_rows ? groups_cost(a, job.tiles) : job.tiles * column_cost(a->m);
-  rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task, &job);  // 16 columns × one k: about a cycle
+  const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1, RM_VEC_ROWS); // rows, where each thread is to have two panels
+  job.panel_rows = job.tiles < 4 * ctx->n_threads ? rm_min64(PANEL_ROWS, fair) : PANEL_ROWS;
+  job.work.n = a->group_rows ? columns : (a->m + job.panel_rows - 1) / job.panel_rows * job.tiles;
+  job.work.least = a->group_rows ? LEAST_ROWS : rm_max64(1, LEAST_ROWS / column_cost(a->m));
+  rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task, &job); // 16 columns × one k: about a cycle
 }
 
 void RM_FN(gemm)(const rm_ctx *ctx, const rm_gemm_args *a) { run(ctx, a, 0); }

@@ -1,4 +1,4 @@
-// lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the head's weights. A thread takes whole blocks
+// lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the head's weights. Threads take whole blocks
 // of 128 vocabulary entries, eight tiles, and reduces each row's logits of a block to a pair while they are in its cache, so that logits
 // are written only on request. The pairs of a row are then merged in ascending order, sixteen rows at a time; on a mesh merge_pairs does
 // that with the pairs of all ranks.
@@ -14,7 +14,8 @@ typedef struct head_job {
   float *pairs;                 // [n_vocab_blocks][pair_rows][2], of which the pass has the first rows
   int64_t pair_rows;
   float *target_logits;         // [rows]
-  float *scratch;               // of dots.h, per thread
+  float *scratch;               // of panel.h, per thread
+  rm_work work;                 // blocks of the vocabulary
 } head_job;
 
 // Lanes j of a block's vector i that are entries of the vocabulary.
@@ -48,24 +49,23 @@ VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t 
   if (a->targets && a->targets[row] >= v0 && a->targets[row] < v0 + n) job->target_logits[r] = logits[a->targets[row] - v0];
 }
 
-VEC void head_blocks(rm_dtype T, const head_job *job, float *panel, int64_t from, int64_t to) {
+VEC void head_blocks(rm_dtype T, head_job *job, float *panel, int n_threads) {
   const rm_lm_head_args *a = job->a;
   const int64_t n_blocks = rm_round_up(a->hidden, RM_K_BLOCK) / RM_K_BLOCK, n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
   float *acc = panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
+  int64_t from, to;
   fill_panel(T, panel, at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
-  for (int64_t block = from; block < to; block++) {
-    const int64_t tile = block * BLOCK_TILES, n_tiles = rm_min64(BLOCK_TILES, n_tiles_all - tile);
-    panel_dots(T, panel, job->rows, at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks, acc);
-    for (int64_t r = 0; r < job->rows; r++) block_of_row(job, acc, r, block);
-  }
+  while (rm_take(&job->work, n_threads, &from, &to))
+    for (int64_t block = from; block < to; block++) {
+      const int64_t tile = block * BLOCK_TILES, n_tiles = rm_min64(BLOCK_TILES, n_tiles_all - tile);
+      panel_dots(T, panel, job->rows, at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks, acc);
+      for (int64_t r = 0; r < job->rows; r++) block_of_row(job, acc, r, block);
+    }
 }
 
 static void blocks_task(void *arg, int thread, int n_threads) {
-  const head_job *job = arg;
-  float *panel = job->scratch + thread * dots_floats(job->a->hidden);
-  int64_t from, to;
-  rm_split(job->n_vocab_blocks, thread, n_threads, &from, &to);
-  if (from < to) SPECIALIZE(job->a->dtype, head_blocks(T, job, panel, from, to));
+  head_job *job = arg;
+  SPECIALIZE(job->a->dtype, head_blocks(T, job, job->scratch + thread * dots_floats(job->a->hidden), n_threads));
 }
 
 // ------------------------------------------------------------------------------------------------ pairs to stats
@@ -152,6 +152,7 @@ void RM_FN(lm_head)(const rm_ctx *ctx, const rm_lm_head_args *a) {
     job.pair_rows = a->pairs ? a->rows : job.rows;
     job.target_logits = a->target_logits ? a->target_logits + job.row0 : own + job.n_vocab_blocks * 2 * PANEL_ROWS;
     if (a->target_logits) memset(job.target_logits, 0, (size_t)job.rows * sizeof *job.target_logits);
+    job.work = (rm_work){.n = job.n_vocab_blocks, .least = 1};
     rm_parallel(ctx, a->vocab / RM_N_TILE * (job.rows + 4) * a->hidden, blocks_task, &job);
     if (a->pairs) flag_pass(&job);
     else merge_pass(ctx, &job);

@@ -4,6 +4,8 @@
 // dtype is passed as a constant to always_inline functions: SPECIALIZE turns one generic body into the bf16 and the f32 code.
 #pragma once
 
+#include <stdatomic.h>
+
 #include RM_VEC_HEADER
 
 #define RM_CAT_(a, b) a##_##b
@@ -94,6 +96,25 @@ enum { RM_COST_OF_A_TEAM = 20000 };
 static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {
   if (ctx->run && ctx->n_threads > 1 && cost > RM_COST_OF_A_TEAM) ctx->run(ctx->team, fn, arg);
   else fn(arg, 0, 1);
+}
+
+// Units of an op that threads take in turn, so that one which is late, for whatever reason, holds nobody up for long: large parts first,
+// small ones at the end.
+typedef struct rm_work {
+  _Atomic int64_t next;
+  int64_t n, least;               // units, and the fewest of a part
+} rm_work;
+
+// 1 and the part [from, to), or 0 when none is left.
+static inline int rm_take(rm_work *work, int n_threads, int64_t *from, int64_t *to) {
+  int64_t at = atomic_load_explicit(&work->next, memory_order_relaxed);
+  do {
+    if (at >= work->n) return 0;
+    const int64_t part = n_threads == 1 ? work->n : (work->n - at) / (2 * n_threads);
+    *to = rm_min64(work->n, at + rm_max64(part, work->least));
+  } while (!atomic_compare_exchange_weak_explicit(&work->next, &at, *to, memory_order_relaxed, memory_order_relaxed));
+  *from = at;
+  return 1;
 }
 
 // The part of [0, n) that belongs to a thread.
