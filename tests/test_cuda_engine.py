@@ -501,6 +501,11 @@ def test_names_that_are_no_device(make: Callable[..., rm.Generator], name: Any) 
         make(DENSE, name)
 
 
+def test_ops_of_a_gpu_are_not_timed(make: Callable[..., rm.Generator]) -> None:
+    with pytest.raises(rm.ConfigError, match="profile: expected False on a GPU"):
+        make(DENSE, profile=True)
+
+
 def test_devices_that_are_not_here(make: Callable[..., rm.Generator], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(rm.ConfigError, match=r"one of the driver's \d+ devices?, numbered from 0, got 'cuda:99'"):
         make(DENSE, "cuda:99")

@@ -59,7 +59,7 @@ def test_a_profile_counts_every_op_and_changes_no_bit(name: str) -> None:
         assert sum(op["rows"] for op in ops if op["op"] == "experts") == chosen
 
 
-def test_a_profile_is_of_the_cpu() -> None:
+def test_a_profile_is_wanted_or_not() -> None:
     with pytest.raises(rm.ConfigError, match="profile: expected a bool, got 1"):
         generator("dense", profile=1)
 
