@@ -25,7 +25,7 @@ def beside(program: Path, sanitize: str = "") -> dict[str, str]:
     return {"STANDIN_LIBRARY": str(standin(program.parent.parent, sanitize))}
 
 
-@pytest.mark.parametrize("fault", [1, full(2)])
+@pytest.mark.parametrize("fault", [full(1), full(2)])
 def test_planted_faults_are_seen(native: Build, fault: int) -> None:
     """1: a bit of what a rank sends; 2: a rank that replays once less."""
     program = native("mesh_device")

@@ -456,7 +456,7 @@ def of_processes(function: Callable[[int, str], list[Any]], folder: Path, transp
     return lines
 
 
-@pytest.mark.parametrize("transport", ["shm", full("torch")])
+@pytest.mark.parametrize("transport", [full("shm"), full("torch")])
 def test_over_processes(tmp_path: Path, transport: str) -> None:
     assert of_processes(of_a_process, tmp_path, transport) == [of_a_process(r, "") for r in range(2)]
 

@@ -143,7 +143,7 @@ def alone(servers: dict[str, Server]) -> Callable[..., Any]:
 
 
 # -------------------------------------------------------------------------------------------------- bits
-@pytest.mark.parametrize("setting", some(covering_array(), range(0, 24, 4)), ids=name_of)
+@pytest.mark.parametrize("setting", some(covering_array(), (0, 4, 12, 16, 20)), ids=name_of)
 def test_processes_give_the_bits_of_one_rank(servers: dict[str, Server], alone: Callable[..., Any], setting: Setting) -> None:
     tp, dp = setting["tp"], setting["dp"]
     world = tp * dp
