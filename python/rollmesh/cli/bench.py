@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
         counts = f"{parameters.total:,} parameters, {parameters.active:,} a token"
         print(f"{args.model}: {counts}, {dtype}, {where}, {metrics['threads']} threads")
         print(f"sync     {report.bytes / 1e9:8.3f} GB in {report.seconds:.3f} s ({report.gb_per_s:.2f} GB/s while copying)")
-        _prefill(generator, args.prefill, parameters)
+        _prefill(generator, args.prefill, parameters, args.profile)
         for batch in args.batch:
-            _decode(generator, batch, parameters, 2 if dtype == "bfloat16" else 4)
+            _decode(generator, batch, parameters, 2 if dtype == "bfloat16" else 4, args.profile)
     return 0
 
 
@@ -101,7 +101,7 @@ def _suite(args: argparse.Namespace, given: list[str]) -> int:
     return subprocess.call(words)
 
 
-def _prefill(generator: rm.Generator, length: int, parameters: Parameters) -> None:
+def _prefill(generator: rm.Generator, length: int, parameters: Parameters, profile: bool) -> None:
     ids = np.random.default_rng(0).integers(0, generator.spec.vocab_size, length).tolist()
     params = rm.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -111,10 +111,11 @@ def _prefill(generator: rm.Generator, length: int, parameters: Parameters) -> No
     seconds = _best_of(call)
     flops = 2 * parameters.active_body * length
     print(f"prefill  {length / seconds:8,.0f} tokens/s  {flops / seconds / 1e9:8.1f} GFLOP/s  ({length} tokens)")
-    _show(_times(generator, call), 1)
+    if profile:
+        _show(_times(generator, call), 1)
 
 
-def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int) -> None:
+def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int, profile: bool) -> None:
     """Time of DECODE_TOKENS more tokens: a long generate minus a short one, so that the prefill cancels."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, generator.spec.vocab_size, 16).tolist() for _ in range(batch)]
@@ -127,6 +128,8 @@ def _decode(generator: rm.Generator, batch: int, parameters: Parameters, bytes_e
     read = parameters.read_by(batch) * bytes_each
     together = f"{batch} sequence{'' if batch == 1 else 's'}"
     print(f"decode   {batch / step:8,.0f} tokens/s  {read / step / 1e9:8.1f} GB/s  ({together}, {step * 1e3:.2f} ms a step)")
+    if not profile:
+        return
     long, short = _times(generator, call(DECODE_TOKENS)), _times(generator, call(1))
     _show(defaultdict(float, {key: long[key] - short[key] for key in list(long)}), DECODE_TOKENS - 1)
 
@@ -135,7 +138,7 @@ Times = defaultdict[tuple[str, str], float]  # of (what, seconds | waited | flop
 
 
 def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
-    """Where the time of one call goes; empty without a profile."""
+    """Where the time of one call goes, of a generator with a profile."""
     before = generator.metrics()
     generator.profile()
     start = time.perf_counter()
@@ -143,8 +146,6 @@ def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
     wall = time.perf_counter() - start
     ops, after = generator.profile(), generator.metrics()
     times: Times = defaultdict(float)
-    if not ops:
-        return times
     for op in ops:
         name = f"{op['op']} {op['n']}×{op['k']}" if op["n"] else op["op"]
         times[name, "seconds"] += op["seconds"]
