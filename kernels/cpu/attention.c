@@ -148,27 +148,27 @@ VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   return at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_v);
 }
 
-// Pages are not contiguous, so the hardware prefetcher cannot find the next block: each step prefetches it.
+// Pages are not contiguous, so the hardware prefetcher cannot find them: values are fetched while scores are computed, and the next
+// block's keys before the values are read.
 VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
   const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
-  const void *next[2] = {NULL, NULL};
   memset(u->p, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->p);
   for (int half = 0; half < 2; half++) {
-    const int64_t t = t0 + half * RM_LANES, t_next = t + RM_ATTN_BLOCK;
+    const int64_t t = t0 + half * RM_LANES;
     if (!any_live(u, t, t + RM_LANES)) continue; // its page may not exist
-    const void *keys = keys_at(T, u, t);
-    const int more = any_live(u, t_next, t_next + RM_LANES);
-    const fetch soon = more ? fetch_all(T, keys_at(T, u, t_next), 1) : (fetch){0};
-    score_dots(T, u->queries, u->n_q, keys, u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, &soon);
     values.half[half] = values_at(T, u, t);
-    if (more) next[half] = values_at(T, u, t_next);
+    const fetch soon = fetch_all(T, values.half[half], 1);
+    score_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, &soon);
   }
   if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers: their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
   softmax_step(T, u, t0);
-  for (int half = 0; half < 2; half++)
-    for (int64_t i = 0; next[half] && i < RM_LANES * u->width_v; i += T == RM_BF16 ? 32 : 16) vec_prefetch(at(T, next[half], i));
+  for (int64_t t = t0 + RM_ATTN_BLOCK; t < t0 + 2 * RM_ATTN_BLOCK; t += RM_LANES) {
+    if (!any_live(u, t, t + RM_LANES)) continue;
+    const char *keys = keys_at(T, u, t);
+    for (int64_t i = 0; i < RM_LANES * u->width_k * (T == RM_BF16 ? 2 : 4); i += LINE) vec_prefetch(keys + i);
+  }
   value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc);
 }
 

@@ -166,11 +166,6 @@ TILE_DOTS(tile_dots_f32, RM_F32, RM_N_TILE)
 TILE_DOTS(fma_score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
 TILE_DOTS(fma_score_dots_f32, RM_F32, RM_ATTN_BLOCK)
 
-// acc [rows][16].
-VEC void tile_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
-  if (dtype == RM_BF16) tile_dots_bf16(x, rows, w, n_blocks, acc, soon);
-  else tile_dots_f32(x, rows, w, n_blocks, acc, soon);
-}
 // acc [rows][32], of which w's 16 columns are one half: scores of attention.
 VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
   if (dtype == RM_BF16) fma_score_dots_bf16(x, rows, w, n_blocks, acc, soon);

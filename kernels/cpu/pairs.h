@@ -48,8 +48,8 @@ VEC void pair_dots_of(const uint32_t *x, int64_t rows, const uint16_t *w, int64_
     r += n;
   }
 }
-DOTS_FUNCTION void pair_tile_dots(const uint32_t *x, int64_t rows, const uint16_t *w, int64_t n_blocks, float *acc, const fetch *soon) {
-  pair_dots_of(x, rows, w, n_blocks, acc, RM_N_TILE, soon);
+DOTS_FUNCTION void pair_tile_dots(const float *x, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon) {
+  pair_dots_of((const uint32_t *)x, rows, w, n_blocks, acc, RM_N_TILE, soon);
 }
 DOTS_FUNCTION void pair_score_dots(const uint32_t *x, int64_t rows, const uint16_t *w, int64_t n_blocks, float *acc, const fetch *soon) {
   pair_dots_of(x, rows, w, n_blocks, acc, RM_ATTN_BLOCK, soon);

@@ -67,7 +67,7 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
   for (int64_t b = 0; b < n_blocks; b++, w += TILE) {
     const uint16_t *x = panel + (b * all + row) * RM_K_BLOCK;
     for (int t = 0; ahead && t < N; t++) {
-      const fetch f = fetch_ahead(RM_BF16, w + t * column, 1);
+      const fetch f = fetch_near(RM_BF16, w + t * column);
       fetch_block(&f, 0);
     }
     _tile_loadd(4, x, 64);

@@ -12,8 +12,7 @@ enum {
   CHUNK_BLOCKS = 8,
   PANEL_BYTES = 256 << 10, // of a panel, k after k, that all tile columns meet before the next: part of an L2 cache
   FEW_ROWS = 4,
-  NEAR = 1024,
-  FAR = 8192, // bytes that a stream of weights is fetched ahead, for few rows and for more
+  NEAR = 1024, // bytes that a stream of weights is fetched ahead for few rows
 };
 
 // k blocks of a panel that stay in the cache, whole pieces.
@@ -21,24 +20,34 @@ VEC int64_t blocks_at_once(int64_t rows, int64_t row_bytes) {
   return rm_max64(1, PANEL_BYTES / (rows * row_bytes * CHUNK_BLOCKS)) * CHUNK_BLOCKS;
 }
 
-VEC fetch fetch_ahead(rm_dtype dtype, const void *w, int64_t rows) {
-  return fetch_all(dtype, (const char *)w + (rows < FEW_ROWS ? NEAR : FAR), rows < FEW_ROWS);
-}
+VEC fetch fetch_near(rm_dtype dtype, const void *w) { return fetch_all(dtype, (const char *)w + NEAR, 1); }
 
 VEC void fma_fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows, int64_t k) {
   for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, at(dtype, x, r * ldx), k);
 }
 
-// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w.
-VEC void fma_panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
-  const int64_t span = blocks_at_once(rows, RM_K_BLOCK * (int64_t)sizeof *panel);
+// The sums of a piece for all rows.
+typedef void (*piece_dots)(const float *panel, int64_t rows, const void *w, int64_t n_blocks, float *acc, const fetch *soon);
+
+// acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w; a row's block has `words` in the panel.
+VEC void pieces_dots(rm_dtype dtype, piece_dots dots, int64_t words, const float *panel, int64_t rows, const void *w, int64_t n_tiles,
+                     int64_t n_blocks, float *acc) {
+  const int64_t span = blocks_at_once(rows, words * (int64_t)sizeof *panel);
   memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
-  for (int64_t b0 = 0; b0 < n_blocks; b0 += span)
+  for (int64_t b0 = 0; b0 < n_blocks; b0 += span) {
+    const int64_t b1 = rm_min64(b0 + span, n_blocks), skip = b1 < n_blocks ? b1 : n_tiles * n_blocks;
     for (int64_t t = 0; t < n_tiles; t++)
-      for (int64_t b = b0; b < rm_min64(b0 + span, n_blocks); b += CHUNK_BLOCKS) {
-        const void *piece = at(dtype, w, (t * n_blocks + b) * TILE);
-        const fetch soon = fetch_ahead(dtype, piece, rows);
-        float *to = acc + t * rows * RM_N_TILE;
-        tile_dots(dtype, panel + b * rows * RM_K_BLOCK, rows, piece, rm_min64(CHUNK_BLOCKS, n_blocks - b), to, &soon);
+      for (int64_t b = b0; b < b1; b += CHUNK_BLOCKS) {
+        const int64_t here = t * n_blocks + b, below = b + CHUNK_BLOCKS < b1 ? here + CHUNK_BLOCKS : here - b + b0 + n_blocks;
+        const int64_t next = below < n_tiles * n_blocks ? below : skip;
+        const void *piece = at(dtype, w, here * TILE);
+        const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, piece) : fetch_all(dtype, at(dtype, w, next * TILE), 0);
+        dots(panel + b * rows * words, rows, piece, rm_min64(CHUNK_BLOCKS, n_blocks - b), acc + t * rows * RM_N_TILE, &soon);
       }
+  }
+}
+
+VEC void fma_panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
+  if (dtype == RM_BF16) pieces_dots(dtype, tile_dots_bf16, RM_K_BLOCK, panel, rows, w, n_tiles, n_blocks, acc);
+  else pieces_dots(dtype, tile_dots_f32, RM_K_BLOCK, panel, rows, w, n_tiles, n_blocks, acc);
 }

@@ -84,9 +84,7 @@ VEC vf vf_exp(vf x) {
   q = vf_fma(q, r, vf_set1(RM_EXP_Q1));
   q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
   const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
-  const vi half = vi_sra(i, 1), bias = vi_set1(127);
-  const vf lo = vi_floats(vi_sll(vi_add(half, bias), 23)), hi = vi_floats(vi_sll(vi_add(vi_sub(i, half), bias), 23));
-  return vf_mul(vf_mul(p, lo), hi);
+  return vf_scale(p, n, i);
 }
 
 // ------------------------------------------------------------------------------------------------ threads

@@ -91,6 +91,14 @@ VEC void vf_store_n(float *p, vf x, int64_t n) {
   if (n & 1) _mm_store_ss(p, four);
 }
 
+// (p·2^(i>>1))·2^(i−(i>>1)), the last step of exp; n is i as a float.
+VEC vf vf_scale(vf p, vf n, vi i) {
+  (void)n;
+  const vi half = vi_sra(i, 1), bias = vi_set1(127);
+  const vf lo = vi_floats(vi_sll(vi_add(half, bias), 23)), hi = vi_floats(vi_sll(vi_add(vi_sub(i, half), bias), 23));
+  return vf_mul(vf_mul(p, lo), hi);
+}
+
 // Masks of compares, false with a NaN; vf_is_nan looks at the bits' meaning only.
 VEC vi vf_gt(vf x, vf y) {
   return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))};

@@ -1,7 +1,8 @@
 // vec_avx512bf16.h: the lanes of vec_avx512f.h and the steps of panel_bf16.h: vdpbf16ps and the permutation that feeds it.
-// vdpbf16ps rounds to nearest even and flushes denormals whatever MXCSR says, which is the contract's environment.
+// Both instructions of AVX512-BF16 round to nearest even and flush denormals whatever MXCSR says, which is the contract's environment.
 #pragma once
 
+#define RM_VEC_BF16             // vf_to_bf16 by vcvtneps2bf16
 #include "vec_avx512f.h"
 
 VEC void vi_store(void *p, vi x) { _mm512_storeu_si512(p, x); }

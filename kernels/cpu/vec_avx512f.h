@@ -55,6 +55,12 @@ VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_bits(mas
 VEC vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_bits(n), p); }
 VEC void vf_store_n(float *p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first_bits(n), x); }
 
+// The last step of exp by one instruction: the first of its two products is exact, so the second alone rounds, as this does.
+VEC vf vf_scale(vf p, vf n, vi i) {
+  (void)i;
+  return _mm512_scalef_ps(p, n);
+}
+
 // Masks of compares, false with a NaN; vf_is_nan looks at the bits' meaning only.
 VEC vi vf_gt(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ)); }
 VEC vi vf_ge(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ)); }
@@ -89,6 +95,12 @@ VEC vf vf_canon(vf x) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), y, vi_floats(vi_set1(0x7fc00000)));
 }
 // The bf16 nearest to each lane, as a float.
+#ifdef RM_VEC_BF16
+VEC vf vf_to_bf16(vf x) {
+  const vf y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, vi_floats(vi_set1(0x7fc00000)));
+  return vi_floats(vi_sll(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y)), 16));
+}
+#else
 VEC vf vf_to_bf16(vf x) {
   const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
   const vi near = vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000));
@@ -96,6 +108,7 @@ VEC vf vf_to_bf16(vf x) {
   const vf flushed = _mm512_mask_blend_ps(tiny, vi_floats(near), vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))));
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), flushed, vi_floats(vi_set1(0x7fc00000)));
 }
+#endif
 // Stores lanes that are bf16 numbers already.
 VEC void vf_store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16))); }
 

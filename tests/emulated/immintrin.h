@@ -82,6 +82,13 @@ EMU_CALL __m512 emu_fma(__m512 x, __m512 y, __m512 z) {
   return z;
 }
 #define _mm512_fmadd_ps(x, y, z) emu_fma(x, y, z)
+EMU_CALL __m512 emu_scalef(__m512 x, __m512 y) {
+  emu_f z = (emu_f)x;
+  const emu_f n = (emu_f)y;
+  EMU_LANES if (!isnan(z[i])) z[i] = isnan(n[i]) ? n[i] : (float)ldexp((double)z[i], (int)floorf(n[i]));
+  return (__m512)z;
+}
+#define _mm512_scalef_ps(x, y) emu_scalef(x, y)
 
 #define _mm512_add_epi32(x, y) ((__m512i)((emu_u)(x) + (emu_u)(y)))
 #define _mm512_sub_epi32(x, y) ((__m512i)((emu_u)(x) - (emu_u)(y)))
@@ -206,6 +213,21 @@ EMU_CALL __m512 emu_dpbf16(__m512 acc, __m512i x, __m512i y) {
   return (__m512)sum;
 }
 #define _mm512_dpbf16_ps(acc, x, y) emu_dpbf16(acc, x, y)
+// Nearest even whatever MXCSR says; denormals become zeros, a NaN stays one, quiet.
+EMU_CALL __m256i emu_to_bf16(__m512 x) {
+  const emu_u u = (emu_u)x;
+  uint16_t h[16];
+  __m256i y;
+  EMU_LANES {
+    const uint32_t magnitude = u[i] & 0x7fffffff;
+    if (magnitude > 0x7f800000) h[i] = (uint16_t)(u[i] >> 16 | 0x40);
+    else if (magnitude < 0x00800000) h[i] = (uint16_t)(u[i] >> 16 & 0x8000);
+    else h[i] = (uint16_t)((u[i] + 0x7fff + (u[i] >> 16 & 1)) >> 16);
+  }
+  memcpy(&y, h, sizeof y);
+  return y;
+}
+#define _mm512_cvtneps_pbh(x) emu_to_bf16(x)
 
 // ---------------------------------------------------------------------------------------------- tiles
 typedef struct emu_tiles {
