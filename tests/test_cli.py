@@ -33,10 +33,29 @@ def rollmesh(*args: object, status: int = 0, cwd: Path | None = None) -> str:
     return done.stderr if status else done.stdout
 
 
-def test_the_command_line_is_light() -> None:
-    """Only grpo may import torch, and only when it runs."""
-    code = "import sys, rollmesh.cli; print([m for m in ('torch', 'transformers', 'rich', 'matplotlib') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    "code, absent",
+    [
+        ("from rollmesh.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass", ["numpy", "rollmesh._core", "dataclasses"]),
+        ("from rollmesh.cli import bench, doctor, generate, grpo, plan", ["torch", "transformers", "rich", "matplotlib"]),
+    ],
+)
+def test_the_command_line_is_light(code: str, absent: list[str]) -> None:
+    """--help answers at once: it imports no command. Only grpo may import torch, and only when it runs."""
+    code += f"\nimport sys; print([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_packages_names_are_there() -> None:
+    """What is imported on first use is in dir(), can be imported by its name and by *, and the first use imports all."""
+    code = "import rollmesh, sys; assert 'numpy' not in sys.modules and set(rollmesh.__all__) <= set(dir(rollmesh))"
+    code += "\nrollmesh.Mesh; assert 'Generator' in vars(rollmesh); seen = set(sys.modules); from rollmesh import *"
+    code += "\nassert not {n for n in set(sys.modules) - seen if n != 'rollmesh.comm'}"
+    code += "\nassert Generator is rollmesh.Generator is vars(rollmesh)['Generator']; assert all(n in globals() for n in rollmesh.__all__)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'rollmesh' has no attribute 'Nothing'"):
+        _ = rm.Nothing
 
 
 def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:

@@ -5,9 +5,10 @@
     gen.sync_weights(model.state_dict())
     outs = gen.generate(prompts, rm.SamplingParams(max_tokens=64))
 
-Imported on first use: `rollmesh.ops` (the engine's operations over NumPy arrays), `rollmesh.sources` (weights from folders, shared
-memory and streams) and `rollmesh.torch` (a trainer whose forward pass is the generator's; needs torch). The training loop,
-`rollmesh.grpo`, is a package of its own and needs the `train` extra.
+Everything but the errors is imported on first use, so that `rollmesh --help` needs neither NumPy nor the extension. `rollmesh.ops` has
+the engine's operations over NumPy arrays, `rollmesh.sources` weights from folders, shared memory and streams, `rollmesh.torch` a trainer
+whose forward pass is the generator's (needs torch). The training loop, `rollmesh.grpo`, is a package of its own and needs the `train`
+extra.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rollmesh import comm, errors
-from rollmesh.distributed.mesh import Mesh
+from rollmesh import errors
 from rollmesh.errors import (
     AuthError,
     CapacityError,
@@ -48,18 +48,35 @@ from rollmesh.errors import (
     UnsupportedTensorError,
     VersionError,
 )
-from rollmesh.generator import Generator, ParameterInfo
-from rollmesh.model.spec import ModelSpec
-from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
-from rollmesh.request.sampling import SamplingParams
-from rollmesh.weights.pieces import Piece
-from rollmesh.weights.updates import Sync
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # type checkers do not see __getattr__
     import rollmesh.ops
-    import rollmesh.sources  # noqa: F401  (for type checkers: they do not see __getattr__)
+    import rollmesh.sources  # noqa: F401
+    from rollmesh import comm
+    from rollmesh.distributed.mesh import Mesh
+    from rollmesh.generator import Generator, ParameterInfo
+    from rollmesh.model.spec import ModelSpec
+    from rollmesh.request.outputs import CompletionOutput, Contract, RequestOutput, SelfTestReport, SyncReport, TopLogprobs
+    from rollmesh.request.sampling import SamplingParams
+    from rollmesh.weights.pieces import Piece
+    from rollmesh.weights.updates import Sync
 
-_LAZY = ("ops", "sources", "torch")
+_MODULES = ("comm", "ops", "sources", "torch")
+_MODULE_OF = {
+    "CompletionOutput": "request.outputs",
+    "Contract": "request.outputs",
+    "Generator": "generator",
+    "Mesh": "distributed.mesh",
+    "ModelSpec": "model.spec",
+    "ParameterInfo": "generator",
+    "Piece": "weights.pieces",
+    "RequestOutput": "request.outputs",
+    "SamplingParams": "request.sampling",
+    "SelfTestReport": "request.outputs",
+    "Sync": "weights.updates",
+    "SyncReport": "request.outputs",
+    "TopLogprobs": "request.outputs",
+}
 
 __version__ = "0.1.0"
 __all__ = [
@@ -111,10 +128,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name in _MODULES:
         return importlib.import_module(f"rollmesh.{name}")
-    raise AttributeError(f"module 'rollmesh' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'rollmesh' has no attribute {name!r}")
+    for each, module in _MODULE_OF.items():  # all at once: a later use, such as making a generator, imports nothing more
+        globals().setdefault(each, getattr(importlib.import_module(f"rollmesh.{module}"), each))
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_MODULES, *_MODULE_OF})

@@ -1,26 +1,28 @@
 """The command line: `rollmesh grpo | generate | bench | plan | doctor`.
 
-One module a command, each with `add_arguments(parser)` and `run(args) -> exit status`. They import what they need inside `run`:
-only `grpo` needs torch, and `rollmesh doctor` must work where everything else is missing.
+One module a command, each with `add_arguments(parser)` and `run(args) -> exit status`, imported when the command is given. What only
+some of a command's uses need is imported inside `run`: only `grpo` needs torch, and `rollmesh doctor` must work where everything else
+is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import rollmesh as rm
-from rollmesh.cli import bench, doctor, generate, grpo, plan
 from rollmesh.runtime.messages import plain
 
 COMMANDS = {
-    "grpo": (grpo, "train by GRPO as a TOML file describes it"),
-    "generate": (generate, "complete prompts with a checkpoint folder's weights"),
-    "bench": (bench, "quick decode and prefill figures of a model's shape"),
-    "plan": (plan, "a model's shapes, parameters and memory by rank"),
-    "doctor": (doctor, "what this machine has, what was chosen and why, what is missing"),
+    "grpo": "train by GRPO as a TOML file describes it",
+    "generate": "complete prompts with a checkpoint folder's weights",
+    "bench": "quick decode and prefill figures of a model's shape",
+    "plan": "a model's shapes, parameters and memory by rank",
+    "doctor": "what this machine has, what was chosen and why, what is missing",
 }
 
 
@@ -30,15 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rollmesh", description="Rollouts for RL training, with weights pushed by their trainer.")
     parser.add_argument("--version", action="version", version=f"rollmesh {rm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+    words = sys.argv[1:] if argv is None else argv
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name in words:
+            _module_of(name).add_arguments(command)
     args, rest = parser.parse_known_args(argv)
     if rest and (args.command != "generate" or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
     if rest:
         args.prompts += rest  # what stands behind an option: argparse takes MODEL's prompts before it only
     try:
-        status: int = COMMANDS[args.command][0].run(args)
+        status: int = _module_of(args.command).run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -54,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _module_of(command: str) -> ModuleType:
+    return importlib.import_module(f"rollmesh.cli.{command}")
 
 
 def _drop_output() -> None:
