@@ -1,13 +1,16 @@
 """The CPU engine beside this machine's limits and beside its peers: `rollmesh bench --suite cpu`, or python -m benchmarks.cpu
 
-Limits are measured first (benchmarks/machine.c). A decode step's is its bytes of weights and KV over the memory's read rate, or its
-operations over the products' rate where that takes longer; a prefill's is its operations over the products' rate: that of AMX,
-vdpbf16ps or float32 FMA, by the isa that the generator has chosen. Of a MoE the experts that were really chosen count.
+A decode step's limit is its bytes of weights and KV over the memory's read rate, or its operations over the products' rate where that
+takes longer; a prefill's is its operations over the products' rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the
+generator has chosen. Of a MoE the experts that were really chosen count. Limits are measured (benchmarks/machine.c) right before and
+right after each turn of our engine, the larger one is that turn's, and a point's fraction is the best of its turns: on a shared
+machine the memory's rate changes within minutes.
 
 Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16 weights, prompts and threads. Rounds
-alternate between the engines and the best of each counts: other work on the machine can only slow one down. A point that has used
-up its --budget is not repeated. Long contexts are measured with --long-layers of the dense model's layers, since the first prefill of
-32k tokens takes an engine ten minutes with all 28; weights and KV of a step shrink alike.
+alternate between the engines, and ratios are of the best of each: other work on the machine can only slow one down. A point that has used
+up its --budget is not repeated. Long contexts are measured with --long-layers of the dense model's layers, since to fill 32k tokens
+takes an engine ten minutes and more with all 28. Each context is the beginning of the next and stays cached, so that an engine fills 32k
+once; only decode steps are timed.
 
 The peers' environments:
 
@@ -30,14 +33,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.cpu_report import OURS, Row, as_json, limits_line, markdown, picture
+from benchmarks.cpu_report import OURS, Row, as_json, markdown, picture
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import BF16_BYTES, SHAPES, SMOKE_SHAPES, Shape
 from benchmarks.vllm_overhead import checkpoint, environment
@@ -77,7 +79,7 @@ DENSE = [decode(1, 1.4, 0.8, 0.7), decode(8, 1.5, 0.75, 0.7), decode(64, 1.6, 0.
 MOE = [decode(1, 1.5, 0.75, 0.65), decode(8, 1.3, 0.7, 0.65), decode(64, 1.3, 0.65, 0.65), prefill(512, 1.4, 0.4, 0.65, 0.65)]
 LONG = [prefill(8192, 1.0, 0.7, 0.7, 0.7), *(decode(1, 1.0, 0.7, 0.7, 1024 * k) for k in (4, 16, 32))]
 SYNCS = ("sync, later ones", "sync from another process", "first sync over a later one")
-STARTS = ("import rollmesh", "an empty generator", "rollmesh --help")
+STARTS = ("import of Generator", "an empty generator", "rollmesh --help")
 DEBUG = Point("64 sequences", {"do": "generate", "sequences": 64, "prompt": 8, "tokens": 48}, 5.0, against=("transformers",))
 
 
@@ -104,11 +106,16 @@ def decode_flops(shape: Shape, context: float) -> float:
     return 2.0 * weights + 4.0 * shape.layers * shape.heads * shape.head_dim * (context + 1)
 
 
+def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
+    """Whose rate a matmul of this isa has, and the rate."""
+    name, key = PRODUCTS.get(isa, ("", ""))
+    return (name, getattr(limits, key)) if key and getattr(limits, key) > 0 else ("FMA", limits.fma_gflop_s)
+
+
 def limit(shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: machine.Limits) -> tuple[float, str]:
     """The seconds that the machine needs at least, and what binds."""
-    name, rate = "FMA", limits.fma_gflop_s * 1e9
-    if answer["isa"] in PRODUCTS and getattr(limits, PRODUCTS[answer["isa"]][1]) > 0:
-        name, rate = PRODUCTS[answer["isa"]][0], getattr(limits, PRODUCTS[answer["isa"]][1]) * 1e9
+    name, gflop_s = products(answer["isa"], limits)
+    rate = gflop_s * 1e9
     if job["do"] == "prefill":
         return shape.prefill_flops(job["tokens"]) / rate, name
     if job["do"] == "rollouts":
@@ -117,19 +124,25 @@ def limit(shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: mac
     context = job["context"] + job["steps"] / 2
     elements = shape.decode_elements(answer["experts"]) + job["sequences"] * context * shape.kv_elements
     memory = elements * BF16_BYTES / (limits.read_gb_s * 1e9)
-    products = job["sequences"] * decode_flops(shape, context) / rate
-    return (memory, "memory") if memory >= products else (products, name)
+    computed = job["sequences"] * decode_flops(shape, context) / rate
+    return (memory, "memory") if memory >= computed else (computed, name)
 
 
-def row_of(shape: Shape, point: Point, job: dict[str, Any], best: dict[str, dict[str, Any]], limits: machine.Limits) -> Row:
-    ours = best[OURS]
-    least, bound = limit(shape, job, ours, limits)
+def row_of(
+    shape: Shape, point: Point, job: dict[str, Any], best: dict[str, dict[str, Any]], turns: list[tuple[dict[str, Any], machine.Limits]]
+) -> Row:
+    """Of each engine's best answer, and of each answer of ours with its limits."""
+    held = [(limit(shape, job, answer, limits), answer, limits) for answer, limits in turns]
+    (least, bound), answer, limits = max(held, key=lambda turn: turn[0][0] / turn[1]["seconds"])
+    name, gflop_s = products(answer["isa"], limits)
     tokens = {"decode": job.get("sequences"), "prefill": job.get("tokens"), "rollouts": job.get("requests", 0) * job.get("tokens", 0)}
     target = point.least.get(bound, point.least.get("products") if bound != "memory" else None)
     peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
-    seconds = ours["seconds"]
-    rate = tokens[job["do"]] / seconds
-    return Row(shape.name, point.name, seconds, rate, bound, least / seconds, target, peers, point.against, point.ratio)
+    seconds = best[OURS]["seconds"]
+    return Row(
+        shape.name, point.name, seconds, tokens[job["do"]] / seconds, bound, least / answer["seconds"], target, peers, point.against,
+        point.ratio, limits={"memory": limits.read_gb_s, name: gflop_s},
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------- processes
@@ -177,26 +190,29 @@ class Process:
 
 
 class Run:
-    """One run of the suite: its engines, limits, and what it has found."""
+    """One run of the suite: its engines, the limits that it has seen, and what it has found."""
 
-    def __init__(self, args: argparse.Namespace, pythons: dict[str, str], limits: machine.Limits):
-        self.args, self.pythons, self.limits = args, pythons, limits
-        self.makers: list[Callable[[machine.Limits], Row]] = []
+    def __init__(self, args: argparse.Namespace, pythons: dict[str, str], notes: list[str]):
+        self.args, self.pythons, self.notes = args, pythons, notes
+        self.seen: list[machine.Limits] = []
         self.rows: list[Row] = []
-        self.notes: list[str] = []
+
+    def limits(self) -> machine.Limits:
+        """As they are now; takes a second."""
+        self.seen.append(machine.measure(self.args.threads, gib=0.5, seconds=0.05))
+        return self.seen[-1]
 
     def note(self, words: str) -> None:
         if words not in self.notes:
             self.notes.append(words)
 
-    def add(self, make: Callable[[machine.Limits], Row]) -> None:
-        """A row, of which the fraction follows from the limits that are known at the end."""
-        self.makers.append(make)
-        row = make(self.limits)
-        print(f"  {row.name}: {row.measured()}", flush=True)
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        of = "" if row.fraction is None else f", {row.fraction:.0%} of {row.bound}"
+        print(f"  {row.name}: {row.measured()}{of}", flush=True)
 
     def amount(self, shape: str, name: str, value: float, unit: str, most: float) -> None:
-        self.add(lambda _: Row(shape, name, value=value, unit=unit, most=most))
+        self.add(Row(shape, name, value=value, unit=unit, most=most))
 
     def wanted(self, shape: str, *points: str) -> bool:
         return not self.args.points or any(word in f"{shape} {point}" for word in self.args.points for point in points)
@@ -234,6 +250,7 @@ class Run:
             return
         best: dict[str, dict[str, Any]] = {}
         spent: dict[str, float] = {}
+        turns = []
         for round_ in range(1 if job["do"] == "rollouts" else self.args.rounds):
             for engine in engines:
                 if spent.get(engine.name, 0.0) > self.args.budget:
@@ -242,7 +259,10 @@ class Run:
                 if job["do"] == "decode" and engine.name == "transformers":  # of unknown speed: first two steps, then what the budget holds
                     most = self.args.budget / 2 / best[engine.name]["seconds"] if engine.name in best else 2
                     asked["steps"] = max(2, min(job["steps"], int(most)))
+                before = self.limits() if engine.name == OURS and job["do"] != "generate" else None
                 answer = engine.ask(asked)
+                if before:
+                    turns.append((answer, before.or_more(self.limits())))
                 if self.refused(engine, f"{shape.name} {point.name}", answer):
                     spent[engine.name] = float("inf")
                     continue
@@ -250,12 +270,11 @@ class Run:
                 if engine.name not in best or answer["seconds"] < best[engine.name]["seconds"]:
                     best[engine.name] = answer
         if job["do"] != "generate":
-            self.add(partial(row_of, shape, point, job, best))
+            self.add(row_of(shape, point, job, best, turns))
             return
         ours, tokens = best[OURS], job["sequences"] * job["tokens"]
         peers = {name: answer["seconds"] for name, answer in best.items() if name != OURS}
-        row = Row(shape.name, point.name, ours["seconds"], tokens / ours["seconds"], "", None, None, peers, point.against, point.ratio)
-        self.add(lambda _: row)
+        self.add(Row(shape.name, point.name, ours["seconds"], tokens / ours["seconds"], "", None, None, peers, point.against, point.ratio))
         self.amount(shape.name, "engine, a step", ours["step_us"], "µs", 30.0)
         self.amount(shape.name, "engine, a token", ours["token_us"], "µs", 0.2)
 
@@ -282,27 +301,29 @@ class Run:
         from benchmarks.sync import Memcpy, trainer
         from rollmesh.sources import SharedReader
 
-        memcpy = Memcpy(self.args.threads, 0.25)
-        copy = self.limits.copy_gb_s
-        spec, repeats = rm.ModelSpec.from_hf(shape.config()), 2 + self.args.rounds
+        model = make_trainer(shape, torch.bfloat16)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        memcpy = Memcpy(self.args.threads, max(size / (1 << 30), 1 / 16))
+        spec, repeats = rm.ModelSpec.from_hf(shape.config()), 3 + self.args.rounds
 
-        def rates(of: Callable[[rm.Generator], rm.SyncReport]) -> tuple[float, float]:
-            """Best GB/s of a first sync and of a later one."""
-            nonlocal copy
-            first = later = 0.0
+        def measured(name: str, least: float, of: Callable[[rm.Generator], rm.SyncReport]) -> float:
+            """Adds the row of later syncs, from the third on: the second maps the other copy. Returns a first one's time over theirs."""
+            first, later = [], []  # seconds, and the rate of memcpy beside them
             for _ in range(2):
                 with rm.Generator(spec, threads=self.args.threads, max_model_len=256, kv_cache_gib=1 / 32) as generator:
                     for i in range(repeats):
-                        copy = max(copy, memcpy.blocks())
+                        before = memcpy.blocks()
                         begin = time.perf_counter()
                         gb = of(generator).bytes / 1e9
-                        rate = gb / (time.perf_counter() - begin)
-                        first, later = (max(first, rate), later) if i == 0 else (first, max(later, rate))
-            return first, later
+                        seconds = time.perf_counter() - begin
+                        beside = (seconds, max(before, memcpy.blocks()))
+                        if i != 1:
+                            (later if i else first).append(beside)
+            fraction, copy = sorted((gb / seconds / copy, copy) for seconds, copy in later)[len(later) // 2]
+            self.add(Row(shape.name, name, min(later)[0], None, "memcpy", fraction, least, limits={"memcpy": copy}))
+            return min(first)[0] / min(later)[0]
 
-        model = make_trainer(shape, torch.bfloat16)
-        size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
-        first, later = rates(lambda generator: generator.sync_weights(model.state_dict()))
+        longer = measured(SYNCS[0], 0.8, lambda generator: generator.sync_weights(model.state_dict()))
         spawn = multiprocessing.get_context("spawn")
         pipe, far = spawn.Pipe()
         process = spawn.Process(target=trainer, args=(shape, far), daemon=True)
@@ -312,25 +333,17 @@ class Run:
             pipe.send(True)
             pipe.recv()
             reader.refresh()
-            _, other = rates(lambda generator: generator.sync_weights(reader))
+            measured(SYNCS[1], 0.6, lambda generator: generator.sync_weights(reader))
         pipe.send(False)
         process.join()
-        copied = {SYNCS[0]: (later, 0.8), SYNCS[1]: (other, 0.6)}
-
-        def row(name: str, limits: machine.Limits) -> Row:
-            rate, least = copied[name]
-            return Row(shape.name, name, size / rate, None, "memcpy", rate / max(copy, limits.copy_gb_s), least)
-
-        for name in copied:
-            self.add(partial(row, name))
-        self.amount(shape.name, SYNCS[2], later / first, "×", 1.5)
+        self.amount(shape.name, SYNCS[2], longer, "×", 1.5)
 
     def starts(self) -> None:
         """Wall time of fresh processes; of the generator only its creation."""
         config = SHAPES["dense-0.6b"].config()
         create = f"import time, rollmesh as rm; s = rm.ModelSpec.from_hf({config!r}); t = time.perf_counter(); rm.Generator(s).close()"
         for name, words, most in (
-            (STARTS[0], ["-c", "import rollmesh"], 0.3),
+            (STARTS[0], ["-c", "from rollmesh import Generator"], 0.3),
             (STARTS[1], ["-c", create + "; print(time.perf_counter() - t)"], 0.2),
             (STARTS[2], ["-m", "rollmesh", "--help"], 0.2),
         ):
@@ -344,6 +357,7 @@ class Run:
 
     def all(self) -> None:
         """Every part; --quick leaves out what takes minutes, and has fewer layers."""
+        self.limits()
         dense, moe, long = SHAPES["dense-0.6b"], SHAPES["moe-1b"], replace(SHAPES["dense-0.6b"], layers=self.args.long_layers)
         if self.args.quick:
             dense, moe = replace(dense, layers=4), replace(moe, layers=4)
@@ -379,20 +393,6 @@ class Run:
         self.pythons = pythons
 
 
-def measured(args: argparse.Namespace, pythons: dict[str, str], notes: list[str]) -> Run:
-    """A run between two measurements of the limits, of which the better ones count: a limit too is only slowed down by other work."""
-    seconds = 0.01 if args.smoke else 0.3 if args.quick else 1.0
-    limits = machine.measure(args.threads, gib=0.25 if args.smoke else 1.0, seconds=seconds)
-    print(limits_line(limits), flush=True)
-    run = Run(args, pythons, limits)
-    run.notes += notes
-    run.all()
-    after = asdict(machine.measure(args.threads, gib=0.25 if args.smoke else 1.0, seconds=seconds))
-    run.limits = replace(limits, **{name: max(value, after[name]) for name, value in asdict(limits).items() if name.endswith("_s")})
-    run.rows = [make(run.limits) for make in run.makers]
-    return run
-
-
 # -------------------------------------------------------------------------------------------------- command line
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -410,7 +410,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=whole(1), default=None, help="default: 3; 2 with --quick")
     parser.add_argument("--steps", type=whole(1, 512), default=None, help="of a decode measurement; default: 32; 8 with --quick")
     parser.add_argument("--budget", type=real(0, 1e9), default=60.0, help="seconds after which a point of one engine is not repeated")
-    parser.add_argument("--long-layers", type=whole(1, 28), default=7, help="of the model of the long contexts, at most 28")
+    parser.add_argument("--long-layers", type=whole(1, 28), default=4, help="of the model of the long contexts, at most 28")
     parser.add_argument("--smoke", action="store_true", help="tiny models once, to see that everything runs")
     return parser
 
@@ -433,19 +433,14 @@ def main(argv: list[str] | None = None) -> int:
     for file in filter(None, (args.json, args.picture)):
         if not file.absolute().parent.is_dir():
             parser.error(f"{file}: expected a folder that exists, got {str(file.absolute().parent)[:80]!r}")
-    run = measured(args, pythons, notes)
+    run = Run(args, pythons, notes)
+    run.all()
     broken = [row for row in run.rows if args.quick and not args.smoke and row.broken(FLOOR)]
-    if broken:  # by what else the machine did, perhaps: with its limits anew
-        args.points = [row.name for row in broken]
-        second = measured(args, pythons, [])
-        broken = [row for row in second.rows if row.broken(FLOOR)]
-        run.rows = [next((other for other in second.rows if other.name == row.name), row) for row in run.rows]
-        run.notes.append(f"measured a second time, with limits of {limits_line(second.limits)[29:]}: {', '.join(args.points)}")
     about, peers = machine.describe() | {"threads": str(args.threads)}, [name for name in pythons if name != OURS]
     outputs = {
-        "md": markdown(run.rows, peers, run.limits, about, run.notes),
-        "json": as_json(run.rows, run.limits, about, run.notes),
-        "svg": picture(run.rows, peers, run.limits, about),
+        "md": markdown(run.rows, peers, run.seen, about, run.notes),
+        "json": as_json(run.rows, run.seen, about, run.notes),
+        "svg": picture(run.rows, peers, run.seen, about),
     }
     print("\n" + outputs["md"], end="")
     for file, kind in ((args.json, "json"), (args.picture, "svg")):

@@ -95,8 +95,8 @@ class Rollmesh(Engine):
         return {"seconds": self.run(prompts_of(self.vocab, seed, 1, tokens), 1)[0], "isa": self.generator.metrics()["isa"]}
 
     def rollouts(self, requests: int, group: int, prompt: int, tokens: int, seed: int) -> Answer:
-        prompts = [ids for ids in prompts_of(self.vocab, seed, requests // group, prompt) for _ in range(group)]
-        seconds, _ = self.run(prompts, tokens, temperature=1.0, top_p=TOP_P)
+        prompts = prompts_of(self.vocab, seed, requests // group, prompt)
+        seconds, _ = self.run(prompts, tokens, n=group, temperature=1.0, top_p=TOP_P)
         return {"seconds": seconds, "isa": self.generator.metrics()["isa"]}
 
     def generate(self, sequences: int, prompt: int, tokens: int, seed: int) -> Answer:
@@ -132,8 +132,8 @@ class VllmCpu(Engine):
         return {"seconds": self.run(prompts_of(self.vocab, seed, 1, tokens), 1)}
 
     def rollouts(self, requests: int, group: int, prompt: int, tokens: int, seed: int) -> Answer:
-        prompts = [ids for ids in prompts_of(self.vocab, seed, requests // group, prompt) for _ in range(group)]
-        return {"seconds": self.run(prompts, tokens, temperature=1.0, top_p=TOP_P)}
+        prompts = prompts_of(self.vocab, seed, requests // group, prompt)
+        return {"seconds": self.run(prompts, tokens, n=group, temperature=1.0, top_p=TOP_P)}
 
 
 class LlamaCpp(Engine):

@@ -16,7 +16,7 @@ Target = tuple[str, bool | None]  # how it reads, and whether it is met; None: n
 
 @dataclass(frozen=True)
 class Row:
-    """One point. A fraction is the limit's time over ours, a ratio a peer's time over ours."""
+    """One point. A fraction is the limit's time over ours in the best turn, a ratio a peer's best time over our best."""
 
     shape: str
     point: str
@@ -31,6 +31,7 @@ class Row:
     value: float | None = None  # where the target is an amount and no fraction
     unit: str = ""
     most: float | None = None
+    limits: dict[str, float] = field(default_factory=dict)  # what it was held to, in 1e9 a second: bytes, or operations
 
     @property
     def name(self) -> str:
@@ -79,30 +80,37 @@ def table(rows: list[Row], peers: list[str]) -> str:
     return "\n".join(lines)
 
 
-def limits_line(limits: Limits) -> str:
-    amx = f"AMX {limits.amx_gflop_s:.0f}" if limits.amx_gflop_s else f"AMX none ({limits.no_amx})"
-    products = f"float32 FMA {limits.fma_gflop_s:.0f}, vdpbf16ps {limits.bf16_gflop_s:.0f}, {amx} GFLOP/s"
-    return f"Limits measured in this run: read {limits.read_gb_s:.1f} GB/s, copy {limits.copy_gb_s:.1f} GB/s; {products}."
+def ranges(seen: Sequence[Limits]) -> dict[str, tuple[float, float]]:
+    """Least and most of each limit."""
+    found = [asdict(limits) for limits in seen]
+    return {name: (min(one[name] for one in found), max(one[name] for one in found)) for name in found[0] if name.endswith("_s")}
 
 
-def markdown(rows: list[Row], peers: list[str], limits: Limits, about: dict[str, str], notes: list[str]) -> str:
+def limits_line(seen: Sequence[Limits]) -> str:
+    words = [[f"{rate:.{1 if rate < 100 else 0}f}" for rate in rates] for rates in ranges(seen).values()]
+    read, copy, *products = ("–".join(dict.fromkeys(pair)) for pair in words)
+    amx = f"AMX none ({seen[0].no_amx})" if seen[0].no_amx else f"AMX {products[2]}"
+    return f"Limits in this run: read {read} GB/s, copy {copy} GB/s; float32 FMA {products[0]}, vdpbf16ps {products[1]}, {amx} GFLOP/s."
+
+
+def markdown(rows: list[Row], peers: list[str], seen: list[Limits], about: dict[str, str], notes: list[str]) -> str:
     head = ", ".join(f"{key} {value}" for key, value in about.items())
     said = "".join(f"\n- {note}" for note in notes)
-    return f"# rollmesh bench --suite cpu\n\n{head}\n\n{limits_line(limits)}\n\n{table(rows, peers)}\n{said}".rstrip() + "\n"
+    return f"# rollmesh bench --suite cpu\n\n{head}\n\n{limits_line(seen)}\n\n{table(rows, peers)}\n{said}".rstrip() + "\n"
 
 
-def as_json(rows: list[Row], limits: Limits, about: dict[str, str], notes: list[str]) -> str:
+def as_json(rows: list[Row], seen: list[Limits], about: dict[str, str], notes: list[str]) -> str:
     found = [asdict(row) | {"ratios": row.ratios(), "targets": row.targets(), "met": verdict(row.targets())} for row in rows]
-    return json.dumps({"machine": about, "limits": asdict(limits), "notes": notes, "rows": found}, indent=1) + "\n"
+    return json.dumps({"machine": about, "limits": ranges(seen), "notes": notes, "rows": found}, indent=1) + "\n"
 
 
-def picture(rows: list[Row], peers: list[str], limits: Limits, about: dict[str, str]) -> str:
+def picture(rows: list[Row], peers: list[str], seen: list[Limits], about: dict[str, str]) -> str:
     """Horizontal bars of the fraction of the limit: ours, a mark where its target is, and each peer's below."""
     left, width, bar = 360.0, 520.0, 12.0
     parts = [
         text(20, 28, "Fraction of the machine's limit", 17, "bold", "start"),
         text(20, 48, ", ".join(about[key] for key in ("processor", "memory", "date", "commit")), 12, anchor="start"),
-        text(20, 66, limits_line(limits), 11, anchor="start", fill="#4b5563"),
+        text(20, 66, limits_line(seen), 11, anchor="start", fill="#4b5563"),
     ]
     for i, engine in enumerate([OURS, *peers]):
         parts.append(f"<rect x='{20 + 130 * i}' y='78' width='12' height='12' fill='{COLOURS[engine]}'/>")

@@ -8,14 +8,17 @@ other benchmarks' fractions.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from benchmarks.options import THREADS, real, whole
@@ -36,6 +39,11 @@ class Limits:
     amx_gflop_s: float = 0.0  # of tdpbf16ps, likewise
     no_amx: str = ""  # why that is 0
 
+    def or_more(self, other: Limits) -> Limits:
+        """The larger of both in each rate."""
+        more = asdict(other)
+        return replace(self, **{name: max(rate, more[name]) for name, rate in asdict(self).items() if name.endswith("_s")})
+
 
 def run(command: list[str]) -> str:
     """What it printed; ends this program with what it said where it failed."""
@@ -47,12 +55,18 @@ def run(command: list[str]) -> str:
         raise SystemExit(f"benchmarks.machine: {Path(command[0]).name}: {error.stderr.strip() or f'status {error.returncode}'}") from None
 
 
+@cache
+def program() -> str:
+    """machine.c compiled, until this process ends."""
+    folder = tempfile.mkdtemp(prefix="rollmesh-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    run([*shlex.split(os.environ.get("CC", "gcc")), "-O2", "-o", f"{folder}/machine", str(SOURCE), "-pthread"])
+    return f"{folder}/machine"
+
+
 def measure(threads: int, *, gib: float = 1.0, seconds: float = 1.0) -> Limits:
     """The limits with up to `threads` threads; a buffer of `gib` GiB and `seconds` for each of five to eight measurements."""
-    with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
-        program = Path(folder) / "machine"
-        run([*shlex.split(os.environ.get("CC", "gcc")), "-O2", "-o", str(program), str(SOURCE), "-pthread"])
-        runs = [json.loads(run([str(program), str(n), str(gib), str(seconds)])) for n in sorted({1, threads})]
+    runs = [json.loads(run([program(), str(n), str(gib), str(seconds)])) for n in sorted({1, threads})]
     return Limits(
         threads=threads,
         read_gb_s=max(one[key] for one in runs for key in one if key.startswith("read_")),

