@@ -148,9 +148,19 @@ VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   return at(T, a->v_cache, head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) + t % a->page_size * u->width_v);
 }
 
-// Pages are not contiguous, so the hardware prefetcher cannot find them: values are fetched while scores are computed, and the next
-// block's keys before the values are read.
-VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
+// Pages are not contiguous, so the hardware prefetcher cannot find them, and a core has few lines on the way to its L1 cache at a time. So
+// the next block is fetched into the L2 cache, its keys while scores are computed, its values while values are read. 16 positions from t:
+VEC fetch next_keys(rm_dtype T, const unit *u, int64_t t) {
+  t += RM_ATTN_BLOCK;
+  return any_live(u, t, t + RM_LANES) ? fetch_all(T, keys_at(T, u, t), 0) : (fetch){0};
+}
+VEC fetch next_values(rm_dtype T, const unit *u, int64_t t) {
+  t += RM_ATTN_BLOCK;
+  return any_live(u, t, t + RM_LANES) ? fetch_lines(values_at(T, u, t), tile_bytes(T) / 2, 0) : (fetch){0};
+}
+
+// Nothing was fetched of a unit's first block: its values are while scores are computed, and the next keys before values are read.
+VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
   memset(u->p, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->p);
@@ -158,18 +168,18 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0) {
     const int64_t t = t0 + half * RM_LANES;
     if (!any_live(u, t, t + RM_LANES)) continue; // its page may not exist
     values.half[half] = values_at(T, u, t);
-    const fetch soon = fetch_all(T, values.half[half], 1);
+    const fetch soon = is_first ? fetch_all(T, values.half[half], 1) : next_keys(T, u, t);
     score_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK, u->p + half * RM_LANES, &soon);
   }
   if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers: their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
   softmax_step(T, u, t0);
-  for (int64_t t = t0 + RM_ATTN_BLOCK; t < t0 + 2 * RM_ATTN_BLOCK; t += RM_LANES) {
-    if (!any_live(u, t, t + RM_LANES)) continue;
-    const char *keys = keys_at(T, u, t);
-    for (int64_t i = 0; i < RM_LANES * u->width_k * (T == RM_BF16 ? 2 : 4); i += LINE) vec_prefetch(keys + i);
+  for (int half = 0; is_first && half < 2; half++) {
+    const fetch keys = next_keys(T, u, t0 + half * RM_LANES);
+    for (int64_t b = 0; b < u->width_k / RM_K_BLOCK; b++) fetch_block(&keys, b);
   }
-  value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc);
+  const fetch soon[2] = {next_values(T, u, t0), next_values(T, u, t0 + RM_LANES)};
+  value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc, soon);
 }
 
 // The segment that ends: the first live one of a query is taken over, later ones are merged.
@@ -221,7 +231,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK), end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
     begin_segment(&u);
     for (int64_t t0 = begin; t0 < end; t0 += RM_ATTN_BLOCK)
-      if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0);
+      if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0, t0 <= first);
     end_segment(&u, from);
   }
   for (int64_t q = 0; q < u.n_q; q++) {

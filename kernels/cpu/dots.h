@@ -44,9 +44,8 @@ typedef struct fetch {
   int near;                       // into the L1 cache; else into L2
 } fetch;
 
-VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
-  return (fetch){(const char *)from, tile_bytes(dtype), tile_bytes(dtype) / LINE, near};
-}
+VEC fetch fetch_lines(const void *from, int64_t block, int near) { return (fetch){(const char *)from, block, block / LINE, near}; }
+VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) { return fetch_lines(from, tile_bytes(dtype), near); }
 // The share of rows [r, r + n) of `rows`: asked for evenly, since the processor has few requests to memory at a time.
 VEC fetch fetch_share(fetch f, int64_t r, int64_t n, int64_t rows) {
   const int64_t first = f.lines * r / rows;
@@ -172,34 +171,39 @@ VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void
   else fma_score_dots_f32(x, rows, w, n_blocks, acc, soon);
 }
 
-// One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile.
-VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles, float *acc, int64_t next) {
+// One k block against n_tiles tile columns that lie side by side: p·V. acc [tile][rows][16], `next` floats from tile to tile. What
+// comes soon has two halves as well, and its blocks are the tiles.
+VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles, float *acc, int64_t next, const fetch f0,
+                      const fetch f1) {
   const int64_t beside = dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE;
   for (int64_t t = 0; t < n_tiles; t++, acc += next) {
+    fetch_block(&f0, t);
+    fetch_block(&f1, t);
     block_rows(dtype, R, x, &w, acc, RM_LANES);
     for (int half = 0; half < 2; half++) w.half[half] = at(dtype, w.half[half], beside);
   }
 }
 
-VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
   const int64_t next = rows * RM_LANES;
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * RM_K_BLOCK;
     float *to = acc + r * RM_LANES;
-    WITH_ROWS(n, columns_dots(dtype, R, xr, *w, n_tiles, to, next));
+    const fetch f0 = fetch_share(soon[0], r, n, rows), f1 = fetch_share(soon[1], r, n, rows);
+    WITH_ROWS(n, columns_dots(dtype, R, xr, *w, n_tiles, to, next, f0, f1));
     r += n;
   }
 }
-DOTS_FUNCTION void fma_value_dots_bf16(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
-  value_dots_of(RM_BF16, x, rows, w, n_tiles, acc);
+DOTS_FUNCTION void fma_value_dots_bf16(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+  value_dots_of(RM_BF16, x, rows, w, n_tiles, acc, soon);
 }
-DOTS_FUNCTION void fma_value_dots_f32(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
-  value_dots_of(RM_F32, x, rows, w, n_tiles, acc);
+DOTS_FUNCTION void fma_value_dots_f32(const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+  value_dots_of(RM_F32, x, rows, w, n_tiles, acc, soon);
 }
-VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
-  if (dtype == RM_BF16) fma_value_dots_bf16(x, rows, w, n_tiles, acc);
-  else fma_value_dots_f32(x, rows, w, n_tiles, acc);
+VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
+  if (dtype == RM_BF16) fma_value_dots_bf16(x, rows, w, n_tiles, acc, soon);
+  else fma_value_dots_f32(x, rows, w, n_tiles, acc, soon);
 }
 
 // A query's probabilities of one block as fma_value_dots reads them.

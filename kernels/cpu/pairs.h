@@ -56,8 +56,11 @@ DOTS_FUNCTION void pair_score_dots(const uint32_t *x, int64_t rows, const uint16
 }
 
 // One k block against n_tiles tile columns that lie side by side, as columns_dots of dots.h; rows of x as store_probabilities leaves them.
-VEC void pair_columns_dots(const int R, const uint32_t *x, k_block w, int64_t n_tiles, float *acc, int64_t next) {
+VEC void pair_columns_dots(const int R, const uint32_t *x, k_block w, int64_t n_tiles, float *acc, int64_t next, const fetch f0,
+                           const fetch f1) {
   for (int64_t t = 0; t < n_tiles; t++, acc += next) {
+    fetch_block(&f0, t);
+    fetch_block(&f1, t);
     vf sum[MOST_ROWS];
     for (int r = 0; r < R; r++) sum[r] = vf_load(acc + r * RM_LANES);
     pair_block(R, x, RM_ATTN_BLOCK, &w, sum);
@@ -65,10 +68,11 @@ VEC void pair_columns_dots(const int R, const uint32_t *x, k_block w, int64_t n_
     for (int half = 0; half < 2; half++) w.half[half] = (const uint16_t *)w.half[half] + 2 * RM_N_TILE;
   }
 }
-DOTS_FUNCTION void pair_value_dots(const uint32_t *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc) {
+DOTS_FUNCTION void pair_value_dots(const uint32_t *x, int64_t rows, const k_block *w, int64_t n_tiles, float *acc, const fetch *soon) {
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
-    WITH_ROWS(n, pair_columns_dots(R, x + r * RM_ATTN_BLOCK, *w, n_tiles, acc + r * RM_LANES, rows * RM_LANES));
+    const fetch f0 = fetch_share(soon[0], r, n, rows), f1 = fetch_share(soon[1], r, n, rows);
+    WITH_ROWS(n, pair_columns_dots(R, x + r * RM_ATTN_BLOCK, *w, n_tiles, acc + r * RM_LANES, rows * RM_LANES, f0, f1));
     r += n;
   }
 }
@@ -95,7 +99,7 @@ VEC void store_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
   if (dtype == RM_BF16) vi_store(p, vp_permute_halves(vf_to_bf16(p0), vf_to_bf16(p1)));
   else fma_store_probabilities(dtype, p, p0, p1);
 }
-VEC void value_dots(rm_dtype dtype, const float *p, int64_t rows, const k_block *values, int64_t n_tiles, float *acc) {
-  if (dtype == RM_BF16) pair_value_dots((const uint32_t *)p, rows, values, n_tiles, acc);
-  else fma_value_dots(dtype, p, rows, values, n_tiles, acc);
+VEC void value_dots(rm_dtype dtype, const float *p, int64_t rows, const k_block *values, int64_t n_tiles, float *acc, const fetch *soon) {
+  if (dtype == RM_BF16) pair_value_dots((const uint32_t *)p, rows, values, n_tiles, acc, soon);
+  else fma_value_dots(dtype, p, rows, values, n_tiles, acc, soon);
 }

@@ -20,6 +20,6 @@ VEC void score_dots(rm_dtype dtype, const float *queries, int64_t rows, const vo
   fma_score_dots(dtype, queries, rows, keys, n_blocks, p, soon);
 }
 VEC void store_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) { fma_store_probabilities(dtype, p, p0, p1); }
-VEC void value_dots(rm_dtype dtype, const float *p, int64_t rows, const k_block *values, int64_t n_tiles, float *acc) {
-  fma_value_dots(dtype, p, rows, values, n_tiles, acc);
+VEC void value_dots(rm_dtype dtype, const float *p, int64_t rows, const k_block *values, int64_t n_tiles, float *acc, const fetch *soon) {
+  fma_value_dots(dtype, p, rows, values, n_tiles, acc, soon);
 }
