@@ -251,6 +251,7 @@ class Run:
         best: dict[str, dict[str, Any]] = {}
         spent: dict[str, float] = {}
         turns = []
+        has_limit = job["do"] != "generate"
         for round_ in range(1 if job["do"] == "rollouts" else self.args.rounds):
             for engine in engines:
                 if spent.get(engine.name, 0.0) > self.args.budget:
@@ -259,17 +260,17 @@ class Run:
                 if job["do"] == "decode" and engine.name == "transformers":  # of unknown speed: first two steps, then what the budget holds
                     most = self.args.budget / 2 / best[engine.name]["seconds"] if engine.name in best else 2
                     asked["steps"] = max(2, min(job["steps"], int(most)))
-                before = self.limits() if engine.name == OURS and job["do"] != "generate" else None
+                before = self.limits() if engine.name == OURS and has_limit else None
                 answer = engine.ask(asked)
-                if before:
-                    turns.append((answer, before.or_more(self.limits())))
                 if self.refused(engine, f"{shape.name} {point.name}", answer):
                     spent[engine.name] = float("inf")
                     continue
+                if before:
+                    turns.append((answer, before.or_more(self.limits())))
                 spent[engine.name] = spent.get(engine.name, 0.0) + answer["seconds"] * asked.get("steps", 1)
                 if engine.name not in best or answer["seconds"] < best[engine.name]["seconds"]:
                     best[engine.name] = answer
-        if job["do"] != "generate":
+        if has_limit:
             self.add(row_of(shape, point, job, best, turns))
             return
         ours, tokens = best[OURS], job["sequences"] * job["tokens"]
@@ -303,7 +304,7 @@ class Run:
 
         model = make_trainer(shape, torch.bfloat16)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        memcpy = Memcpy(self.args.threads, max(size / (1 << 30), 1 / 16))
+        memcpy = Memcpy(self.args.threads, size / (1 << 30))
         spec, repeats = rm.ModelSpec.from_hf(shape.config()), 3 + self.args.rounds
 
         def measured(name: str, least: float, of: Callable[[rm.Generator], rm.SyncReport]) -> float:

@@ -44,10 +44,10 @@ MOST = 64 << 20  # bytes of one memcpy of a tensor
 
 
 class Memcpy:
-    """The peer: source and destination of `gib` GiB each, and the threads that copy."""
+    """The peer: source and destination of `gib` GiB each, a huge page at least, and the threads that copy."""
 
     def __init__(self, threads: int, gib: float):
-        size = int(gib * (1 << 30)) // HUGE_PAGE * HUGE_PAGE
+        size = max(1, int(gib * (1 << 30)) // HUGE_PAGE) * HUGE_PAGE
         self._blocks = [mmap.mmap(-1, size + HUGE_PAGE) for _ in range(2)]
         for block in self._blocks:
             block.madvise(mmap.MADV_HUGEPAGE)
