@@ -40,7 +40,9 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
     biases = {key: x for key, x in state.items() if key.endswith("e_score_correction_bias")}
     yield "transformers", {**net.state_dict(), **biases}
     if config["tie_word_embeddings"]:
-        yield "tied, lm_head sent too", {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+        embed = state["model.embed_tokens.weight"]
+        yield "tied, lm_head sent too", {**state, "lm_head.weight": embed.clone()}
+        yield "tied, lm_head the same memory, first", {"lm_head.weight": embed, **state}
     if not config["attention_bias"]:  # torchtitan has no such option
         for style in ("plain", "shapes", "nested"):
             yield f"titan {style}", helpers.titan_state_dict(state, config, style)

@@ -177,10 +177,32 @@ def test_tied_lm_head(served: dict[str, rm.Generator], head_first: bool) -> None
         other = embed.copy()
         other[row, col] = np.nextafter(other[row, col], np.float32(9))  # one bit
         refused(served["tied"], with_head(other), rm.TiedWeightError, f"[{row}, {col}]", "tie_word_embeddings")
-    assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, state)
+    assert digest_of(TIED, with_head(embed.copy())) == digest_of(TIED, with_head(embed)) == digest_of(TIED, state)
     refused(
         served["tied"], {"lm_head.weight": embed, **{k: v for k, v in state.items() if v is not embed}}, rm.MissingKeyError, "embed_tokens"
     )
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_lm_head_in_the_same_memory_is_read_once(head_first: bool) -> None:
+    state, sent = new_state(TIED), sum(x.nbytes for x in new_state(TIED).values())
+    twice = np.repeat(state["model.embed_tokens.weight"], 2, axis=0)
+    embed = twice[: len(twice) // 2]
+    with make(TIED, state) as generator:
+        for other, read, as_sent in (
+            (embed, 0, True),
+            (embed[:], 0, True),
+            (embed.copy(), embed.nbytes, True),
+            (twice[::2], 0, False),  # begins at the same address
+        ):
+            state["model.embed_tokens.weight"] = embed
+            pushed = {"lm_head.weight": other, **state} if head_first else {**state, "lm_head.weight": other}
+            if not as_sent:
+                refused(generator, pushed, rm.TiedWeightError, "[1, ")
+                continue
+            report = generator.sync_weights(pushed)
+            assert (report.num_tensors, report.num_parameters, report.bytes) == (len(pushed), len(pushed), sent + read)
+            assert report.digest == digest_of(TIED, state)
 
 
 # ------------------------------------------------------------------------------------------------ tensors

@@ -180,10 +180,30 @@ static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_ent
                        rm_error *err) {
   if (!run.n) return RM_OK;
   rm_copy_task task = {
-      .args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .counted = counted};
+      .args = pack_args(store, piece, &entry->tensor, run), .entry = entry, .piece = *piece, .twin = twin, .also = -1, .counted = counted};
   task.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
   task.args.compare = twin >= 0;
   return rm_copy_tasks_add(&store->tasks, &task, err);
+}
+
+static int is_same_view(const rm_tensor *a, const rm_tensor *b) {
+  const size_t dims = (size_t)a->n_dims * sizeof *a->shape;
+  return a->data == b->data && a->dtype == b->dtype && a->n_dims == b->n_dims && a->on_device == b->on_device && a->ordinal == b->ordinal &&
+         memcmp(a->shape, b->shape, dims) == 0 && memcmp(a->strides, b->strides, dims) == 0;
+}
+
+// Whether the twin of this parameter is copied from the very same memory in this call. Then this one has the digests of those copies, and
+// nothing is read again to be compared.
+static int shares_copies(rm_store *store, int64_t index, const rm_entry *entry) {
+  const int64_t twin = tied_twin(store, index);
+  int shares = 0;
+  for (int64_t i = 0; i < store->tasks.n && twin >= 0; i++) {
+    rm_copy_task *task = &store->tasks.list[i];
+    if (task->piece.param != twin || !is_same_view(&task->entry->tensor, &entry->tensor)) continue;
+    task->also = index;
+    shares = 1;
+  }
+  return shares;
 }
 
 // This rank's shard of one parameter: the rows that another rank counts, then those that it counts itself.
@@ -200,6 +220,7 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
   }
   store->staged.sums[piece->param] = store->staged.sums[store->params->n + piece->param] = 0;
   store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix is counted once
+  if (shares_copies(store, piece->param, entry)) return RM_OK;
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
@@ -226,8 +247,11 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
     store->report.bytes += (uint64_t)(task->args.rows * task->args.cols) * rm_src_bytes(task->args.src_dtype);
-    if (task->counted) store->staged.sums[task->piece.param] += task->args.digest;
-    store->staged.sums[store->params->n + task->piece.param] += task->args.digest;
+    const int64_t params[2] = {task->piece.param, task->also};
+    for (int p = 0; p < 2 && params[p] >= 0; p++) {
+      if (task->counted) store->staged.sums[params[p]] += task->args.digest;
+      store->staged.sums[store->params->n + params[p]] += task->args.digest;
+    }
   }
   return RM_OK;
 }
@@ -244,7 +268,7 @@ static rm_code run_tasks(rm_store *store, rm_error *err) {
 // Checks an entry and adds its copies.
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   char shown[RM_NAME_MAX + 1];
-  int skip, twins = 0;
+  int skip, compares = 0;
   if (store->open && store->n_entries >= MAX_ENTRIES) return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
   if (store->open) store->n_entries++;
   rm_code code = check_all(store, entry->name, entry->length, &entry->tensor, shown, &skip, err);
@@ -254,8 +278,9 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
     return RM_OK;
   }
   const rm_target *target = &store->target;
-  for (int64_t i = 0; i < target->n_pieces; i++) twins |= tied_twin(store, target->pieces[i].param) >= 0;
-  if (twins) code = run_tasks(store, err); // the values to compare with must be copied first
+  for (int64_t i = 0; i < target->n_pieces; i++)
+    compares |= tied_twin(store, target->pieces[i].param) >= 0 && !shares_copies(store, target->pieces[i].param, entry);
+  if (compares) code = run_tasks(store, err); // the values to compare with must be copied first
   for (int64_t i = 0; i < target->n_pieces && !code; i++) code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
   store->report.n_tensors++;

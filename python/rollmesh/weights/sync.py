@@ -8,6 +8,7 @@ begin_sync   the same, tensor by tensor (weights/updates.py)
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -42,7 +43,8 @@ MODES = ("staged", "inplace")
 INFLIGHT = ("wait", "restart", "abort", "keep")
 MAX_LISTED = 50  # faults listed in one message
 MAX_NAME = 120  # characters of a name in a message
-BATCH_BYTES = 256 << 20  # of tensors in one call of the engine
+BATCH_BYTES = 2 << 30  # of tensors in one call of the engine; a signal is seen between two calls
+MADE_BYTES = 256 << 20  # of those that are made or gathered for the call; of all with a deadline, which is looked at between two calls
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -175,18 +177,21 @@ def push_mapping(engine: RankEngine, source: Mapping[str, Any], deadline: float 
 
 
 def batches(source: Mapping[str, Any], deadline: float | None) -> Iterator[list[tuple[str, Any]]]:
-    """The entries in batches of BATCH_BYTES. A mapping may make its tensors on access, and all of them need not fit into memory."""
+    """The entries in batches. All of those that a mapping makes on access, or that have to be gathered, need not fit into memory."""
     batch: list[tuple[str, Any]] = []
-    held = 0
+    there = deadline is None and type(source) in (dict, OrderedDict)
+    held = made = 0
     for name, tensor in map(pair_of, source.items()):
         check_deadline(deadline, name)
         local = local_tensor(tensor)
         size = getattr(local, "nbytes", None)
+        size = size if isinstance(size, int) else MADE_BYTES
         batch.append((name, local))
-        held += size if isinstance(size, int) else BATCH_BYTES
-        if held >= BATCH_BYTES:
+        held += size
+        made += 0 if there and not is_sharded(tensor) else size
+        if held >= BATCH_BYTES or made >= MADE_BYTES:
             yield batch
-            batch, held = [], 0
+            batch, held, made = [], 0, 0
     if batch:
         yield batch
 
