@@ -3,10 +3,13 @@
 // tile, and every operand of a register block stands at a constant distance from one pointer. Weights are widened on the way, a
 // shift for the even k and a mask for the odd.
 //
-// Two shapes of inner loop, the same sums. Three rows and more take the 16 even steps first, then the 16 odd ones: rows × 2
-// registers hold the chains and each weight vector meets every row. One and two rows keep both chains in flight, since with
-// fewer chains the FMA's latency shows; the processor overlaps one k block with the next, as each begins its chains anew, and a
-// decode step runs at the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.)
+// Two shapes of inner loop, the same sums. More than RM_FLAT_ROWS rows take the 16 even steps first, then the 16 odd ones: rows × 2
+// registers hold the chains and each weight vector meets every row. Fewer keep both chains in flight, since with fewer chains the
+// FMA's latency shows; the processor overlaps one k block with the next, as each begins its chains anew, and a decode step runs at
+// the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.)
+//
+// A chain begins with a product, not with fma from +0, which needs a register of zeros. So a chain of zeros may end as −0, which no sum
+// that is stored can show: round_T adds +0.
 #pragma once
 
 #include "vec.h"
@@ -25,7 +28,7 @@ typedef struct k_block {
 } k_block;
 
 VEC vf even_of(rm_dtype dtype, const k_block *w, int p) {
-  if (dtype == RM_BF16) return vf_even(vi_load((const uint16_t *)w->half[p / 8] + p % 8 * w->step));
+  if (dtype == RM_BF16) return vf_even_at((const uint16_t *)w->half[p / 8] + p % 8 * w->step, p % 8 > 0);
   return vf_load((const float *)w->half[p / 8] + (p % 8 * 2) * w->step);
 }
 VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
@@ -59,26 +62,25 @@ VEC void fetch_block(const fetch *f, int64_t b) {
   }
 }
 
-VEC void add_to(float *acc, vf even, vf odd) { vf_store(acc, vf_add(vf_load(acc), vf_add(even, odd))); }
+// Step p of a chain for one row, whose x stands at `x`.
+VEC vf step_of(const int p, const float *x, vf w, vf chain) { return p == 0 ? vf_mul_at(x, w) : vf_fma_at(x, w, chain); }
+
+VEC void add_to(float *acc, vf even, vf odd) { vf_add_to(acc, vf_add(even, odd)); }
 
 // acc[r][0 … 16) += E + O of one k block, R rows of x [R][32], even steps before odd ones. lda is a constant, like R.
 VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
   vf chain[MOST_ROWS];
   float even[MOST_ROWS][RM_LANES];
-  for (int r = 0; r < R; r++) chain[r] = vf_zero();
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
     const vf wv = even_of(dtype, w, p);
-    for (int r = 0; r < R; r++) chain[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p]), wv, chain[r]);
+    for (int r = 0; r < R; r++) chain[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p, wv, chain[r]);
   }
-  for (int r = 0; r < R; r++) {
-    vf_store(even[r], chain[r]);
-    chain[r] = vf_zero();
-  }
+  for (int r = 0; r < R; r++) vf_store(even[r], chain[r]);
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
     const vf wv = odd_of(dtype, w, p);
-    for (int r = 0; r < R; r++) chain[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p + 1]), wv, chain[r]);
+    for (int r = 0; r < R; r++) chain[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p + 1, wv, chain[r]);
   }
   for (int r = 0; r < R; r++) add_to(acc + r * lda, vf_load(even[r]), chain[r]);
 }
@@ -86,14 +88,12 @@ VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *
 // The same with both chains in flight.
 VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc, const int lda) {
   vf even[MOST_ROWS], odd[MOST_ROWS];
-  for (int r = 0; r < R; r++) even[r] = odd[r] = vf_zero();
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
-    const vf we = even_of(dtype, w, p), wo = odd_of(dtype, w, p);
-    for (int r = 0; r < R; r++) {
-      even[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p]), we, even[r]);
-      odd[r] = vf_fma(vf_set1(x[r * RM_K_BLOCK + 2 * p + 1]), wo, odd[r]);
-    }
+    const vf we = even_of(dtype, w, p);
+    for (int r = 0; r < R; r++) even[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p, we, even[r]);
+    const vf wo = odd_of(dtype, w, p);
+    for (int r = 0; r < R; r++) odd[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p + 1, wo, odd[r]);
   }
   for (int r = 0; r < R; r++) add_to(acc + r * lda, even[r], odd[r]);
 }
@@ -113,7 +113,7 @@ VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, co
   }
 }
 
-_Static_assert(RM_VEC_ROWS == 4 || (int)RM_VEC_ROWS == (int)MOST_ROWS, "WITH_ROWS names every size of a register block");
+_Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS, "WITH_ROWS names every size of a register block");
 
 // `call` with R, the rows of a register block, as a constant.
 #define ROWS_CASE(n, call) \
@@ -123,7 +123,7 @@ _Static_assert(RM_VEC_ROWS == 4 || (int)RM_VEC_ROWS == (int)MOST_ROWS, "WITH_ROW
     break; \
   }
 #define WITH_ROWS(n, call) \
-  switch ((n) <= RM_VEC_ROWS ? (n) : RM_VEC_ROWS) { \
+  switch ((n) <= RM_LAST_ROWS ? (n) : RM_LAST_ROWS) { \
     ROWS_CASE(1, call) \
     ROWS_CASE(2, call) \
     ROWS_CASE(3, call) \
@@ -136,7 +136,7 @@ _Static_assert(RM_VEC_ROWS == 4 || (int)RM_VEC_ROWS == (int)MOST_ROWS, "WITH_ROW
 
 // Rows of the next register block, of `left` rows: full blocks, without a block of one row at the end.
 VEC int rows_at_once(int64_t left) {
-  if (left <= RM_VEC_ROWS) return (int)left;
+  if (left <= RM_LAST_ROWS) return (int)left;
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 

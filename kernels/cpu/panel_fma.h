@@ -1,23 +1,23 @@
 // panel_fma.h: a panel of rows times tile columns, by FMA on floats: used by avx2 and avx512f, and for float32 by all. bf16 activations are
 // widened once per panel, bf16 weights in registers. And how a panel meets the weights, by whatever instruction:
 //
-// A piece of a tile column, CHUNK_BLOCKS long, meets all rows while it is in the L1 cache; meanwhile the piece behind it is fetched into
-// the L2 cache, each register block of rows asking for its share of the lines. So memory and arithmetic do not wait for each other.
-// Fewer than FEW_ROWS wait for memory anyway: what they read is fetched a KB ahead, into L1.
+// A piece of a tile column meets all rows while it is in the L1 cache; meanwhile the piece behind it is fetched into the L2 cache, each
+// register block of rows asking for its share of the lines. So memory and arithmetic do not wait for each other. Fewer than FEW_ROWS wait
+// for memory anyway: what they read is fetched a KB ahead, into L1.
 #pragma once
 
 #include "dots.h"
 
 enum {
-  CHUNK_BLOCKS = 8,
+  CHUNK_BLOCKS = 8, // of a piece that meets one register block; RM_PIECE_BLOCKS of one that meets several
   PANEL_BYTES = 256 << 10, // of a panel, k after k, that all tile columns meet before the next: part of an L2 cache
   FEW_ROWS = 4,
   NEAR = 1024, // bytes that a stream of weights is fetched ahead for few rows
 };
 
 // k blocks of a panel that stay in the cache, whole pieces.
-VEC int64_t blocks_at_once(int64_t rows, int64_t row_bytes) {
-  return rm_max64(1, PANEL_BYTES / (rows * row_bytes * CHUNK_BLOCKS)) * CHUNK_BLOCKS;
+VEC int64_t blocks_at_once(int64_t rows, int64_t row_bytes, int64_t piece) {
+  return rm_max64(1, PANEL_BYTES / (rows * row_bytes * piece)) * piece;
 }
 
 VEC fetch fetch_near(rm_dtype dtype, const void *w) { return fetch_all(dtype, (const char *)w + NEAR, 1); }
@@ -32,17 +32,18 @@ typedef void (*piece_dots)(const float *panel, int64_t rows, const void *w, int6
 // acc [n_tiles][rows][16] = panel · columns of n_tiles tiles that stand one after another from w; a row's block has `words` in the panel.
 VEC void pieces_dots(rm_dtype dtype, piece_dots dots, int64_t words, const float *panel, int64_t rows, const void *w, int64_t n_tiles,
                      int64_t n_blocks, float *acc) {
-  const int64_t span = blocks_at_once(rows, words * (int64_t)sizeof *panel);
+  const int64_t piece = rows <= RM_LAST_ROWS ? CHUNK_BLOCKS : RM_PIECE_BLOCKS;
+  const int64_t span = blocks_at_once(rows, words * (int64_t)sizeof *panel, piece);
   memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
   for (int64_t b0 = 0; b0 < n_blocks; b0 += span) {
     const int64_t b1 = rm_min64(b0 + span, n_blocks), skip = b1 < n_blocks ? b1 : n_tiles * n_blocks;
     for (int64_t t = 0; t < n_tiles; t++)
-      for (int64_t b = b0; b < b1; b += CHUNK_BLOCKS) {
-        const int64_t here = t * n_blocks + b, below = b + CHUNK_BLOCKS < b1 ? here + CHUNK_BLOCKS : here - b + b0 + n_blocks;
+      for (int64_t b = b0; b < b1; b += piece) {
+        const int64_t here = t * n_blocks + b, below = b + piece < b1 ? here + piece : here - b + b0 + n_blocks;
         const int64_t next = below < n_tiles * n_blocks ? below : skip;
-        const void *piece = at(dtype, w, here * TILE);
-        const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, piece) : fetch_all(dtype, at(dtype, w, next * TILE), 0);
-        dots(panel + b * rows * words, rows, piece, rm_min64(CHUNK_BLOCKS, n_blocks - b), acc + t * rows * RM_N_TILE, &soon);
+        const void *from = at(dtype, w, here * TILE);
+        const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, from) : fetch_all(dtype, at(dtype, w, next * TILE), 0);
+        dots(panel + b * rows * words, rows, from, rm_min64(piece, n_blocks - b), acc + t * rows * RM_N_TILE, &soon);
       }
   }
 }

@@ -29,8 +29,7 @@ VEC const void *at(rm_dtype dtype, const void *p, int64_t i) { return (const cha
 VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) { return (char *)p + i * (dtype == RM_BF16 ? 2 : 4); }
 
 // ------------------------------------------------------------------------------------------------ lanes of T
-// A row of bf16 pairs is 16 words of (k even, k odd): the two halves as floats.
-VEC vf vf_even(vi pairs) { return vi_floats(vi_sll(pairs, 16)); }
+// A row of bf16 pairs is 16 words of (k even, k odd): its upper halves as floats. (The lower ones: vf_even_at.)
 VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
 // The first n of 16, 0 ≤ n ≤ 16; the others +0. (A masked load of 16-bit lanes would need AVX512BW.)
 VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {

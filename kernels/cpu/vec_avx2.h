@@ -8,8 +8,10 @@
 #include "scalar.h"
 
 enum {
-  RM_VEC_ROWS = 4,                // rows of a register block: 8 chains fill two FMA units of latency 4; 12 measured slower
-  RM_FLAT_ROWS = 2,               // up to so many rows the even and the odd chains go side by side; 16 registers hold no more
+  RM_VEC_ROWS = 4,                // rows of a register block: 8 chains fill two FMA units of latency 4
+  RM_LAST_ROWS = 6,               // of the last one, rather than two blocks of fewer chains: 12 chains, all that 16 registers hold
+  RM_FLAT_ROWS = 3,               // up to so many rows the even and the odd chains go side by side: 12 chains again
+  RM_PIECE_BLOCKS = 2,            // k blocks of a piece of weights that several register blocks meet in turn
 };
 
 typedef struct vf {
@@ -34,6 +36,29 @@ VEC vf vf_sub(vf x, vf y) { return vf_make(_mm256_sub_ps(x.a, y.a), _mm256_sub_p
 VEC vf vf_mul(vf x, vf y) { return vf_make(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
 VEC vf vf_div(vf x, vf y) { return vf_make(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
 VEC vf vf_fma(vf x, vf y, vf z) { return vf_make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+
+// z + x·w and x·w of one x in memory. By hand: gcc would load the x of several steps ahead and spill the chains for it.
+VEC vf vf_fma_at(const float *x, vf w, vf z) {
+  __m256 all;
+  __asm__("vbroadcastss %3, %2\n\tvfmadd231ps %2, %4, %0\n\tvfmadd231ps %2, %5, %1"
+          : "+x"(z.a), "+x"(z.b), "=&x"(all)
+          : "m"(*x), "x"(w.a), "x"(w.b));
+  return z;
+}
+VEC vf vf_mul_at(const float *x, vf w) {
+  vf y;
+  __m256 all;
+  __asm__("vbroadcastss %3, %2\n\tvmulps %2, %4, %0\n\tvmulps %2, %5, %1"
+          : "=&x"(y.a), "=&x"(y.b), "=&x"(all)
+          : "m"(*x), "x"(w.a), "x"(w.b));
+  return y;
+}
+// *sum += x. In memory: of a sum that it carries from block to block gcc keeps a second copy on the stack.
+VEC void vf_add_to(float *sum, vf x) {
+  vf_store(sum, vf_add(vf_load(sum), x));
+  __asm__ volatile("" : : : "memory");
+}
+
 VEC vf vf_neg(vf x) { return vf_make(_mm256_xor_ps(x.a, _mm256_set1_ps(-0.0f)), _mm256_xor_ps(x.b, _mm256_set1_ps(-0.0f))); }
 VEC vf vf_max(vf x, vf m) { return vf_make(_mm256_max_ps(x.a, m.a), _mm256_max_ps(x.b, m.b)); }  // x > m ? x : m
 VEC vf vf_min(vf x, vf m) { return vf_make(_mm256_min_ps(x.a, m.a), _mm256_min_ps(x.b, m.b)); }  // x < m ? x : m
@@ -142,6 +167,12 @@ VEC vf vf_load_bf16(const uint16_t *p) {
 VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
+}
+// The low words of 16 pairs. A shift would take turns with FMA on a port, a load one word to the left does not; `inside`: that
+// word may be read.
+VEC vf vf_even_at(const uint16_t *pairs, int inside) {
+  if (!inside) return vi_floats(vi_sll(vi_load(pairs), 16));
+  return vi_floats(vi_and(vi_load(pairs - 1), vi_set1((int32_t)0xffff0000)));
 }
 // The bf16 nearest to each lane, as a float.
 VEC vf vf_to_bf16(vf x) {

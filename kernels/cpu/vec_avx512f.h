@@ -9,7 +9,9 @@
 
 enum {
   RM_VEC_ROWS = 8,                // rows of a register block: 16 chains, two for each step of latency of two FMA units
+  RM_LAST_ROWS = 8,
   RM_FLAT_ROWS = 8,               // of the 32 registers the chains take 16, so both kinds are always in flight
+  RM_PIECE_BLOCKS = 8,
 };
 
 typedef __m512 vf;
@@ -26,6 +28,9 @@ VEC vf vf_sub(vf x, vf y) { return _mm512_sub_ps(x, y); }
 VEC vf vf_mul(vf x, vf y) { return _mm512_mul_ps(x, y); }
 VEC vf vf_div(vf x, vf y) { return _mm512_div_ps(x, y); }
 VEC vf vf_fma(vf x, vf y, vf z) { return _mm512_fmadd_ps(x, y, z); }
+VEC vf vf_fma_at(const float *x, vf w, vf z) { return vf_fma(vf_set1(*x), w, z); }
+VEC vf vf_mul_at(const float *x, vf w) { return vf_mul(vf_set1(*x), w); }
+VEC void vf_add_to(float *sum, vf x) { vf_store(sum, vf_add(vf_load(sum), x)); }
 VEC vf vf_max(vf x, vf m) { return _mm512_max_ps(x, m); }  // x > m ? x : m
 VEC vf vf_min(vf x, vf m) { return _mm512_min_ps(x, m); }  // x < m ? x : m
 
@@ -93,6 +98,11 @@ VEC vf vf_load_bf16(const uint16_t *p) { return vi_floats(vi_sll(_mm512_cvtepu16
 VEC vf vf_canon(vf x) {
   const vf y = vf_add(x, vf_zero());
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), y, vi_floats(vi_set1(0x7fc00000)));
+}
+// The low words of 16 pairs. (vec_avx2.h uses that the word before them may be read.)
+VEC vf vf_even_at(const uint16_t *pairs, int inside) {
+  (void)inside;
+  return vi_floats(vi_sll(vi_load(pairs), 16));
 }
 // The bf16 nearest to each lane, as a float.
 #ifdef RM_VEC_BF16
