@@ -92,10 +92,18 @@ def test_pieces_give_the_bits_of_the_whole(
     shares.append(received / read)
 
 
-def test_pieces_that_are_no_boxes_are_gathered(server: Server, alone: Callable[[str], Any]) -> None:
+def test_strided_shards_are_sent_like_others(server: Server, alone: Callable[[str], Any]) -> None:
     """FSDP over tensor parallelism of the same dim makes _StridedShard."""
     job = {"model": "dense", "of": "mesh_pieces", "transport": "shm", "trainer": "fsdp", "axes": [2, 2]}
     for got in results(server("resharded", (2, 2, 1), **job)):
+        assert got["bits"] == alone("dense")
+        assert got["received"] <= got["bytes"]
+        assert got["gathered"] == 0
+
+
+def test_strided_shards_that_do_not_divide_their_dim_are_gathered(server: Server, alone: Callable[[str], Any]) -> None:
+    job = {"model": "dense", "of": "mesh_pieces", "transport": "shm", "trainer": "fsdp", "axes": [2, 3]}
+    for got in results(server("resharded", (3, 2, 1), **job)):
         assert got["bits"] == alone("dense")
         assert got["gathered"] > 0
 

@@ -4,8 +4,9 @@
     Piece(array, shape, offsets)                 the same, given by the caller
     anything else                                the whole tensor
 
-DTensors with a non-contiguous placement (_StridedShard, which FSDP over tensor parallelism makes, and Partial) are no boxes: they are
-all-gathered by full_tensor(), one at a time, which is a collective of the trainer's mesh.
+FSDP over tensor or expert parallelism of the same dim makes a _StridedShard: the later mesh dims cut the dim first. That is a box too.
+Other DTensors are not (Partial, a _StridedShard from a view, one that does not divide its dim): they are all-gathered by full_tensor(),
+one at a time, which is a collective of the trainer's mesh.
 """
 
 from __future__ import annotations
@@ -131,11 +132,11 @@ def _shape(tensor: Any) -> Dims:
 
 
 def _offsets_of(tensor: Any) -> Dims | None:
-    """Offsets of a DTensor's local tensor; None for a non-contiguous placement. Zeros if the local tensor is empty."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    """Offsets of a DTensor's local tensor; None where it is no box, which all ranks see alike. Zeros if the local tensor is empty."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if not isinstance(tensor, DTensor) or not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
+    if not isinstance(tensor, DTensor) or not _is_box(tensor):
         return None
     local = tensor.to_local()
     if local.numel() == 0:
@@ -144,3 +145,25 @@ def _offsets_of(tensor: Any) -> Dims | None:
     if tuple(shape) != tuple(local.shape):
         raise LayoutError(f"a DTensor: expected a local tensor of shape {list(shape)} by its placements, got {list(local.shape)}")
     return tuple(int(offset) for offset in offsets)
+
+
+def _is_box(tensor: Any) -> bool:
+    """A _StridedShard is one where its split_factor is the number of parts that later mesh dims make of the same dim, and all parts of the
+    dim are equal."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    parts: dict[int, int] = {}  # of a dim, by the mesh dims from here on
+    strided: set[int] = set()
+    for size, placement in zip(reversed(tensor.device_mesh.shape), reversed(tensor.placements), strict=True):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) not in (Shard, _StridedShard):
+            return False
+        later = parts.get(placement.dim, 1)
+        if type(placement) is _StridedShard:
+            if placement.split_factor != later:
+                return False
+            strided.add(placement.dim)
+        parts[placement.dim] = later * size
+    return all(tensor.shape[dim] % parts[dim] == 0 for dim in strided)
