@@ -10,7 +10,7 @@ call (a weights iterator that generates), and every call in a forked child.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from rollmesh.distributed.spmd import join
 from rollmesh.errors import ConfigError, Error, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
+from rollmesh.request.async_driver import AsyncDriver
 from rollmesh.request.driver import Driver, Prompt, sequences_of
 from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
@@ -182,6 +183,7 @@ class Generator:
         self._weights = Weights(self._engine, self._requests)
         self._turn = Turn()
         self._driver = Driver(self._engine, self._requests, self._codec, self._turn, self._weights.commit_open_sync)
+        self._async_driver = AsyncDriver(self._driver, self._engine, self._requests, self._turn)
 
     @classmethod
     def from_hf(cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any) -> Generator:
@@ -291,6 +293,23 @@ class Generator:
         """Ends requests; None: all. poll (or generate) returns them with the tokens so far and finish_reason "abort"; a running score
         or logits raises StateError."""
         self._driver.abort(ids)
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """Completes one prompt, text or token ids: `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of
+        coroutines, of any event loops, may wait at once; a thread runs the engine steps of all. While the generator is paused or asleep
+        they wait.
+
+        Cancelling the coroutine aborts its request. Without a seed the order in which requests come decides their seeds.
+
+        Raises what ended the request (RequestError, CapacityError, NumericsError, a tokenizer's exception), NotSyncedError, StateError
+        (closed, one rank of several processes)."""
+        return await self._async_driver.generate(prompt, params)
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """The same, with what there is so far after engine steps that have brought tokens: `async for output in gen.astream(prompt)`.
+        Each output holds all tokens so far; the last one has finished=True. A slow reader gets fewer of them, never old ones. Leaving
+        the loop early aborts the request once the generator is closed by aclose() (contextlib.aclosing) or by the event loop."""
+        return self._async_driver.stream(prompt, params)
 
     # ---------------------------------------------------------------------------------------- scoring
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:

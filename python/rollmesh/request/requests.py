@@ -200,6 +200,10 @@ class Requests:
             self._watch_all()
         return self._engine.finished() & requests
 
+    def num_tokens(self, request: int) -> list[int]:
+        """Of each sample so far."""
+        return [len(self._engine.tokens(request, sample, 0)[1]) for sample in range(self._records[request].params.n)]
+
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases, without results. The latest generations give their numbers back."""
         known = set(self.live())
@@ -222,7 +226,8 @@ class Requests:
         self._records.pop(request, None)
 
     def output(self, request: int) -> RequestOutput:
-        """The output of a request that is done. It stays until release: user code (a tokenizer) may raise in here."""
+        """The output of a request: what it has so far, or all once it is done. It stays until release: user code (a tokenizer) may raise
+        in here."""
         return self._output(request, self._codec)
 
     def output_or_error(self, request: int) -> RequestOutput:
@@ -244,7 +249,7 @@ class Requests:
             prompt=record.prompt,
             prompt_token_ids=record.prompt_ids,
             outputs=[self._completion(request, record, index, view, codec) for index in range(view["n"])],
-            finished=True,
+            finished=view["finished"],
             num_cached_tokens=view["num_cached_tokens"],
             prompt_logprobs=view["prompt_logprobs"],
             prompt_top_logprobs=top,
