@@ -60,11 +60,8 @@ class AsyncDriver:
 
     # ---------------------------------------------------------------------------------------- in an event loop
     async def generate(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
-        output: RequestOutput | None = None
-        async for output in self.stream(prompt, params, partial=False):
-            pass
-        assert output is not None  # a stream ends with its finished output
-        return output
+        outputs = [output async for output in self.stream(prompt, params, partial=False)]
+        return outputs[-1]
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None, partial: bool = True) -> AsyncGenerator[RequestOutput, None]:
         if self._engine.has_peers:
