@@ -124,6 +124,8 @@ def test_a_loop_that_is_gone_keeps_nothing_running(gen: rm.Generator) -> None:
     [
         ([1, 10**6], None, rm.RequestError),
         ([], None, rm.RequestError),
+        (["a", "b"], None, rm.RequestError),
+        ([[1, 2], [3]], None, rm.RequestError),
         ("text", None, rm.RequestError),
         (b"12", None, rm.RequestError),
         ([1], rm.SamplingParams(stop=("x",)), rm.RequestError),

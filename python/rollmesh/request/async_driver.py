@@ -16,8 +16,10 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rollmesh.distributed.rank_engine import RankEngine
-from rollmesh.errors import StateError
+from rollmesh.errors import RequestError, StateError
 from rollmesh.request.arguments import param_list
 from rollmesh.request.driver import PAUSE_POLL_S, Driver, Prompt
 from rollmesh.request.outputs import RequestOutput
@@ -66,6 +68,9 @@ class AsyncDriver:
     async def stream(self, prompt: Prompt, params: SamplingParams | None, partial: bool = True) -> AsyncGenerator[RequestOutput, None]:
         if self._engine.has_peers:
             raise StateError("agenerate and astream: expected a generator whose ranks are of one process, got one rank of several")
+        if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], (int, np.integer)):
+            kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
+            raise RequestError(f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several")
         [chosen] = param_list(params, 1)
         self._turn.check_alive()
         stream = _Stream(prompt, chosen, partial, asyncio.get_running_loop())
