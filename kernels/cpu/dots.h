@@ -1,15 +1,15 @@
 // dots.h: the dot product of docs/numerics.md §2 for blocks of rows × one tile of 16 packed columns, the inside of gemm, lm_head
 // and attention. Rows come from a panel of floats [k block][row][32], so that a bf16 activation is widened once and not once per
-// tile, and every operand of a register block stands at a constant distance from one pointer. Weights are widened on the way, a
-// shift for the even k and a mask for the odd.
+// tile, and every operand of a register block stands at a constant distance from one pointer. Weights are widened on the way: a
+// mask for the odd k, for the even ones a shift or, on AVX2, a mask of what stands one word to the left.
 //
 // Two shapes of inner loop, the same sums. More than RM_FLAT_ROWS rows take the 16 even steps first, then the 16 odd ones: rows × 2
 // registers hold the chains and each weight vector meets every row. Fewer keep both chains in flight, since with fewer chains the
 // FMA's latency shows; the processor overlaps one k block with the next, as each begins its chains anew, and a decode step runs at
 // the rate at which memory brings weights. (Two blocks side by side by hand: a third slower.)
 //
-// A chain begins with a product, not with fma from +0, which needs a register of zeros. So a chain of zeros may end as −0, which no sum
-// that is stored can show: round_T adds +0.
+// A chain begins with a product, not with fma from +0, which needs a register of zeros. So a chain of zeros may end as −0, which nothing
+// stored can show: round_T and canonical float32 add +0, and exp(−0) is exp(+0).
 #pragma once
 
 #include "vec.h"

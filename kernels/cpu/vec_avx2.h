@@ -37,11 +37,12 @@ VEC vf vf_mul(vf x, vf y) { return vf_make(_mm256_mul_ps(x.a, y.a), _mm256_mul_p
 VEC vf vf_div(vf x, vf y) { return vf_make(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
 VEC vf vf_fma(vf x, vf y, vf z) { return vf_make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
 
-// z + x·w and x·w of one x in memory. By hand: gcc would load the x of several steps ahead and spill the chains for it.
+// z + x·w and x·w of one x in memory. By hand: gcc would load the x of several steps ahead and spill the chains for it. What is written
+// before w.b is read (&) must not share its register.
 VEC vf vf_fma_at(const float *x, vf w, vf z) {
   __m256 all;
   __asm__("vbroadcastss %3, %2\n\tvfmadd231ps %2, %4, %0\n\tvfmadd231ps %2, %5, %1"
-          : "+x"(z.a), "+x"(z.b), "=&x"(all)
+          : "+&x"(z.a), "+x"(z.b), "=&x"(all)
           : "m"(*x), "x"(w.a), "x"(w.b));
   return z;
 }
