@@ -159,6 +159,11 @@ static PyObject *turn_waiting(PyObject *object, void *ignored) {
   return PyLong_FromLong(count);
 }
 
+static PyObject *turn_is_inside(PyObject *object, void *ignored) {
+  (void)ignored;
+  return PyBool_FromLong(has_taken((turn_object *)object, PyThread_get_thread_ident()));
+}
+
 static PyMethodDef holding_methods[] = {
     {"__enter__", holding_enter, METH_NOARGS, PyDoc_STR("Waits for the turn.")},
     {"__exit__", holding_exit, METH_VARARGS, PyDoc_STR("Passes the turn on.")},
@@ -175,6 +180,7 @@ static PyMethodDef turn_methods[] = {
 
 static PyGetSetDef turn_members[] = {
     {"waiting", turn_waiting, NULL, PyDoc_STR("Threads in the queue."), NULL},
+    {"is_inside", turn_is_inside, NULL, PyDoc_STR("Whether this thread has the turn or waits for it."), NULL},
     {0},
 };
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import numpy_state_dict, prompts, tiny_config
 from test_generator import make, same, word_tokenizer
@@ -183,6 +187,62 @@ def test_a_tokenizer_that_raises(gen: rm.Generator) -> None:
         assert idle(generator)
 
 
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+@pytest.mark.parametrize("where", ["encode", "decode", "stop"])
+def test_a_tokenizer_that_raises_ends_its_own_request_only(where: str, kind: type[BaseException]) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            self.real, self.fails, self.bad = word_tokenizer(), False, -1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+        def encode(self, text: str, **options: Any) -> Any:
+            if where == "encode":
+                raise kind("piece")
+            return self.real.encode(text, **options)
+
+        def decode(self, ids: Any, **options: Any) -> str:
+            if self.fails and self.bad in ids:
+                raise kind("piece")
+            return self.real.decode(ids, **options)
+
+    broken = Broken()
+    with make(tokenizer=broken) as generator:
+        generator.sync_weights(STATES[0])
+
+        def drawn(prompt: list[int], seed: int) -> rm.CompletionOutput:
+            params = rm.SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
+            return generator.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+
+        wanted = drawn([1], 0)
+        spoilt, broken.bad = next(
+            (seed, token) for seed in range(1, 100) for token in drawn([2], seed).token_ids[:4].tolist() if token not in wanted.token_ids
+        )
+        plain = rm.SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
+        stop = ("no such text",) if where == "stop" else ()
+        spoiled = rm.SamplingParams(max_tokens=8, ignore_eos=True, seed=spoilt, stop=stop)
+        broken.fails = where != "encode"
+
+        async def both() -> list[Any]:
+            tasks = [generator.agenerate([1], plain), generator.agenerate("a" if where == "encode" else [2], spoiled)]
+            return await asyncio.wait_for(asyncio.gather(*map(caught, tasks)), 30)
+
+        good, bad = asyncio.run(both())
+        assert isinstance(bad, kind)
+        assert same(good.outputs[0], wanted)
+        broken.fails = False
+        assert idle(generator)
+
+
+async def caught(awaitable: Any) -> Any:
+    """Its result, or what it raises; a SystemExit would end the loop."""
+    try:
+        return await awaitable
+    except BaseException as error:  # noqa: BLE001
+        return error
+
+
 def test_requests_of_two_event_loops_and_a_thread_share_the_steps(gen: rm.Generator) -> None:
     got: dict[str, Any] = {}
 
@@ -268,3 +328,64 @@ def test_a_close_ends_all_with_a_state_error() -> None:
     for result in asyncio.run(run()):
         assert isinstance(result, rm.StateError)
     assert thread_ends()
+
+
+def test_a_sync_that_is_pushed_in_pieces_while_paused_is_left_alone(gen: rm.Generator) -> None:
+    async def run() -> rm.RequestOutput:
+        task = asyncio.create_task(gen.agenerate([1], rm.SamplingParams(max_tokens=3000, ignore_eos=True, seed=4)))
+        await begun(gen)
+        gen.pause("keep")
+        sync = gen.begin_sync(version=2, inflight="keep")
+        for i, (name, tensor) in enumerate(STATES[1].items()):
+            sync.push(name, tensor)
+            if i == 3:
+                await asyncio.sleep(0.1)
+        sync.commit()
+        gen.resume()
+        return await task
+
+    assert set(asyncio.run(run()).outputs[0].versions.tolist()) == {1, 2}
+
+
+def test_inside_another_call_of_its_thread_it_is_refused(gen: rm.Generator) -> None:
+    def weights() -> Iterator[tuple[str, Any]]:
+        with pytest.raises(rm.StateError, match="from inside one of its own calls"):
+            asyncio.run(asyncio.wait_for(gen.agenerate([1]), 5))
+        yield from STATES[1].items()
+
+    assert gen.sync_weights(weights(), version=2).version == 2
+
+
+def test_weights_that_sleep_refuse_requests(gen: rm.Generator) -> None:
+    gen.sleep("weights")
+    with pytest.raises(rm.StateError, match="weights are asleep"):
+        asyncio.run(gen.agenerate([1]))
+    assert idle(gen)
+
+
+def test_a_prompt_is_read_when_it_is_given(gen: rm.Generator) -> None:
+    async def run() -> list[list[int]]:
+        buffer, tasks = np.zeros(3, np.int32), []
+        for token in (1, 2, 3):
+            buffer[:] = token
+            tasks.append(asyncio.create_task(gen.agenerate(buffer, rm.SamplingParams(max_tokens=1))))
+            await asyncio.sleep(0)
+        return [(await task).prompt_token_ids.tolist() for task in tasks]
+
+    assert asyncio.run(run()) == [[1, 1, 1], [2, 2, 2], [3, 3, 3]]
+
+
+EXIT = """
+import asyncio
+from test_async import LONG, STATES, make
+gen = make(max_model_len=16384, kv_cache_gib=0.06)
+gen.sync_weights(STATES[0])
+gen.pause("keep")
+loop = asyncio.new_event_loop()
+task = loop.create_task(gen.agenerate([1], LONG))
+loop.run_until_complete(asyncio.sleep(0.05))
+"""
+
+
+def test_an_interpreter_exits_with_requests_that_nobody_reads() -> None:
+    subprocess.run([sys.executable, "-c", EXIT], check=True, timeout=60, cwd=Path(__file__).parent, capture_output=True)

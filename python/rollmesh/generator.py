@@ -296,19 +296,21 @@ class Generator:
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Completes one prompt, text or token ids: `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of
-        coroutines, of any event loops, may wait at once; a thread runs the engine steps of all. While the generator is paused or asleep
-        they wait.
+        coroutines, of any event loops, may wait at once; a thread runs the engine steps of all. While the generator is paused or its KV
+        asleep they wait. As submit does, a new request commits a begin_sync that is open without a `with` block.
 
         Cancelling the coroutine aborts its request. Without a seed the order in which requests come decides their seeds.
 
         Raises what ended the request (RequestError, CapacityError, NumericsError, a tokenizer's exception), NotSyncedError, StateError
-        (closed, one rank of several processes)."""
+        (closed, weights asleep, inside another call of this thread, one rank of several processes)."""
         return await self._async_driver.generate(prompt, params)
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """The same, with what there is so far after engine steps that have brought tokens: `async for output in gen.astream(prompt)`.
-        Each output holds all tokens so far; the last one has finished=True. A slow reader gets fewer of them, never old ones. Leaving
-        the loop early aborts the request once the generator is closed by aclose() (contextlib.aclosing) or by the event loop."""
+        """The same, with outputs while it runs: `async for output in gen.astream(prompt)`. Each has all tokens so far, more than the one
+        before; the last has finished=True. A slow reader gets fewer of them. The text of a running sample may still lose the beginning of
+        a stop string, and a sync with inflight="restart" begins the tokens anew.
+
+        Leaving the loop early aborts the request when the iterator is closed: by contextlib.aclosing, or by the event loop later."""
         return self._async_driver.stream(prompt, params)
 
     # ---------------------------------------------------------------------------------------- scoring

@@ -4,7 +4,8 @@
     cancelled ──► inbox ──► thread: abort and release
 
 The thread starts with the first request, takes the generator's turn for one step at a time, as generate does, and ends when nothing is
-left to run. An event loop never waits for a step. Any number of loops and threads may have requests at once.
+left to run. An event loop never waits for a step. Any number of loops and threads may have requests at once. What goes wrong for one
+request is raised in its coroutine; an error of the engine in all.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.distributed.rank_engine import RankEngine
-from rollmesh.errors import RequestError, StateError
+from rollmesh.errors import Error, RequestError, StateError
 from rollmesh.request.arguments import param_list
 from rollmesh.request.driver import PAUSE_POLL_S, Driver, Prompt
 from rollmesh.request.outputs import RequestOutput
-from rollmesh.request.requests import Requests
+from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.runtime.turn import Turn
 
@@ -39,7 +40,7 @@ class _Stream:
     news: asyncio.Event = field(default_factory=asyncio.Event)  # of the loop
     output: RequestOutput | None = None  # the latest; it replaces one that was not taken
     error: BaseException | None = None
-    request: int | None = None  # the thread's: its id while it is in the engine
+    request: int | None = None  # the thread's: its id once it was in the engine
     num_tokens: list[int] = field(default_factory=list)  # the thread's: of each sample, when it last told
 
     def tell(self, output: RequestOutput | None, error: BaseException | None = None) -> None:
@@ -47,6 +48,10 @@ class _Stream:
         self.output, self.error = output, error
         with suppress(RuntimeError):  # its loop is closed
             self.loop.call_soon_threadsafe(self.news.set)
+
+    def is_abandoned(self) -> bool:
+        """Nobody will read it: its loop is closed, or stands still while the interpreter exits and waits for the thread."""
+        return self.loop.is_closed() or not (self.loop.is_running() or threading.main_thread().is_alive())
 
 
 class AsyncDriver:
@@ -68,12 +73,10 @@ class AsyncDriver:
     async def stream(self, prompt: Prompt, params: SamplingParams | None, partial: bool = True) -> AsyncGenerator[RequestOutput, None]:
         if self._engine.has_peers:
             raise StateError("agenerate and astream: expected a generator whose ranks are of one process, got one rank of several")
-        if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], (int, np.integer)):
-            kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
-            raise RequestError(f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several")
-        [chosen] = param_list(params, 1)
         self._turn.check_alive()
-        stream = _Stream(prompt, chosen, partial, asyncio.get_running_loop())
+        self._turn.check_outside()
+        [chosen] = param_list(params, 1)
+        stream = _Stream(_one_prompt(prompt), chosen, partial, asyncio.get_running_loop())
         self._put(self._added, stream)
         finished, before = False, None
         try:
@@ -88,15 +91,20 @@ class AsyncDriver:
                     yield output
                 before = output
         finally:
-            if not finished:
+            if not finished and not self._turn.is_gone():
                 self._put(self._cancelled, stream)
 
     def _put(self, box: list[_Stream], stream: _Stream) -> None:
         with self._lock:
             box.append(stream)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="rollmesh-async")
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = threading.Thread(target=self._run, name="rollmesh-async")
+            try:
                 self._thread.start()
+            except RuntimeError:
+                box.remove(stream)
+                raise
 
     # ---------------------------------------------------------------------------------------- in the thread
     def _run(self) -> None:
@@ -104,7 +112,7 @@ class AsyncDriver:
             try:
                 with self._turn.take():
                     self._empty_inbox()
-                    moved = self._step() if self._open else True
+                    moved = not self._open or self._step()
             except BaseException as error:  # noqa: BLE001 (raised in the coroutines)
                 self._fail(error)
                 continue
@@ -118,49 +126,69 @@ class AsyncDriver:
             self._thread = None
             return False
 
-    def _empty_inbox(self) -> None:
+    def _next(self, box: list[_Stream]) -> _Stream | None:
         with self._lock:
-            added, cancelled = list(self._added), list(self._cancelled)
-            self._added.clear()
-            self._cancelled.clear()
-        dropped = set(map(id, cancelled))
-        for stream in added:
-            if id(stream) in dropped:
-                continue
+            return box.pop(0) if box else None
+
+    def _empty_inbox(self) -> None:
+        """One by one, so that what raises is one request's."""
+        while (stream := self._next(self._added)) is not None:
             try:
-                stream.request = self._driver.add(stream.prompt, stream.params)
-            except Exception as error:  # noqa: BLE001 (a refusal, or whatever the tokenizer raises)
+                number = stream.request = self._driver.submit_one(stream.prompt, stream.params)
+            except BaseException as error:  # noqa: BLE001 (a refusal, or whatever the tokenizer raises)
                 stream.tell(None, error)
                 continue
             stream.num_tokens = [0] * stream.params.n
-            self._open[stream.request] = stream
-        for stream in cancelled:
-            self._drop(stream)
+            self._open[number] = stream
+        while (stream := self._next(self._cancelled)) is not None:
+            self._end(stream)
+        for stream in [stream for stream in self._open.values() if stream.is_abandoned()]:
+            self._end(stream)
 
-    def _drop(self, stream: _Stream) -> None:
-        """Ends a request that nobody waits for any more."""
-        if stream.request is not None and self._open.pop(stream.request, None) is not None:
-            self._requests.abort([stream.request])
-            self._requests.release(stream.request)
+    def _end(self, stream: _Stream, error: BaseException | None = None) -> None:
+        """Takes a request out of the engine before it is done. error: is told."""
+        if stream.request is None or self._open.pop(stream.request, None) is None:
+            return
+        self._requests.abort([stream.request])
+        self._requests.release(stream.request)
+        if error is not None:
+            stream.tell(None, error)
+
+    def _spoiled(self, number: int, error: BaseException) -> None:
+        """The search for stop strings has raised. One that is not ours is left to its own call."""
+        if number in self._open:
+            self._end(self._open[number], error)
 
     def _step(self) -> bool:
         """One engine step, and what it brought. False: nothing moved."""
-        rows = self._driver.step_if_running()
-        done = self._requests.done_of(set(self._open))
+        is_halted = self._engine.paused or bool(self._engine.stats()["asleep"])
+        rows = 0 if is_halted else self._requests.step_apart(self._spoiled)
+        done = self._requests.finished_of(self._open)
         for number, stream in list(self._open.items()):
             if number in done:
-                output = self._requests.output_or_error(number)
-                self._requests.release(number)
-                del self._open[number]
-                stream.tell(None, output.error) if output.error is not None else stream.tell(output)
-            elif stream.loop.is_closed():
-                self._drop(stream)
+                self._take(number, stream)
             elif stream.partial and self._has_grown(stream, number):
-                stream.tell(self._requests.output_or_error(number))
+                output = self._output(number)
+                self._end(stream, output) if isinstance(output, BaseException) else stream.tell(output)
         return bool(rows or done)
 
+    def _take(self, number: int, stream: _Stream) -> None:
+        """The output, or the error, of a request that is done, which leaves the engine."""
+        output = self._output(number)
+        del self._open[number]
+        self._requests.release(number)
+        stream.tell(None, output) if isinstance(output, BaseException) else stream.tell(output)
+
+    def _output(self, number: int) -> RequestOutput | BaseException:
+        """What there is so far, or what ended the request or its decoding."""
+        try:
+            output = self._requests.output(number)
+        except BaseException as error:  # noqa: BLE001 (whatever the tokenizer raises)
+            return error
+        return output if output.error is None else output.error
+
     def _has_grown(self, stream: _Stream, number: int) -> bool:
-        before, stream.num_tokens = stream.num_tokens, self._requests.num_tokens(number)
+        before, stream.num_tokens = stream.num_tokens, self._requests.num_tokens(number, stream.num_tokens)
         return before != stream.num_tokens
 
     def _fail(self, error: BaseException) -> None:
@@ -174,5 +202,15 @@ class AsyncDriver:
         for stream in streams:
             stream.tell(None, error)
         if numbers and not self._turn.is_gone():
-            with self._turn.take():
+            with suppress(Error), self._turn.take():  # closed meanwhile, or an engine that can no more
                 self._requests.forget(numbers)
+
+
+def _one_prompt(prompt: Prompt) -> Prompt:
+    """A copy, since the thread reads it later. RequestError for what is no prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], (int, np.integer)):
+        kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
+        raise RequestError(f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several")
+    return token_ids(prompt)

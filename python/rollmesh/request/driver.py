@@ -64,7 +64,7 @@ class Driver:
         def add() -> None:
             for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
                 try:
-                    ids.append(self.add(prompt, param, index))
+                    ids.append(self._add(prompt, param, index))
                 except (RequestError, CapacityError) as error:
                     ids.append(None)
                     errors[index] = error
@@ -102,7 +102,7 @@ class Driver:
 
         def add() -> None:
             for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                ids.append(self.add(prompt, param, index))
+                ids.append(self._add(prompt, param, index))
             self._submitted.update(ids)
 
         try:
@@ -178,26 +178,18 @@ class Driver:
             self._forget(ids, error)
             raise
 
-    def add(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> int:
-        """Queues one prompt. The caller holds the turn. RequestError or CapacityError names its index in the call."""
+    def submit_one(self, prompt: Prompt, params: SamplingParams) -> int:
+        """As submit, but poll does not know of it. The caller holds the turn."""
+        self._commit_open_sync()
+        return self._add(prompt, params, 0)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
         with naming_prompt(index):
             if not isinstance(prompt, str):
                 return self._requests.add(token_ids(prompt), params)
             if self._codec is None:
                 raise RequestError("expected token ids, since the generator has no tokenizer, got text")
             return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
-
-    def step_if_running(self) -> int:
-        """One engine step, unless paused or asleep. The caller holds the turn. Returns its rows."""
-        self._commit_open_sync()
-        if self._engine.paused:
-            return 0
-        try:
-            return self._requests.step()
-        except StateError:
-            if not self._engine.stats()["asleep"]:
-                raise
-            return 0
 
     def _before_step(self) -> None:
         """StateError if the generator is paused or asleep."""

@@ -133,6 +133,18 @@ class Requests:
         self._watch_all()
         return rows
 
+    def step_apart(self, on_error: Callable[[int, BaseException], None]) -> int:
+        """One engine step. on_error is given a request whose stop strings could not be looked for (a tokenizer that raises), to take it
+        out of the engine or to leave it to its own call, which meets the error again."""
+        self._is_behind = True
+        rows, _ = self._engine.step()
+        for request in list(self._watched):
+            try:
+                self._watch(request)
+            except BaseException as error:  # noqa: BLE001 (whatever user code raises)
+                on_error(request, error)
+        return rows
+
     def step_for(self, requests: set[int]) -> int:
         """One engine step, to finish these. Returns its rows."""
         if self._engine.runs_besides(requests):
@@ -200,9 +212,9 @@ class Requests:
             self._watch_all()
         return self._engine.finished() & requests
 
-    def num_tokens(self, request: int) -> list[int]:
-        """Of each sample so far."""
-        return [len(self._engine.tokens(request, sample, 0)[1]) for sample in range(self._records[request].params.n)]
+    def num_tokens(self, request: int, before: list[int]) -> list[int]:
+        """Of each sample so far. before: what it was earlier; after a restart it stays until there are more."""
+        return [count + len(self._engine.tokens(request, sample, count)[1]) for sample, count in enumerate(before)]
 
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases, without results. The latest generations give their numbers back."""
@@ -229,6 +241,10 @@ class Requests:
         """The output of a request: what it has so far, or all once it is done. It stays until release: user code (a tokenizer) may raise
         in here."""
         return self._output(request, self._codec)
+
+    def finished_of(self, requests: Iterable[int]) -> set[int]:
+        """Those that the engine has finished, after step_apart."""
+        return self._engine.finished().intersection(requests)
 
     def output_or_error(self, request: int) -> RequestOutput:
         """As output, but a tokenizer that raises leaves its exception in `error`, and the texts empty."""

@@ -26,6 +26,11 @@ class Turn:
         if self.closed:
             raise StateError("the generator is closed")
 
+    def check_outside(self) -> None:
+        """StateError inside another call of this thread."""
+        if self._turn.is_inside:
+            raise StateError("the generator was called from inside one of its own calls (a callback, weights iterator or signal handler)")
+
     def take(self, deadline: float | None = None) -> AbstractContextManager[None]:
         """Holds the lock for a block. StateError: closed, of another process, or inside another call. DeadlineError: not in time."""
         self.check_alive()  # before the turn too: after fork it may be held by a thread that does not exist here
